@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal, NewType, TypeAlias
+from typing import TYPE_CHECKING, Final, Generic, Literal, NewType, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from kvwire.errors import UsageError, nearest
@@ -38,6 +38,22 @@ class Symbol(enum.Enum):
 
     if not TYPE_CHECKING:  # which cannot tell the two types apart
         __hash__ = object.__hash__
+
+
+S = TypeVar("S", bound=Symbol)
+Step = TypeVar("Step", bound=Symbol)
+
+
+class Transitions(dict[tuple[S, Step], S], Generic[S, Step]):
+    """Tables the state that follows a state and an input; no other step exists."""
+
+    def __init__(self, of: str, steps: dict[tuple[S, Step], S]) -> None:
+        super().__init__(steps)
+        self._of = of
+
+    def __missing__(self, step: tuple[S, Step]) -> S:
+        state, event = step
+        raise ValueError(f"{event.value} of {self._of} that is {state.value}")
 
 
 class Role(enum.IntEnum):

@@ -159,7 +159,7 @@ class Duplex(ABC):
         """Send as much of the queue as the kernel takes now."""
         if self._waiting or self._transmitting:
             self._queue.own()
-        else:
+        elif self._queue.nbytes or self._wire.unsent:
             self._transmit()
 
     def close(self) -> None:
@@ -297,11 +297,12 @@ class Duplex(ABC):
 
     def _transmit(self) -> None:
         """Send until the queue is empty, the kernel is full, or a wake-up is spent."""
-        queue, budget = self._queue, WAKEUP_BYTES
+        queue, wire, budget = self._queue, self._wire, WAKEUP_BYTES
         self._transmitting = True
         try:
             for _ in range(CALLS_PER_WAKEUP):
-                if budget <= 0 or not self._due:
+                due = (queue.nbytes and wire.opened) or wire.unsent
+                if budget <= 0 or not due:
                     break
                 count = self._transmit_once()
                 if count is None:
@@ -317,14 +318,9 @@ class Duplex(ABC):
             self._transmitting = False
         if queue.nbytes:
             queue.own()
-        if self._due and self._failure is None and not self._ended:
+        due = (queue.nbytes and wire.opened) or wire.unsent
+        if due and self._failure is None and not self._ended:
             self._wait_for_room()
-
-    @property
-    def _due(self) -> bool:
-        """Tell whether there is something to send that the wire would take."""
-        wire = self._wire
-        return (self._queue.nbytes > 0 and wire.opened) or wire.unsent > 0
 
     def _transmit_once(self) -> int | None:
         """Send once; bytes of the queue that were taken, None if there is no room."""

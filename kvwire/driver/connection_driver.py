@@ -53,6 +53,12 @@ _WOKEN_BYTES: Final = 256 * KIB
 _PUT_OFF_MAX: Final = 64
 
 
+# What the driver deals with itself.
+_OF_LINK: Final = frozenset(
+    {LaneDataReceived, LaneAsked, LaneBootstrapped, LaneOpened, LaneClosed, Ended}
+)
+
+
 class _Landing(Landing):
     __slots__ = ("arrival", "place")
 
@@ -106,9 +112,12 @@ class ConnectionDriver(LinkHandler):
         self._copies = ScratchPool()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        # Bytes that have come, and when it was known at the latest.
+        # Bytes that had come by the last tick; when it was known that some had.
         self._seen_bytes = 0
         self._seen_at = loop.time()
+        # The last chunk is queued while there is room for a byte of it.
+        payload_bytes = LINK_QUEUE_BYTES + core.agreement.parameters.chunk_bytes
+        self._unsent_bytes_max = payload_bytes + CONTROL_QUEUE_BYTES_MAX
         self._running = False
         self._closed = False
         # Sends payload in a turn of the loop of its own; none is sent before it.
@@ -162,6 +171,8 @@ class ConnectionDriver(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
+        if arrival.place is ChunkPlace.CONTROL:
+            return _Landing(arrival, memoryview(bytearray(arrival.header.length)))
         place = self._destination(arrival)
         landing = _Landing(arrival, place)
         if isinstance(place, Fragments):
@@ -174,7 +185,7 @@ class ConnectionDriver(LinkHandler):
         core = self._core
         arrival, payload = landing.arrival, landing.payload
         now = self._loop.time()
-        self._seen_bytes, self._seen_at = link.received_bytes, now
+        self._seen_at = now
         try:
             if arrival.place is ChunkPlace.CONTROL:
                 assert isinstance(payload, memoryview)
@@ -268,13 +279,14 @@ class ConnectionDriver(LinkHandler):
         otherwise wait until the link has taken megabytes. ``its_turn`` says that this
         is the turn of the payload: it is not put off again, whatever else happens.
         """
-        outbox = core.outbox
+        outbox, frames = core.outbox, core.outbox.frames
         queued = woken = False
         self._running = True
         try:
             while True:
-                if outbox.frames:
-                    self._queue_frames(core)
+                while frames:
+                    header, body = frames.popleft()
+                    self.link.send(header, memoryview(body))
                     queued = True
                 if outbox.events:
                     woken |= self._dispatch_all(core)
@@ -282,28 +294,34 @@ class ConnectionDriver(LinkHandler):
                 if queued or core.sending or self.staging.ready:
                     self._send(core, put_off=woken and not its_turn)
                     queued = False
-                flushed = self._scheduler.flush()
-                if not (flushed or outbox.frames or outbox.events):
+                if self._scheduler.dirty:
+                    self._scheduler.flush()
+                elif not (outbox.frames or outbox.events):
                     break
         finally:
             self._running = False
 
     def _dispatch_all(self, core: ConnectionCore) -> bool:
         """Dispatch the core's events; return whether they may have woken somebody."""
-        events, core.outbox.events = core.outbox.events, []
+        waiting = core.outbox.events
+        rest = iter(waiting.copy())
+        waiting.clear()
         woken = False
-        rest = iter(events)
         try:
             for event in rest:
-                woken |= self._dispatch(event)
+                if type(event) in _OF_LINK:
+                    woken |= self._dispatch(event)
+                else:
+                    self._on_event(event)
+                    woken = True
         finally:
             # After a bug: each is the only word on a request, or on memory. The end of
             # the link follows, and with it another run.
-            core.outbox.events[:0] = rest
+            waiting[:0] = rest
         return woken
 
     def _dispatch(self, event: Event) -> bool:
-        """Act on one event; return whether it may have woken somebody."""
+        """Act on one event of link and lanes; return whether it may have woken."""
         match event:
             case LaneDataReceived():
                 self._receive_on_lane(event)
@@ -320,15 +338,7 @@ class ConnectionDriver(LinkHandler):
             case Ended():
                 self._end_link(graceful=event.graceful)
                 self._on_event(event)
-            case _:
-                self._on_event(event)
         return True
-
-    def _queue_frames(self, core: ConnectionCore) -> None:
-        frames = core.outbox.frames
-        while frames:
-            header, body = frames.popleft()
-            self.link.send(header, memoryview(body))
 
     def _send(self, core: ConnectionCore, *, put_off: bool) -> None:
         """Flush frames, and send chunks until the link is full or others have a turn.
@@ -340,19 +350,23 @@ class ConnectionDriver(LinkHandler):
         link, outbox = self.link, core.outbox
         moved_bytes = 0
         while True:
-            if put_off and self._is_much(core, moved_bytes):
-                self._put_off()
             queued_bytes = 0
-            if self._again is None:
-                queued_bytes = self._queue_chunks(core, one=put_off)
+            if core.sending or self.staging.ready:
+                if put_off and self._is_much(core, moved_bytes):
+                    self._put_off()
+                if self._again is None:
+                    queued_bytes = self._queue_chunks(core, one=put_off)
             link.flush()
             moved_bytes += queued_bytes
-            if outbox.frames or outbox.events or link.queued_bytes or not queued_bytes:
+            unsent_bytes = link.queued_bytes
+            if not queued_bytes or outbox.frames or outbox.events or unsent_bytes:
                 break
             if moved_bytes >= WAKEUP_BYTES:
                 self._run_again()
                 break
-        self._check_slow_peer()
+        if unsent_bytes > self._unsent_bytes_max:
+            lost = f"the peer does not read: {unsent_bytes} bytes are queued"
+            core.fail(ConnectionLost(lost))
 
     def _run_again(self) -> None:
         """Send payload in a turn of its own, after that of others; and none before."""
@@ -478,13 +492,13 @@ class ConnectionDriver(LinkHandler):
     def _tick(self) -> None:
         self._timer = None
         core, now = self._core, self._loop.time()
-        if self.link.received_bytes != self._seen_bytes:
+        if self.staging.paused:
+            core.heard(now)  # it is we who do not listen
+        elif self.link.received_bytes != self._seen_bytes:
             # Part of a frame, some time since: counted from the earliest, so that a
             # peer that dies in the middle of a frame is not known an interval too late.
             core.heard(self._seen_at)
             self._seen_bytes, self._seen_at = self.link.received_bytes, now
-        elif self.staging.paused:
-            core.heard(now)  # it is we who do not listen
         self._copies.trim()
         core.tick(now)
         self.run()
@@ -505,16 +519,6 @@ class ConnectionDriver(LinkHandler):
         except Exception:
             logger.exception("a bug of kvwire; its connection is aborted")
             self.link.abort()
-
-    def _check_slow_peer(self) -> None:
-        # The last chunk was queued while there was room for a byte of it.
-        payload_bytes = LINK_QUEUE_BYTES + self._core.agreement.parameters.chunk_bytes
-        if self.link.queued_bytes > payload_bytes + CONTROL_QUEUE_BYTES_MAX:
-            self._core.fail(
-                ConnectionLost(
-                    f"the peer does not read: {self.link.queued_bytes} bytes are queued"
-                )
-            )
 
 
 def _as_closed(error: Exception | None) -> ConnectionClosed | None:

@@ -52,7 +52,7 @@ from kvwire.proto.regions import RegionRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.proto.transfers import Transfers
-from kvwire.transfers.base import Attempt, TransferEvent
+from kvwire.transfers.base import Attempt
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
@@ -89,6 +89,8 @@ class ConnectionState:
         peer: Who is at the other end.
         driver: Runs its link and its lanes.
         thread: Who may call it.
+        transfers: The protocol of its KV transfers.
+        chunk_bytes: What one frame of theirs carries at most.
     """
 
     def __init__(
@@ -105,6 +107,8 @@ class ConnectionState:
         self._public: weakref.ref[Any] | None = None
         self.peer = peer
         self.core = core
+        self.transfers: Transfers = core.transfers
+        self.chunk_bytes: int = core.agreement.parameters.chunk_bytes
         self._buffers = communicator.buffers
         self.thread: LoopThread = communicator.thread
         self._loop = communicator.loop
@@ -255,16 +259,6 @@ class ConnectionState:
         )
         attempt.core.context = attempt
         self.run()
-
-    @property
-    def transfers(self) -> Transfers:
-        """Serve a transfer, as ConnectionPort says."""
-        return self.core.transfers
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Serve a transfer, as ConnectionPort says."""
-        return self.core.agreement.parameters.chunk_bytes
 
     def open_staging(self, device: Device | None) -> None:
         """Serve a transfer, as ConnectionPort says."""
@@ -458,6 +452,33 @@ class ConnectionState:
 
     def _on_event(self, event: Event) -> None:
         match event:
+            case SegmentMarked() | SegmentLanded():
+                attempt = event.segment.request.context
+            case (
+                TransferAgreed()
+                | SegmentsAcknowledged()
+                | TransferCommitted()
+                | TransferSettled()
+            ):
+                attempt = event.request.context
+            case _:
+                self._other_event(event)
+                return
+        if not isinstance(attempt, Attempt):
+            return
+        try:
+            if isinstance(event, TransferAgreed):
+                attempt.agreed(TransferOffer.decode(event.description))
+            else:
+                attempt.event(event)
+        except ProtocolError as exc:
+            self.core.fail(exc)
+        except ProfileMismatch as exc:
+            attempt.refuse(exc, WireCode.PROFILE)
+
+    def _other_event(self, event: Event) -> None:
+        """Act on an event that is not about the segments of a transfer."""
+        match event:
             case RequestDone():
                 if event.request.kind in _TRANSFERS:
                     self._transfer_done(event)
@@ -471,15 +492,6 @@ class ConnectionState:
                 self.communicator.connection_ended(self, event.error)
             case TransferOpened():
                 self.communicator.registry.opened(self, event)
-            case SegmentMarked() | SegmentLanded():
-                self._transfer_event(event.segment.request.context, event)
-            case (
-                TransferAgreed()
-                | SegmentsAcknowledged()
-                | TransferCommitted()
-                | TransferSettled()
-            ):
-                self._transfer_event(event.request.context, event)
 
     def _provide(self, event: MemoryWanted) -> None:
         """Give a receive without a buffer memory for the message it has met."""
@@ -495,22 +507,6 @@ class ConnectionState:
             lent = self._buffers.lend(memoryview(memory))
             self.core.provide(event.request, lent)
         self.driver.run()
-
-    def _transfer_event(
-        self, attempt: object, event: TransferAgreed | TransferEvent
-    ) -> None:
-        """Hand an event to the attempt of a transfer that it is about."""
-        if not isinstance(attempt, Attempt):
-            return
-        try:
-            if isinstance(event, TransferAgreed):
-                attempt.agreed(TransferOffer.decode(event.description))
-            else:
-                attempt.event(event)
-        except ProtocolError as exc:
-            self.core.fail(exc)
-        except ProfileMismatch as exc:
-            attempt.refuse(exc, WireCode.PROFILE)
 
     def _transfer_done(self, event: RequestDone) -> None:
         attempt = event.request.context

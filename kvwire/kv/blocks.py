@@ -59,7 +59,8 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
     """
     if isinstance(blocks, BlockLists) and blocks.keys() == pools.keys():
         return blocks
-    if not isinstance(blocks, Mapping):
+    # An abstract class is asked last: that takes several times as long.
+    if isinstance(blocks, list | np.ndarray) or not isinstance(blocks, Mapping):
         if len(pools) != 1:
             raise UsageError(
                 f"blocks: this cache has the groups {', '.join(pools)}; pass "
@@ -160,8 +161,10 @@ Number = TypeVar("Number", bound=np.generic)
 
 def distinct(values: npt.NDArray[Number]) -> npt.NDArray[Number]:
     """Return each value once, in order, as ``np.unique``."""
-    ordered = np.sort(values)
-    first = np.ones(ordered.size, np.bool_)
+    ordered = values.copy()
+    ordered.sort()
+    first = np.empty(ordered.size, np.bool_)
+    first[:1] = True
     first[1:] = ordered[1:] != ordered[:-1]
     return ordered[first]
 

@@ -119,7 +119,7 @@ def describe(
         UsageError: ``tokens`` does not fit the lists, or names an unknown group.
     """
     key: object = tokens
-    if isinstance(tokens, Mapping):
+    if tokens is not None and isinstance(tokens, Mapping):
         if tokens.keys() - cache.groups.keys():
             unknown = ", ".join(sorted(tokens.keys() - cache.groups.keys()))
             raise UsageError(f"tokens: no group {unknown}; there is {', '.join(lists)}")

@@ -48,13 +48,23 @@ class Landed:
 
     def mark(self, segment: Segment) -> None:
         """Note that every byte of a segment has landed."""
-        part, left = self._part(segment), self._left_of(segment)
-        # Streaming by layer marks one after the other: for one, counting is cheap.
-        if segment.layers == 1:
-            left[0] -= part.size - int(np.count_nonzero(part))
-        else:
-            left -= part.shape[1] - np.add.reduce(part, axis=1)
+        part, left = self._views(segment)
+        left -= part.shape[1] - np.add.reduce(part, axis=1)
         part.fill(True)
+
+    def claim(self, segment: Segment) -> bool:
+        """Mark a segment; False, and nothing, if a byte that moves in it was marked."""
+        part, left = self._views(segment)
+        moving = part
+        if not self.plan.moves_all(segment.group):
+            first = segment.granule
+            wanted = self.plan.wanted(segment.group)
+            moving = part & wanted[first : first + segment.granules]
+        if np.logical_or.reduce(moving, axis=None):
+            return False
+        left -= part.shape[1] - np.add.reduce(part, axis=1)
+        part.fill(True)
+        return True
 
     def mark_granules(self, group: int, granules: Bits) -> None:
         """Note granules of a group landed in every layer: (granules,)."""
@@ -92,7 +102,9 @@ class Landed:
             room -= box.layers * box.granules
             if room < 0:
                 break
-            told[box.group][self._rows(box), box.granule_slice] = True
+            first = self.plan.groups[box.group].layers.start
+            rows = slice(box.layer - first, box.layer - first + box.layers)
+            told[box.group][rows, box.granule_slice] = True
         by_rows = chain.from_iterable(map(_boxes, told))
         if room < 0 or len(list(islice(by_rows, len(boxes) + 1))) > len(boxes):
             raise UsageError(
@@ -104,14 +116,6 @@ class Landed:
     def has(self, segment: Segment) -> bool:
         """Tell whether every byte of a segment has landed."""
         return bool(self._part(segment).all())
-
-    def touches(self, segment: Segment) -> bool:
-        """Tell whether any byte that moves in a segment has landed."""
-        part = self._part(segment)
-        if self.plan.moves_all(segment.group):
-            return bool(np.logical_or.reduce(part, axis=None))
-        wanted = self.plan.wanted(segment.group)[segment.granule_slice]
-        return bool((part & wanted).any())
 
     def boxes(self, most: int) -> list[Segment]:
         """Return what has landed as segments, ``most`` of them at most."""
@@ -242,20 +246,20 @@ class Landed:
 
     def _part(self, segment: Segment) -> Bits:
         """Return the cells of a segment, as a view."""
-        self.plan.check(segment)
-        return self._cells[segment.group][self._rows(segment), segment.granule_slice]
+        return self._views(segment)[0]
 
-    def _left_of(self, segment: Segment) -> npt.NDArray[np.int64]:
-        """Return how many cells of each of its layers have not landed, as a view."""
-        return self._left[segment.group][self._rows(segment)]
-
-    def _rows(self, segment: Segment) -> slice:
-        first = segment.layer - self.plan.groups[segment.group].layers.start
-        return slice(first, first + segment.layers)
+    def _views(self, segment: Segment) -> tuple[Bits, npt.NDArray[np.int64]]:
+        """Return the cells of a segment, and how many are left of each layer."""
+        plan, group, first = self.plan, segment.group, segment.granule
+        plan.check(segment)
+        top = segment.layer - plan.groups[group].layers.start
+        end = top + segment.layers
+        cells = self._cells[group][top:end, first : first + segment.granules]
+        return cells, self._left[group][top:end]
 
     def _set(self, segment: Segment, landed: Bits) -> None:
-        part = self._part(segment)
-        self._left_of(segment)[:] -= (landed & ~part).sum(axis=1)
+        part, left = self._views(segment)
+        left -= (landed & ~part).sum(axis=1)
         part |= landed
 
 

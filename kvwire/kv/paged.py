@@ -123,6 +123,8 @@ class PagedCache:
         Raises:
             UsageError: Names the group, the block id and the range.
         """
+        if isinstance(blocks, BlockLists) and blocks.keys() == self.groups.keys():
+            return blocks
         return block_lists(blocks, {n: g.num_blocks for n, g in self.groups.items()})
 
     def __repr__(self) -> str:

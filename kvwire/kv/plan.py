@@ -180,6 +180,7 @@ class TransferPlan:
         tokens: Valid tokens in the block lists, where the last block is not full.
         have: For each group, which positions of the *consumer's* list it has already,
             shape (blocks,); the same on both sides.
+        local: What describes these blocks and tokens, where it is known.
 
     Attributes:
         side: Which end this is.
@@ -216,6 +217,7 @@ class TransferPlan:
         *,
         tokens: Tokens = None,
         have: Mapping[str, Bits] | None = None,
+        local: Geometry | None = None,
     ) -> None:
         if side is Side.CONSUMER and not cache.writable:
             raise UsageError(
@@ -223,7 +225,7 @@ class TransferPlan:
             )
         self.side = side
         self.lists: BlockLists = cache.block_lists(blocks)
-        self.local: Geometry = describe(cache, self.lists, tokens)
+        self.local: Geometry = local or describe(cache, self.lists, tokens)
         template = template_of(cache, self.local, peer, side)
         self.template: PlanTemplate = template
         self.groups: tuple[Canonical, ...] = template.groups

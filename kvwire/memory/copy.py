@@ -170,16 +170,17 @@ def _is_list(payload: Payload) -> bool:
 def _numpy_is_faster(lengths: Array, knee_bytes: int) -> bool:
     if lengths.size <= _FEW_PIECES:
         return False
-    if int(lengths.sum()) >= knee_bytes * lengths.size:
+    if int(np.add.reduce(lengths)) >= knee_bytes * lengths.size:
         return False
     return bool(
-        lengths.min() == lengths.max() or distinct(lengths).size <= _LENGTHS_MAX
+        np.minimum.reduce(lengths) == np.maximum.reduce(lengths)
+        or distinct(lengths).size <= _LENGTHS_MAX
     )
 
 
 def _copy_one_by_one(origin: Array, target: Array, lengths: Array) -> None:
     """Copy one piece after another."""
-    released = int(lengths.max()) >= _RELEASE_GIL_BYTES
+    released = int(np.maximum.reduce(lengths)) >= _RELEASE_GIL_BYTES
     calls = map(
         ctypes.memmove if released else _memmove_with_gil(),
         target.tolist(),
@@ -220,15 +221,16 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
     Its span may hold memory that is not ours, even not mapped: only what is indexed is
     touched.
     """
-    first = addresses.min()
+    # Methods of arrays go through a function in Python; a ufunc does not.
+    first = np.minimum.reduce(addresses)
     stride, places = length, None
     count = addresses.size
-    if (addresses[1:] - addresses[:-1] != length).any():
+    if np.logical_or.reduce(addresses[1:] - addresses[:-1] != length):
         distances = addresses - first
         places = distances // np.uint64(length)
-        if (places * np.uint64(length) != distances).any():
+        if np.logical_or.reduce(places * np.uint64(length) != distances):
             places, stride = distances, 1
-        count = int(places.max()) + 1
+        count = int(np.maximum.reduce(places)) + 1
     items = np.asarray(_ArrayView(int(first), count, length, stride))
     return items, None if places is None else places.astype(np.intp)
 

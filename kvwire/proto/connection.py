@@ -106,7 +106,7 @@ class ConnectionCore:
         self.phase: CloseState = CloseState.OPEN
         self.error: ConnectionClosed | None = None
         self._requests = RequestTable(role, self.outbox, holds)
-        self._chunks = ChunkMover(
+        self._chunks: ChunkMover = ChunkMover(
             self._requests, holds, agreement.parameters.chunk_bytes
         )
         self.messages: Messages = Messages(
@@ -219,7 +219,7 @@ class ConnectionCore:
         Raises:
             ProtocolError: The frame breaks a rule.
         """
-        self._liveness.heard(now)
+        self._liveness.heard_at = now
         header = arrival.header
         if arrival.place is ChunkPlace.NOWHERE:
             return
@@ -233,7 +233,7 @@ class ConnectionCore:
             plain = self.outbox.framing.open(header, arrival.raw, body)
             body_read = decode_body(header.type, plain)
             self._dispatch.control(header, body_read, now)
-            if self.speak_by is None and self.transfers.has_last_words:
+            if self.speak_by is None and self.transfers.last_words:
                 self.speak_by = now + LAST_WORD_DELAY_S
         self._settle()
 

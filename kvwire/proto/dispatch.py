@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvwire.errors import (
     ClosedOK,
@@ -24,26 +25,18 @@ from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import RequestKind
 from kvwire.proto.transfers import Transfers
 from kvwire.wire.control import (
-    AccessBody,
-    Agree,
-    Announce,
     Body,
     Close,
-    Commit,
-    CommitAck,
     Credit,
     Fail,
     Fin,
-    LaneData,
-    Open,
     Ping,
-    Ready,
-    SegmentAck,
-    SegmentBody,
     narrowed,
 )
 from kvwire.wire.header import FrameType, Header
 
+# Frames that start something; after the peer's CLOSE there is none.
+_STARTS = frozenset({FrameType.ANNOUNCE, FrameType.PUT, FrameType.GET, FrameType.OPEN})
 # Those that begin when the application at the other end does its part.
 MET_BY_PEER = frozenset({RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING})
 
@@ -78,6 +71,23 @@ class Dispatch:
         self._transfers = parts.transfers
         self._lanes = parts.lanes
         self._liveness = parts.liveness
+        transfers = parts.transfers
+        # Each gets the body that its type was decoded as.
+        self._acts: dict[int, Callable[[Header, Any], None]] = {
+            FrameType.ANNOUNCE: parts.messages.announced,
+            FrameType.READY: parts.messages.ready_received,
+            FrameType.PUT: parts.onesided.asked,
+            FrameType.GET: parts.onesided.asked,
+            FrameType.FIN: self._done,
+            FrameType.FAIL: self._failed,
+            FrameType.LANE_DATA: parts.lanes.data_received,
+            FrameType.OPEN: transfers.opened,
+            FrameType.AGREE: transfers.agreed,
+            FrameType.SEGMENT: transfers.marked,
+            FrameType.SEGMENT_ACK: transfers.landed_received,
+            FrameType.COMMIT: transfers.committed,
+            FrameType.COMMIT_ACK: transfers.settled,
+        }
         self._check_may_start = check_may_start
         self._peer_closed = peer_closed
 
@@ -87,12 +97,13 @@ class Dispatch:
         Raises:
             ProtocolError: The frame breaks a rule.
         """
-        if header.type < FrameType.ANNOUNCE:
+        act = self._acts.get(header.type)
+        if act is None:
             self._of_connection(header, body, now)
-        elif header.type < FrameType.OPEN:
-            self._of_request(header, body)
-        else:
-            self._of_transfer(header, body)
+            return
+        if header.type in _STARTS:
+            self._check_may_start(header)
+        act(header, body)
 
     def _of_connection(self, header: Header, body: Body, now: float) -> None:
         match header.type:
@@ -107,39 +118,6 @@ class Dispatch:
                 self._messages.credit_received(narrowed(body, Credit))
             case _:
                 self._lanes.control(header.type, body)
-
-    def _of_request(self, header: Header, body: Body) -> None:
-        match header.type:
-            case FrameType.ANNOUNCE:
-                self._check_may_start(header)
-                self._messages.announced(header, narrowed(body, Announce))
-            case FrameType.READY:
-                self._messages.ready_received(header, narrowed(body, Ready))
-            case FrameType.PUT | FrameType.GET:
-                self._check_may_start(header)
-                self._onesided.asked(header, narrowed(body, AccessBody))
-            case FrameType.FIN:
-                self._done(header, narrowed(body, Fin))
-            case FrameType.LANE_DATA:
-                self._lanes.data_received(header, narrowed(body, LaneData))
-            case _:
-                self._failed(header, narrowed(body, Fail))
-
-    def _of_transfer(self, header: Header, body: Body) -> None:
-        match header.type:
-            case FrameType.OPEN:
-                self._check_may_start(header)
-                self._transfers.opened(header, narrowed(body, Open))
-            case FrameType.AGREE:
-                self._transfers.agreed(header, narrowed(body, Agree))
-            case FrameType.SEGMENT:
-                self._transfers.marked(header, narrowed(body, SegmentBody))
-            case FrameType.SEGMENT_ACK:
-                self._transfers.landed_received(header, narrowed(body, SegmentAck))
-            case FrameType.COMMIT:
-                self._transfers.committed(header, narrowed(body, Commit))
-            case _:
-                self._transfers.settled(header, narrowed(body, CommitAck))
 
     def _done(self, header: Header, body: Fin) -> None:
         request = self._requests.find(header.request)

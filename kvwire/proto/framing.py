@@ -109,18 +109,14 @@ class Framing:
                 f"frame {header.sequence} where {self.received & _SEQUENCE_MASK} was "
                 f"due: a frame was lost, doubled or reordered",
             )
-        if header.type < FIRST_PAYLOAD_TYPE:
-            self._check_sealed(header)
-        self.received += 1
-        return header
-
-    def _check_sealed(self, header: Header) -> None:
         sealed = header.flags == _SEALED
-        if sealed != (self._open_key is not None):
+        if header.type < FIRST_PAYLOAD_TYPE and sealed != (self._open_key is not None):
             said = "a sealed" if sealed else "an unsealed"
             raise UnexpectedFrame(
                 "KVW-AU-01", f"{said} control frame in this trust mode, at this point"
             )
+        self.received += 1
+        return header
 
     def open(self, header: Header, raw: bytes, body: bytes) -> bytes:
         """Return the body of the control frame just received, less its seal.

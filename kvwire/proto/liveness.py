@@ -36,24 +36,25 @@ class Liveness:
 
     Attributes:
         due: When to look at the clock next.
+        heard_at: When something arrived last.
     """
 
     __slots__ = (
         "_answered",
         "_interval_s",
         "_last_look",
-        "_last_received",
         "_misses",
         "_pings_left",
         "_pings_left_at",
         "_sent",
         "due",
+        "heard_at",
     )
 
     def __init__(self, *, interval_s: float, misses: int, now: float) -> None:
         self._interval_s = interval_s
         self._misses = misses
-        self._last_received = now
+        self.heard_at: float = now
         self._last_look = False
         self._pings_left: float = PINGS_PER_SECOND_MAX
         self._pings_left_at = now
@@ -63,11 +64,11 @@ class Liveness:
 
     def heard(self, now: float) -> None:
         """Note that something arrived, then or later."""
-        self._last_received = max(self._last_received, now)
+        self.heard_at = max(self.heard_at, now)
 
     def silence_s(self, now: float) -> float:
         """Return how long the peer has been silent."""
-        return now - self._last_received
+        return now - self.heard_at
 
     def look(self, now: float) -> LivenessVerdict:
         """Judge the silence; call it when ``due`` has come."""
@@ -76,12 +77,12 @@ class Liveness:
         late_s = now - self.due
         stalled = late_s > STALL_TOLERANCE_S
         if stalled:
-            self._last_received = min(now, self._last_received + late_s)
-        silence_s = now - self._last_received
+            self.heard_at = min(now, self.heard_at + late_s)
+        silence_s = now - self.heard_at
         missed = int(silence_s / self._interval_s + 1e-6)
         if missed < self._misses:
             self._last_look = False
-            self.due = self._last_received + (missed + 1) * self._interval_s
+            self.due = self.heard_at + (missed + 1) * self._interval_s
             return LivenessVerdict.PING if missed else LivenessVerdict.FINE
         self.due = now + self._interval_s
         if stalled and not self._last_look:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from kvwire.proto.events import Event
 from kvwire.proto.framing import Framing
@@ -17,15 +18,18 @@ class Outbox:
         frames: (header, body) of control frames, oldest first; the front empties it
             after each call into the core, so it holds what one call produced.
         events: Likewise, for the front itself.
+        report: Queues one event.
         shut: The connection has ended: nothing is said to the peer any more.
     """
 
-    __slots__ = ("events", "frames", "framing", "shut")
+    __slots__ = ("events", "frames", "framing", "report", "shut")
 
     def __init__(self, framing: Framing) -> None:
         self.framing: Framing = framing
         self.frames: deque[tuple[bytes, bytes]] = deque()
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # bounded: REQUESTS_MAX
+        # The list's own, since there are several events to a frame.
+        self.report: Callable[[Event], None] = self.events.append
         self.shut: bool = False
 
     def send(self, frame_type: int, body: Body, *, request: int = 0) -> None:
@@ -35,7 +39,3 @@ class Outbox:
         self.frames.append(  # bounded: CONTROL_QUEUE_BYTES_MAX, by the front
             self.framing.control(frame_type, encode_body(body), request=request)
         )
-
-    def report(self, event: Event) -> None:
-        """Queue one event."""
-        self.events.append(event)  # bounded: REQUESTS_MAX

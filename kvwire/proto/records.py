@@ -63,7 +63,7 @@ class TransferRecord:
         sending: Producer: how many the link is not through with.
         committed: COMMIT was sent or received.
         acknowledge: Segments to name in the next SEGMENT_ACK.
-        damaged: Segments that arrived damaged, once the consumer has said so.
+        damaged: Segments that arrived damaged; on the producer, once it is told.
     """
 
     id: bytes
@@ -73,4 +73,4 @@ class TransferRecord:
     sending: int = 0
     committed: bool = False
     acknowledge: list[int] = field(default_factory=list)
-    damaged: tuple[int, ...] = ()
+    damaged: list[int] = field(default_factory=list)

@@ -79,6 +79,7 @@ class Transfers:
 
     Attributes:
         brief: Both sides know how to say them in fewer frames.
+        last_words: Requests whose FIN waits for a frame that it can ride on.
         unacknowledged: Those with segments that :meth:`acknowledge` will name.
     """
 
@@ -98,8 +99,7 @@ class Transfers:
         self._holds = holds
         self._chunk_bytes = chunk_bytes
         self.brief: bool = brief
-        # Whose FIN waits for a frame that it can ride on.
-        self._last_words: list[int] = []
+        self.last_words: list[int] = []
         self._transfers: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
         self._asked: dict[RequestRecord, None] = {}
@@ -273,12 +273,12 @@ class Transfers:
         if len(damaged) < len(unsaid):
             landed = tuple([s.number for s in unsaid if not s.damaged])
             self._outbox.report(SegmentsAcknowledged(request=request, numbers=landed))
-        transfer.damaged = body.damaged
+        transfer.damaged = list(body.damaged)
         request.confirmed = True
         if self.brief:
             assert request.wire_id is not None
-            self._last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
-            if len(self._last_words) == LAST_WORDS_MAX:
+            self.last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
+            if len(self.last_words) == LAST_WORDS_MAX:
                 self.say_last_words()
         else:
             self._requests.tell_done(request)
@@ -417,8 +417,11 @@ class Transfers:
         transfer = self._transfers[request]
         self._end(transfer, segment)
         # A damaged segment is never acknowledged; COMMIT_ACK names it.
-        if not segment.damaged:
+        if segment.damaged:
+            transfer.damaged.append(segment.number)  # bounded: SEGMENTS_MAX
+        else:
             transfer.acknowledge.append(segment.number)  # bounded: SEGMENTS_MAX
+            request.nbytes += segment.nbytes
         self._outbox.report(SegmentLanded(segment=segment))
         if transfer.committed and not transfer.open_segments:
             self._finish_incoming(request, transfer)
@@ -433,19 +436,14 @@ class Transfers:
 
     # --- both -------------------------------------------------------------------------
 
-    @property
-    def has_last_words(self) -> bool:
-        """Tell whether some FIN waits for a frame that it can ride on."""
-        return bool(self._last_words)
-
     def say_last_words(self) -> None:
         """Send each FIN that waits in a frame of its own."""
         for wire_id in self._take_last_words():
             self._outbox.send(FrameType.FIN, Fin(nbytes=0), request=wire_id)
 
     def _take_last_words(self) -> tuple[int, ...]:
-        taken = tuple(self._last_words)
-        self._last_words.clear()
+        taken = tuple(self.last_words)
+        self.last_words.clear()
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:
@@ -523,16 +521,13 @@ class Transfers:
             transfer.acknowledge = []  # COMMIT_ACK says it
         else:
             self._send_landed(request, transfer)
-        segments = transfer.segments.values()
-        transfer.damaged = tuple(s.number for s in segments if s.damaged)
         if len(transfer.damaged) > SETTLED_MAX:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
             self._requests.fail(request, error, tell=WireCode.INTEGRITY)
             return
         assert request.wire_id is not None
-        body = CommitAck(damaged=transfer.damaged)
+        body = CommitAck(damaged=tuple(sorted(transfer.damaged)))
         self._outbox.send(FrameType.COMMIT_ACK, body, request=request.wire_id)
-        request.nbytes = sum(s.nbytes for s in segments if not s.damaged)
         request.advance(RequestInput.MOVED)
         self._outbox.report(TransferSettled(request=request))
 

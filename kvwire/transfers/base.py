@@ -47,12 +47,12 @@ from kvwire.transfers.description import ENDPOINT_ID_BYTES, TransferOffer
 from kvwire.transfers.options import TransferOptions
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.state import (
+    ATTEMPT_TRANSITIONS,
+    TRANSFER_TRANSITIONS,
     AttemptInput,
     AttemptState,
     TransferInput,
     TransferState,
-    after_attempt,
-    after_transfer,
 )
 from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId
@@ -166,7 +166,7 @@ class Attempt:
 
     def advance(self, event: AttemptInput) -> None:
         """Take one step of the table."""
-        self.state = after_attempt(self.state, event)
+        self.state = ATTEMPT_TRANSITIONS[self.state, event]
 
     def ask(
         self,
@@ -347,7 +347,7 @@ class KVTransfer:
 
     def begin(self) -> None:
         """Start: notify observers and arm the deadline."""
-        self._advance(TransferInput.BEGIN)
+        self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.BEGIN]
         self.observers.begun(self)
         if self._ends is not None:  # to ask was enough to end it
             self._try_to_end(self._ends)
@@ -435,7 +435,7 @@ class KVTransfer:
             self._ends = end
         elif self.state is not TransferState.OPEN:
             return
-        self._advance(TransferInput.END)
+        self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.END]
         if self._ends is None:
             self._try_to_end(end)
 
@@ -450,7 +450,7 @@ class KVTransfer:
 
     def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
         """Record the outcome; the memory drains when the attempts' buffers have."""
-        self._advance(TransferInput.RECORD)
+        self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.RECORD]
         self._outcome = outcome
         self.communicator.counters.transfer_ended(outcome, received=self.receives)
         self._done.set_result(outcome)
@@ -491,11 +491,8 @@ class KVTransfer:
     def _one_free(self) -> None:
         self._busy -= 1
         if not self._busy and self.state is TransferState.ENDED:
-            self._advance(TransferInput.DRAIN)
+            self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.DRAIN]
             self._free.set()
-
-    def _advance(self, event: TransferInput) -> None:
-        self.state = after_transfer(self.state, event)
 
     def _expired(self) -> None:
         if self._outcome is None:

@@ -287,6 +287,7 @@ class IncomingState(KVTransfer):
             Side.CONSUMER,
             tokens=self.tokens,
             have=self.have if comparable else None,
+            local=self.geometry,
         )
         first = not self.planned
         self.peer_id = description.endpoint_id

@@ -119,11 +119,10 @@ class ReceiveAttempt(Attempt):
                 f"granules; {SEGMENT_BYTES_MAX} are the most of more than one",
             )
         assert self._promised is not None
-        if self._promised.touches(segment):
+        if not self._promised.claim(segment):
             raise ProtocolError(
                 "KVW-TR-11", f"segment {core.number}: part of it was marked before"
             )
-        self._promised.mark(segment)
         return segment
 
     def _note_parts(self) -> None:

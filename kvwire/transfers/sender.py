@@ -29,10 +29,13 @@ class SendAttempt(Attempt):
     """Sends an outgoing transfer to one consumer.
 
     Attributes:
+        plan: What the consumer gets, once it was met.
+        planned: It was met, on this link or an earlier one.
         confirmed: The consumer has said something that shows that it knows our half:
             only then does what it had before count as landed on its side too.
     """
 
+    plan: TransferPlan
     landed: Landed
 
     def __init__(
@@ -40,7 +43,7 @@ class SendAttempt(Attempt):
     ) -> None:
         super().__init__(connection, asks=asks)
         self.outgoing = outgoing
-        self._plan: TransferPlan | None = None
+        self.planned: bool = False
         self.confirmed: bool = False
         self.reason = ""
         self._phases = PhaseTimer(outgoing.phases.created)
@@ -49,23 +52,14 @@ class SendAttempt(Attempt):
         # Marks that wait for their neighbours.
         self._held: list[ReadyRange] = []
         self._held_bytes = 0
+        # What the last of them is.
+        self._held_as: Segment | None = None
         self._under_way = 0
         # To be sent in this turn.
-        self._pieces: list[Segment] = []
+        self._pieces: list[tuple[Segment, int]] = []
         self._sent: dict[int, Segment] = {}
         self._damaged: list[Segment] = []
         self._grouped = 1
-
-    @property
-    def planned(self) -> bool:
-        """Tell whether the consumer was met, on this link or an earlier one."""
-        return self._plan is not None
-
-    @property
-    def plan(self) -> TransferPlan:
-        """Return the plan of what the consumer gets; it must have been met."""
-        assert self._plan is not None
-        return self._plan
 
     def agreed(self, description: TransferOffer) -> None:
         """See Attempt."""
@@ -109,10 +103,12 @@ class SendAttempt(Attempt):
             Side.PRODUCER,
             tokens=out.tokens,
             have=description.read_have(peer) if comparable else None,
+            local=out.geometry,
         )
         out.require_same_tokens(plan)
         if not self.planned:
-            self._plan, self.landed = plan, Landed(plan)
+            self.plan, self.landed = plan, Landed(plan)
+            self.planned = True
         if description.landed:
             before = self.landed.left
             self.landed.mark_boxes([Segment(*box) for box in description.landed])
@@ -143,8 +139,8 @@ class SendAttempt(Attempt):
         # The last segment says that it is the last one, where the peer knows how.
         rides = all_in and transfers.brief and bool(self._pieces)
         last = len(self._pieces) - 1
-        for index, piece in enumerate(self._pieces):
-            self._send(piece, 1 + complete if rides and index == last else 0)
+        for index, (piece, nbytes) in enumerate(self._pieces):
+            self._send(piece, nbytes, 1 + complete if rides and index == last else 0)
         self._pieces = []
         if all_in:
             self.advance(AttemptInput.COMMIT)
@@ -198,6 +194,7 @@ class SendAttempt(Attempt):
             self._flush()
         named = self._named(mark)
         self._held.append(mark)  # bounded: SEGMENTS_MAX
+        self._held_as = named
         if named is not None:
             self._held_bytes += self.plan.nbytes_of(named)
         if self._held_bytes >= self.outgoing.group_bytes:
@@ -207,25 +204,24 @@ class SendAttempt(Attempt):
         """Send what is held back as one mark."""
         if not self._held:
             return
-        first, last = self._held[0], self._held[-1]
-        layers = range(first.layers.start, last.layers.stop)
-        named = self._named(ReadyRange(first.group, layers, first.blocks))
+        named = self._held_as
+        if len(self._held) > 1:
+            first, last = self._held[0], self._held[-1]
+            layers = range(first.layers.start, last.layers.stop)
+            named = self._named(ReadyRange(first.group, layers, first.blocks))
         self._held, self._held_bytes = [], 0
         if named is None or self.state is AttemptState.SETTLED:
             return
         for part in self._lacking(named):
-            for piece in self._cut(part):
-                if self.plan.nbytes_of(piece):
-                    self._pieces.append(piece)  # bounded: SEGMENTS_MAX
+            self._cut(part)
         if len(self._sent) + len(self._pieces) > SEGMENTS_MAX:
             raise UsageError(
                 f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
                 f"or blocks at once"
             )
 
-    def _send(self, segment: Segment, commit: int) -> None:
+    def _send(self, segment: Segment, nbytes: int, commit: int) -> None:
         assert self.core is not None
-        nbytes = self.plan.nbytes_of(segment)
         self._phases.mark_first("first")
         self._grouped = max(self._grouped, segment.layers)
         lent = self.outgoing.lend(self.plan.fragments(segment))
@@ -243,26 +239,30 @@ class SendAttempt(Attempt):
         """Return what of a segment to send: after a lost link, what has not landed."""
         return self.landed.lacking(segment) if self._links > 1 else [segment]
 
-    def _cut(self, segment: Segment) -> list[Segment]:
-        """Cut a segment into pieces, none much larger than SEGMENT_BYTES.
+    def _cut(self, segment: Segment) -> None:
+        """Queue a segment in pieces, none much larger than SEGMENT_BYTES.
 
         Of whole layers, so that the first can be read while the others come, unless the
         bytes of a block's layers lie together.
         """
         nbytes = self.plan.nbytes_of(segment)
         if nbytes <= SEGMENT_BYTES:
-            return [segment]
+            if nbytes:
+                self._pieces.append((segment, nbytes))  # bounded: SEGMENTS_MAX
+            return
         order = self.plan.groups[segment.group].order
         layers = segment.layers
         if order.index("layer") < order.index("block"):
             layers = max(1, SEGMENT_BYTES * segment.layers // nbytes)
         pieces = -(-nbytes * layers // segment.layers // SEGMENT_BYTES)
         granules = -(-segment.granules // max(1, pieces))
-        return [
-            Segment(segment.group, layer.start, len(layer), part.start, len(part))
-            for layer in _cut_range(segment.layer_range, layers)
-            for part in _cut_range(segment.granule_range, granules)
-        ]
+        for layer in _cut_range(segment.layer_range, layers):
+            for part in _cut_range(segment.granule_range, granules):
+                piece = Segment(
+                    segment.group, layer.start, len(layer), part.start, len(part)
+                )
+                if nbytes := self.plan.nbytes_of(piece):
+                    self._pieces.append((piece, nbytes))  # bounded: SEGMENTS_MAX
 
 
 def _cut_range(whole: range, step: int) -> list[range]:

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvwire.types import Symbol
+from kvwire.types import Symbol, Transitions
 
 
 class TransferState(Symbol):
@@ -74,16 +74,17 @@ class TransferInput(Symbol):
     DRAIN = "drain"
 
 
-TRANSFER_TRANSITIONS: Final[
-    dict[tuple[TransferState, TransferInput], TransferState]
-] = {
-    (TransferState.NEW, TransferInput.BEGIN): TransferState.OPEN,
-    (TransferState.NEW, TransferInput.END): TransferState.DOOMED,
-    (TransferState.DOOMED, TransferInput.BEGIN): TransferState.ENDING,
-    (TransferState.OPEN, TransferInput.END): TransferState.ENDING,
-    (TransferState.ENDING, TransferInput.RECORD): TransferState.ENDED,
-    (TransferState.ENDED, TransferInput.DRAIN): TransferState.DRAINED,
-}
+TRANSFER_TRANSITIONS: Final = Transitions[TransferState, TransferInput](
+    "a transfer",
+    {
+        (TransferState.NEW, TransferInput.BEGIN): TransferState.OPEN,
+        (TransferState.NEW, TransferInput.END): TransferState.DOOMED,
+        (TransferState.DOOMED, TransferInput.BEGIN): TransferState.ENDING,
+        (TransferState.OPEN, TransferInput.END): TransferState.ENDING,
+        (TransferState.ENDING, TransferInput.RECORD): TransferState.ENDED,
+        (TransferState.ENDED, TransferInput.DRAIN): TransferState.DRAINED,
+    },
+)
 
 
 class AttemptState(Symbol):
@@ -126,7 +127,8 @@ OFF_LINK: Final = frozenset({AttemptState.LOST, AttemptState.WAITING})
 # The peer may not have heard how it ended.
 UNNOTIFIED: Final = OFF_LINK | {AttemptState.REFUSED}
 
-ATTEMPT_TRANSITIONS: Final[dict[tuple[AttemptState, AttemptInput], AttemptState]] = (
+ATTEMPT_TRANSITIONS: Final = Transitions[AttemptState, AttemptInput](
+    "an attempt",
     {
         (AttemptState.ASKED, AttemptInput.AGREE): AttemptState.MOVING,
         (AttemptState.MOVING, AttemptInput.SETTLE): AttemptState.SETTLED,
@@ -142,29 +144,5 @@ ATTEMPT_TRANSITIONS: Final[dict[tuple[AttemptState, AttemptInput], AttemptState]
     }
     | {(state, AttemptInput.REFUSE): AttemptState.REFUSED for state in ON_LINK}
     | {(state, AttemptInput.LOSE): AttemptState.LOST for state in ON_LINK}
-    | {(state, AttemptInput.END): AttemptState.OVER for state in ON_LINK}
+    | {(state, AttemptInput.END): AttemptState.OVER for state in ON_LINK},
 )
-
-
-def after_transfer(state: TransferState, event: TransferInput) -> TransferState:
-    """Return the state of a transfer after an input.
-
-    Raises:
-        ValueError: There is no such step.
-    """
-    new = TRANSFER_TRANSITIONS.get((state, event))
-    if new is None:
-        raise ValueError(f"{event.value} of a transfer that is {state.value}")
-    return new
-
-
-def after_attempt(state: AttemptState, event: AttemptInput) -> AttemptState:
-    """Return the state of an attempt after an input.
-
-    Raises:
-        ValueError: There is no such step.
-    """
-    new = ATTEMPT_TRANSITIONS.get((state, event))
-    if new is None:
-        raise ValueError(f"{event.value} of an attempt that is {state.value}")
-    return new

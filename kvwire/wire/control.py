@@ -8,6 +8,7 @@ and none can hold a container of unknown element type.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -284,14 +285,10 @@ _BODIES: Final[dict[int, type[Body]]] = {
 _DECODERS: Final = {
     frame_type: msgspec.msgpack.Decoder(cls) for frame_type, cls in _BODIES.items()
 }
-_ENCODER: Final = msgspec.msgpack.Encoder()
+encode_body: Final[Callable[[Body], bytes]] = msgspec.msgpack.Encoder().encode
+"""Returns the bytes of a control body."""
 
 B = TypeVar("B", bound=Body)
-
-
-def encode_body(body: Body) -> bytes:
-    """Return the bytes of a control body."""
-    return _ENCODER.encode(body)
 
 
 def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:

@@ -18,7 +18,6 @@ from kvwire.limits import (
     WAKEUP_BYTES,
 )
 from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
-from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind
 from tests.scenarios.world import LAYERS, Memory
@@ -113,16 +112,17 @@ async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
     """However much this side has to send, and however much the link would take."""
     source, target = Memory(), Memory()
     landed: list[int] = []
-    report = Outbox.report
 
-    def spy(outbox: Outbox, event: Event) -> None:
+    def spy(event: Event) -> None:
         if isinstance(event, SegmentLanded):
             landed.append(link.sent_bytes)
-        report(outbox, event)
+        report(event)
 
     async with connected(prefer=("tcp",), checksum="off") as pair:
         link = CountedLink(pair)
-        monkeypatch.setattr(Outbox, "report", spy)
+        outbox = pair.left._state.core.outbox
+        report = outbox.report
+        monkeypatch.setattr(outbox, "report", spy)
         out = pair.far.publish("one", source.cache, [0])
         inc = pair.left.pull("one", target.cache, [0])
         for _ in range(8):

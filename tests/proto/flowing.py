@@ -78,7 +78,8 @@ class Side:
         return chunk
 
     def done(self) -> list[RequestDone]:
-        events, self.outbox.events = self.outbox.events, []
+        events = self.outbox.events.copy()
+        self.outbox.events.clear()
         return [event for event in events if isinstance(event, RequestDone)]
 
 

@@ -46,7 +46,8 @@ class Table:
         return frames
 
     def done(self) -> list[RequestDone]:
-        events, self.outbox.events = self.outbox.events, []
+        events = self.outbox.events.copy()
+        self.outbox.events.clear()
         return [event for event in events if isinstance(event, RequestDone)]
 
     def request(

@@ -72,7 +72,7 @@ def test_a_transfer(pull: bool) -> None:
     assert committed.complete
     for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
         assert peer.error(request) is None
-        assert peer.transfers[request].damaged == ()
+        assert peer.transfers[request].damaged == []
         assert len(peer.core.holds) == 0
     assert m.consumer.done[m.incoming].nbytes == sum(map(len, parts))
 
@@ -99,7 +99,7 @@ def test_a_damaged_segment(committed_first: bool) -> None:
     for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
         assert peer.error(request) is None
         transfer = peer.transfers[request]
-        assert transfer.damaged == (2,)
+        assert transfer.damaged == [2]
         assert [s.damaged for s in transfer.segments.values()] == [False, True, False]
     assert m.consumer.done[m.incoming].nbytes == 8
 
@@ -316,7 +316,7 @@ def test_a_damaged_segment_of_a_brief_transfer() -> None:
     expect_fine(m.pair)
     said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
     assert sorted(itertools.chain(*said)) == [1, 3]
-    assert m.producer.transfers[m.outgoing].damaged == (2,)
+    assert m.producer.transfers[m.outgoing].damaged == [2]
     m.pair.advance(LAST_WORD_DELAY_S)
     assert m.consumer.done[m.incoming].nbytes == 8
 

@@ -208,7 +208,8 @@ class Endpoint:
                 self._send_chunk(chunk, lane)
             if not outbox.events:
                 break
-            events, outbox.events = outbox.events, []
+            events = outbox.events.copy()
+            outbox.events.clear()
             for event in events:
                 self._deal_with(event)
         self.node.collect()

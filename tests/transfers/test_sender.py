@@ -251,11 +251,13 @@ def test_no_piece_is_longer_than_a_consumer_takes(
     order = ("block", "layer") if by_block else ("layer", "block")
     walk = SimpleNamespace(order=order)
     delivery: Any = delivery_module.SendAttempt.__new__(delivery_module.SendAttempt)
-    delivery._plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
+    delivery.plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
+    delivery._pieces = []
     whole = Segment(0, 3, layers, 0, granules)
-    pieces = delivery._cut(whole)
-    assert sum(map(nbytes_of, pieces)) == nbytes_of(whole)
-    for piece in pieces:
+    delivery._cut(whole)
+    assert sum(nbytes for _, nbytes in delivery._pieces) == nbytes_of(whole)
+    for piece, nbytes in delivery._pieces:
+        assert nbytes == nbytes_of(piece)
         assert piece.granules == 1 or nbytes_of(piece) <= SEGMENT_BYTES_MAX
 
 
@@ -272,9 +274,9 @@ def test_what_has_landed_is_not_sent_again(transport: str, cuts: int) -> None:
         moved: deque[int] = deque()
         send = delivery_module.SendAttempt._send
 
-        def counted(self: Any, segment: Segment, commit: int) -> None:
-            moved.append(self.plan.nbytes_of(segment))
-            send(self, segment, commit)
+        def counted(self: Any, segment: Segment, nbytes: int, commit: int) -> None:
+            moved.append(nbytes)
+            send(self, segment, nbytes, commit)
 
         delivery_module.SendAttempt._send = counted  # type: ignore[method-assign]
         try:

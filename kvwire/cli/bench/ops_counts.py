@@ -56,7 +56,7 @@ class CountMeter(Meter):
     def __init__(self) -> None:
         super().__init__()
         self._profile = cProfile.Profile()
-        self._frames: Counter[str] = Counter()
+        self._frames: Counter[int] = Counter()
         self._counting = _count_frames(self._frames)
 
     def start(self) -> None:
@@ -84,7 +84,10 @@ class CountMeter(Meter):
         return Counts(
             calls=calls / operations,
             system_calls=system_calls / operations,
-            frames={n: c / operations for n, c in sorted(self._frames.items())},
+            frames={
+                FrameType(frame_type).name: count / operations
+                for frame_type, count in sorted(self._frames.items())
+            },
         )
 
 
@@ -117,16 +120,16 @@ async def _count_one(left: OpsHalf, right: OpsHalf, work: OpsWork) -> Counts:
 
 
 @contextmanager
-def _count_frames(into: Counter[str]) -> Iterator[None]:
-    """Count each frame of any connection of this process by its name."""
+def _count_frames(into: Counter[int]) -> Iterator[None]:
+    """Count each frame of any connection of this process by its type."""
     control, payload = Framing.control, Framing.payload
 
     def count_control(self: Framing, frame_type: int, *rest: Any, **named: Any) -> Any:
-        into[FrameType(frame_type).name] += 1
+        into[frame_type] += 1
         return control(self, frame_type, *rest, **named)
 
     def count_payload(self: Framing, frame_type: int, *rest: Any, **named: Any) -> Any:
-        into[FrameType(frame_type).name] += 1
+        into[frame_type] += 1
         return payload(self, frame_type, *rest, **named)
 
     Framing.control, Framing.payload = count_control, count_payload  # type: ignore[method-assign]

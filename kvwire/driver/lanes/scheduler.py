@@ -50,6 +50,9 @@ class LaneScheduler(LaneHandler):
         run: Does what the core asks for.
         lane_broke: Called with a lane that was open and has broken.
         check_ended: Called when a lane touches no memory any more.
+
+    Attributes:
+        dirty: Lanes with something to flush, in order.
     """
 
     def __init__(
@@ -72,8 +75,7 @@ class LaneScheduler(LaneHandler):
         self._run = run
         self._lane_broke = lane_broke
         self._check_ended = check_ended
-        # Lanes with something to flush, in order.
-        self._dirty: dict[Lane, None] = {}
+        self.dirty: dict[Lane, None] = {}
 
     # --- sending ----------------------------------------------------------------------
 
@@ -131,18 +133,15 @@ class LaneScheduler(LaneHandler):
         check = self._checks.of(payload, intact=endpoint.lane.intact)
         descriptor = endpoint.lane.send(payload, chunk)
         assert len(descriptor) <= DESCRIPTOR_BYTES_MAX
-        self._dirty[endpoint.lane] = None  # bounded: LANES_MAX
+        self.dirty[endpoint.lane] = None  # bounded: LANES_MAX
         return self._core.lanes.announce(chunk, endpoint.number, descriptor, check)
 
-    def flush(self) -> bool:
-        """Move what was queued; return False if there was nothing."""
-        if not self._dirty:
-            return False
-        dirty, self._dirty = self._dirty, {}
+    def flush(self) -> None:
+        """Move what was queued."""
+        dirty, self.dirty = self.dirty, {}
         for lane in dirty:
             if self._lanes.knows(lane):
                 lane.flush()
-        return True
 
     # --- receiving --------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class LaneScheduler(LaneHandler):
             # Sent by an endpoint that had ended and could not say so yet.
             endpoint.lane.abort()
             return
-        self._dirty[endpoint.lane] = None  # bounded: LANES_MAX
+        self.dirty[endpoint.lane] = None  # bounded: LANES_MAX
 
     # --- the lanes --------------------------------------------------------------------
 

@@ -109,6 +109,7 @@ class LaneSet:
 
     Attributes:
         possible: The transports that may carry data, in the order of the report.
+        fallback: The control link may carry payload while no lane is open.
         open: The lanes that may be sent on, in the order in which they opened.
         failed: Why a transport did not come up, or broke, by name.
         initial_set_done: The client has made its first choice. Lanes may still open.
@@ -121,6 +122,7 @@ class LaneSet:
         self.possible: tuple[str, ...] = tuple(
             c.name for c in report if c.possible or c.taken
         )
+        self.fallback: bool = scheme in self.possible
         self.open: list[LaneEndpoint] = []
         self.failed: dict[str, str] = {}  # bounded: BACKENDS_MAX
         self.initial_set_done: bool = False
@@ -202,11 +204,6 @@ class LaneSet:
     def shared(self) -> bool:
         """Whether the control link carries payload beside the lanes that are open."""
         return bool(self.open) and self.open[0].backend == self.scheme
-
-    @property
-    def fallback(self) -> bool:
-        """Whether the control link may carry payload while no lane is open."""
-        return self.scheme in self.possible
 
     @property
     def transport(self) -> str:

@@ -318,7 +318,8 @@ class Peer:
             if chunk is not None:
                 self._send(chunk)
             elif core.outbox.events:
-                events, core.outbox.events = core.outbox.events, []
+                events = core.outbox.events.copy()
+                core.outbox.events.clear()
                 for event in events:
                     self._deal_with(event)
             else:
