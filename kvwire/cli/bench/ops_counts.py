@@ -85,8 +85,11 @@ class CountMeter(Meter):
             calls=calls / operations,
             system_calls=system_calls / operations,
             frames={
-                FrameType(frame_type).name: count / operations
-                for frame_type, count in sorted(self._frames.items())
+                name: count / operations
+                for name, count in sorted(
+                    (FrameType(number).name, count)
+                    for number, count in self._frames.items()
+                )
             },
         )
 
