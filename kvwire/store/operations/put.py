@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.limits import STORE_UNASKED_BYTES
-from kvwire.store.index import once
+from kvwire.store.index import NO_SLOT, once
 from kvwire.store.operations.base import Operation
 from kvwire.store.tiers.base import Batch, BlockResult
 
 if TYPE_CHECKING:
     from kvwire.store.operations.group_request import BlockRequest
+    from kvwire.store.tier_stack import TierStack
+
+
+_NO_SLOTS: Final = np.empty(0, np.int64)
 
 
 class PutOperation(Operation):
-    """Moves the blocks of one put into the store."""
+    """Moves the blocks of one put into the store.
 
-    # Blocks that were there before.
-    _present = 0
+    Args:
+        tiers: The store's tiers.
+        requests: What is asked of each group.
+        arrived: Slots that were taken for a single request, and have its images.
+            ``NO_SLOT`` is left where one was named: others are still the caller's.
+    """
+
+    def __init__(
+        self,
+        tiers: TierStack,
+        requests: Sequence[BlockRequest],
+        arrived: Ids = _NO_SLOTS,
+    ) -> None:
+        super().__init__(tiers, requests)
+        self._arrived = arrived
+        # Blocks that were there before.
+        self._present = 0
 
     def count(self, nbytes: int, there: int, blocks: int) -> None:
         """See Work."""
@@ -53,7 +73,9 @@ class PutOperation(Operation):
             await memory.in_flight.ended(busy[0])
             return done
         count = int(lacking.sum())
-        slots = await memory.take(nbytes, count) if count else np.empty(0, np.int64)
+        slots = _NO_SLOTS
+        if count and not self._arrived.size:
+            slots = await memory.take(nbytes, count)
         return await self._fill(request, positions, slots)
 
     async def _fill(self, request: BlockRequest, positions: Ids, taken: Ids) -> Bits:
@@ -65,16 +87,22 @@ class PutOperation(Operation):
         slots = memory.index.find(keys)
         held = slots >= 0
         lacking = np.flatnonzero(~held & once(keys) & ~memory.in_flight.busy(keys))
-        # Where there is no room for all, the head of the chain comes last and stays.
-        mine = lacking[max(0, lacking.size - taken.size) :]
-        memory.give_back(taken[mine.size :])
-        taken = taken[: mine.size]
+        copying = not self._arrived.size
+        if copying:
+            # Without room for all, the head of the chain comes last and stays.
+            mine = lacking[max(0, lacking.size - taken.size) :]
+            memory.give_back(taken[mine.size :])
+            taken = taken[: mine.size]
+        else:
+            mine, taken = lacking, self._arrived[positions[lacking]]
+            self._arrived[positions[lacking]] = NO_SLOT
         memory.index.pin(keys[held], slots[held])
         memory.in_flight.begin(keys[mine])
         try:
             if mine.size:
                 memory.index.mark(taken, np.full(mine.size, request.order, np.uint8))
-                await self.copy(request, positions[mine], taken, into_cache=False)
+                if copying:
+                    await self.copy(request, positions[mine], taken, into_cache=False)
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.name(keys[mine], taken)
         except BaseException:

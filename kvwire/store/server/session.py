@@ -5,9 +5,10 @@ the end of the connection. Nothing here is ever cancelled, so a berth is given b
 when both the link and the store have let go of it.
 
 What a get finds in memory is sent from there, without a copy: its slots are pinned
-until the link has them, or until the deadline. So that clients that stand still cannot
-pin all of memory, a part of it may be pinned in this way; what is beyond that goes by
-way of a berth, as what comes from another tier does.
+until the link has them, or until the deadline. What a put brings is received into free
+slots in the same way, which get their names when all of it is there. So that clients
+that stand still cannot pin all of memory, a part of it may be pinned in these ways;
+what is beyond that goes by way of a berth, as what comes from another tier does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvwire.errors import ConnectionClosed, KVWireError, RequestError, UsageError
+from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     EAGER_BYTES_MAX,
@@ -30,12 +32,13 @@ from kvwire.limits import (
     STORE_TIMEOUT_S,
 )
 from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.images import images_in, message_of
+from kvwire.store.images import images_in, message_of, payload_of
+from kvwire.store.index import NO_SLOT, Keys, once
 from kvwire.store.namespace import Namespace
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import PutOperation
-from kvwire.store.server.buffers import Bytes, TransferBuffers
+from kvwire.store.server.buffers import TransferBuffers
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
@@ -183,7 +186,7 @@ class ClientSession:
     # --- blocks -----------------------------------------------------------------------
 
     async def _put(self, request: Put) -> None:
-        """Receive blocks into a berth, and put them into the store."""
+        """Receive blocks into slots or a berth, and put them into the store."""
         namespace, count = request.namespace.namespace(), len(request.names)
         nbytes = count * namespace.image_bytes
         refusal = self._refusal(request, namespace) or self._write_refusal(namespace)
@@ -193,22 +196,54 @@ class ClientSession:
                 # They came unasked for, and take credit until they are received.
                 await self._receive(request, bytearray(nbytes))
             return
+        memory, keys = self._tiers.memory, request.names.keys
         async with self._berths.one() as berth:
-            if lost := await self._receive(request, berth[:nbytes]):
-                await self._send(_all(request, BlockResult.FAILED, lost))
-                return
+            slots = await self._slots_for(keys, namespace)
             images = images_in(berth, namespace.image_bytes, count)
-            keys = request.names.keys
-            blocks = ImageRequest(namespace, keys, images, request.order)
-            put = PutOperation(self._tiers, (blocks,))
-            await self._store._begin(put, put.run())  # noqa: SLF001
+            if slots.size:
+                images = memory.images(slots, namespace.image_bytes)
+            try:
+                if lost := await self._receive(request, payload_of(images)):
+                    await self._send(_all(request, BlockResult.FAILED, lost))
+                    return
+                blocks = ImageRequest(namespace, keys, images, request.order)
+                put = PutOperation(self._tiers, (blocks,), slots)
+                await self._store._begin(put, put.run())  # noqa: SLF001
+            except asyncio.CancelledError:
+                slots = slots[:0]  # the link may still write to them
+                raise
+            finally:
+                if slots.size:
+                    memory.give_back(slots[slots != NO_SLOT])
+                    self._served.lend(-count * rounded(namespace.image_bytes))
         kept = put.landed(blocks)
         self._written_bytes += int(kept.sum()) * namespace.image_bytes
         results = np.where(kept, _LANDED, _FAILED)
         reason = "; ".join(put.reasons)
         await self._send(StoreDone.of(request.number, results, reason))
 
-    async def _receive(self, request: Put, into: Bytes | bytearray) -> str:
+    async def _slots_for(self, keys: Keys, namespace: Namespace) -> Ids:
+        """Take slots for new blocks; none if they have to come by way of a berth."""
+        memory, nbytes = self._tiers.memory, namespace.image_bytes
+        none, lent = np.empty(0, np.int64), keys.size * rounded(nbytes)
+        if not memory.fits(nbytes) or not once(keys).all():
+            return none
+        if (memory.index.find(keys) >= 0).any() or not self._served.lend(lent):
+            return none
+        slots = none
+        try:
+            slots = await memory.take(nbytes, keys.size)
+            if slots.size == keys.size:
+                return slots
+            memory.give_back(slots)
+            return none
+        finally:
+            if slots.size < keys.size:
+                self._served.lend(-lent)
+
+    async def _receive(
+        self, request: Put, into: memoryview | Fragments | bytearray
+    ) -> str:
         """Receive the blocks of a put; why they are not all here and whole, or ""."""
         images = self._connection.recv(
             payload_tag(request.number), into, deadline=_deadline(request)
@@ -219,7 +254,8 @@ class ClientSession:
             return f"its blocks did not come: {error_text(exc)}"
         finally:
             await drain_or_abort(images, self._connection)
-        return "" if came == len(into) else f"{came} bytes came of {len(into)}"
+        nbytes = into.nbytes if isinstance(into, Fragments) else len(into)
+        return "" if came == nbytes else f"{came} bytes came of {nbytes}"
 
     async def _get(self, request: Get) -> None:
         """Say which blocks there are, and send those."""

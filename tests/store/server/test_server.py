@@ -26,6 +26,7 @@ from kvwire.limits import (
 from kvwire.security.keys import write_key_file
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace
+from kvwire.store.operations import base
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
@@ -47,6 +48,7 @@ from kvwire.store.server.messages import (
     payload_tag,
 )
 from kvwire.store.tiers.base import BlockResult
+from kvwire.store.tiers.slabs import rounded
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.client_child import LARGE
 from tests.support.pairs import until
@@ -136,6 +138,12 @@ async def works(server: StoreServer, seed: int = 9) -> bool:
         got = await store.get(hashes, target.cache, [7, 6, 5, 4])
     same = np.array_equal(source.tokens([0, 1, 2, 3]), target.tokens([7, 6, 5, 4]))
     return stored.complete and got.complete and same
+
+
+async def nothing_is_taken(store: BlockStore, server: StoreServer) -> None:
+    """Wait until no slot is: the answer goes before that, so nobody is told."""
+    slabs, served = store._tiers.memory.index.slabs, server._served
+    await until(lambda: slabs.used_bytes == 0 and served.lent_bytes == 0)
 
 
 # --- lies -----------------------------------------------------------------------------
@@ -255,6 +263,47 @@ async def test_blocks_that_nobody_sends_fail_by_their_deadline() -> None:
         # The only berth is free again.
         assert (await liar.ask(moving(Get, chain(2)))).table.tolist() == [1, 1]
         assert not len(store._tiers.memory.index)
+        await nothing_is_taken(store, server)
+
+
+async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a copy at the server; one that comes too late gives its slots back."""
+    copies: list[Any] = []
+    monkeypatch.setattr(base, "copy_in_turns", lambda *ends: copies.append(ends))
+    async with serving() as (store, server), client(server) as one:
+        async with client(server) as other:
+            late = chain(2)
+            await one.say(moving(Put, late, timeout_ms=600_000))
+            await until(lambda: server._served.lent_bytes > 0)
+            images = [bytes([n]) * SPEC.block_bytes for n in range(2)]
+            sent = other.connection.send(payload_tag(1), b"".join(images))
+            done = await other.ask(moving(Put, late))
+            assert done.table.tolist() == [BlockResult.LANDED] * 2
+            await sent
+            # The same again, which the server has by now.
+            await one.connection.send(payload_tag(1), b"".join(images))
+            done = decode_reply(await one.connection.recv(TAG))
+            assert isinstance(done, StoreDone)
+            assert done.table.tolist() == [BlockResult.LANDED] * 2
+            assert (await other.ask(moving(Get, late, number=2))).table.tolist() == [
+                0,
+                0,
+            ]
+            assert await other.connection.recv(payload_tag(2)) == b"".join(images)
+        assert not copies
+        used_bytes = store._tiers.memory.index.slabs.used_bytes
+        assert used_bytes == 2 * rounded(SPEC.block_bytes)
+        await until(lambda: server._served.lent_bytes == 0)
+
+
+async def test_who_dies_in_a_put_takes_no_slots_along() -> None:
+    async with serving() as (store, server):
+        async with client(server) as one:
+            await one.say(moving(Put, chain(2), timeout_ms=600_000))
+            await until(lambda: server._served.lent_bytes > 0)
+            one.connection.abort("it dies")
+        await nothing_is_taken(store, server)
+        assert await works(server)
 
 
 async def test_each_client_has_what_it_asked_for_itself() -> None:
@@ -278,6 +327,7 @@ async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> 
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "bytes" in done.reason
         assert not len(store._tiers.memory.index)
+        await nothing_is_taken(store, server)
         sent.cancel()
         assert await works(server)
 
