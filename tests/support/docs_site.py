@@ -20,10 +20,10 @@ ROOT: Final = Path(__file__).parents[2]
 DOCS: Final = ROOT / "docs"
 TREE: Final = "tree"
 SECTIONS: Final = {
-    "Start": "tutorial",
-    "Do": "howto",
-    "Understand": "topics",
-    "Look up": "reference",
+    "Tutorial": "tutorial",
+    "How-to": "howto",
+    "Topics": "topics",
+    "Reference": "reference",
     "Decisions": "adr",
 }
 # Not the addresses of others, nor an anchor of the same page.
