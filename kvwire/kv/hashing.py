@@ -17,7 +17,9 @@ salt)``.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final, TypeAlias
@@ -130,7 +132,13 @@ _TOKEN_MAX: Final = 2**31 - 1
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:
-    ids = np.asarray(tokens)
+    ids: npt.NDArray[np.integer] = np.asarray(())
+    if isinstance(tokens, list | tuple):
+        # NumPy looks at each number of a list twice.
+        with suppress(TypeError, OverflowError):  # it says below what is wrong
+            ids = np.frombuffer(array("i", tokens), np.intc)
+    if ids.size == 0:
+        ids = np.asarray(tokens)
     if ids.size == 0:
         return b""
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

@@ -7,18 +7,16 @@ may be *cached*: its content has a name, the hash of its chain. So a free cached
 is a prefix that nobody uses at the moment: it can be taken back by its hash until it is
 needed for something else.
 
-Free blocks are in a list, next to be taken first:
+Free blocks without content are a stack, and are taken before all others: taking one
+loses nothing. Of the cached ones, the least recently freed comes first. The blocks of
+one request are freed at once and the last block first, since a block is of no use
+without those before it: the tail of a prefix goes before its head.
 
-* Blocks that are not cached come before all others: taking one loses nothing.
-* Of the cached ones, the least recently freed comes first. The blocks of one request
-  are freed at once and the last block first, since a block is of no use without those
-  before
-  it: the tail of a prefix goes before its head.
-
-The list is doubly linked and intrusive: two arrays of block ids, and one more entry as
-its ends. Taking a block out of the middle, because its content is wanted again, costs
-as much as taking the first. Everything is O(1) a block, and no call allocates more than
-its result.
+The cached free blocks are a list that is doubly linked and intrusive: two arrays of
+block ids, and one more entry as its ends. Taking a block out of the middle, because its
+content is wanted again, costs as much as taking the first. Everything is O(1) a block,
+and no call allocates more than its result: all lists name blocks by the same int
+objects, one for each block.
 
 If two blocks get the same content at the same time, the first keeps the name and the
 other stays without.
@@ -45,8 +43,9 @@ class BlockPool:
     """
 
     __slots__ = (
+        "_blank",
         "_by_hash",
-        "_free",
+        "_cached_free",
         "_hashes",
         "_next",
         "_previous",
@@ -68,15 +67,18 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
-        self._free = num_blocks
-        # Entry `num_blocks` is both ends: its next is the first, its previous the last.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        # Free and without content; the last one is taken first.
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        # How many are free and cached. Entry `num_blocks` is both ends of their list:
+        # its next is the first, its previous the last.
+        self._cached_free = 0
+        self._next = [0] * num_blocks + [num_blocks]
+        self._previous = self._next.copy()
 
     @property
     def free_blocks(self) -> int:
         """Return how many blocks :meth:`allocate` can give out, cached or not."""
-        return self._free
+        return len(self._blank) + self._cached_free
 
     @property
     def cached_blocks(self) -> int:
@@ -111,25 +113,19 @@ class BlockPool:
         Raises:
             UsageError: There are fewer free blocks; none was taken.
         """
-        if not 0 <= count <= self._free:
+        if not 0 <= count <= self.free_blocks:
             raise UsageError(
-                f"allocate({count}): {self._free} of {self.num_blocks} blocks are "
-                "free; ask pool.free_blocks first"
+                f"allocate({count}): {self.free_blocks} of {self.num_blocks} blocks "
+                "are free; ask pool.free_blocks first"
             )
-        following, hashes, refs = self._next, self._hashes, self._refs
-        taken: list[int] = []
-        block = following[self.num_blocks]
-        for _ in range(count):
-            taken.append(block)
+        refs, rest = self._refs, max(0, len(self._blank) - count)
+        taken = self._blank[rest:]
+        del self._blank[rest:]
+        taken.reverse()
+        if len(taken) < count:
+            taken += self._take_cached(count - len(taken))
+        for block in taken:
             refs[block] = 1
-            name = hashes[block]
-            if name is not None:
-                hashes[block] = None
-                del self._by_hash[name]
-            block = following[block]
-        following[self.num_blocks] = block
-        self._previous[block] = self.num_blocks
-        self._free -= count
         return taken
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -139,11 +135,23 @@ class BlockPool:
             UsageError: A block is not held, or is there twice; none was given back.
         """
         self._check_held(blocks)
-        refs, hashes = self._refs, self._hashes
+        refs, hashes, blank = self._refs, self._hashes, self._blank
+        following, previous, ends = self._next, self._previous, self.num_blocks
+        last, cached = previous[ends], 0
         for block in reversed(blocks):
-            refs[block] -= 1
-            if refs[block] == 0:
-                self._link(block, first=hashes[block] is None)
+            count = refs[block] - 1
+            refs[block] = count
+            if count:
+                continue
+            if hashes[block] is None:
+                blank.append(block)
+                continue
+            following[last] = block
+            previous[block] = last
+            last = block
+            cached += 1
+        following[last], previous[ends] = ends, last
+        self._cached_free += cached
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Return the blocks of a chain's longest cached prefix; only looks.
@@ -152,14 +160,10 @@ class BlockPool:
             hashes: A chain from its first block on; see
                 :meth:`kvwire.kv.hashing.HashScheme.block_hashes`.
         """
-        found: list[int] = []
-        get = self._by_hash.get
-        for name in hashes:
-            block = get(name)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        found = list(map(self._by_hash.get, hashes))
+        if None in found:
+            del found[found.index(None) :]
+        return found  # type: ignore[return-value]  # it ends before the first None
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Hold blocks once more that are held or cached, such as :meth:`lookup` found.
@@ -188,17 +192,19 @@ class BlockPool:
         self._check_held(blocks)
         if len(blocks) != len(hashes):
             raise UsageError(f"cache: {len(hashes)} hashes for {len(blocks)} blocks")
+        named, by_hash = self._hashes, self._by_hash
+        if any(map(named.__getitem__, blocks)):
+            for block, name in zip(blocks, hashes, strict=True):
+                known = named[block]
+                if known is not None and known != name:
+                    raise UsageError(
+                        f"cache: block {block} is named {known.hex()[:8]} already, not "
+                        f"{name.hex()[:8]}; a block's content changes only after "
+                        f"evict()"
+                    )
         for block, name in zip(blocks, hashes, strict=True):
-            known = self._hashes[block]
-            if known is not None and known != name:
-                raise UsageError(
-                    f"cache: block {block} is named {known.hex()[:8]} already, not "
-                    f"{name.hex()[:8]}; a block's content changes only after evict()"
-                )
-        for block, name in zip(blocks, hashes, strict=True):
-            if name not in self._by_hash:
-                self._by_hash[name] = block
-                self._hashes[block] = name
+            if by_hash.setdefault(name, block) == block:
+                named[block] = name
 
     def evict(self, blocks: Sequence[int]) -> None:
         """Forget what is in some blocks, such as those that a transfer left damaged.
@@ -215,22 +221,30 @@ class BlockPool:
             del self._by_hash[name]
             if self._refs[block] == 0:
                 self._unlink(block)
-                self._link(block, first=True)
+                self._blank.append(block)
 
-    def _link(self, block: int, *, first: bool) -> None:
-        """Put a block into the free list, at one end or the other."""
-        following, previous, ends = self._next, self._previous, self.num_blocks
-        after = following[ends] if first else ends
-        before = previous[after]
-        following[block], previous[block] = after, before
-        following[before] = previous[after] = block
-        self._free += 1
+    def _take_cached(self, count: int) -> list[int]:
+        """Take the first of the cached free blocks, and forget what is in them."""
+        following, hashes, by_hash = self._next, self._hashes, self._by_hash
+        taken: list[int] = []
+        block = following[self.num_blocks]
+        for _ in range(count):
+            taken.append(block)
+            name = hashes[block]
+            assert name is not None, "a block without content is in the list of others"
+            hashes[block] = None
+            del by_hash[name]
+            block = following[block]
+        following[self.num_blocks] = block
+        self._previous[block] = self.num_blocks
+        self._cached_free -= count
+        return taken
 
     def _unlink(self, block: int) -> None:
-        """Take a block out of the free list, wherever it is."""
+        """Take a block out of the list of cached free ones, wherever it is."""
         before, after = self._previous[block], self._next[block]
         self._next[before], self._previous[after] = after, before
-        self._free -= 1
+        self._cached_free -= 1
 
     def _check(self, blocks: Sequence[int]) -> None:
         """Refuse ids that are no blocks, and any id twice."""
@@ -245,7 +259,6 @@ class BlockPool:
 
     def _check_held(self, blocks: Sequence[int]) -> None:
         self._check(blocks)
-        refs = self._refs
-        for block in blocks:
-            if not refs[block]:
-                raise UsageError(f"block {block} is not held; it is free already")
+        if not all(map(self._refs.__getitem__, blocks)):
+            block = next(block for block in blocks if not self._refs[block])
+            raise UsageError(f"block {block} is not held; it is free already")

@@ -14,6 +14,15 @@ VOCABULARY = 512
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    # A prompt of 1,024 tokens takes long enough to be measured.
+    "wide": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 8,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "initializer_range": 0.1,
+    },
     "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
     # Every second layer sees a window only.
     "window": {"num_attention_heads": 4, "num_key_value_heads": 1},

@@ -14,11 +14,9 @@ import re
 import secrets
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 import kvwire
-from kvwire.kv.layout import AxisOrder
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip(
@@ -28,14 +26,12 @@ if importlib.util.find_spec("vllm") is None:
 
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.relay import BLOCK_TOKENS, Relay
 from tests.integrations.vllm.serving import engine, prompt, tokens_of
 
 pytestmark = pytest.mark.timeout(900)
-BLOCK_TOKENS, BLOCKS = 128, 8
+BLOCKS = 8
 TOKENS = BLOCKS * BLOCK_TOKENS
-SPEC = kvwire.KVSpec(
-    layers=4, kv_heads=2, head_dim=32, block_tokens=BLOCK_TOKENS, dtype="float32"
-)
 AFFECTED = re.compile(r"request\(s\) rescheduled \((\d+) tokens affected\)")
 
 
@@ -59,23 +55,10 @@ async def decoded(pair: Pair, ids: list[int], landed: list[int]) -> list[int]:
     name = secrets.token_hex(8)
     sends = {"do_remote_decode": True, "transfer_id": name}
     await asyncio.to_thread(pair.prefill.generate, ids, 1, kv_transfer_params=sends)
-    sizes = (SPEC.layers, BLOCKS, SPEC.kv_heads, BLOCK_TOKENS, 2 * SPEC.head_dim)
-    layout = AxisOrder("block head token (kv dim)")
-    layers = list(np.zeros(sizes, np.float32))
-    cache, everything = kvwire.PagedCache(SPEC, layers, layout), list(range(BLOCKS))
     async with kvwire.open(require=["tcp"]) as comm:
-        address = await comm.listen("127.0.0.1:0")
-        link = await comm.connect(pair.prefill.kv)
-        assert (await link.pull(name, cache, everything, tokens=TOKENS)).complete
-        out = comm.publish(f"{name}-on", cache, everything, tokens=TOKENS)
-        for block in landed:
-            out.ready(blocks=block)
-        out.finish(partial=True)
-        loads = {
-            "do_remote_prefill": True,
-            "transfer_id": f"{name}-on",
-            "remote": [str(address)],
-        }
+        relay = Relay(comm, await comm.listen("127.0.0.1:0"), blocks=BLOCKS)
+        await relay.take(pair.prefill, name)
+        loads, out = relay.offer(landed)
         answer = await asyncio.to_thread(
             pair.decode.generate, ids, kv_transfer_params=loads
         )

@@ -33,14 +33,14 @@ LEASE_S: Final = 6
 # Of an answer that has not come, it is said that it never will.
 HANG_S: Final = 60.0
 SETTLES_WITHIN_S: Final = LEASE_S + 20.0
-TOGETHER: Final = 6
+TOGETHER: Final = 12
 TOKENS: Final = 8
-BLOCKS: Final = 160
+BLOCKS: Final = 640
 """Of 32 tokens, in each engine: few, so that they are soon used again."""
 
 LENGTHS: Final = (40, 130, 300, 520, 700)
 _PROMPTS: Final = 30
-_NORMAL, _SLOW = "1gbit", "8mbit"
+_NORMAL, _SLOW = "1gbit", "32mbit"
 # Tokens of an answer as numbers, since a word of two tokens would be one.
 _NAMED: Final = {"return_tokens_as_token_ids": True}
 Params = dict[str, Any]
@@ -273,7 +273,7 @@ class Arena:
 
     @contextmanager
     def slow(self) -> Iterator[None]:
-        """Let 1 MB/s pass, until the end of the block."""
+        """Let 4 MB/s pass, until the end of the block."""
         self._rate(_SLOW)
         try:
             yield

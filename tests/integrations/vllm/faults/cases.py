@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tests.integrations.vllm.faults.answers import Reference
-from tests.integrations.vllm.faults.arena import LEASE_S, TOGETHER, Arena, Params
+from tests.integrations.vllm.faults.arena import LEASE_S, Arena, Params
 from tests.integrations.vllm.serving import Engine
 
 # Longer than a packet is sent again for, shorter than a lease; and longer than one.
 SHORT_S: Final = 2.0
 LONG_S: Final = LEASE_S + 4.0
+# References that nobody has used yet: their blocks fill half of an engine.
+HELD: Final = 20
 _PATIENCE_S: Final = (0.05, 0.2, 0.6)
 
 
@@ -47,7 +49,7 @@ def consumed(arena: Arena, count: int) -> None:
 
 def stale(arena: Arena, count: int) -> None:
     """A reference is used when its lease is over and its blocks are another's."""
-    _old(arena, count, lambda: arena.together(4 * TOGETHER, _computed(arena)))
+    _old(arena, count, lambda: arena.together(4 * HELD, _computed(arena)))
 
 
 def lease(arena: Arena, count: int) -> None:
@@ -116,7 +118,7 @@ def half_open(arena: Arena, count: int) -> None:
 
 
 def slow(arena: Arena, count: int) -> None:
-    """A wire of 1 MB/s."""
+    """A wire of 4 MB/s."""
     with arena.slow():
         arena.together(count, arena.through)
 
@@ -155,7 +157,7 @@ def _changed(
 
 def _old(arena: Arena, count: int, between: Callable[[], None] | None) -> None:
     """Take references, use them when their lease is over."""
-    for _ in range(-(-count // TOGETHER)):
+    for _ in range(-(-count // HELD)):
         waiting = _references(arena)
         _pause(LEASE_S + 2.0)
         if between is not None:
@@ -165,7 +167,7 @@ def _old(arena: Arena, count: int, between: Callable[[], None] | None) -> None:
 
 def _references(arena: Arena) -> list[tuple[Reference, Params | None]]:
     """References that nobody uses yet."""
-    known = [arena.known(number) for number in range(TOGETHER)]
+    known = [arena.known(number) for number in range(HELD)]
     return [(one, arena.prefilled(one)) for one in known]
 
 
