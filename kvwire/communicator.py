@@ -84,7 +84,14 @@ class open(AsyncWith):  # noqa: A001, N801 - `kvwire.open` is the public name, a
 
     @yields_before_raising
     async def _open(self) -> Communicator:
-        return Communicator(self.config)
+        communicator = Communicator(self.config)
+        if self.config.inspect or self.config.inspect_signal:
+            try:
+                await communicator._state.inspector.start()  # noqa: SLF001 - of this file
+            except BaseException:
+                await communicator.close()
+                raise
+        return communicator
 
 
 class Communicator(AsyncWith):

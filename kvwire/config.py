@@ -69,6 +69,8 @@ class ConfigOptions(TypedDict, total=False):
     connections_max: int
     directory: str
     io_cpus: Sequence[int]
+    inspect: str
+    inspect_signal: bool
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +123,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ``"redis://host:6379"``; empty for a folder of this user, on this machine.
         io_cpus: CPUs that the thread of a :class:`kvwire.Engine` may run on; if empty,
             those of the thread that makes the engine.
+        inspect: A folder, which only this user may enter, for a socket by which
+            ``kvwire top`` and ``kvwire trace`` may look in; empty for none.
+        inspect_signal: Whether SIGUSR1 writes a snapshot to the log.
     """
 
     name: Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)] = ""
@@ -171,6 +176,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     connections_max: Annotated[int, Meta(ge=1, le=65_536)] = limits.CONNECTIONS_MAX
     directory: Annotated[str, Meta(max_length=1024)] = ""
     io_cpus: tuple[Annotated[int, Meta(ge=0, le=limits.CPU_MAX)], ...] = ()
+    inspect: Annotated[str, Meta(max_length=limits.SOCKET_PATH_BYTES)] = ""
+    inspect_signal: bool = False
 
     @classmethod
     def load(
@@ -355,7 +362,7 @@ def _read_value(key: str, value: Any) -> Any:
         return value
     if key.endswith("_bytes"):
         return read_bytes(value)
-    if key == "resume":
+    if key in ("resume", "inspect_signal"):
         if value.lower() not in _YES + _NO:
             raise UsageError(f"{value!r}: write true or false")
         return value.lower() in _YES

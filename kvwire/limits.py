@@ -300,6 +300,15 @@ RESTART_GRACE_S: Final = 1.0
 WAITING_LOG_S: Final = 10.0
 # Connections and transfers in a snapshot: a megabyte of JSON at most.
 SNAPSHOT_ROWS_MAX: Final = 1000
+# Events that `kvwire trace` sees of a process: 400 transfers of 32 layers, 4 MB.
+TRACE_EVENTS_MAX: Final = 16_384
+# Those who watch one process at a time, and what they may ask in a line.
+INSPECT_CLIENTS_MAX: Final = 8
+INSPECT_LINE_BYTES_MAX: Final = 4096
+# What the process answers in a line: a snapshot or a trace, several times over.
+INSPECT_ANSWER_BYTES_MAX: Final = 64 * MIB
+# The kernel's sun_path, with its final zero, on every system that kvwire runs on.
+SOCKET_PATH_BYTES: Final = 103
 # Memory that may wait to be let go of before new transfers are refused.
 QUARANTINE_BYTES: Final = 4 * GIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.

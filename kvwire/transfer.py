@@ -18,6 +18,7 @@ from kvwire.driver.loop_thread import FORKED, AsyncWith
 from kvwire.errors import UsageError, shown
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome, join_outcomes
+from kvwire.transfers.description import traceparent
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from kvwire.transfers.ready_log import Which
@@ -54,6 +55,15 @@ class _Transfer:
     def id(self) -> str | bytes | int:
         """Return the name that both applications know the transfer by."""
         return self._state.id
+
+    @property
+    def traceparent(self) -> str:
+        """Return W3C's name of the trace it is in; "" if nobody traces.
+
+        The peer's, as soon as that is known. Both ends are in one trace, unless each
+        was begun in a trace of its own.
+        """
+        return traceparent(self._state.peer_trace or self._state.trace)
 
     def done(self) -> bool:
         """Tell whether the outcome is known."""

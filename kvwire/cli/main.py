@@ -59,6 +59,16 @@ app.command(
     name="store",
     help="Serve a KV store to other processes, and look at one.",
 )
+app.command(
+    "kvwire.cli.inspect:top",
+    name="top",
+    help="Show what is open in live processes, and what each transfer waits for.",
+)
+app.command(
+    "kvwire.cli.inspect:trace",
+    name="trace",
+    help="Write the last events of live processes as a file for ui.perfetto.dev.",
+)
 
 
 def main(arguments: Sequence[str] | None = None, command: App | None = None) -> int:

@@ -28,8 +28,10 @@ from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
 from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.driver.loop_thread import LoopThread
+from kvwire.driver.trace_ring import TraceRing
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.inspector import Inspector
 from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.observers import Observers
 from kvwire.endpoint.peer import PeerState
@@ -115,6 +117,9 @@ class CommunicatorState:
         self.watchers: Observers[Any] = Observers()
         self.thread: LoopThread = LoopThread()
         self.loop: asyncio.AbstractEventLoop = self.thread.loop
+        self.inspector: Inspector = Inspector(self)
+        # Where events are noted for `kvwire trace`; None where nobody may look in.
+        self.ring: TraceRing | None = None
         self.devices: Devices = Devices(
             self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX)
         )
@@ -405,6 +410,7 @@ class CommunicatorState:
     async def close(self) -> None:
         """See :meth:`kvwire.Communicator.close`."""
         self._stop()
+        await self.inspector.close()
         await self.membership.close()
         if self.links_ended:
             await self._end_links()

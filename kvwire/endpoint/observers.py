@@ -50,14 +50,33 @@ class Observer(Protocol[C_contra]):
 
 
 class Observers(Generic[C]):
-    """The watchers of one communicator."""
+    """The watchers of one communicator.
+
+    Attributes:
+        traced: Some of them are tracers.
+    """
 
     def __init__(self) -> None:
         self._all: list[Observer[C]] = []
+        self.traced: bool = False
 
     def add(self, watcher: Observer[C]) -> None:
-        """Tell it of every transfer that begins from here on."""
+        """Tell it of every transfer that begins from here on.
+
+        One that has a method ``trace_context`` is a tracer. It returns the trace that
+        the caller is in, as :attr:`kvwire.transfers.description.TransferOffer.trace`
+        has it, which is sent to the peer.
+        """
         self._all.append(watcher)
+        self.traced = any(hasattr(one, "trace_context") for one in self._all)
+
+    def trace_context(self) -> bytes:
+        """Return the trace that the caller is in; b"" if it is in none."""
+        for watcher in self._all:
+            if hasattr(watcher, "trace_context"):
+                with _logged():
+                    return bytes(watcher.trace_context())
+        return b""
 
     def remove(self, watcher: Observer[C]) -> None:
         """Tell it nothing any more; does nothing if it was not told before."""

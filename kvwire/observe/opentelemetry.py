@@ -3,8 +3,9 @@
 >>> tracer = TransferTracer(comm)
 
 Each end of a transfer is one span, from the call to the outcome, below the span that is
-current where the call was made. The two ends have the transfer's id in common; what a
-serving stack passes between its processes joins them into one trace.
+current where the call was made. The trace of the end that asks is sent to its peer. So
+both ends are one trace: an end whose call was made below no span lies below the peer's,
+and one that has a span of its own has a link to it.
 
 ==============================  ======================================================
 attribute                       says
@@ -25,6 +26,7 @@ attribute                       says
 from __future__ import annotations
 
 import dataclasses
+from time import time_ns
 from typing import TYPE_CHECKING, Self
 
 import kvwire
@@ -34,7 +36,18 @@ from kvwire.transfers.base import text_of
 
 with needed_by("kvwire.observe.opentelemetry", extra="traces"):
     from opentelemetry import trace
-    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
+    from opentelemetry.context import Context, get_current
+    from opentelemetry.trace import (
+        Link,
+        NonRecordingSpan,
+        Span,
+        SpanContext,
+        SpanKind,
+        Status,
+        StatusCode,
+        TraceFlags,
+        TracerProvider,
+    )
 
 if TYPE_CHECKING:
     from kvwire import Incoming, Outgoing
@@ -56,17 +69,17 @@ class TransferTracer:
         self._tracer = trace.get_tracer(
             "kvwire", kvwire.__version__, tracer_provider=provider
         )
-        # One for each transfer under way.
-        self._spans: dict[Incoming | Outgoing, Span] = {}
+        # Of each transfer under way: when it began, and in which context.
+        self._begun: dict[Incoming | Outgoing, tuple[int, Context]] = {}
         communicator.watchers.add(self)
 
     def close(self) -> None:
         """Trace no more. Spans of transfers under way end here, and say so."""
         self._communicator.watchers.remove(self)
-        for span in self._spans.values():
+        for transfer in list(self._begun):
+            span = self._span(transfer)
             span.set_status(Status(StatusCode.ERROR, "not traced to its end"))
             span.end()
-        self._spans.clear()
 
     def __enter__(self) -> Self:
         """Return the tracer; it is closed at the end of the block."""
@@ -76,19 +89,17 @@ class TransferTracer:
         """See :meth:`close`."""
         self.close()
 
+    def trace_context(self) -> bytes:
+        """Return the trace of the current span, which kvwire sends to the peer."""
+        now = trace.get_current_span().get_span_context()
+        if not now.is_valid:
+            return b""
+        flags = bytes((int(now.trace_flags) & 0xFF,))
+        return now.trace_id.to_bytes(16) + now.span_id.to_bytes(8) + flags
+
     def begun(self, transfer: Incoming | Outgoing) -> None:
         """See :class:`kvwire.endpoint.observers.Observer`."""
-        verb, kind = "send", SpanKind.PRODUCER
-        if isinstance(transfer, kvwire.Incoming):
-            verb, kind = "receive", SpanKind.CONSUMER
-        self._spans[transfer] = self._tracer.start_span(
-            f"kvwire {verb}",
-            kind=kind,
-            attributes={
-                "kvwire.transfer.id": text_of(transfer.id),
-                "kvwire.communicator": self._communicator.name,
-            },
-        )
+        self._begun[transfer] = time_ns(), get_current()
 
     def ended(
         self,
@@ -97,9 +108,9 @@ class TransferTracer:
         connections: tuple[Connection, ...],
     ) -> None:
         """See :class:`kvwire.endpoint.observers.Observer`."""
-        span = self._spans.pop(transfer, None)
-        if span is None:  # begun before us
+        if transfer not in self._begun:  # begun before us
             return
+        span = self._span(transfer)
         span.set_attributes(
             {
                 "kvwire.outcome": outcome.state,
@@ -117,3 +128,37 @@ class TransferTracer:
             reasons = "; ".join(outcome.missing.reasons)
             span.set_status(Status(StatusCode.ERROR, reasons))
         span.end()
+
+    def _span(self, transfer: Incoming | Outgoing) -> Span:
+        """Start a transfer's span, as of when it began, in the trace of both ends.
+
+        Where the call was made below no span, it lies below the peer's.
+        """
+        start_ns, context = self._begun.pop(transfer)
+        shared = _remote(transfer.traceparent)
+        links = []
+        here = trace.get_current_span(context).get_span_context()
+        if not here.is_valid:
+            context = trace.set_span_in_context(NonRecordingSpan(shared), context)
+        elif shared.is_valid and shared.trace_id != here.trace_id:
+            links.append(Link(shared))
+        kind = isinstance(transfer, kvwire.Incoming)
+        return self._tracer.start_span(
+            "kvwire receive" if kind else "kvwire send",
+            context,
+            SpanKind.CONSUMER if kind else SpanKind.PRODUCER,
+            {
+                "kvwire.transfer.id": text_of(transfer.id),
+                "kvwire.communicator": self._communicator.name,
+            },
+            links,
+            start_ns,
+        )
+
+
+def _remote(traceparent: str) -> SpanContext:
+    """Return the span that a traceparent names; an invalid one of none."""
+    _, trace_id, span_id, flags = (traceparent or "-0-0-0").split("-")
+    return SpanContext(
+        int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16))
+    )

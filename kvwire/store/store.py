@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from kvwire.clock import yields_before_raising
+from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import ClosedOK, UsageError, nearest
 from kvwire.kv.blocks import Bits, Blocks
@@ -346,6 +347,10 @@ class BlockStore:
         task = asyncio.get_running_loop().create_task(run)
         self._live[task] = work
         task.add_done_callback(self._live.pop)
+        if RINGS and task.get_loop() in RINGS:
+            ring, key = RINGS[task.get_loop()], f"store {id(work):x}"
+            ring.note("begin", key, f"{work.blocks} blocks", work.verb)
+            task.add_done_callback(lambda _: ring.note("end", key, "over", 0, ""))
         return task
 
     def _snapshot(self) -> StoreSnapshot:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvwire.backend import Payload
 from kvwire.clock import absolute
 from kvwire.driver.loop_thread import LoopThread
+from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -34,7 +35,12 @@ from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, TransferPlan
-from kvwire.limits import NO_MEMORY_S, PRIORITY_MAX, TRANSFER_ID_BYTES_MAX
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    NO_MEMORY_S,
+    PRIORITY_MAX,
+    TRANSFER_ID_BYTES_MAX,
+)
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -43,7 +49,11 @@ from kvwire.proto.events import (
     TransferSettled,
 )
 from kvwire.proto.requests import RequestRecord
-from kvwire.transfers.description import ENDPOINT_ID_BYTES, TransferOffer
+from kvwire.transfers.description import (
+    ENDPOINT_ID_BYTES,
+    TransferOffer,
+    new_trace,
+)
 from kvwire.transfers.options import TransferOptions
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.state import (
@@ -239,6 +249,10 @@ class KVTransfer:
     waits_for_memory = False
     # Which end it is.
     receives = False
+    # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
+    trace = b""
+    peer_trace = b""
+    _own_trace = False
     # It was open at the last look, and the log has named it.
     seen_open = False
     named_in_log = False
@@ -283,6 +297,9 @@ class KVTransfer:
         )
         self.phases: PhaseTimer = PhaseTimer()
         self.endpoint_id: bytes = os.urandom(ENDPOINT_ID_BYTES)
+        self.ring: TraceRing | None = communicator.ring
+        if self.ring is not None or self.observers.traced:
+            self._open_trace()
         self.state: TransferState = TransferState.NEW
         # Makes and records the outcome of a transfer that has not begun yet.
         self._ends: Callable[[], None] | None = None
@@ -293,6 +310,11 @@ class KVTransfer:
         self._lease: asyncio.TimerHandle | None = None
         self._lease_until: float | None = None
         self._expiry: asyncio.TimerHandle | None = None
+
+    def _open_trace(self) -> None:
+        self.trace = self.observers.trace_context()
+        self._own_trace = bool(self.trace)
+        self.trace = self.trace or new_trace()
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         if self._outcome is not None and not self._outcome.complete:
@@ -349,12 +371,28 @@ class KVTransfer:
         """Start: notify observers and arm the deadline."""
         self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.BEGIN]
         self.observers.begun(self)
+        if self.ring is not None:
+            side = "receive" if self.receives else "send"
+            self.note("begin", text_of(self.id)[:NAME_CHARS_MAX], side)
         if self._ends is not None:  # to ask was enough to end it
             self._try_to_end(self._ends)
         elif self.deadline is not None and self.state is TransferState.OPEN:
             self._expiry = self.loop.call_at(self.deadline, self._expired)
 
     # --- for the two ends -------------------------------------------------------------
+
+    def note(self, what: str, *more: str | int) -> None:
+        """Note an event for a trace; only where there is a ring."""
+        assert self.ring is not None
+        self.ring.note(what, self.endpoint_id.hex(), *more)
+
+    def note_peer(self, connection: ConnectionPort, trace: bytes) -> None:
+        """Note the peer, and its trace: who has made one up here goes on with that."""
+        self.peer_trace = trace or self.peer_trace
+        if self.trace and trace and not self._own_trace:
+            self.trace = trace
+        if self.ring is not None:
+            self.note("met", connection.peer.name[:NAME_CHARS_MAX])
 
     def listed(self, blocks: Blocks) -> BlockLists:
         """Return the block list of each group, checked against the cache.
@@ -464,6 +502,8 @@ class KVTransfer:
             self.release(attempt)
         self._one_free()
         self.observers.ended(self, outcome, ran_on)
+        if self.ring is not None:
+            self.note("end", outcome.state, outcome.nbytes, self.trace[:16].hex())
 
     def lend(self, payload: Payload) -> BufferId:
         """Lend memory of the cache to links, until they have drained it."""

@@ -7,6 +7,7 @@ answerer's plan, so that two sides which would walk the bytes differently notice
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -34,6 +35,8 @@ Pairs = Annotated[
 ]
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 ENDPOINT_ID_BYTES = 8
+TRACE_BYTES = 25
+_NO_TRACE = msgspec.msgpack.encode(b"")
 # Arrays shorter than this have their count in their first byte.
 _FIXARRAY = 16
 
@@ -52,6 +55,9 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
         plan: The digest of the answerer's plan; empty in an OPEN.
         settled: Consumer, after a lost link: it has all it was sent, and only its last
             word may be missing. Nothing is sent again.
+        trace: The trace it is a part of: 16 bytes of its id, 8 of the caller's span and
+            the flags of W3C's traceparent. Left out where nobody traces; older versions
+            skip it.
     """
 
     geometry: Annotated[
@@ -72,6 +78,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ] = ()
     plan: Annotated[bytes, Meta(max_length=16)] = b""
     settled: bool = False
+    trace: Annotated[bytes, Meta(max_length=TRACE_BYTES)] = b""
 
     def encode(self) -> bytes:
         """Return the bytes that travel.
@@ -81,6 +88,9 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 landed by then, after a lost link.
         """
         data = msgspec.msgpack.encode(self)
+        if not self.trace:
+            # What older versions say: an array that is shorter by its last element.
+            data = bytes((data[0] - 1,)) + data[1 : -len(_NO_TRACE)]
         to_come = LANDED_BOX_BYTES * (LANDED_BOXES_MAX - len(self.landed))
         if len(self.landed) < _FIXARRAY:
             to_come += 2  # the count of a longer array has 3 bytes and not 1
@@ -163,6 +173,18 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
             found[name] = bits[:count].astype(np.bool_)
         return found
+
+
+def new_trace() -> bytes:
+    """Return a trace of its own, sampled."""
+    return os.urandom(TRACE_BYTES - 1) + b"\x01"
+
+
+def traceparent(trace: bytes) -> str:
+    """Return a trace as the header of W3C; "" of none."""
+    if len(trace) != TRACE_BYTES:
+        return ""
+    return f"00-{trace[:16].hex()}-{trace[16:24].hex()}-{trace[24:].hex()}"
 
 
 _DECODER = msgspec.msgpack.Decoder(TransferOffer)

@@ -272,6 +272,8 @@ class IncomingState(KVTransfer):
         """
         self.phases.mark_first("met")
         assert self.attempt is not None
+        if description.trace or self.ring is not None:
+            self.note_peer(self.attempt.connection, description.trace)
         self.attempt.connection.open_staging(self.cache.device)
         description.require_same_hashes(self.hashes)
         if self.peer_id not in (b"", description.endpoint_id):
@@ -312,6 +314,8 @@ class IncomingState(KVTransfer):
             self.landed.mark_but(segment, missing)
             return
         self.landed.mark(segment)
+        if self.ring is not None:
+            self.note("landed", segment.layer, segment.layers, core.nbytes)
         self.renew_lease()
         self.phases.mark_last("last")
         self._open_gates()
@@ -323,6 +327,8 @@ class IncomingState(KVTransfer):
         lost = recoverable(error) and self.communicator.config.resume
         if lost and self.state is TransferState.OPEN:
             attempt.advance(AttemptInput.LOSE)
+            if self.ring is not None:
+                self.note("lost")
             self.start_lease()
             return
         attempt.advance(AttemptInput.END)
@@ -363,6 +369,7 @@ class IncomingState(KVTransfer):
             landed=tuple(segment.box for segment in self.reported),
             plan=plan,
             settled=self.outcome is not None,
+            trace=self.trace,
         )
 
     def _check_layer(self, layer: int, group: str | None) -> None:

@@ -196,6 +196,7 @@ class OutgoingState(KVTransfer):
             peer_id=peer_id,
             hashes=self.hashes,
             plan=plan,
+            trace=self.trace,
         )
 
     def ask(self, connection: ConnectionPort) -> None:
@@ -269,6 +270,8 @@ class OutgoingState(KVTransfer):
         going_on = self.state is TransferState.OPEN
         if going_on and recoverable(error) and self.communicator.config.resume:
             attempt.advance(AttemptInput.LOSE)
+            if self.ring is not None:
+                self.note("lost")
             self._watch()
             return
         attempt.advance(AttemptInput.END)
@@ -336,6 +339,8 @@ class OutgoingState(KVTransfer):
     def _marked(self) -> None:
         if self.ready_log.failed and self.outcome is None:
             self.abort(self.ready_log.failed)
+        if self.ring is not None:
+            self.note("marked", *self.ready_log.layers)
         for attempt in self.attempts:
             attempt.send_ready()
 

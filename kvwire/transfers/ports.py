@@ -14,6 +14,7 @@ from kvwire.driver.buffers import BufferTable
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
 from kvwire.driver.loop_thread import LoopThread
+from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
 from kvwire.proto.requests import RequestRecord
@@ -79,6 +80,13 @@ class ConnectionPort(Protocol):
 class ObserverPort(Protocol):
     """Who is told when transfers begin and end."""
 
+    @property
+    def traced(self) -> bool:
+        """Whether some watcher traces."""
+
+    def trace_context(self) -> bytes:
+        """Return the trace that the caller is in; b"" if it is in none."""
+
     def begun(self, transfer: KVTransfer) -> None:
         """Tell that a transfer was taken on."""
 
@@ -113,6 +121,10 @@ class CommunicatorPort(Protocol):
     @property
     def devices(self) -> Devices:
         """The devices that some of the memory belongs to."""
+
+    @property
+    def ring(self) -> TraceRing | None:
+        """Where events are noted for a trace, if they are."""
 
     @property
     def counters(self) -> Counters:

@@ -89,6 +89,8 @@ class SendAttempt(Attempt):
         """
         self._phases.mark_first("met")
         out = self.outgoing
+        if description.trace or out.ring is not None:
+            out.note_peer(self.connection, description.trace)
         self.peer_id: bytes = description.endpoint_id
         self.confirmed = self.confirmed or bool(description.peer_id)
         self.connection.open_staging(out.cache.device)
@@ -156,6 +158,8 @@ class SendAttempt(Attempt):
             self.landed.mark(self._sent[number])
         self.outgoing.renew_lease()
         self._under_way -= len(event.numbers)
+        if self.outgoing.ring is not None:
+            self.outgoing.note("acknowledged", len(event.numbers))
         self._phases.mark_last("last")
         self.send_ready()
 
@@ -229,6 +233,8 @@ class SendAttempt(Attempt):
         sent = core.mark(self.core, segment.box, lent, nbytes, commit)
         self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
         self._under_way += 1
+        if self.outgoing.ring is not None:
+            self.outgoing.note("sent", segment.layer, segment.layers, nbytes)
 
     def _named(self, mark: ReadyRange) -> Segment | None:
         """Return a mark as a segment of the plan."""

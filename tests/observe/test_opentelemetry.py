@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -141,3 +143,43 @@ async def test_an_id_is_a_text(id: str | int | bytes) -> None:
             pair.b.publish(id, cache(0), [0]).abort()
     span = traces.spans()["kvwire send"]
     assert said(span)["kvwire.transfer.id"] in ("x", "7", "01")
+
+
+@pytest.mark.parametrize("where", ["neither", "asker", "answerer", "both"])
+async def test_both_ends_are_one_trace(where: str) -> None:
+    """Wherever a span is current: the other end goes on with it."""
+    traces = Traces()
+    tracer = traces.provider.get_tracer("server")
+    none = contextlib.nullcontext()
+
+    def below(side: str) -> AbstractContextManager[object]:
+        return tracer.start_as_current_span(side) if where in (side, "both") else none
+
+    async with loopback() as pair:
+        with (
+            TransferTracer(pair.a, traces.provider),
+            TransferTracer(pair.b, traces.provider),
+        ):
+            with below("answerer"):
+                out = pair.b.publish("t", cache(7), [0, 1])
+            out.ready()
+            out.finish()
+            with below("asker"):
+                inc = pair.ab.pull("t", cache(0), [2, 3])
+            await inc
+            await out
+    spans = traces.spans()
+    send, receive = spans["kvwire send"], spans["kvwire receive"]
+    assert send.context is not None
+    assert receive.context is not None
+    same = send.context.trace_id == receive.context.trace_id
+    assert same == (where != "both")
+    # Where the one that answers is in a trace already, the other's comes too late.
+    assert len(send.links) == (where in ("answerer", "both"))
+    assert len(receive.links) == (where == "both")
+    for span, side in ((send, "answerer"), (receive, "asker")):
+        if side in spans:
+            above = spans[side].context
+            assert above is not None
+            assert span.parent is not None
+            assert span.parent.span_id == above.span_id

@@ -20,7 +20,13 @@ from kvwire.limits import (
     PROFILE_FIELDS_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
-from kvwire.transfers.description import ENDPOINT_ID_BYTES, TransferOffer, pack_have
+from kvwire.transfers.description import (
+    ENDPOINT_ID_BYTES,
+    TransferOffer,
+    new_trace,
+    pack_have,
+    traceparent,
+)
 
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4, dtype="float32")
 END = b"endpoint"
@@ -207,3 +213,23 @@ def test_lists_that_are_longer_than_any_cache_needs(where: str) -> None:
         geometry = [group]
     with pytest.raises(ProfileMismatch, match="of length <="):
         TransferOffer.decode(msgspec.msgpack.encode([geometry, END]))
+
+
+def test_a_trace_is_left_out_where_there_is_none_and_may_be_skipped() -> None:
+    def offer(trace: bytes) -> bytes:
+        geometry: Any = Fields().geometry.encode()
+        return TransferOffer(geometry=geometry, endpoint_id=END, trace=trace).encode()
+
+    trace = new_trace()
+    plain, traced = offer(b""), offer(trace)
+    assert TransferOffer.decode(traced).trace == trace
+    assert TransferOffer.decode(plain).trace == b""
+    old, new = msgspec.msgpack.decode(plain), msgspec.msgpack.decode(traced)
+    assert new == [*old, trace]
+    assert len(old) == len(TransferOffer.__struct_fields__) - 1
+    # What an older version makes of it: its fields, without the last.
+    names = TransferOffer.__struct_fields__[:-1]
+    older: Any = msgspec.defstruct("Older", list(names), array_like=True)
+    assert msgspec.msgpack.decode(traced, type=older).endpoint_id == END
+    assert traceparent(trace) == f"00-{new[-1][:16].hex()}-{new[-1][16:24].hex()}-01"
+    assert traceparent(b"") == traceparent(b"short") == ""

@@ -1,0 +1,165 @@
+"""Answers ``kvwire top`` and ``kvwire trace`` about one communicator, if asked to.
+
+A Unix socket in a folder that only its user can enter: who can connect may read this
+process's memory anyway. It is read only. A client sends a line, ``snapshot`` or
+``trace``, and gets a line of JSON; everything is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from kvwire.driver.trace_ring import close_ring, open_ring
+from kvwire.endpoint.snapshot import snapshot_of
+from kvwire.errors import UsageError
+from kvwire.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX, SOCKET_PATH_BYTES
+
+if TYPE_CHECKING:
+    from kvwire.endpoint.communicator import CommunicatorState
+
+logger: logging.Logger = logging.getLogger("kvwire.inspect")
+
+_ENDING: Final = ".sock"
+# Who dumps on a signal, by the loop that has the handler.
+_dumping: dict[asyncio.AbstractEventLoop, dict[Inspector, None]] = {}
+
+
+class Inspector:
+    """Serves the snapshots and the trace of one communicator, on its loop.
+
+    Attributes:
+        path: Its socket; None while there is none.
+    """
+
+    def __init__(self, communicator: CommunicatorState) -> None:
+        self._communicator = communicator
+        self.path: Path | None = None
+        self._server: asyncio.Server | None = None
+        self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def start(self) -> None:
+        """Begin to serve, and to dump on a signal, as far as the configuration says.
+
+        Raises:
+            UsageError: The folder cannot be used.
+
+        Cancel safety: what has begun ends with :meth:`close`.
+        """
+        config = self._communicator.config
+        if config.inspect:
+            path = own_folder(Path(config.inspect)) / (
+                f"{os.getpid()}-{self._communicator.incarnation.hex()[:8]}{_ENDING}"
+            )
+            if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+                raise UsageError(f"inspect={config.inspect!r}: too long for a socket")
+            self._communicator.ring = open_ring(self._communicator.loop)
+            self._server = await asyncio.start_unix_server(
+                self._serve, path, limit=INSPECT_LINE_BYTES_MAX
+            )
+            self.path = path
+        if config.inspect_signal:
+            self._watch_signal()
+
+    async def close(self) -> None:
+        """Serve nobody any more.
+
+        Cancel safety: safe, call it again.
+        """
+        loop = self._communicator.loop
+        others = _dumping.get(loop, {})
+        if others.pop(self, self) is None and not others:
+            del _dumping[loop]
+            loop.remove_signal_handler(signal.SIGUSR1)
+        if self._communicator.ring is not None:
+            close_ring(loop)
+            self._communicator.ring = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            self.path = None
+        for writer in self._clients.values():
+            writer.transport.abort()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+
+    def dump(self) -> None:
+        """Write a snapshot to the log, as one line of JSON."""
+        taken = msgspec.json.encode(snapshot_of(self._communicator)).decode()
+        logger.warning("snapshot: %s", taken)
+
+    def _watch_signal(self) -> None:
+        loop = self._communicator.loop
+        try:
+            loop.add_signal_handler(signal.SIGUSR1, _dump_all, loop)
+        except (RuntimeError, ValueError) as exc:
+            logger.warning("inspect_signal: only the main thread gets signals: %s", exc)
+            return
+        _dumping.setdefault(loop, {})[self] = None  # bounded: its communicators
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if len(self._clients) >= INSPECT_CLIENTS_MAX:
+                return
+            self._clients[task] = writer  # bounded: INSPECT_CLIENTS_MAX
+            while line := await reader.readline():
+                writer.write(self._answer(line.strip()) + b"\n")
+                await writer.drain()
+        except (ConnectionError, ValueError):
+            pass  # it has gone, or has sent more than a line may have
+        finally:
+            self._clients.pop(task, None)
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def _answer(self, asked: bytes) -> bytes:
+        if asked == b"snapshot":
+            return msgspec.json.encode(snapshot_of(self._communicator))
+        ring = self._communicator.ring
+        if asked == b"trace" and ring is not None:
+            document = {
+                "name": self._communicator.name,
+                "pid": os.getpid(),
+                "events": list(ring.events),
+            }
+            return msgspec.json.encode(document)
+        return b'{"error":"ask for snapshot or trace"}'
+
+
+def own_folder(folder: Path) -> Path:
+    """Return a folder that only this user can enter; make it if there is none.
+
+    Raises:
+        UsageError: It is another's, open to others, or cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as exc:
+        raise UsageError(f"inspect={str(folder)!r}: {exc.strerror}") from None
+    private = not found.st_mode & 0o077 and found.st_uid == os.geteuid()
+    if not stat.S_ISDIR(found.st_mode) or not private:
+        raise UsageError(
+            f"inspect={str(folder)!r}: it has to be a folder that this user owns and "
+            f"nobody else may enter: chmod 700"
+        )
+    return folder
+
+
+def _dump_all(loop: asyncio.AbstractEventLoop) -> None:
+    for inspector in list(_dumping.get(loop, ())):
+        inspector.dump()

@@ -1,0 +1,98 @@
+"""Asks the processes that let this user look in: what is open, and what has happened.
+
+A process does so where its configuration says ``inspect``; see
+:mod:`kvwire.endpoint.inspector`, which answers.
+"""
+
+from __future__ import annotations
+
+import socket
+import stat
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from kvwire import Config, KVWireError, Snapshot, UsageError
+from kvwire.limits import INSPECT_ANSWER_BYTES_MAX
+
+# A loop that is busy answers late; one that does not turn never does.
+_PATIENCE_S: Final = 5.0
+_PIECE_BYTES: Final = 2**20
+T = TypeVar("T")
+
+
+class ProcessTrace(msgspec.Struct, frozen=True):
+    """Holds the last events of one process.
+
+    Attributes:
+        name: Of its communicator.
+        pid: Of the process.
+        events: As :data:`kvwire.driver.trace_ring.TraceEvent` says, oldest first.
+    """
+
+    name: str
+    pid: int
+    events: tuple[tuple[int, str, str, tuple[str | int, ...]], ...]
+
+
+def sockets(folder: Path | None) -> list[Path]:
+    """Return the sockets of a folder, or of that of the configuration.
+
+    Raises:
+        UsageError: There is no such folder.
+    """
+    if folder is None:
+        found = Config.load().inspect
+        if not found:
+            raise UsageError(
+                "name the folder, or set KVWIRE_INSPECT to it, here and where the "
+                "processes to look into are started"
+            )
+        folder = Path(found)
+    if folder.is_socket():
+        return [folder]
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as exc:
+        raise UsageError(f"{folder}: {exc.strerror}") from None
+    return [e for e in entries if stat.S_ISSOCK(e.lstat().st_mode)]
+
+
+def snapshots(paths: list[Path]) -> tuple[list[Snapshot], list[str]]:
+    """Ask each process what is open; return the answers, and who gave none and why."""
+    return _ask_all(paths, "snapshot", Snapshot)
+
+
+def traces(paths: list[Path]) -> tuple[list[ProcessTrace], list[str]]:
+    """Ask each process for its last events, as :func:`snapshots`."""
+    return _ask_all(paths, "trace", ProcessTrace)
+
+
+def _ask_all(
+    paths: list[Path], what: Literal["snapshot", "trace"], kind: type[T]
+) -> tuple[list[T], list[str]]:
+    answers, silent = [], []
+    for path in paths:
+        try:
+            answers.append(_ask(path, what, kind))
+        except ConnectionRefusedError:
+            continue  # its process was killed
+        except (OSError, KVWireError, msgspec.MsgspecError) as exc:
+            silent.append(f"{path.name}: {str(exc) or type(exc).__name__}")
+    return answers, silent
+
+
+def _ask(path: Path, what: str, kind: type[T]) -> T:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(_PATIENCE_S)
+        client.connect(str(path))
+        client.sendall(what.encode() + b"\n")
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
+            piece = client.recv(_PIECE_BYTES)
+            if not piece or len(answer) > INSPECT_ANSWER_BYTES_MAX:
+                raise KVWireError("no whole answer")
+            answer += piece
+    found: Any = msgspec.json.decode(answer, type=kind)
+    return found  # type: ignore[no-any-return]

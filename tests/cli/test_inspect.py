@@ -1,0 +1,79 @@
+"""What ``kvwire top`` and ``kvwire trace`` say of live processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import kvwire
+from kvwire.cli.inspect import screen
+from kvwire.cli.main import main
+
+SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
+
+
+def cache() -> kvwire.PagedCache:
+    tensors = [np.zeros((4, 2, 2, 1, 4), np.float32) for _ in range(2)]
+    return kvwire.PagedCache(SPEC, tensors)
+
+
+def test_a_look_at_a_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with (
+        kvwire.Engine(name="prefill", inspect=str(folder)) as there,
+        kvwire.Engine(name="decode", inspect=str(folder)) as here,
+    ):
+        connection = here.connect(there.listen("127.0.0.1:0"))
+        out = there.publish("request-7", cache(), [0])
+        inc = connection.pull("request-7", cache(), [1])
+        out.ready(layers=0)
+        inc.wait_layer(0, timeout=10)
+        assert main(["top", str(folder), "--once"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "request-7" in said
+        assert "1/1/2" in said
+        assert main(["top", str(folder), "--json"]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {line["name"] for line in lines} == {"prefill", "decode"}
+        to = tmp_path / "trace.json"
+        assert main(["trace", str(folder), "--to", str(to)]) == 0
+        rows: list[dict[str, Any]] = json.loads(to.read_bytes())["traceEvents"]
+        assert {"send request-7", "receive request-7"} <= {r["name"] for r in rows}
+        out.abort()
+        out.wait(10)
+        inc.wait(10)
+    assert main(["trace", str(folder)]) == 1
+    assert "KVWIRE_INSPECT" in capsys.readouterr().err
+
+
+def test_rates_and_trouble_are_on_the_screen() -> None:
+    with kvwire.Engine(name="a\x1b[31m") as engine:
+        now = engine.snapshot()
+    store = kvwire.StoreSnapshot(
+        name="memory:1MiB",
+        calls=(kvwire.StoreCallSnapshot(verb="get", blocks=1, age_s=1.5),),
+        pinned_blocks=3,
+        counters={"hit_blocks": 5, "missed_blocks": 6},
+        trouble={"disk": "full"},
+    )
+    fields = {name: getattr(now, name) for name in now.__dataclass_fields__}
+    counted = now.counters | {"received_bytes": 3 * 2**20}
+    later = kvwire.Snapshot(
+        **fields
+        | {"at_s": now.at_s + 2, "counters": counted}
+        | {"stores": (store,), "asked": ("nobody's",)}
+    )
+    console = Console(width=150, highlight=False, color_system=None)
+    with console.capture() as shown:
+        console.print(screen([later], [now], ["x.sock: timed out"]))
+    said = shown.get()
+    assert "\x1b" not in said
+    for text in ("1.5 MiB", "get 1.5 s", "full", "asked for", "timed out"):
+        assert text in said

@@ -1,0 +1,59 @@
+"""Looking into live processes: their sockets, their answers, and those who are gone."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+import kvwire
+from kvwire.observe.inspect import snapshots, sockets, traces
+
+
+def test_whoever_is_there_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with kvwire.Engine(name="a", inspect=str(folder)):
+        paths = sockets(folder)
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(str(folder / "gone.sock"))
+        (found,), silent = snapshots(sockets(folder))
+        assert (found.name, silent) == ("a", [])
+        (traced,), _ = traces(paths)
+        assert (traced.name, traced.pid, traced.events) == ("a", found.pid, ())
+        assert sockets(paths[0]) == paths
+        monkeypatch.setenv("KVWIRE_INSPECT", str(folder))
+        assert set(paths) < set(sockets(None))
+
+
+def test_whoever_answers_nonsense_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "odd.sock"
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.bind(str(path))
+        odd.listen()
+        with socket.socket(socket.AF_UNIX) as early:
+            # Its answer is waiting before it is asked.
+            early.connect(str(path))
+            served, _ = odd.accept()
+            served.close()
+        odd.shutdown(socket.SHUT_RDWR)
+        assert snapshots([path, tmp_path / "none.sock"]) == (
+            [],
+            [f"none.sock: {_missing(tmp_path)}"],
+        )
+
+
+def _missing(folder: Path) -> str:
+    with pytest.raises(FileNotFoundError) as caught:
+        (folder / "none.sock").stat()
+    return f"[Errno {caught.value.errno}] No such file or directory"
+
+
+def test_no_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVWIRE_INSPECT", raising=False)
+    with pytest.raises(kvwire.UsageError, match="KVWIRE_INSPECT"):
+        sockets(None)
+    with pytest.raises(kvwire.UsageError, match="No such file"):
+        sockets(tmp_path / "none")
