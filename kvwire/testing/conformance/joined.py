@@ -32,6 +32,8 @@ class JoinedRig(Bench, Generic[S]):
 
     moves: ClassVar[str]
     """What is sent: "frame" or "payload"."""
+    ends_both: ClassVar[bool]
+    """Whether a side that closes ends the other one as well."""
 
     def __init__(
         self, make: Callable[[], Backend], timeout_s: float, *, alone: bool = True
@@ -69,12 +71,28 @@ class JoinedRig(Bench, Generic[S]):
             f"calls of {self.moves}_sent for {side.name}",
         )
 
+    async def moved(self, sender: S, receiver: S, count: int) -> None:
+        """Wait until ``count`` have arrived in all, and every token is given back."""
+        await self.arrives(receiver, count)
+        await self.given_back(sender)
+
     async def closes(self, *sides: S) -> None:
         """Wait until each side has been told that it has closed."""
         for side in sides:
             # Not the side itself, which an error that is kept would keep alive.
             closed, what = side.closed, f"{side.kind}_closed for {side.name}"
             await self.until(closed.__len__, what)
+
+    async def end(self, *sides: S) -> None:
+        """Wait until each side has been told of a clean end."""
+        await self.closes(*sides)
+        for side in sides:
+            error = side.closed[0]
+            require(error is None, f"{side.name} closed with {error!r} after close")
+
+    async def ends_cleanly(self, closer: S, other: S) -> None:
+        """Wait for the clean end of all that ends when one side has closed."""
+        await self.end(*((closer, other) if self.ends_both else (closer,)))
 
     # --- the end ----------------------------------------------------------------------
 

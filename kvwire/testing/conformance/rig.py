@@ -29,6 +29,7 @@ class Rig(JoinedRig[LinkSide]):
     """
 
     moves = "frame"
+    ends_both = True
 
     def __init__(
         self,

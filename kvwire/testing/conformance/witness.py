@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from kvwire.testing.conformance.content import Memory, pattern
+from kvwire.testing.conformance.content import Cut, Memory, pattern
 
 
 class Verdicts:
@@ -115,6 +115,26 @@ class Witness:
     def wrong(self, text: str) -> None:
         """Note a promise that this side saw broken."""
         self._verdicts.add(f"{self.name}: {text}")
+
+    # --- what a check does ------------------------------------------------------------
+
+    def queue(self, length: int, cut: Cut | None = None) -> Token:
+        """Send ``length`` pseudo-random bytes, without a flush."""
+        raise NotImplementedError
+
+    def send(self, length: int, cut: Cut | None = None) -> Token:
+        """Send ``length`` pseudo-random bytes, and flush."""
+        raise NotImplementedError
+
+    def queue_many(
+        self, count: int, length: int, cut: Cut | None = None
+    ) -> list[Token]:
+        """Call :meth:`queue` so many times."""
+        return [self.queue(length, cut) for _ in range(count)]
+
+    def send_many(self, count: int, length: int, cut: Cut | None = None) -> list[Token]:
+        """Call :meth:`send` so many times."""
+        return [self.send(length, cut) for _ in range(count)]
 
     # --- for the side -----------------------------------------------------------------
 

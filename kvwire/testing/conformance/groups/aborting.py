@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import Memory
@@ -14,37 +12,13 @@ from kvwire.testing.conformance.side import LinkSide
 group: Group = Group("abort")
 group.include(shared.group)
 
-Stage = Callable[[Rig, LinkSide, LinkSide], Awaitable[None]]
-
 
 async def _started(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     return
 
 
-async def _idle(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    left.send(1000)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
-
-
-async def _queued(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    for _ in range(10):
-        left.queue(100_000)
-
-
 async def _flushed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    for _ in range(10):
-        left.send(100_000)
-
-
-async def _sending(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    left.send(16 * MIB)
-    await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
-
-
-async def _receiving(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    right.send(16 * MIB)
-    await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
+    left.send_many(10, 100_000)
 
 
 async def _both(rig: Rig, left: LinkSide, right: LinkSide) -> None:
@@ -53,36 +27,21 @@ async def _both(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
 
 
-async def _closing(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    for _ in range(10):
-        left.queue(MIB)
-    left.close()
-
-
 async def _closed_upon(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.close()
 
 
-async def _aborted_upon(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    right.abort()
-
-
-_STAGES: dict[str, Stage] = {
+_STAGES: dict[str, shared.Stage] = {
+    **shared.STAGES,
     "started": _started,
-    "idle": _idle,
-    "queued": _queued,
     "flushed": _flushed,
-    "sending": _sending,
-    "receiving": _receiving,
     "both-ways": _both,
-    "closing": _closing,
     "closed-upon": _closed_upon,
-    "aborted-upon": _aborted_upon,
 }
 
 
 @group.each("own", "abort ends a link that is: {}; both sides are told", _STAGES)
-async def _own(rig: Rig, stage: Stage) -> None:
+async def _own(rig: Rig, stage: shared.Stage) -> None:
     left, right = await rig.pair()
     await stage(rig, left, right)
     left.abort()
@@ -129,8 +88,7 @@ async def _send_after(rig: Rig) -> None:
 @group.check("queue-empty", "Nothing is queued after abort")
 async def _queue_empty(rig: Rig) -> None:
     left, _right = await rig.pair(start_right=False)
-    for _ in range(32):
-        left.send(MIB)
+    left.send_many(32, MIB)
     left.abort()
     require(left.link.queued_bytes == 0, f"{left.link.queued_bytes} bytes are")
     await rig.closes(left)
@@ -139,8 +97,7 @@ async def _queue_empty(rig: Rig) -> None:
 @group.check("dropped-told", "A peer from whom frames were withheld sees an error")
 async def _dropped_told(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
-    for _ in range(32):
-        left.send(MIB)
+    left.send_many(32, MIB)
     left.abort()
     right.start()
     await rig.closes(right)
@@ -163,8 +120,7 @@ async def _cut_frame_told(rig: Rig) -> None:
 @group.check("bulk-told", "A sender whose peer aborts is told, and need not wait")
 async def _bulk_told(rig: Rig) -> None:
     left, right = await rig.pair()
-    for _ in range(32):
-        left.send(MIB)
+    left.send_many(32, MIB)
     right.abort()
     await rig.closes(left)
     require(left.closed[0] is not None, "the end was clean, and frames were lost")

@@ -41,8 +41,7 @@ async def _start_ended(rig: Rig) -> None:
 async def _send(rig: Rig) -> None:
     left, right = await rig.pair()
     right.abort()
-    for _ in range(50):
-        left.queue(10_000)
+    left.queue_many(50, 10_000)
     await rig.closes(left)
 
 
@@ -50,16 +49,14 @@ async def _send(rig: Rig) -> None:
 async def _flush(rig: Rig) -> None:
     left, right = await rig.pair()
     right.abort()
-    for _ in range(50):
-        left.send(100_000)
+    left.send_many(50, 100_000)
     await rig.closes(left)
 
 
 @group.check("abort", "abort calls nothing, whatever is in flight")
 async def _abort(rig: Rig) -> None:
     left, right = await rig.pair()
-    for _ in range(20):
-        left.send(MIB)
+    left.send_many(20, MIB)
     left.abort()
     require(not left.closed, "link_closed came from inside abort")
     await rig.closes(left, right)
@@ -68,8 +65,7 @@ async def _abort(rig: Rig) -> None:
 @group.check("close", "close calls nothing, whatever is in flight")
 async def _close(rig: Rig) -> None:
     left, right = await rig.pair()
-    for _ in range(20):
-        left.queue(MIB)
+    left.queue_many(20, MIB)
     left.close()
     require(not left.closed, "link_closed came from inside close")
     await rig.closes(left, right)
@@ -84,8 +80,7 @@ async def _nested(rig: Rig) -> None:
             right.send(50_000)
 
     right.on_header = right.on_arrival = right.on_sent = answer
-    for _ in range(10):
-        left.send(100_000)
+    left.send_many(10, 100_000)
     await rig.arrives(right, 10)
     await rig.given_back(right)
     await rig.arrives(left, 30)
@@ -96,8 +91,7 @@ async def _sent_once(rig: Rig) -> None:
     left, right = await rig.pair()
     tokens = [left.queue(size) for size in (0, 1, 5000, 200_000, 3 * MIB) * 4]
     left.flush()
-    await rig.arrives(right, 20)
-    await rig.given_back(left)
+    await rig.moved(left, right, 20)
     left.flush()
     await rig.settle()
     require(len(left.sent) == len(tokens), f"{len(left.sent)} for {len(tokens)}")
@@ -118,8 +112,7 @@ async def _sent_untokened(rig: Rig) -> None:
 async def _abort_in_header(rig: Rig) -> None:
     left, right = await rig.pair()
     right.on_header = lambda head: right.abort()
-    for _ in range(3):
-        left.send(0)
+    left.send_many(3, 0)
     left.send(100_000)
     await rig.closes(right, left)
     require(not right.arrived, "body_received came after abort")
@@ -129,8 +122,7 @@ async def _abort_in_header(rig: Rig) -> None:
 async def _abort_in_writable(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.on_writable = left.abort
-    for _ in range(32):
-        left.send(MIB)
+    left.send_many(32, MIB)
     await rig.until(lambda: left.link.queued_bytes > 0, "the transport is full")
     right.start()
     await rig.closes(left, right)

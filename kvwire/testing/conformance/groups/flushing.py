@@ -35,24 +35,19 @@ async def _again(rig: Rig) -> None:
 @group.check("needed-once", "One flush is enough, however much is queued")
 async def _needed_once(rig: Rig) -> None:
     left, right = await rig.pair()
-    for _ in range(40):
-        left.queue(MIB)
+    left.queue_many(40, MIB)
     left.flush()
-    await rig.arrives(right, 40)
-    await rig.given_back(left)
+    await rig.moved(left, right, 40)
 
 
 @group.check("unflushed-then", "Frames queued on a full link go with the next flush")
 async def _unflushed_then(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
-    for _ in range(20):
-        left.send(MIB)
-    for _ in range(20):
-        left.queue(1000)
+    left.send_many(20, MIB)
+    left.queue_many(20, 1000)
     left.flush()
     right.start()
-    await rig.arrives(right, 40)
-    await rig.given_back(left)
+    await rig.moved(left, right, 40)
 
 
 @group.check("in-callbacks", "flush from within every callback is harmless")
@@ -60,8 +55,7 @@ async def _in_callbacks(rig: Rig) -> None:
     left, right = await rig.pair()
     for side in (left, right):
         _flush_always(side)
-        for _ in range(8):
-            side.queue(MIB)
+        side.queue_many(8, MIB)
         side.flush()
     await rig.arrives(right, 8)
     await rig.arrives(left, 8)

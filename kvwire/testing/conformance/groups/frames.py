@@ -26,8 +26,7 @@ _SIZES = {
 async def _size(rig: Rig, size: int) -> None:
     left, right = await rig.pair()
     left.send(size)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)
 
 
 _SMALL = {"0": 0, "1": 1, "4KiB": 4 * KIB, "16KiB": 16 * KIB, "64KiB": 64 * KIB}
@@ -85,8 +84,7 @@ async def _untokened_batch(rig: Rig) -> None:
 async def _none(rig: Rig) -> None:
     left, right = await rig.pair()
     token = left.send(0)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)
     require(left.sent == [token] or left.sent[0] is token, "another token came back")
 
 
@@ -97,8 +95,7 @@ async def _empty(rig: Rig) -> None:
     left.queue(0, memory=Memory(0))
     left.queue(0, memory=Memory(0, CUTS["pages"]))
     left.flush()
-    await rig.arrives(right, 2)
-    await rig.given_back(left)
+    await rig.moved(left, right, 2)
 
 
 @group.check("headers", "Every bit of a header arrives")
@@ -120,8 +117,7 @@ async def _read_only(rig: Rig) -> None:
         header = Head(number, len(data)).encode()
         left.link.send(header, data, left.lend(number))
     left.flush()
-    await rig.arrives(right, 3)
-    await rig.given_back(left)
+    await rig.moved(left, right, 3)
 
 
 @group.check("shared", "One memory can be sent in two frames at once")
@@ -132,8 +128,7 @@ async def _shared(rig: Rig) -> None:
     left.queue(MIB, number=9, memory=memory)
     left.queue(MIB, number=9, memory=memory)
     left.flush()
-    await rig.arrives(right, 2)
-    await rig.given_back(left)
+    await rig.moved(left, right, 2)
 
 
 _KINDS = {
@@ -150,30 +145,25 @@ async def _kinds(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
     # Twice: what one frame leaves behind must not disturb the next.
     left.send(200_001, source)
     left.send(70_003, source)
-    await rig.arrives(right, 2)
-    await rig.given_back(left)
+    await rig.moved(left, right, 2)
 
 
 @group.each("small-kinds", "A payload of 100 bytes lands in {}", CUTS)
 async def _small_kinds(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, cut)
-    for _ in range(5):
-        left.queue(100, cut)
+    left.queue_many(5, 100, cut)
     left.flush()
-    await rig.arrives(right, 5)
-    await rig.given_back(left)
+    await rig.moved(left, right, 5)
 
 
 @group.each("dropped", "A payload from {} that lands nowhere is dropped whole", CUTS)
 async def _dropped(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda head: None if head.number % 2 else Memory(head.length)
-    for _ in range(6):
-        left.queue(150_000, cut)
+    left.queue_many(6, 150_000, cut)
     left.flush()
-    await rig.arrives(right, 6)
-    await rig.given_back(left)
+    await rig.moved(left, right, 6)
 
 
 @group.check("many-fragments", "20,000 fragments go into 30,000 others")
@@ -181,8 +171,7 @@ async def _many_fragments(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, lambda total: [20] * (total // 20))
     left.send(600_000, lambda total: [30] * (total // 30))
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)
 
 
 @group.check("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
@@ -190,8 +179,7 @@ async def _large_fragments(rig: Rig) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, lambda total: [total - MIB, MIB])
     left.send(4 * MIB, lambda total: [MIB] * (total // MIB))
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)
 
 
 @group.check("touching", "Fragments that touch in memory are still one after another")
@@ -202,5 +190,4 @@ async def _touching(rig: Rig) -> None:
     memory.split_in_place(9)
     left.queue(90_000, memory=memory)
     left.flush()
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)

@@ -83,8 +83,7 @@ async def _raises(rig: Rig, hook: str) -> None:
     left, right = await rig.pair()
     setattr(victim, hook, raise_planted)
     with rig.expecting_errors():
-        for _ in range(32):
-            victim.queue(MIB)
+        victim.queue_many(32, MIB)
         victim.flush()
         peer.send(1000)
         await rig.closes(victim, peer)

@@ -26,8 +26,7 @@ Cycle = Callable[[Rig], Awaitable[None]]
 
 async def _abort_midway(rig: Rig) -> None:
     left, right = await rig.pair()
-    for _ in range(4):
-        left.send(MIB)
+    left.send_many(4, MIB)
     right.abort()
     await rig.closes(left, right)
 

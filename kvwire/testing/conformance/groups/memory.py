@@ -18,8 +18,7 @@ async def _destination_reused(rig: Rig) -> None:
     left, right = await rig.pair()
     memory = Memory(300_000, CUTS["pages"])
     right.land = lambda head: memory
-    for _ in range(20):
-        left.queue(300_000, CUTS["uneven"])
+    left.queue_many(20, 300_000, CUTS["uneven"])
     left.flush()
     await rig.arrives(right, 20)
 

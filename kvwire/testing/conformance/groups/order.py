@@ -88,11 +88,9 @@ async def _both_ways_cut(rig: Rig) -> None:
 async def _both_ways_full(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     left.start()
-    for _ in range(20):
-        left.send(MIB)
+    left.send_many(20, MIB)
     right.start()
-    for _ in range(20):
-        right.send(MIB)
+    right.send_many(20, MIB)
     await _all_arrive(rig, left, right, 20)
     await _all_arrive(rig, right, left, 20)
 
@@ -144,8 +142,7 @@ async def _sent_chain(rig: Rig) -> None:
 async def _all_arrive(
     rig: Rig, sender: LinkSide, receiver: LinkSide, count: int
 ) -> None:
-    await rig.arrives(receiver, count)
-    await rig.given_back(sender)
+    await rig.moved(sender, receiver, count)
     await rig.settle()
     require(
         receiver.arrived == list(range(count)),

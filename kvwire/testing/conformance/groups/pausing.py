@@ -42,8 +42,7 @@ async def _before(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.settle()
     require(not right.arrived, "something arrived")
     right.link.resume()
-    await rig.arrives(right, len(_SIZES))
-    await rig.given_back(left)
+    await rig.moved(left, right, len(_SIZES))
 
 
 @_check("each", "Paused with a header, a link ends that frame and begins no other")
@@ -75,8 +74,7 @@ async def _again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.settle()
     require(not right.arrived, "something arrived")
     right.link.resume()
-    await rig.arrives(right, len(_SIZES))
-    await rig.given_back(left)
+    await rig.moved(left, right, len(_SIZES))
 
 
 @_check("end", "A paused link can be aborted, and resumed after that")

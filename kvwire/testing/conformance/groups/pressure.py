@@ -17,8 +17,7 @@ _FRAMES = 32
 
 
 async def _fill(rig: Rig, side: LinkSide) -> None:
-    for _ in range(_FRAMES):
-        side.send(MIB)
+    side.send_many(_FRAMES, MIB)
     await rig.settle()
     require(side.link.queued_bytes > 0, "the transport took 32 MiB that nobody reads")
 
@@ -50,10 +49,8 @@ async def _queued_counts(rig: Rig) -> None:
 @group.check("queued-falls", "queued_bytes falls to 0 when all has been taken")
 async def _queued_falls(rig: Rig) -> None:
     left, right = await rig.pair()
-    for _ in range(16):
-        left.send(MIB)
-    await rig.arrives(right, 16)
-    await rig.given_back(left)
+    left.send_many(16, MIB)
+    await rig.moved(left, right, 16)
     await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
 
 
@@ -96,8 +93,7 @@ async def _writable(rig: Rig) -> None:
 async def _writable_again(rig: Rig) -> None:
     left, right = await rig.pair()
     for round_ in range(1, 4):
-        for _ in range(_FRAMES):
-            left.queue(MIB)
+        left.queue_many(_FRAMES, MIB)
         left.flush()
         await rig.reaches(lambda: left.writable, round_, "calls of link_writable")
     await rig.arrives(right, 3 * _FRAMES)
@@ -109,8 +105,7 @@ async def _writable_refill(rig: Rig) -> None:
 
     def refill() -> None:
         if len(left.sent) < 4 * _FRAMES:
-            for _ in range(_FRAMES):
-                left.queue(MIB)
+            left.queue_many(_FRAMES, MIB)
             left.flush()
 
     left.on_writable = refill
@@ -180,8 +175,7 @@ async def _fair_loop(rig: Rig) -> None:
 async def _fair_link(rig: Rig) -> None:
     busy, sink = await rig.pair()
     left, right = await rig.pair()
-    for _ in range(64):
-        busy.queue(MIB)
+    busy.queue_many(64, MIB)
     busy.flush()
     left.send(10)
     await rig.arrives(right, 1)

@@ -120,8 +120,7 @@ async def _echo(rig: Rig) -> None:
 async def _bulk(rig: Rig) -> None:
     async with Elsewhere(rig, _echo_until_closed) as left:
         left.on_sent = poison
-        for _ in range(16):
-            left.send(2 * MIB)
+        left.send_many(16, 2 * MIB)
         await rig.arrives(left, 16)
         await rig.given_back(left)
         left.close()
@@ -131,7 +130,7 @@ async def _bulk(rig: Rig) -> None:
 @group.check("abort", "abort while the other thread receives: memory is free at once")
 async def _abort(rig: Rig) -> None:
     async with Elsewhere(rig, _start_and_wait) as left:
-        sent = [left.send(4 * MIB) for _ in range(8)]
+        sent = left.send_many(8, 4 * MIB)
         await rig.until(lambda: len(left.sent) > 0, "the first frame is sent")
         left.abort()
         await rig.closes(left)
@@ -142,8 +141,7 @@ async def _abort(rig: Rig) -> None:
 @group.check("aborted", "abort by the other thread while this one sends")
 async def _aborted(rig: Rig) -> None:
     async with Elsewhere(rig, _abort_in_body) as left:
-        for _ in range(32):
-            left.send(MIB)
+        left.send_many(32, MIB)
         await rig.closes(left)
 
 

@@ -28,6 +28,7 @@ class LaneRig(JoinedRig[LaneSide]):
     """
 
     moves = "payload"
+    ends_both = False
 
     def __init__(
         self,

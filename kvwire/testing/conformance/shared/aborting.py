@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import GroupOf, require
 from kvwire.testing.conformance.shared.memory import AnyRig
 
 group: GroupOf[AnyRig] = GroupOf("abort")
+
+
+async def _idle(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send(1000)
+    await rig.moved(left, right, 1)
+
+
+async def _queued(rig: AnyRig, left: Any, right: Any) -> None:
+    left.queue_many(10, 100_000)
+
+
+async def _sending(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send_many(6, 4 * MIB)
+    await rig.until(lambda: right.received_bytes > 0, "payload arrives")
+
+
+async def _receiving(rig: AnyRig, left: Any, right: Any) -> None:
+    await _sending(rig, right, left)
+
+
+async def _closing(rig: AnyRig, left: Any, right: Any) -> None:
+    left.queue_many(10, MIB)
+    left.close()
+
+
+async def aborted_upon(rig: AnyRig, left: Any, right: Any) -> None:
+    """Have the other side abort first."""
+    left.send(MIB)
+    right.abort()
+
+
+Stage = Callable[[Any, Any, Any], Awaitable[None]]
+STAGES: Final[dict[str, Stage]] = {
+    "idle": _idle,
+    "queued": _queued,
+    "sending": _sending,
+    "receiving": _receiving,
+    "closing": _closing,
+    "aborted-upon": aborted_upon,
+}
+"""What a pair is brought to before it is aborted; links and lanes add their own."""
 
 
 @group.check("twice", "abort a second time does no harm, nor does close")

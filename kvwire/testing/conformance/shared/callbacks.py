@@ -13,8 +13,7 @@ group: GroupOf[AnyRig] = GroupOf("callback")
 async def _idle(rig: AnyRig) -> None:
     left, right = await rig.pair()
     left.send(100_000)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)
     before = (right.arrived[:], len(left.sent), left.writable, right.writable)
     await rig.settle()
     after = (right.arrived[:], len(left.sent), left.writable, right.writable)
@@ -24,8 +23,7 @@ async def _idle(rig: AnyRig) -> None:
 @group.check("unasked", "A sender needs no further call to be told what was sent")
 async def _unasked(rig: AnyRig) -> None:
     left, right = await rig.held_pair()
-    for _ in range(16):
-        left.send(2 * MIB)
+    left.send_many(16, 2 * MIB)
     await rig.settle()
     right.release()
     await rig.given_back(left)
@@ -36,8 +34,7 @@ async def _unasked(rig: AnyRig) -> None:
 async def _abort_in_arrival(rig: AnyRig) -> None:
     left, right = await rig.pair()
     right.on_arrival = lambda landing: right.abort()
-    for _ in range(10):
-        left.queue(1000)
+    left.queue_many(10, 1000)
     left.flush()
     right.take()
     await rig.closes(right)
@@ -49,8 +46,7 @@ async def _abort_in_arrival(rig: AnyRig) -> None:
 async def _abort_in_sent(rig: AnyRig) -> None:
     left, right = await rig.pair()
     left.on_sent = lambda token: left.abort()
-    for _ in range(10):
-        left.queue(1000)
+    left.queue_many(10, 1000)
     left.flush()
     right.take()
     await rig.closes(left)

@@ -26,12 +26,10 @@ group: GroupOf[AnyRig] = GroupOf("memory")
 async def _source(rig: AnyRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     left.on_sent = poison
-    for _ in range(10):
-        left.queue(400_000, cut)
+    left.queue_many(10, 400_000, cut)
     left.flush()
     right.take()
-    await rig.arrives(right, 10)
-    await rig.given_back(left)
+    await rig.moved(left, right, 10)
 
 
 @group.check("source-late", "The same when the receiver takes its time")
@@ -42,8 +40,7 @@ async def _source_late(rig: AnyRig) -> None:
         left.send(MIB, CUTS["pages"] if number % 2 else None)
     await rig.settle()
     right.release()
-    await rig.arrives(right, 32)
-    await rig.given_back(left)
+    await rig.moved(left, right, 32)
 
 
 @group.check("source-reused", "Memory is sent again and again, refilled when it may be")
@@ -64,8 +61,7 @@ async def _destination(rig: AnyRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     landed = landing_in(right, cut)
     right.on_arrival = poison
-    for _ in range(10):
-        left.queue(100_000)
+    left.queue_many(10, 100_000)
     left.flush()
     right.take()
     await rig.arrives(right, 10)
@@ -77,8 +73,7 @@ async def _destination(rig: AnyRig, cut: Cut | None) -> None:
 async def _abort_midway(rig: AnyRig) -> None:
     left, right = await rig.pair()
     landed = landing_in(right, None)
-    for _ in range(6):
-        left.send(4 * MIB)
+    left.send_many(6, 4 * MIB)
     await rig.until(lambda: right.received_bytes > 0, "payload arrives")
     right.abort()
     await rig.closes(right)
@@ -135,8 +130,7 @@ async def _idle_after_traffic(rig: AnyRig) -> tuple[Any, Any, list[weakref.ref[B
         del memory
     left.flush()
     right.take()
-    await rig.arrives(right, 8)
-    await rig.given_back(left)
+    await rig.moved(left, right, 8)
     await rig.settle()
     return left, right, seen
 

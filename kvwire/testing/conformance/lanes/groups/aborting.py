@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
@@ -14,75 +12,32 @@ from kvwire.testing.conformance.shared import aborting as shared
 group: LaneGroup = LaneGroup("abort")
 group.include(shared.group)
 
-Stage = Callable[[LaneRig, LaneSide, LaneSide], Awaitable[None]]
-
 
 async def _up(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     return
 
 
-async def _idle(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    left.send(1000)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
-
-
-async def _queued(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    for _ in range(10):
-        left.queue(100_000)
-
-
 async def _sent(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
-    for _ in range(40):
-        left.send(MIB, CUTS["pages"])
+    left.send_many(40, MIB, CUTS["pages"])
 
 
 async def _awaiting(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    for _ in range(10):
-        right.queue(MIB)
+    right.queue_many(10, MIB)
     for _ in range(10):
         left.receive(left.inbox.popleft())
 
 
-async def _sending(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    for _ in range(6):
-        left.send(4 * MIB)
-    await rig.until(lambda: right.lane.received_bytes > 0, "payload arrives")
-
-
-async def _receiving(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    for _ in range(6):
-        right.send(4 * MIB)
-    await rig.until(lambda: left.lane.received_bytes > 0, "payload arrives")
-
-
-async def _closing(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    for _ in range(10):
-        left.send(MIB)
-    left.close()
-
-
-async def _aborted_upon(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    left.send(MIB)
-    right.abort()
-
-
-_STAGES: dict[str, Stage] = {
+_STAGES: dict[str, shared.Stage] = {
+    **shared.STAGES,
     "up": _up,
-    "idle": _idle,
-    "queued": _queued,
     "sent": _sent,
     "awaiting": _awaiting,
-    "sending": _sending,
-    "receiving": _receiving,
-    "closing": _closing,
-    "aborted-upon": _aborted_upon,
 }
 
 
 @group.each("own", "abort ends a lane that is: {}", _STAGES)
-async def _own(rig: LaneRig, stage: Stage) -> None:
+async def _own(rig: LaneRig, stage: shared.Stage) -> None:
     left, right = await rig.pair()
     await stage(rig, left, right)
     told = bool(left.closed)
@@ -90,7 +45,7 @@ async def _own(rig: LaneRig, stage: Stage) -> None:
     await rig.closes(left)
     if not told:
         error = left.closed[0]
-        expected = error is None or stage is _aborted_upon
+        expected = error is None or stage is shared.aborted_upon
         require(expected, f"lane_closed was told {error!r}, and we ended it")
     require(left.lane.queued_bytes == 0, f"{left.lane.queued_bytes} stay queued")
     sent, arrived = len(left.sent), len(left.arrived)
@@ -102,7 +57,7 @@ async def _own(rig: LaneRig, stage: Stage) -> None:
 @group.each(
     "peer", "Payloads end, or their lane does, when the peer aborts: {}", _STAGES
 )
-async def _peer(rig: LaneRig, stage: Stage) -> None:
+async def _peer(rig: LaneRig, stage: shared.Stage) -> None:
     left, right = await rig.pair()
     await stage(rig, left, right)
     left.abort()

@@ -17,8 +17,7 @@ group.include(shared.group)
 @group.check("unflushed", "send and receive call nothing, however much is there")
 async def _unflushed(rig: LaneRig) -> None:
     left, right = await rig.pair()
-    for _ in range(10):
-        left.queue(100_000)
+    left.queue_many(10, 100_000)
     left.flush()
     await rig.settle()
     for _ in range(10):
@@ -35,8 +34,7 @@ async def _once(rig: LaneRig) -> None:
         left.queue(size)
     left.flush()
     right.take()
-    await rig.arrives(right, 16)
-    await rig.given_back(left)
+    await rig.moved(left, right, 16)
     for side in (left, right, left, right):
         side.flush()
     await rig.settle()
@@ -55,11 +53,9 @@ async def _nested(rig: LaneRig) -> None:
             rig.loop.call_soon(left.take)
 
     right.on_arrival = right.on_sent = answer
-    for _ in range(10):
-        left.send(100_000)
+    left.send_many(10, 100_000)
     await rig.arrives(right, 10)
-    await rig.arrives(left, 30)
-    await rig.given_back(right)
+    await rig.moved(right, left, 30)
 
 
 @group.check("raises-received", "A handler that raises in payload_received loses it")
@@ -68,8 +64,7 @@ async def _raises_received(rig: LaneRig) -> None:
     others = await rig.pair()
     right.on_arrival = raise_planted
     with rig.expecting_errors():
-        for _ in range(4):
-            left.send(100_000)
+        left.send_many(4, 100_000)
         await rig.closes(right)
         await rig.settle()
     require(isinstance(right.closed[0], Planted), f"told {right.closed[0]!r}")
@@ -83,8 +78,7 @@ async def _raises_sent(rig: LaneRig) -> None:
     left, right = await rig.pair()
     left.on_sent = raise_planted
     with rig.expecting_errors():
-        for _ in range(4):
-            left.send(100_000)
+        left.send_many(4, 100_000)
         await rig.closes(left)
         await rig.settle()
     require(isinstance(left.closed[0], Planted), f"told {left.closed[0]!r}")

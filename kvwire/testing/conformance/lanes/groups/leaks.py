@@ -22,8 +22,7 @@ Cycle = Callable[[LaneRig], Awaitable[None]]
 
 async def _abort_midway(rig: LaneRig) -> None:
     left, right = await rig.pair()
-    for _ in range(8):
-        left.send(MIB)
+    left.send_many(8, MIB)
     right.abort()
     left.abort()
     await rig.closes(left, right)

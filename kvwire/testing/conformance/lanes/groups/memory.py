@@ -30,8 +30,7 @@ async def _abort_sender_midway(rig: LaneRig) -> None:
 async def _abort_receiver(rig: LaneRig) -> None:
     left, right = await rig.pair()
     landed = shared.landing_in(right, None)
-    for _ in range(6):
-        left.queue(4 * MIB)
+    left.queue_many(6, 4 * MIB)
     left.flush()
     for _ in range(6):
         right.receive(right.inbox.popleft())

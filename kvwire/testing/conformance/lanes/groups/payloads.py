@@ -43,16 +43,14 @@ _KINDS: dict[str, tuple[Cut | None, Cut | None]] = {
 async def _size(rig: LaneRig, size: int) -> None:
     left, right = await rig.pair()
     left.send(size)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)
 
 
 @group.each("back", "A payload of {} bytes arrives at the client", _SIZES)
 async def _back(rig: LaneRig, size: int) -> None:
     left, right = await rig.pair()
     right.send(size)
-    await rig.arrives(left, 1)
-    await rig.given_back(right)
+    await rig.moved(right, left, 1)
 
 
 @group.each("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
@@ -61,8 +59,7 @@ async def _kinds(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
     right.land = lambda parcel: Memory(parcel.length, cuts[1])
     for size in (300_000, 1, 1_000_000):
         left.send(size, cuts[0])
-    await rig.arrives(right, 3)
-    await rig.given_back(left)
+    await rig.moved(left, right, 3)
 
 
 @group.each("chunk", "16 MiB arrive from {} into the same", CUTS)
@@ -70,8 +67,7 @@ async def _chunk(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda parcel: Memory(parcel.length, cut)
     left.send(16 * MIB, cut)
-    await rig.arrives(right, 1)
-    await rig.given_back(left)
+    await rig.moved(left, right, 1)
 
 
 @group.check("dropped", "A payload without a destination goes nowhere, and is counted")
@@ -80,8 +76,7 @@ async def _dropped(rig: LaneRig) -> None:
     right.land = lambda parcel: None if parcel.number % 2 else Memory(parcel.length)
     for size in (1, 100_000, 100_000, MIB, MIB):
         left.send(size, CUTS["pages"])
-    await rig.arrives(right, 5)
-    await rig.given_back(left)
+    await rig.moved(left, right, 5)
     require(sorted(right.arrived) == list(range(5)), f"{right.arrived} arrived")
 
 
@@ -92,8 +87,7 @@ async def _many(rig: LaneRig) -> None:
         left.queue(1 + number * 191, CUTS["pages"] if number % 3 else None)
     left.flush()
     right.take()
-    await rig.arrives(right, LANE_PAYLOADS_MAX)
-    await rig.given_back(left)
+    await rig.moved(left, right, LANE_PAYLOADS_MAX)
     require(
         sorted(right.arrived) == list(range(LANE_PAYLOADS_MAX)),
         "some payloads arrived twice, and some did not",
@@ -103,12 +97,10 @@ async def _many(rig: LaneRig) -> None:
 @group.check("large-many", "64 MiB in chunks arrive, all queued at once")
 async def _large_many(rig: LaneRig) -> None:
     left, right = await rig.pair()
-    for _ in range(64):
-        left.queue(MIB, CUTS["pages"])
+    left.queue_many(64, MIB, CUTS["pages"])
     left.flush()
     right.take()
-    await rig.arrives(right, 64)
-    await rig.given_back(left)
+    await rig.moved(left, right, 64)
 
 
 @group.check("both-ways", "Payloads go both ways at once")
@@ -126,26 +118,22 @@ async def _both_ways(rig: LaneRig) -> None:
 @group.check("early", "An arrival may be queued before the sender flushes")
 async def _early(rig: LaneRig) -> None:
     left, right = await rig.pair()
-    for _ in range(3):
-        left.queue(300_000, CUTS["pages"])
+    left.queue_many(3, 300_000, CUTS["pages"])
     right.take()
     await rig.settle()
     left.flush()
-    await rig.arrives(right, 3)
-    await rig.given_back(left)
+    await rig.moved(left, right, 3)
 
 
 @group.check("late", "Arrivals may be queued long after everything was sent")
 async def _late(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
-    for _ in range(24):
-        left.send(MIB, CUTS["pages"])
+    left.send_many(24, MIB, CUTS["pages"])
     await rig.settle()
     for _ in range(24):
         right.take(1)
-    await rig.arrives(right, 24)
-    await rig.given_back(left)
+    await rig.moved(left, right, 24)
 
 
 @group.check("in-turn", "One payload after another, each sent when the last arrived")
@@ -153,8 +141,7 @@ async def _in_turn(rig: LaneRig) -> None:
     left, right = await rig.pair()
     for count in range(1, 41):
         left.send(20_000 + count, CUTS["pages"])
-        await rig.arrives(right, count)
-    await rig.given_back(left)
+        await rig.moved(left, right, count)
 
 
 @group.check("ping-pong", "A payload is answered from within payload_received")

@@ -19,8 +19,7 @@ async def _queued_falls(rig: LaneRig) -> None:
     for _ in range(16):
         left.send(MIB)
         require(0 <= left.lane.queued_bytes <= 16 * MIB, "queued_bytes is out of range")
-    await rig.arrives(right, 16)
-    await rig.given_back(left)
+    await rig.moved(left, right, 16)
     await rig.until(lambda: left.lane.queued_bytes == 0, "queued_bytes falls to 0")
 
 
@@ -42,14 +41,12 @@ async def _received_rises(rig: LaneRig) -> None:
 async def _writable(rig: LaneRig) -> None:
     left, right = await rig.pair()
     right.holding = True
-    for _ in range(48):
-        left.send(MIB)
+    left.send_many(48, MIB)
     left.flush()
     kept = left.lane.queued_bytes
     right.holding = False
     right.take()
-    await rig.arrives(right, 48)
-    await rig.given_back(left)
+    await rig.moved(left, right, 48)
     await rig.until(
         lambda: left.writable or not kept, "lane_writable after bytes were kept"
     )
@@ -68,17 +65,14 @@ async def _refill(rig: LaneRig) -> None:
             rig.loop.call_soon(right.take)
 
     left.on_sent = refill
-    for _ in range(4):
-        left.send(MIB)
-    await rig.arrives(right, 64)
-    await rig.given_back(left)
+    left.send_many(4, MIB)
+    await rig.moved(left, right, 64)
 
 
 @group.check("fair-loop", "While a lane moves much, others have their turns")
 async def _fair_loop(rig: LaneRig) -> None:
     left, right = await rig.pair()
-    for _ in range(16):
-        left.queue(4 * MIB)
+    left.queue_many(16, 4 * MIB)
     left.flush()
     right.take()
     # The first flush may have moved one budget before the first turn.
