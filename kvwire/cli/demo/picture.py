@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvwire.cli.demo.record import Record
+from kvwire.cli.demo.record import RequestTimes
 from kvwire.cli.demo.report import title
 from kvwire.cli.plot import add_legend, new_figure
 
@@ -24,7 +24,7 @@ _NOTE: Final = (
 )
 
 
-def draw(records: Sequence[Record]) -> Figure:
+def draw(records: Sequence[RequestTimes]) -> Figure:
     """Draw all requests in the order they were prefilled."""
     ordered = sorted(records, key=lambda record: record.began)
     figure = new_figure(9.6, 0.9 + 2.0 * len(ordered))
@@ -36,7 +36,7 @@ def draw(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, record: Record) -> None:
+def _panel(axes: Axes, record: RequestTimes) -> None:
     for bar in record.bars():
         below = 0.4 if bar.kind == "transfer" else 0
         start_ms = (bar.start - record.began) * 1e3

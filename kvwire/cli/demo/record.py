@@ -23,7 +23,7 @@ class Bar(NamedTuple):
     """What is drawn of a request, in a row of its own picture.
 
     Attributes:
-        row: Index in ``Record.rows``.
+        row: Index in ``RequestTimes.rows``.
         kind: Computed by prefill, moved, or computed by decode because it was lost.
         start: When it began.
         stop: When it ended.
@@ -36,7 +36,7 @@ class Bar(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestTimes:
     """One request.
 
     Attributes:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvwire.cli.demo.lines import Arrived
-from kvwire.cli.demo.record import Record
+from kvwire.cli.demo.record import RequestTimes
 from kvwire.cli.demo.timeline import timeline
 
 LEGEND: Final = (
@@ -27,7 +27,7 @@ _TAIL_CHARS: Final = 160
 
 def print_report(
     console: Console,
-    records: Sequence[Record],
+    records: Sequence[RequestTimes],
     prompts: dict[str, list[int]],
     to_text: Callable[[list[int]], str],
 ) -> None:
@@ -46,7 +46,7 @@ def print_report(
         console.print(f"* {line}", highlight=False)
 
 
-def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
+def summary(records: Sequence[RequestTimes]) -> list[dict[str, Any]]:
     """The table as plain data, times in seconds."""
     return [
         {
@@ -70,7 +70,7 @@ def summary(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _table(records: Sequence[Record]) -> Table:
+def _table(records: Sequence[RequestTimes]) -> Table:
     title = f"KV over {records[0].arrived.transport}, layer by layer; times in ms"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     table.add_column("request", no_wrap=True)
@@ -94,7 +94,7 @@ def _table(records: Sequence[Record]) -> Table:
     return table
 
 
-def title(record: Record) -> str:
+def title(record: RequestTimes) -> str:
     """A line above its picture."""
     arrived = record.arrived
     text = f"{record.request}: prompt of {arrived.tokens + 1} tokens"
@@ -103,7 +103,7 @@ def title(record: Record) -> str:
     return f"{text}, {arrived.nbytes / 1e6:.1f} MB of KV"
 
 
-def _shown(records: Sequence[Record]) -> Iterator[str]:
+def _shown(records: Sequence[RequestTimes]) -> Iterator[str]:
     """What a reader should take home, in sentences."""
     equal = sum(record.equal for record in records)
     new = len(records[0].tokens)

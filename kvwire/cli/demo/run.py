@@ -26,7 +26,7 @@ from kvwire.cli.demo.lines import (
     encode,
     events,
 )
-from kvwire.cli.demo.record import Record
+from kvwire.cli.demo.record import RequestTimes
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Bandwidth, Direction
 
@@ -67,7 +67,7 @@ async def run(
     *,
     library: str = "numpy",
     wire_gbit: float | None = None,
-) -> list[Record]:
+) -> list[RequestTimes]:
     """Prefill in one process, decode in another, and compare with a third.
 
     Args:
@@ -92,8 +92,8 @@ async def _run(
     on_event: Callable[[Event], None],
     library: str,
     wire_gbit: float | None,
-) -> list[Record]:
-    records = {request.name: Record(request.name) for request in requests}
+) -> list[RequestTimes]:
+    records = {request.name: RequestTimes(request.name) for request in requests}
 
     def note(event: Event) -> None:
         if not isinstance(event, Up):

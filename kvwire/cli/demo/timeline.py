@@ -8,13 +8,13 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from kvwire.cli.demo.record import Bar, Record
+from kvwire.cli.demo.record import Bar, RequestTimes
 
 COLORS: Final = {"compute": "blue", "transfer": "yellow", "recompute": "magenta"}
 _LABEL: Final = 9
 
 
-def timeline(record: Record, console: Console) -> Text:
+def timeline(record: RequestTimes, console: Console) -> Text:
     """As wide as the console; without Unicode or colours where it has none."""
     cells = console.width - _LABEL
     cell_s = (record.ended - record.began) / cells

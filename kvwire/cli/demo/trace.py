@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvwire.cli.demo.lines import LayerSpan
-from kvwire.cli.demo.record import Record
+from kvwire.cli.demo.record import RequestTimes
 
 PREFILL, DECODE = 1, 2
 
 
-def trace(records: Sequence[Record]) -> dict[str, Any]:
+def trace(records: Sequence[RequestTimes]) -> dict[str, Any]:
     """All events; times in microseconds from the beginning of the first prefill."""
     zero = min(record.began for record in records)
     events = [
@@ -29,7 +29,7 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _events(record: Record, zero: float) -> Iterator[dict[str, Any]]:
+def _events(record: RequestTimes, zero: float) -> Iterator[dict[str, Any]]:
     name = record.request
     for span in record.spans:
         yield _slice(PREFILL, f"{name} layer {span.layer}", "prefill", span, zero)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvwire.cli.demo.lines import Arrived, LayerSpan, NewToken, Prefilled, Recomputed
 from kvwire.cli.demo.picture import draw
-from kvwire.cli.demo.record import Record
+from kvwire.cli.demo.record import RequestTimes
 from kvwire.cli.demo.report import print_report, summary
 from kvwire.cli.demo.timeline import timeline
 from kvwire.cli.demo.trace import DECODE, PREFILL, trace
@@ -31,9 +31,9 @@ def spans(tokens: int, began: float) -> list[LayerSpan]:
     ]
 
 
-def whole(began: float = 100.0) -> Record:
+def whole(began: float = 100.0) -> RequestTimes:
     """Everything arrived, 2 ms after the last mark; each layer took 3 ms."""
-    record = Record("whole")
+    record = RequestTimes("whole")
     marked = [began + layer * 0.01 + 0.001 for layer in range(LAYERS)]
     record.note(Prefilled("whole", spans(64, began), marked))
     record.landed = {layer: at + 0.003 for layer, at in enumerate(marked)}
@@ -43,7 +43,7 @@ def whole(began: float = 100.0) -> Record:
     return record
 
 
-def broken() -> Record:
+def broken() -> RequestTimes:
     """Two of four blocks did not arrive, and were computed."""
     record = whole(began=100.04)
     record.request = "broken"
