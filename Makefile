@@ -32,7 +32,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -107,6 +107,12 @@ test-vllm: $(VLLM_STAMP)
 fault-matrix: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check nixl
 	$(VLLM_VENV)/bin/python -m tests.integrations.vllm.faults $(ARGS)
+
+# The adapter of LMCache, whose package needs a GPU to run and none for its interface.
+test-lmcache: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps lmcache==0.5.6
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_lmcache.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

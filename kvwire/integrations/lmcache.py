@@ -1,0 +1,191 @@
+"""A store as L2 of LMCache.
+
+It is loaded by the path of this module::
+
+    {"type": "plugin", "module_path": "kvwire.integrations.lmcache",
+     "class_name": "KvwireL2Adapter",
+     "adapter_params": {"tiers": ["memory:1GiB", "kvwire://10.0.0.5:7500"]}}
+
+A store that failed is told as one, and none of its objects that are not kept is ever
+found. Nothing is locked: what is evicted between lookup and load is a 0 in the load's
+bitmap, which LMCache computes again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from kvwire.extras import needed_by
+from kvwire.integrations.pages import PageStore
+from kvwire.kv.paged import PagedCache
+
+with needed_by("KvwireL2Adapter", command="pip install lmcache"):
+    from lmcache.lmcache_native import Bitmap
+    from lmcache.v1.distributed.internal_api import L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.platform import create_event_notifier
+
+
+class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not typed
+    """Keeps LMCache's objects in a store; see LMCache for each method.
+
+    Args:
+        params: ``tiers`` and ``write`` of :meth:`kvwire.BlockStore.open`.
+        l1_memory_desc: LMCache's; not needed.
+    """
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        super().__init__()
+        self._store = PageStore(**params)
+        self._stored, self._found, self._loaded = (
+            create_event_notifier() for _ in range(3)
+        )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._stores: dict[int, Any] = {}
+        self._bitmaps: dict[int, Any] = {}
+
+    def get_store_event_fd(self) -> int:
+        """See LMCache."""
+        return int(self._stored.fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """See LMCache."""
+        return int(self._found.fileno())
+
+    def get_load_event_fd(self) -> int:
+        """See LMCache."""
+        return int(self._loaded.fileno())
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """See LMCache."""
+        number = next(self._numbers)
+        sizes = [int(one.get_size()) for one in objects]
+        puts = [
+            self._store.put([_name(key)], self._page(one), [0])
+            for key, one in zip(keys, objects, strict=True)
+        ]
+
+        def stored(kept: list[bool]) -> None:
+            # The objects are LMCache's again once it is told.
+            nbytes = sum(itertools.compress(sizes, kept))
+            self._notify_keys_stored(
+                list(itertools.compress(keys, kept)),
+                list(itertools.compress(sizes, kept)),
+            )
+            with self._lock:
+                self._stores[number] = L2StoreResult(all(kept), nbytes)
+            self._stored.notify()
+            objects.clear()
+
+        objects = list(objects)  # kept until nothing reads them
+        _when_all(puts, stored)
+        return number
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """See LMCache."""
+        with self._lock:
+            over, self._stores = self._stores, {}
+        return over
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[Any], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        """See LMCache; an object is looked for by its length."""
+        number = next(self._numbers)
+        asked = []
+        for key in keys:
+            layout = group_layout_descs[key.object_group_id]
+            nbytes = sum(
+                math.prod(shape) * dtype.itemsize
+                for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
+            )
+            page = self._store.pages(np.empty((1, nbytes), np.uint8))
+            asked.append(self._store.present([_name(key)], page))
+        _when_all(asked, lambda here: self._tell(number, here, self._found))
+        return number
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """See LMCache."""
+        with self._lock:
+            return self._bitmaps.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """See LMCache; nothing was locked."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """See LMCache."""
+        number = next(self._numbers)
+        gets = [
+            self._store.get([_name(key)], self._page(one), [0])
+            for key, one in zip(keys, objects, strict=True)
+        ]
+
+        def loaded(here: list[bool]) -> None:
+            self._notify_keys_accessed(list(itertools.compress(keys, here)))
+            self._tell(number, here, self._loaded)
+            objects.clear()
+
+        objects = list(objects)  # kept until nothing writes to them
+        _when_all(gets, loaded)
+        return number
+
+    def query_load_result(self, task_id: int) -> Any:
+        """See LMCache."""
+        return self.query_lookup_and_lock_result(task_id)
+
+    def close(self) -> None:
+        """See LMCache; what was begun is finished first."""
+        self._store.close()
+        for notifier in (self._stored, self._found, self._loaded):
+            notifier.close()
+
+    def report_status(self) -> dict[str, Any]:
+        """See LMCache."""
+        return {"is_healthy": True, "type": type(self).__name__, "store": repr(self)}
+
+    def _page(self, one: Any) -> PagedCache:
+        memory = (ctypes.c_char * int(one.get_size())).from_address(int(one.data_ptr))
+        return self._store.pages(np.frombuffer(memoryview(memory), np.uint8)[None])
+
+    def _tell(self, number: int, here: list[bool], notifier: Any) -> None:
+        bitmap = Bitmap(len(here))
+        for index in np.flatnonzero(here).tolist():
+            bitmap.set(index)
+        with self._lock:
+            self._bitmaps[number] = bitmap
+        notifier.notify()
+
+
+def _name(key: Any) -> bytes:
+    """Return the hash of all that names an object."""
+    named = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
+    return hashlib.sha256(repr(named).encode() + bytes(key.chunk_hash)).digest()
+
+
+def _when_all(
+    ends: Sequence[Future[list[bool]]], then: Callable[[list[bool]], None]
+) -> None:
+    """Call once, when all have ended; one that failed counts as not there."""
+    lock, left = threading.Lock(), [len(ends)]
+
+    def ended(_: object) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        then([end.exception() is None and end.result()[0] for end in ends])
+
+    if not ends:
+        then([])
+    for end in ends:
+        end.add_done_callback(ended)

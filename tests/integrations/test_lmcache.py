@@ -1,0 +1,130 @@
+"""The L2 adapter, loaded by LMCache's factory and given objects of its own.
+
+`make test-lmcache` runs this; without LMCache every test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import select
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("lmcache") is None:
+    pytest.skip(
+        "lmcache is not installed here; `make test-lmcache` installs it",
+        allow_module_level=True,
+    )
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch, while it is imported
+    import torch
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
+        PluginL2AdapterConfig,
+        _create_plugin_adapter,
+    )
+    from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
+    from lmcache.v1.platform.event_notifier import consume_fd
+
+SHAPE = torch.Size((2, 4, 16, 8))
+LAYOUT = {0: MemoryLayoutDesc([SHAPE], [torch.bfloat16])}
+KEYS = [ObjectKey(bytes([number]) * 32, "m", 0) for number in range(4)]
+
+
+def thing(value: float) -> Any:
+    """An object of LMCache, in memory of its own."""
+    raw = torch.full(SHAPE, value, dtype=torch.bfloat16).view(torch.uint8).flatten()
+    said = MemoryObjMetadata(SHAPE, torch.bfloat16, 0, raw.numel(), 1)
+    return TensorMemoryObj(raw, said, None)
+
+
+def wait_for(fd: int) -> None:
+    """Wait until LMCache's controller would be woken."""
+    ready, _, _ = select.select([fd], [], [], 50)
+    assert ready
+    consume_fd(fd)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def adapter(folder: Path) -> Any:
+    tiers = ["memory:1MiB", f"disk:{folder}?size=1MiB"]
+    return _create_plugin_adapter(
+        PluginL2AdapterConfig.from_dict(
+            {
+                "module_path": "kvwire.integrations.lmcache",
+                "class_name": "KvwireL2Adapter",
+                "adapter_params": {"tiers": tiers},
+            }
+        )
+    )
+
+
+@pytest.fixture
+def made(folder: Path) -> Iterator[Any]:
+    one = adapter(folder)
+    yield one
+    one.close()
+
+
+def bits(bitmap: Any, count: int) -> list[bool]:
+    return [bitmap.test(index) for index in range(count)]
+
+
+def store(made: Any, keys: list[Any], values: list[float]) -> Any:
+    number = made.submit_store_task(keys, [thing(value) for value in values])
+    wait_for(made.get_store_event_fd())
+    return made.pop_completed_store_tasks()[number]
+
+
+def lookup(made: Any, keys: list[Any]) -> list[bool]:
+    number = made.submit_lookup_and_lock_task(keys, LAYOUT)
+    wait_for(made.get_lookup_and_lock_event_fd())
+    return bits(made.query_lookup_and_lock_result(number), len(keys))
+
+
+def test_objects_outlive_the_adapter(folder: Path) -> None:
+    first = adapter(folder)
+    said = store(first, KEYS[:2], [1.5, 2.5])
+    assert said.is_successful()
+    assert said.bytes_transferred() == 2 * SHAPE.numel() * 2
+    first.close()
+    second = adapter(folder)
+    assert lookup(second, KEYS[::-1]) == [False, False, True, True]
+    objects = [thing(0), thing(0), thing(0)]
+    number = second.submit_load_task([KEYS[1], KEYS[3], KEYS[0]], objects)
+    wait_for(second.get_load_event_fd())
+    bitmap = second.query_load_result(number)
+    assert bits(bitmap, 3) == [True, False, True]
+    assert second.query_load_result(number) is None  # once
+    assert [float(one.tensor.flatten()[-1]) for one in objects] == [2.5, 0, 1.5]
+    second.submit_unlock(KEYS)
+    second.close()
+
+
+def test_what_names_an_object_sets_it_apart(made: Any) -> None:
+    store(made, KEYS[:1], [1.0])
+    others = [
+        ObjectKey(KEYS[0].chunk_hash, "another", 0),
+        ObjectKey(KEYS[0].chunk_hash, "m", 1),
+        ObjectKey(KEYS[0].chunk_hash, "m", 0, cache_salt="tenant"),
+    ]
+    assert lookup(made, [KEYS[0], *others]) == [True, False, False, False]
+
+
+def test_a_store_that_failed_is_told(made: Any) -> None:
+    large = torch.zeros(4 * 1024 * 1024, dtype=torch.uint8)
+    said = MemoryObjMetadata(large.shape, torch.uint8, 0, large.numel(), 1)
+    number = made.submit_store_task(KEYS[:1], [TensorMemoryObj(large, said, None)])
+    wait_for(made.get_store_event_fd())
+    assert not made.pop_completed_store_tasks()[number].is_successful()
+    assert made.get_usage().total_bytes_used == 0
+    assert lookup(made, KEYS[:1]) == [False]
