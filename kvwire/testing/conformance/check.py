@@ -76,6 +76,19 @@ class GroupOf(Generic[R]):
 
         return register
 
+    def pair(
+        self, name: str, promise: str
+    ) -> Callable[[Callable[[R, Any, Any], Awaitable[None]]], None]:
+        """Register the decorated coroutine as one check of a pair that is joined."""
+
+        def register(run: Callable[[R, Any, Any], Awaitable[None]]) -> None:
+            async def paired(rig: Any) -> None:
+                await run(rig, *await rig.pair())
+
+            self._add(name, promise, paired)
+
+        return register
+
     def each(
         self, name: str, promise: str, cases: Mapping[str, T]
     ) -> Callable[[Callable[[R, T], Awaitable[None]]], None]:

@@ -52,9 +52,8 @@ async def _own(rig: Rig, stage: shared.Stage) -> None:
     require(len(left.arrived) == arrived, "body_received after link_closed")
 
 
-@group.check("accepted", "The accepting side can abort as well")
-async def _accepted(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("accepted", "The accepting side can abort as well")
+async def _accepted(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send(16 * MIB)
     right.abort()
     await rig.closes(right, left)
@@ -75,9 +74,8 @@ async def _unstarted_both(rig: Rig) -> None:
     await rig.settle()
 
 
-@group.check("send-after", "send and flush after abort do nothing")
-async def _send_after(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("send-after", "send and flush after abort do nothing")
+async def _send_after(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.abort()
     left.queue(10, token=False)
     left.flush()
@@ -105,9 +103,8 @@ async def _dropped_told(rig: Rig) -> None:
     require(right.closed[0] is not None, "the peer was told of a clean end")
 
 
-@group.check("cut-frame-told", "A peer left with part of a frame sees an error")
-async def _cut_frame_told(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("cut-frame-told", "A peer left with part of a frame sees an error")
+async def _cut_frame_told(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length)
     left.send(16 * MIB)
     await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
@@ -117,9 +114,8 @@ async def _cut_frame_told(rig: Rig) -> None:
     require(whole or right.closed[0] is not None, "half a frame was a clean end")
 
 
-@group.check("bulk-told", "A sender whose peer aborts is told, and need not wait")
-async def _bulk_told(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("bulk-told", "A sender whose peer aborts is told, and need not wait")
+async def _bulk_told(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(32, MIB)
     right.abort()
     await rig.closes(left)

@@ -10,7 +10,7 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.shared import callbacks as shared
-from kvwire.testing.conformance.side import KitLanding
+from kvwire.testing.conformance.side import KitLanding, LinkSide
 
 group: Group = Group("callback")
 group.include(shared.group)
@@ -37,43 +37,38 @@ async def _start_ended(rig: Rig) -> None:
     await rig.closes(right)
 
 
-@group.check("send", "send calls nothing, although the peer has gone")
-async def _send(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("send", "send calls nothing, although the peer has gone")
+async def _send(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.abort()
     left.queue_many(50, 10_000)
     await rig.closes(left)
 
 
-@group.check("flush", "flush calls frame_sent at most")
-async def _flush(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("flush", "flush calls frame_sent at most")
+async def _flush(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.abort()
     left.send_many(50, 100_000)
     await rig.closes(left)
 
 
-@group.check("abort", "abort calls nothing, whatever is in flight")
-async def _abort(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort", "abort calls nothing, whatever is in flight")
+async def _abort(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(20, MIB)
     left.abort()
     require(not left.closed, "link_closed came from inside abort")
     await rig.closes(left, right)
 
 
-@group.check("close", "close calls nothing, whatever is in flight")
-async def _close(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("close", "close calls nothing, whatever is in flight")
+async def _close(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.queue_many(20, MIB)
     left.close()
     require(not left.closed, "link_closed came from inside close")
     await rig.closes(left, right)
 
 
-@group.check("nested", "A handler that sends from each callback is not re-entered")
-async def _nested(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("nested", "A handler that sends from each callback is not re-entered")
+async def _nested(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def answer(_: object) -> None:
         if len(right.sent) < 30:
@@ -86,9 +81,8 @@ async def _nested(rig: Rig) -> None:
     await rig.arrives(left, 30)
 
 
-@group.check("sent-once", "frame_sent comes exactly once for each token")
-async def _sent_once(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("sent-once", "frame_sent comes exactly once for each token")
+async def _sent_once(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     tokens = [left.queue(size) for size in (0, 1, 5000, 200_000, 3 * MIB) * 4]
     left.flush()
     await rig.moved(left, right, 20)
@@ -97,9 +91,8 @@ async def _sent_once(rig: Rig) -> None:
     require(len(left.sent) == len(tokens), f"{len(left.sent)} for {len(tokens)}")
 
 
-@group.check("sent-untokened", "A frame without token brings no frame_sent")
-async def _sent_untokened(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("sent-untokened", "A frame without token brings no frame_sent")
+async def _sent_untokened(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for size in (0, 100, 60_000):
         left.queue(size, token=False)
     left.flush()
@@ -108,9 +101,8 @@ async def _sent_untokened(rig: Rig) -> None:
     require(not left.sent, "frame_sent was called")
 
 
-@group.check("abort-in-header", "abort in header_received: the landing is ignored")
-async def _abort_in_header(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-in-header", "abort in header_received: the landing is ignored")
+async def _abort_in_header(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.on_header = lambda head: right.abort()
     left.send_many(3, 0)
     left.send(100_000)
@@ -129,9 +121,8 @@ async def _abort_in_writable(rig: Rig) -> None:
     require(left.writable == 1, f"link_writable came {left.writable} times")
 
 
-@group.check("close-in-body", "close in body_received ends both sides cleanly")
-async def _close_in_body(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("close-in-body", "close in body_received ends both sides cleanly")
+async def _close_in_body(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def answer_and_close(landing: KitLanding) -> None:
         right.send(landing.head.length)
@@ -145,17 +136,15 @@ async def _close_in_body(rig: Rig) -> None:
     require(right.closed == [None], f"right closed with {right.closed[0]!r}")
 
 
-@group.check("close-in-header", "close in header_received ends both sides")
-async def _close_in_header(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("close-in-header", "close in header_received ends both sides")
+async def _close_in_header(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.on_header = lambda head: right.close()
     left.send(10)
     await rig.closes(left, right)
 
 
-@group.check("in-closed", "Every call in link_closed is harmless")
-async def _in_closed(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("in-closed", "Every call in link_closed is harmless")
+async def _in_closed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def call_all() -> None:
         left.queue(1000, token=False)

@@ -7,6 +7,7 @@ from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.shared import closing as shared
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("close")
 group.include(shared.group)
@@ -16,9 +17,8 @@ group.each("queued", shared.QUEUED, {"empty": [0]})(shared.queued)
 group.each("flushed", shared.FLUSHED, {"empty": [0]})(shared.flushed)
 
 
-@group.check("cut", "Queued fragments arrive before the end")
-async def _cut(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("cut", "Queued fragments arrive before the end")
+async def _cut(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length, CUTS["uneven"])
     left.queue_many(12, MIB, CUTS["pages"])
     left.close()
@@ -26,9 +26,8 @@ async def _cut(rig: Rig) -> None:
     require(len(right.arrived) == 12, f"{len(right.arrived)} of 12 frames arrived")
 
 
-@group.check("untokened", "Queued frames without token arrive before the end")
-async def _untokened(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("untokened", "Queued frames without token arrive before the end")
+async def _untokened(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     sent = [left.queue(50_000, token=False) for _ in range(40)]
     left.close()
     for token in sent:
@@ -50,17 +49,15 @@ async def _against_bulk(rig: Rig) -> None:
     require(len(right.arrived) == 10, f"{len(right.arrived)} of 10 frames arrived")
 
 
-@group.check("both", "Both sides close at once")
-async def _both(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("both", "Both sides close at once")
+async def _both(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.close()
     right.close()
     await rig.end(left, right)
 
 
-@group.check("both-queued", "Both sides close at once, and nothing is lost")
-async def _both_queued(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("both-queued", "Both sides close at once, and nothing is lost")
+async def _both_queued(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for side in (left, right):
         side.queue_many(12, MIB)
     left.close()
@@ -70,9 +67,8 @@ async def _both_queued(rig: Rig) -> None:
     require(len(left.arrived) == 12, f"left got {len(left.arrived)} of 12 frames")
 
 
-@group.check("answered", "The side that is closed upon sees every frame, then the end")
-async def _answered(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("answered", "The side that is closed upon sees every frame, then the end")
+async def _answered(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     seen: list[int] = []
     right.on_closed = lambda: seen.append(len(right.arrived))
     left.queue_many(50, 10_000)
@@ -81,18 +77,16 @@ async def _answered(rig: Rig) -> None:
     require(seen == [50], f"link_closed came after {seen} frames")
 
 
-@group.check("after-peer", "close after the peer's close does no harm")
-async def _after_peer(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("after-peer", "close after the peer's close does no harm")
+async def _after_peer(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.close()
     await rig.end(left, right)
     right.close()
     await rig.settle()
 
 
-@group.check("send-after", "send and flush after close do nothing")
-async def _send_after(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("send-after", "send and flush after close do nothing")
+async def _send_after(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.queue(10)
     left.close()
     left.queue(10, token=False)
@@ -104,9 +98,8 @@ async def _send_after(rig: Rig) -> None:
     require(right.arrived == [0], f"{len(right.arrived)} frames arrived")
 
 
-@group.check("send-after-peer", "send on a link that the peer has closed does nothing")
-async def _send_after_peer(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("send-after-peer", "send on a link that the peer has closed does nothing")
+async def _send_after_peer(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.close()
     await rig.end(left, right)
     left.queue(10, token=False)
@@ -153,9 +146,8 @@ async def _then_abort(rig: Rig) -> None:
     require(right.closed[0] is not None, "the peer was told of a clean end")
 
 
-@group.check("abort-later", "abort after a clean end changes nothing")
-async def _abort_later(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-later", "abort after a clean end changes nothing")
+async def _abort_later(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.close()
     await rig.end(left, right)
     left.abort()

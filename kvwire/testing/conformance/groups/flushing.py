@@ -10,9 +10,8 @@ from kvwire.testing.conformance.side import LinkSide
 group: Group = Group("flush")
 
 
-@group.check("nothing", "flush with an empty queue does nothing")
-async def _nothing(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("nothing", "flush with an empty queue does nothing")
+async def _nothing(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(10):
         left.flush()
     await rig.settle()
@@ -20,9 +19,8 @@ async def _nothing(rig: Rig) -> None:
     require(not left.writable, "link_writable came although nothing was left")
 
 
-@group.check("again", "A second flush sends nothing twice")
-async def _again(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("again", "A second flush sends nothing twice")
+async def _again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(30):
         left.queue(100_000)
         for _ in range(5):
@@ -32,9 +30,8 @@ async def _again(rig: Rig) -> None:
     require(right.arrived == list(range(30)), f"{len(right.arrived)} frames for 30")
 
 
-@group.check("needed-once", "One flush is enough, however much is queued")
-async def _needed_once(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("needed-once", "One flush is enough, however much is queued")
+async def _needed_once(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.queue_many(40, MIB)
     left.flush()
     await rig.moved(left, right, 40)
@@ -50,9 +47,8 @@ async def _unflushed_then(rig: Rig) -> None:
     await rig.moved(left, right, 40)
 
 
-@group.check("in-callbacks", "flush from within every callback is harmless")
-async def _in_callbacks(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("in-callbacks", "flush from within every callback is harmless")
+async def _in_callbacks(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for side in (left, right):
         _flush_always(side)
         side.queue_many(8, MIB)
@@ -70,9 +66,8 @@ def _flush_always(side: LinkSide) -> None:
     side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
 
 
-@group.check("closed", "flush on a closed link is harmless")
-async def _closed(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("closed", "flush on a closed link is harmless")
+async def _closed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.close()
     await rig.closes(left, right)
     left.flush()

@@ -8,6 +8,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern
 from kvwire.testing.conformance.rig import Group, Rig
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("frame")
 
@@ -58,9 +59,8 @@ async def _untokened_full(rig: Rig, size: int) -> None:
     await rig.arrives(right, 21)
 
 
-@group.check("untokened-cut", "The same for fragments")
-async def _untokened_cut(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("untokened-cut", "The same for fragments")
+async def _untokened_cut(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(20):
         sent = left.queue(40_000, CUTS["odd-pages"], token=False)
         left.flush()
@@ -69,9 +69,8 @@ async def _untokened_cut(rig: Rig) -> None:
     await rig.arrives(right, 20)
 
 
-@group.check("untokened-batch", "Memory is free only after flush, and for all queued")
-async def _untokened_batch(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("untokened-batch", "Memory is free only after flush, and for all queued")
+async def _untokened_batch(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     queued = [left.queue(1000, token=False) for _ in range(100)]
     left.flush()
     for sent in queued:
@@ -80,17 +79,15 @@ async def _untokened_batch(rig: Rig) -> None:
     await rig.arrives(right, 100)
 
 
-@group.check("none", "A frame without payload, its token given back")
-async def _none(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("none", "A frame without payload, its token given back")
+async def _none(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     token = left.send(0)
     await rig.moved(left, right, 1)
     require(left.sent == [token] or left.sent[0] is token, "another token came back")
 
 
-@group.check("empty", "An empty view as payload, or as landing, is no payload")
-async def _empty(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("empty", "An empty view as payload, or as landing, is no payload")
+async def _empty(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length)
     left.queue(0, memory=Memory(0))
     left.queue(0, memory=Memory(0, CUTS["pages"]))
@@ -98,9 +95,8 @@ async def _empty(rig: Rig) -> None:
     await rig.moved(left, right, 2)
 
 
-@group.check("headers", "Every bit of a header arrives")
-async def _headers(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("headers", "Every bit of a header arrives")
+async def _headers(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for bit in range(64):
         left.queue(0, number=1 << bit)
     left.queue(0, number=2**64 - 1)
@@ -109,9 +105,8 @@ async def _headers(rig: Rig) -> None:
     require(right.arrived[:64] == [1 << bit for bit in range(64)], "numbers changed")
 
 
-@group.check("read-only", "Read-only memory can be sent")
-async def _read_only(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("read-only", "Read-only memory can be sent")
+async def _read_only(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for number in range(3):
         data = memoryview(pattern(number, 100_000).tobytes())
         header = Head(number, len(data)).encode()
@@ -120,9 +115,8 @@ async def _read_only(rig: Rig) -> None:
     await rig.moved(left, right, 3)
 
 
-@group.check("shared", "One memory can be sent in two frames at once")
-async def _shared(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("shared", "One memory can be sent in two frames at once")
+async def _shared(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(MIB)
     memory.fill(pattern(9, MIB))
     left.queue(MIB, number=9, memory=memory)
@@ -166,25 +160,22 @@ async def _dropped(rig: Rig, cut: Cut | None) -> None:
     await rig.moved(left, right, 6)
 
 
-@group.check("many-fragments", "20,000 fragments go into 30,000 others")
-async def _many_fragments(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("many-fragments", "20,000 fragments go into 30,000 others")
+async def _many_fragments(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length, lambda total: [20] * (total // 20))
     left.send(600_000, lambda total: [30] * (total // 30))
     await rig.moved(left, right, 1)
 
 
-@group.check("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
-async def _large_fragments(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
+async def _large_fragments(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length, lambda total: [total - MIB, MIB])
     left.send(4 * MIB, lambda total: [MIB] * (total // MIB))
     await rig.moved(left, right, 1)
 
 
-@group.check("touching", "Fragments that touch in memory are still one after another")
-async def _touching(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("touching", "Fragments that touch in memory are still one after another")
+async def _touching(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(90_000)
     memory.fill(pattern(0, 90_000))
     memory.split_in_place(9)

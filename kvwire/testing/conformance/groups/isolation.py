@@ -111,9 +111,8 @@ async def _misfit(rig: Rig, difference: int) -> None:
     require(memory.gaps_are_whole(), "memory beside the destination was written")
 
 
-@group.check("reversed", "Each backend can listen and connect at once")
-async def _reversed(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("reversed", "Each backend can listen and connect at once")
+async def _reversed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     links: list[Link] = []
     listener = await rig.near.listen(rig.address, links.append)
     link = await rig.far.connect(listener.address)

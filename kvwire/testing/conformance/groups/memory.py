@@ -8,14 +8,14 @@ from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.poison import POISON
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.shared import memory as shared
+from kvwire.testing.conformance.side import LinkSide
 
 group: Group = Group("memory")
 group.include(shared.group)
 
 
-@group.check("destination-reused", "All frames land in one memory, one after another")
-async def _destination_reused(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("destination-reused", "All frames land in one memory, one after another")
+async def _destination_reused(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(300_000, CUTS["pages"])
     right.land = lambda head: memory
     left.queue_many(20, 300_000, CUTS["uneven"])
@@ -23,9 +23,8 @@ async def _destination_reused(rig: Rig) -> None:
     await rig.arrives(right, 20)
 
 
-@group.check("dropped", "A dropped payload is written nowhere")
-async def _dropped(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("dropped", "A dropped payload is written nowhere")
+async def _dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     kept = Memory(MIB)
     right.land = lambda head: kept if head.number == 0 else None
     left.send(MIB)
@@ -36,11 +35,8 @@ async def _dropped(rig: Rig) -> None:
     require(kept.is_all(POISON), "the memory of the frame before was written")
 
 
-@group.check(
-    "abort-receiver", "After abort and link_closed the receiver writes nothing"
-)
-async def _abort_receiver(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-receiver", "After abort and link_closed the receiver writes nothing")
+async def _abort_receiver(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(16 * MIB)
     right.land = lambda head: memory
     right.on_header = lambda head: right.abort()
@@ -52,9 +48,8 @@ async def _abort_receiver(rig: Rig) -> None:
     require(memory.is_all(POISON), "the landing was written after link_closed")
 
 
-@group.check("peer-abort", "When the peer aborts, memory is free at link_closed")
-async def _peer_abort(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("peer-abort", "When the peer aborts, memory is free at link_closed")
+async def _peer_abort(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(16 * MIB)
     right.land = lambda head: memory
     left.send(16 * MIB)

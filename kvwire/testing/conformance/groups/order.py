@@ -38,9 +38,8 @@ async def _each_flushed(rig: Rig, sizes: list[int]) -> None:
     await _all_arrive(rig, left, right, len(sizes))
 
 
-@group.check("kinds", "Views, fragments and frames without token come in order")
-async def _kinds(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("kinds", "Views, fragments and frames without token come in order")
+async def _kinds(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     cuts = list(CUTS.values())
     right.land = lambda head: Memory(head.length, cuts[head.number * 5 % len(cuts)])
     for i in range(120):
@@ -49,18 +48,16 @@ async def _kinds(rig: Rig) -> None:
     await _all_arrive(rig, left, right, 120)
 
 
-@group.check("thousands", "3,000 small frames at once come in order")
-async def _thousands(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("thousands", "3,000 small frames at once come in order")
+async def _thousands(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for i in range(3000):
         left.queue(i % 7, token=i % 100 == 0)
     left.flush()
     await _all_arrive(rig, left, right, 3000)
 
 
-@group.check("both-ways", "Bulk in both directions at once does not lock up")
-async def _both_ways(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("both-ways", "Bulk in both directions at once does not lock up")
+async def _both_ways(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(8):
         left.queue(2 * MIB)
         right.queue(2 * MIB)
@@ -70,9 +67,8 @@ async def _both_ways(rig: Rig) -> None:
     await _all_arrive(rig, right, left, 8)
 
 
-@group.check("both-ways-cut", "The same with fragments on both sides")
-async def _both_ways_cut(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("both-ways-cut", "The same with fragments on both sides")
+async def _both_ways_cut(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length, CUTS["uneven"])
     left.land = lambda head: Memory(head.length, CUTS["pages"])
     for _ in range(4):
@@ -95,9 +91,8 @@ async def _both_ways_full(rig: Rig) -> None:
     await _all_arrive(rig, right, left, 20)
 
 
-@group.check("echo", "Frames sent from within body_received come in order")
-async def _echo(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("echo", "Frames sent from within body_received come in order")
+async def _echo(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def echo(landing: KitLanding) -> None:
         right.queue(landing.head.length, number=landing.head.number)
@@ -109,9 +104,8 @@ async def _echo(rig: Rig) -> None:
     await _all_arrive(rig, right, left, 20)
 
 
-@group.check("ping-pong", "200 frames go to and fro, each after the one before")
-async def _ping_pong(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("ping-pong", "200 frames go to and fro, each after the one before")
+async def _ping_pong(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def echo(landing: KitLanding) -> None:
         right.send(landing.head.length)
@@ -123,9 +117,8 @@ async def _ping_pong(rig: Rig) -> None:
     await _all_arrive(rig, right, left, 200)
 
 
-@group.check("sent-chain", "Frames sent from within frame_sent come in order")
-async def _sent_chain(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("sent-chain", "Frames sent from within frame_sent come in order")
+async def _sent_chain(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def more(_: object) -> None:
         if len(left.sent) < 50:

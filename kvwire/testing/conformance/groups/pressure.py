@@ -33,9 +33,8 @@ async def _queued_none(rig: Rig) -> None:
         )
 
 
-@group.check("queued-counts", "queued_bytes counts headers and payload before a flush")
-async def _queued_counts(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("queued-counts", "queued_bytes counts headers and payload before a flush")
+async def _queued_counts(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     expected = 0
     for size in (0, 1, 5000, 200_000):
         left.queue(size, CUTS["pages"] if size > 1000 else None)
@@ -46,9 +45,8 @@ async def _queued_counts(rig: Rig) -> None:
     await rig.arrives(right, 4)
 
 
-@group.check("queued-falls", "queued_bytes falls to 0 when all has been taken")
-async def _queued_falls(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("queued-falls", "queued_bytes falls to 0 when all has been taken")
+async def _queued_falls(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(16, MIB)
     await rig.moved(left, right, 16)
     await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
@@ -89,9 +87,8 @@ async def _writable(rig: Rig) -> None:
     require(queued == [0], f"link_writable found {queued} bytes queued")
 
 
-@group.check("writable-again", "link_writable comes again when the queue empties again")
-async def _writable_again(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("writable-again", "link_writable comes again when the queue empties again")
+async def _writable_again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for round_ in range(1, 4):
         left.queue_many(_FRAMES, MIB)
         left.flush()
@@ -99,9 +96,8 @@ async def _writable_again(rig: Rig) -> None:
     await rig.arrives(right, 3 * _FRAMES)
 
 
-@group.check("writable-refill", "A handler can keep the link busy from link_writable")
-async def _writable_refill(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("writable-refill", "A handler can keep the link busy from link_writable")
+async def _writable_refill(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def refill() -> None:
         if len(left.sent) < 4 * _FRAMES:
@@ -113,9 +109,8 @@ async def _writable_refill(rig: Rig) -> None:
     await rig.arrives(right, 4 * _FRAMES)
 
 
-@group.check("received-total", "received_bytes counts headers and payload")
-async def _received_total(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("received-total", "received_bytes counts headers and payload")
+async def _received_total(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     sizes = (0, 1, 5000, 3 * MIB)
     for size in sizes:
         left.queue(size)
@@ -127,9 +122,8 @@ async def _received_total(rig: Rig) -> None:
     require(left.link.received_bytes == 0, "the sender received something")
 
 
-@group.check("received-dropped", "received_bytes counts dropped payload too")
-async def _received_dropped(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("received-dropped", "received_bytes counts dropped payload too")
+async def _received_dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: None
     left.send(2 * MIB)
     await rig.arrives(right, 1)
@@ -138,9 +132,8 @@ async def _received_dropped(rig: Rig) -> None:
     require(received == total, f"{received} received, not {total}")
 
 
-@group.check("received-rises", "received_bytes never falls, and rises within a frame")
-async def _received_rises(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("received-rises", "received_bytes never falls, and rises within a frame")
+async def _received_rises(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     seen: list[int] = []
     left.send(32 * MIB)
 
@@ -153,9 +146,8 @@ async def _received_rises(rig: Rig) -> None:
     require(len(set(seen)) > 2, f"the whole frame came in one go: {sorted(set(seen))}")
 
 
-@group.check("fair-loop", "Others on the loop get turns while 32 MiB arrive")
-async def _fair_loop(rig: Rig) -> None:
-    left, right = await rig.pair()
+@group.pair("fair-loop", "Others on the loop get turns while 32 MiB arrive")
+async def _fair_loop(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     turns = 0
 
     async def count_turns() -> None:
@@ -171,9 +163,8 @@ async def _fair_loop(rig: Rig) -> None:
     require(turns >= 4, f"{turns} turns only: one callback moved too much")
 
 
-@group.check("fair-link", "A small frame overtakes 64 MiB on another link")
-async def _fair_link(rig: Rig) -> None:
-    busy, sink = await rig.pair()
+@group.pair("fair-link", "A small frame overtakes 64 MiB on another link")
+async def _fair_link(rig: Rig, busy: LinkSide, sink: LinkSide) -> None:
     left, right = await rig.pair()
     busy.queue_many(64, MIB)
     busy.flush()

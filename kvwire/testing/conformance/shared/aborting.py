@@ -53,9 +53,8 @@ STAGES: Final[dict[str, Stage]] = {
 """What a pair is brought to before it is aborted; links and lanes add their own."""
 
 
-@group.check("twice", "abort a second time does no harm, nor does close")
-async def _twice(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("twice", "abort a second time does no harm, nor does close")
+async def _twice(rig: AnyRig, left: Any, right: Any) -> None:
     left.abort()
     left.abort()
     left.close()
@@ -66,9 +65,8 @@ async def _twice(rig: AnyRig) -> None:
     require(len(left.closed) == 1, f"the end was told {len(left.closed)} times")
 
 
-@group.check("both", "Both sides abort at once")
-async def _both(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("both", "Both sides abort at once")
+async def _both(rig: AnyRig, left: Any, right: Any) -> None:
     left.send(MIB)
     right.send(MIB)
     left.abort()
@@ -76,9 +74,8 @@ async def _both(rig: AnyRig) -> None:
     await rig.closes(left, right)
 
 
-@group.check("others-live", "Aborting one leaves the others alone")
-async def _others_live(rig: AnyRig) -> None:
-    victim, peer = await rig.pair()
+@group.pair("others-live", "Aborting one leaves the others alone")
+async def _others_live(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()
     victim.send(16 * MIB)
     left.queue(3 * MIB)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import GroupOf, raise_planted, require
 from kvwire.testing.conformance.shared.memory import AnyRig
@@ -9,9 +11,8 @@ from kvwire.testing.conformance.shared.memory import AnyRig
 group: GroupOf[AnyRig] = GroupOf("callback")
 
 
-@group.check("idle", "Where nothing happens nothing is called")
-async def _idle(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("idle", "Where nothing happens nothing is called")
+async def _idle(rig: AnyRig, left: Any, right: Any) -> None:
     left.send(100_000)
     await rig.moved(left, right, 1)
     before = (right.arrived[:], len(left.sent), left.writable, right.writable)
@@ -30,9 +31,8 @@ async def _unasked(rig: AnyRig) -> None:
     await rig.arrives(right, 16)
 
 
-@group.check("abort-in-arrival", "abort at an arrival: nothing more arrives")
-async def _abort_in_arrival(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-in-arrival", "abort at an arrival: nothing more arrives")
+async def _abort_in_arrival(rig: AnyRig, left: Any, right: Any) -> None:
     right.on_arrival = lambda landing: right.abort()
     left.queue_many(10, 1000)
     left.flush()
@@ -42,9 +42,8 @@ async def _abort_in_arrival(rig: AnyRig) -> None:
     require(len(right.arrived) == 1, f"{len(right.arrived)} arrived")
 
 
-@group.check("abort-in-sent", "abort when something was sent ends both sides")
-async def _abort_in_sent(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-in-sent", "abort when something was sent ends both sides")
+async def _abort_in_sent(rig: AnyRig, left: Any, right: Any) -> None:
     left.on_sent = lambda token: left.abort()
     left.queue_many(10, 1000)
     left.flush()
@@ -53,9 +52,8 @@ async def _abort_in_sent(rig: AnyRig) -> None:
     await rig.ends(right)
 
 
-@group.check("raises-closed", "A handler that raises at the end harms nobody")
-async def _raises_closed(rig: AnyRig) -> None:
-    victim, peer = await rig.pair()
+@group.pair("raises-closed", "A handler that raises at the end harms nobody")
+async def _raises_closed(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()
     victim.on_closed = raise_planted
     with rig.expecting_errors():

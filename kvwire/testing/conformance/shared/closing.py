@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import GroupOf, require
@@ -68,9 +68,8 @@ async def _unread(rig: AnyRig) -> None:
     await rig.ends_cleanly(left, right)
 
 
-@group.check("twice", "close a second time does no harm, nor after the end")
-async def _twice(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("twice", "close a second time does no harm, nor after the end")
+async def _twice(rig: AnyRig, left: Any, right: Any) -> None:
     left.send(MIB)
     left.close()
     left.close()

@@ -43,9 +43,8 @@ async def _source_late(rig: AnyRig) -> None:
     await rig.moved(left, right, 32)
 
 
-@group.check("source-reused", "Memory is sent again and again, refilled when it may be")
-async def _source_reused(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("source-reused", "Memory is sent again and again, refilled when it may be")
+async def _source_reused(rig: AnyRig, left: Any, right: Any) -> None:
     memory = Memory(300_000, CUTS["pages"])
     for number in range(20):
         memory.fill(pattern(number, 300_000))
@@ -69,9 +68,8 @@ async def _destination(rig: AnyRig, cut: Cut | None) -> None:
     require_untouched(landed, "it was filled")
 
 
-@group.check("abort-midway", "After abort and the end the receiver writes nothing")
-async def _abort_midway(rig: AnyRig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-midway", "After abort and the end the receiver writes nothing")
+async def _abort_midway(rig: AnyRig, left: Any, right: Any) -> None:
     landed = landing_in(right, None)
     left.send_many(6, 4 * MIB)
     await rig.until(lambda: right.received_bytes > 0, "payload arrives")

@@ -67,9 +67,8 @@ async def _peer(rig: LaneRig, stage: shared.Stage) -> None:
     await rig.closes(left)
 
 
-@group.check("calls-after", "send, receive and flush after abort do nothing")
-async def _calls_after(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("calls-after", "send, receive and flush after abort do nothing")
+async def _calls_after(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.holding = True
     right.send(100_000)
     left.abort()

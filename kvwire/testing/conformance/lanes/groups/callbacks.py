@@ -8,15 +8,15 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import Planted, raise_planted, require
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
+from kvwire.testing.conformance.lanes.side import LaneSide
 from kvwire.testing.conformance.shared import callbacks as shared
 
 group: LaneGroup = LaneGroup("callback")
 group.include(shared.group)
 
 
-@group.check("unflushed", "send and receive call nothing, however much is there")
-async def _unflushed(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("unflushed", "send and receive call nothing, however much is there")
+async def _unflushed(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(10, 100_000)
     left.flush()
     await rig.settle()
@@ -27,9 +27,8 @@ async def _unflushed(rig: LaneRig) -> None:
     await rig.arrives(right, 10)
 
 
-@group.check("once", "payload_sent and payload_received come once for each payload")
-async def _once(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("once", "payload_sent and payload_received come once for each payload")
+async def _once(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for size in (1, 5000, 200_000, 3 * MIB) * 4:
         left.queue(size)
     left.flush()
@@ -42,9 +41,8 @@ async def _once(rig: LaneRig) -> None:
     require(len(right.arrived) == 16, f"{len(right.arrived)} of payload_received")
 
 
-@group.check("nested", "A handler may send from each callback")
-async def _nested(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("nested", "A handler may send from each callback")
+async def _nested(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def answer(_: object) -> None:
         if len(right.sent) + right.lent < 30:
@@ -58,9 +56,8 @@ async def _nested(rig: LaneRig) -> None:
     await rig.moved(right, left, 30)
 
 
-@group.check("raises-received", "A handler that raises in payload_received loses it")
-async def _raises_received(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("raises-received", "A handler that raises in payload_received loses it")
+async def _raises_received(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     others = await rig.pair()
     right.on_arrival = raise_planted
     with rig.expecting_errors():
@@ -73,9 +70,8 @@ async def _raises_received(rig: LaneRig) -> None:
     await rig.arrives(others[1], 1)
 
 
-@group.check("raises-sent", "A handler that raises in payload_sent loses its lane")
-async def _raises_sent(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("raises-sent", "A handler that raises in payload_sent loses its lane")
+async def _raises_sent(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.on_sent = raise_planted
     with rig.expecting_errors():
         left.send_many(4, 100_000)
@@ -86,9 +82,8 @@ async def _raises_sent(rig: LaneRig) -> None:
     require(len(right.arrived) <= 4, f"{len(right.arrived)} payloads of 4 arrived")
 
 
-@group.check("close-in-received", "close in payload_received lets the answer through")
-async def _close_in_received(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("close-in-received", "close in payload_received lets the answer through")
+async def _close_in_received(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def answer_and_close(_: object) -> None:
         right.queue(100_000)
@@ -104,9 +99,8 @@ async def _close_in_received(rig: LaneRig) -> None:
     require(right.closed == [None], f"lane_closed was told {right.closed[0]!r}")
 
 
-@group.check("in-closed", "Every call in lane_closed is harmless")
-async def _in_closed(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("in-closed", "Every call in lane_closed is harmless")
+async def _in_closed(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.send(1000)
     left.holding = True
 

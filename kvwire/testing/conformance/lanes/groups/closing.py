@@ -5,24 +5,23 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
+from kvwire.testing.conformance.lanes.side import LaneSide
 from kvwire.testing.conformance.shared import closing as shared
 
 group: LaneGroup = LaneGroup("close")
 group.include(shared.group)
 
 
-@group.check("receiving", "close lets arrivals that were queued come in")
-async def _receiving(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("receiving", "close lets arrivals that were queued come in")
+async def _receiving(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.send_many(12, MIB)
     right.close()
     await rig.arrives(right, 12)
     await rig.end(right)
 
 
-@group.check("both", "Both sides close at once, with payloads under way both ways")
-async def _both(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("both", "Both sides close at once, with payloads under way both ways")
+async def _both(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for _ in range(12):
         left.send(MIB)
         right.send(MIB)
@@ -33,9 +32,8 @@ async def _both(rig: LaneRig) -> None:
     await rig.end(left, right)
 
 
-@group.check("then-abort", "abort after close ends the lane at once")
-async def _then_abort(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("then-abort", "abort after close ends the lane at once")
+async def _then_abort(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
     left.send_many(32, MIB)
     left.close()

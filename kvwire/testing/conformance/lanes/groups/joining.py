@@ -20,9 +20,8 @@ async def _available(rig: LaneRig) -> None:
     require(found.available, f"it says it cannot run here: {found.reason}")
 
 
-@group.check("bootstrap", "A bootstrap is short, and the same whenever it is asked")
-async def _bootstrap(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("bootstrap", "A bootstrap is short, and the same whenever it is asked")
+async def _bootstrap(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for side in (left, right):
         bootstrap = side.lane.bootstrap
         require(isinstance(bootstrap, bytes), f"it is a {type(bootstrap).__name__}")
@@ -38,9 +37,8 @@ async def _description(rig: LaneRig) -> None:
         require(text.isprintable(), f"{side.name}: no line: {text!r}")
 
 
-@group.check("idle", "A lane that came up counts nothing and calls nothing")
-async def _idle(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("idle", "A lane that came up counts nothing and calls nothing")
+async def _idle(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.settle()
     for side in (left, right):
         lane = side.lane

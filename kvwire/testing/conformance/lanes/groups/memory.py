@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.content import CUTS
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
+from kvwire.testing.conformance.lanes.side import LaneSide
 from kvwire.testing.conformance.poison import POISON, poison
 from kvwire.testing.conformance.shared import memory as shared
 
@@ -12,9 +13,8 @@ group: LaneGroup = LaneGroup("memory")
 group.include(shared.group)
 
 
-@group.check("abort-sender-midway", "The same when the receiver is in the middle of it")
-async def _abort_sender_midway(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-sender-midway", "The same when the receiver is in the middle of it")
+async def _abort_sender_midway(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     tokens = [left.send(4 * MIB, CUTS["pages"]) for _ in range(6)]
     await rig.until(lambda: right.lane.received_bytes > 0, "payload arrives")
     left.abort()
@@ -24,11 +24,8 @@ async def _abort_sender_midway(rig: LaneRig) -> None:
     await rig.ends(right)
 
 
-@group.check(
-    "abort-receiver", "After abort and lane_closed the receiver writes nothing"
-)
-async def _abort_receiver(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("abort-receiver", "After abort and lane_closed the receiver writes nothing")
+async def _abort_receiver(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     landed = shared.landing_in(right, None)
     left.queue_many(6, 4 * MIB)
     left.flush()

@@ -6,6 +6,7 @@ from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Memory
 from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
+from kvwire.testing.conformance.lanes.side import LaneSide
 
 group: LaneGroup = LaneGroup("payload")
 
@@ -70,9 +71,8 @@ async def _chunk(rig: LaneRig, cut: Cut | None) -> None:
     await rig.moved(left, right, 1)
 
 
-@group.check("dropped", "A payload without a destination goes nowhere, and is counted")
-async def _dropped(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("dropped", "A payload without a destination goes nowhere, and is counted")
+async def _dropped(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.land = lambda parcel: None if parcel.number % 2 else Memory(parcel.length)
     for size in (1, 100_000, 100_000, MIB, MIB):
         left.send(size, CUTS["pages"])
@@ -80,9 +80,8 @@ async def _dropped(rig: LaneRig) -> None:
     require(sorted(right.arrived) == list(range(5)), f"{right.arrived} arrived")
 
 
-@group.check("many", "As many payloads as a lane may have arrive, each once")
-async def _many(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("many", "As many payloads as a lane may have arrive, each once")
+async def _many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for number in range(LANE_PAYLOADS_MAX):
         left.queue(1 + number * 191, CUTS["pages"] if number % 3 else None)
     left.flush()
@@ -94,18 +93,16 @@ async def _many(rig: LaneRig) -> None:
     )
 
 
-@group.check("large-many", "64 MiB in chunks arrive, all queued at once")
-async def _large_many(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("large-many", "64 MiB in chunks arrive, all queued at once")
+async def _large_many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(64, MIB, CUTS["pages"])
     left.flush()
     right.take()
     await rig.moved(left, right, 64)
 
 
-@group.check("both-ways", "Payloads go both ways at once")
-async def _both_ways(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("both-ways", "Payloads go both ways at once")
+async def _both_ways(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for _ in range(16):
         left.send(MIB, CUTS["pages"])
         right.send(MIB, CUTS["odd-pages"])
@@ -115,9 +112,8 @@ async def _both_ways(rig: LaneRig) -> None:
     await rig.given_back(right)
 
 
-@group.check("early", "An arrival may be queued before the sender flushes")
-async def _early(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("early", "An arrival may be queued before the sender flushes")
+async def _early(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(3, 300_000, CUTS["pages"])
     right.take()
     await rig.settle()
@@ -125,9 +121,8 @@ async def _early(rig: LaneRig) -> None:
     await rig.moved(left, right, 3)
 
 
-@group.check("late", "Arrivals may be queued long after everything was sent")
-async def _late(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("late", "Arrivals may be queued long after everything was sent")
+async def _late(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
     left.send_many(24, MIB, CUTS["pages"])
     await rig.settle()
@@ -136,17 +131,15 @@ async def _late(rig: LaneRig) -> None:
     await rig.moved(left, right, 24)
 
 
-@group.check("in-turn", "One payload after another, each sent when the last arrived")
-async def _in_turn(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("in-turn", "One payload after another, each sent when the last arrived")
+async def _in_turn(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for count in range(1, 41):
         left.send(20_000 + count, CUTS["pages"])
         await rig.moved(left, right, count)
 
 
-@group.check("ping-pong", "A payload is answered from within payload_received")
-async def _ping_pong(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("ping-pong", "A payload is answered from within payload_received")
+async def _ping_pong(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def answer(_: object) -> None:
         # `send` has the side across receive as well, which no callback may do.

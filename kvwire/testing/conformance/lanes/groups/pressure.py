@@ -13,9 +13,8 @@ from kvwire.testing.conformance.lanes.side import LaneSide
 group: LaneGroup = LaneGroup("pressure")
 
 
-@group.check("queued-falls", "queued_bytes falls to 0 when everything has arrived")
-async def _queued_falls(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("queued-falls", "queued_bytes falls to 0 when everything has arrived")
+async def _queued_falls(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for _ in range(16):
         left.send(MIB)
         require(0 <= left.lane.queued_bytes <= 16 * MIB, "queued_bytes is out of range")
@@ -23,9 +22,8 @@ async def _queued_falls(rig: LaneRig) -> None:
     await rig.until(lambda: left.lane.queued_bytes == 0, "queued_bytes falls to 0")
 
 
-@group.check("received-rises", "received_bytes counts every byte, dropped ones too")
-async def _received_rises(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("received-rises", "received_bytes counts every byte, dropped ones too")
+async def _received_rises(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.land = lambda parcel: None
     left.send(100_000)
     await rig.arrives(right, 1)
@@ -37,9 +35,8 @@ async def _received_rises(rig: LaneRig) -> None:
     require(second >= first + MIB, f"{second} after {first} and 1 MiB more")
 
 
-@group.check("writable", "A lane that kept bytes at a flush says when they have gone")
-async def _writable(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("writable", "A lane that kept bytes at a flush says when they have gone")
+async def _writable(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
     left.send_many(48, MIB)
     left.flush()
@@ -54,9 +51,8 @@ async def _writable(rig: LaneRig) -> None:
     require(left.lane.queued_bytes == 0, f"{left.lane.queued_bytes} stay queued")
 
 
-@group.check("refill", "A handler can keep a lane busy from payload_sent")
-async def _refill(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("refill", "A handler can keep a lane busy from payload_sent")
+async def _refill(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def refill(_: object) -> None:
         if len(left.sent) + left.lent < 64:
@@ -69,9 +65,8 @@ async def _refill(rig: LaneRig) -> None:
     await rig.moved(left, right, 64)
 
 
-@group.check("fair-loop", "While a lane moves much, others have their turns")
-async def _fair_loop(rig: LaneRig) -> None:
-    left, right = await rig.pair()
+@group.pair("fair-loop", "While a lane moves much, others have their turns")
+async def _fair_loop(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(16, 4 * MIB)
     left.flush()
     right.take()
