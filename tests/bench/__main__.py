@@ -5,29 +5,25 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
-from cyclopts.validators import Number
 
-from kvwire.cli.bench import command, store_command
-from kvwire.cli.bench.fragments import VERBS, FragmentsChoice, registered
-from kvwire.cli.bench.fragments_command import SIZES_KIB, Kibibytes
-from kvwire.cli.bench.fragments_plot import draw
-from kvwire.cli.bench.output import Output, Rounds, progress_bar, run, show
+from kvwire.cli.bench import fragments as ours
+from kvwire.cli.bench import messages
+from kvwire.cli.bench import store as stores
+from kvwire.cli.bench.report import Loop, Mebibytes, Output, Rounds, progress_bar, show
 from kvwire.cli.main import main
 from kvwire.cli.plot import Plot
-from kvwire.limits import KIB, MIB
+from kvwire.limits import MIB
+from tests.bench import cost as costs
 from tests.bench import iperf3, store
-from tests.bench.cost import cost as cost_of
-from tests.bench.cost import document as cost_document
-from tests.bench.cost import render as render_cost
-from tests.bench.cost import steps
-from tests.bench.fragments import ALL_PEERS, Peers, beside, document, render
+from tests.bench.fragment_claims import Rates, judge, targets
+from tests.bench.fragments import ALL_PEERS, joining
 from tests.bench.peer import PEERS, interpreters
 
-Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 Pythons = Annotated[
     tuple[Path, ...],
     Parameter(consume_multiple=True, negative_iterable=(), env_var="BENCH_PEER_PYTHON"),
@@ -46,8 +42,8 @@ def _with(run: Callable[..., Any], **given: Any) -> Callable[..., Any]:
     return command_with
 
 
-app.command(_with(command.messages, others=iperf3.installed), name="messages")
-app.command(_with(store_command.command, beside=store.beside), name="store")
+app.command(_with(messages.command, others=iperf3.installed), name="messages")
+app.command(_with(stores.command, beside=store.beside), name="store")
 
 
 @app.command
@@ -56,10 +52,10 @@ def fragments(
     transport: str = "all",
     peers: str = "all",
     peer_python: Pythons = (),
-    sizes_kib: Kibibytes = SIZES_KIB,
+    sizes_kib: ours.Kibibytes = ours.SIZES_KIB,
     verb: Literal["push", "pull", "both"] = "both",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
-    loop: Literal["uvloop", "asyncio"] = "uvloop",
+    loop: Loop = "uvloop",
     rounds: Rounds = 5,
     round_mib: Mebibytes = 64,
     json: Output = None,
@@ -82,33 +78,23 @@ def fragments(
         plot: Write a picture to this file.
     """
     names = {"all": ALL_PEERS, "none": ()}.get(peers, tuple(peers.split(",")))
-    choice = FragmentsChoice(
-        transports=registered() if transport == "all" else transport.split(","),
-        layer_bytes=[kib * KIB for kib in sizes_kib],
-        verbs=VERBS if verb == "both" else (verb,),
-        layouts={"per-layer": (False,), "cross-layer": (True,)}.get(
-            layout, (False, True)
-        ),
-        round_bytes=round_mib * MIB,
+    ours.command(
+        transport=transport,
+        sizes_kib=sizes_kib,
+        verb=verb,
+        layout=layout,
         loop=loop,
-    )
-    benchmark = beside(choice, Peers(names, interpreters(peer_python)))
-    settings = {
-        "transport": list(choice.transports),
-        "peers": list(names),
-        "sizes_kib": list(sizes_kib),
-        "loop": loop,
-        "rounds": rounds,
-        "round_mib": round_mib,
-    }
-    run(
-        benchmark,
-        settings,
+        rounds=rounds,
+        round_mib=round_mib,
         json=json,
         plot=plot,
-        render=render,
-        document=document,
-        draw=draw,
+        join=joining(names, interpreters(peer_python)),
+        shown={
+            "below": lambda found: list(targets(judge(Rates(found)))),
+            "more": lambda found: {
+                "targets": [{**asdict(v), "met": v.met} for v in judge(Rates(found))]
+            },
+        },
     )
 
 
@@ -133,10 +119,9 @@ def cost(
     """
     transports = transport.split(",")
     settings = {"transport": transports, "rounds": rounds, "round_mib": round_mib}
-    with progress_bar(steps(transports, rounds)) as progress:
-        found = cost_of(transports, round_mib * MIB, rounds, progress)
-    shown = render_cost(found)
-    show(shown, lambda: cost_document(found, settings), None, json=json, plot=None)
+    with progress_bar(costs.steps(transports, rounds)) as progress:
+        found = costs.cost(transports, round_mib * MIB, rounds, progress)
+    show(costs.render(found), lambda: costs.document(found, settings), json=json)
     return int(any(result.failure for result in found))
 
 

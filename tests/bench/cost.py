@@ -14,17 +14,19 @@ from typing import Any, Final, TypeAlias
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-import kvwire
-from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.document import machine
-from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.fragment_work import FragmentWork, work_of
-from kvwire.cli.bench.fragments import size_name
-from kvwire.cli.bench.pair import PairContender
-from kvwire.cli.bench.table import MET, MISSED, new_table
+from kvwire.cli.bench.fragments import FragmentWork, work_of
+from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.report import head, new_table, size_name, verdict
 from kvwire.limits import GIB, KIB
-from tests.bench.cost_half import CPU, IDLE, OPEN, PEAK, STALLS
-from tests.bench.sides import PROGRAM
+from tests.bench.cost_side import (
+    CPU,
+    IDLE,
+    OPEN,
+    PEAK,
+    STALLS,
+    CostSide,
+    CostWork,
+)
 
 CONNECTIONS: Final = 128
 TRANSFERS: Final = 256
@@ -74,21 +76,6 @@ class Cost:
         return left, right
 
 
-class CostPair(PairContender):
-    """Two processes that measure themselves."""
-
-    def measure(self, work: Work, measure: str, count: int) -> tuple[Any, Any]:
-        """Have both sides measure something together.
-
-        Raises:
-            BenchError: It failed there.
-        """
-        said: dict[str, Any] = {"work": asdict(work), "measure": measure}
-        self._right.ask("serve", **said, count=count)
-        left = self._left.call("drive", **said, count=count)
-        return left, self._right.answer()
-
-
 def steps(transports: Sequence[str], rounds: int) -> int:
     """How often :func:`cost` reports progress, unless somebody fails."""
     return len(transports) * rounds * len(MEASURES)
@@ -121,9 +108,7 @@ def cost(
 
 def render(found: Sequence[Cost]) -> RenderableType:
     """A row for each transport and measure; both sides, and what is aimed at."""
-    table = new_table("cost: medians")
-    for column in ("measure", "left", "right"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table("cost: medians", "measure", "left", "right")
     table.add_column("target", no_wrap=True)
     for result in found:
         for name, values, unit, bound in _rows(result):
@@ -131,7 +116,7 @@ def render(found: Sequence[Cost]) -> RenderableType:
             target = Text()
             if bound is not None:
                 target = Text(f"<= {bound:g} ")
-                target += MET if max(values) <= bound else MISSED
+                target += verdict(max(values) <= bound)
             table.add_row(result.name, name, *shown, target)
     work = found[0].work
     size, fragment = size_name(work.moved_bytes), size_name(work.nbytes)
@@ -146,10 +131,7 @@ def render(found: Sequence[Cost]) -> RenderableType:
 def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON document: bytes and seconds, left and right, by round."""
     return {
-        "benchmark": "cost",
-        "kvwire": kvwire.__version__,
-        "settings": settings,
-        "machine": machine(),
+        **head("cost", settings),
         "transports": {
             result.name: {
                 "work": asdict(result.work),
@@ -163,18 +145,22 @@ def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
-    options = [f"transport={transport}", f"pool_bytes={result.work.pool_bytes}"]
-    pair = CostPair(result.name, "cost", options, program=PROGRAM)
+    contender = Contender.of(
+        result.name,
+        CostSide,
+        transport=transport,
+        pool_bytes=result.work.pool_bytes,
+    )
     try:
-        pair.start()
-        result.facts = pair.facts()
-        for measure, count in MEASURES.items():
-            progress(f"{result.name}: {measure}")
-            result.answers[measure].append(pair.measure(result.work, measure, count))
+        with contender.start() as pair:
+            result.facts = pair.facts
+            for measure, count in MEASURES.items():
+                progress(f"{result.name}: {measure}")
+                said = {**asdict(result.work), "measure": measure, "repeat": count}
+                left, right = pair.move(CostWork(**said))
+                result.answers[measure].append((left, right))
     except BenchError as exc:
         result.failure = str(exc)
-    finally:
-        pair.stop()
 
 
 def _rows(result: Cost) -> Iterator[tuple[str, Both, str, float | None]]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Final, Literal
+from typing import Final
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench.case import Samples
-from kvwire.cli.bench.fragments import size_name
-from kvwire.cli.bench.fragments_report import fragment_work
-from kvwire.cli.bench.table import MET, MISSED, new_table, short
-from kvwire.cli.bench.turns import CaseResult
+from kvwire.cli.bench.fragments import VERBS
+from kvwire.cli.bench.report import new_table, short, size_name, verdict
+from kvwire.cli.bench.turns import CaseResult, Samples
 from kvwire.limits import KIB, MIB
 
 SMALL: Final = 4 * KIB
@@ -89,7 +86,7 @@ class Rates:
     def __init__(self, findings: Sequence[CaseResult]) -> None:
         self._samples: dict[tuple[str, str, int, bool], Samples] = {}
         for finding in findings:
-            work = fragment_work(finding)
+            work = finding.case.work
             for name, samples in finding.samples.items():
                 key = (name, work.verb, work.layer_bytes, work.cross_layer)
                 self._samples[key] = samples
@@ -105,7 +102,7 @@ class Rates:
     ) -> float | None:
         """Bytes a second."""
         found = self.samples(name, verb, layer_bytes, cross_layer=cross_layer)
-        return None if found is None else median(found.values)
+        return None if found is None else found.median
 
     def best(
         self, names: Sequence[str], verb: str, layer_bytes: int
@@ -119,18 +116,18 @@ class Rates:
         return max(known, key=lambda pair: pair[1], default=None)
 
 
-def judge(rates: Rates, verbs: Sequence[str]) -> list[Verdict]:
+def judge(rates: Rates) -> list[Verdict]:
     """Every claim whose contenders took part."""
     found = []
     for claim in CLAIMS:
-        for verb in verbs:
+        for verb in VERBS:
             ours = rates.samples(claim.ours, verb, claim.layer_bytes)
             size = claim.others_bytes or claim.layer_bytes
             best = rates.best(claim.others, verb, size)
             theirs = best and rates.samples(best[0], verb, size)
             if ours is None or best is None or theirs is None:
                 continue
-            ratio = median(ours.values) / best[1]
+            ratio = ours.median / best[1]
             cpu_ratio = theirs.cpu_s_per_gib / ours.cpu_s_per_gib
             found.append(Verdict(claim, verb, best[0], ratio, cpu_ratio))
     return found
@@ -138,29 +135,25 @@ def judge(rates: Rates, verbs: Sequence[str]) -> list[Verdict]:
 
 def targets(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
     """Show what was aimed at, and how it came out."""
+    if not verdicts:
+        return
     yield Text(
         "targets: kvwire's median rate divided by the best of these; their CPU s/GiB "
         "divided by kvwire's",
         style="italic",
     )
-    table = new_table()
-    for name in ("size", "beside", "verb", "ratio", "target", "CPU"):
-        justify: Literal["left", "right"] = "left"
-        if name in ("size", "ratio", "CPU"):
-            justify = "right"
-        table.add_column(name, justify=justify, no_wrap=True)
-    for verdict in verdicts:
-        claim = verdict.claim
-        others = verdict.best
+    table = new_table("", "size", "beside", "verb", "ratio", "target", "CPU")
+    for found in verdicts:
+        claim, others = found.claim, found.best
         if claim.others_bytes:
             others = f"{others}, {size_name(claim.others_bytes)}"
         table.add_row(
             claim.ours,
             size_name(claim.layer_bytes),
             others,
-            verdict.verb,
-            short(verdict.ratio),
-            Text(f">= {claim.target:g} ") + (MET if verdict.met else MISSED),
-            short(verdict.cpu_ratio),
+            found.verb,
+            short(found.ratio),
+            Text(f">= {claim.target:g} ") + verdict(found.met),
+            short(found.cpu_ratio),
         )
     yield table

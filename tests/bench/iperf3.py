@@ -6,19 +6,22 @@ Each round is a new connection, which iperf3 cannot avoid, and moves at least
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
-from kvwire.cli.bench.case import Contender, Missing, Others, Sample, Work
-from kvwire.cli.bench.errors import BenchError
+from kvwire import KVWireError
+from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.side import HOST, Side
+from kvwire.cli.bench.turns import Missing, Others
 from kvwire.limits import GIB, MIB
 
-HOST: Final = "127.0.0.1"
 INSTALL: Final = "apt-get install iperf3, or brew install iperf3"
 ROUND_BYTES_MIN: Final = 1 * GIB
 # The largest block that iperf3 takes.
@@ -31,9 +34,13 @@ _TRIES: Final = 100
 
 def missing() -> Missing | None:
     """What to do if iperf3 is not installed; None if it is."""
-    if _found():
-        return None
-    return Missing("iperf3", INSTALL)
+    return None if shutil.which("iperf3") else Missing("iperf3", INSTALL)
+
+
+def contender() -> Contender:
+    """One stream of bytes."""
+    note = "iperf3 moves a stream of bytes, not fragments."
+    return Contender.of("iperf3", Iperf3Side, alone=True, streams=True, note=note)
 
 
 def installed() -> Others:
@@ -41,86 +48,62 @@ def installed() -> Others:
     absent = missing()
     if absent:
         return Others(missing=[absent])
-    return Others(movers={"messages": [Iperf3()]})
+    return Others(movers={"messages": [contender()]})
 
 
-class Iperf3(Contender):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyWork(Work):
+    """A work of messages or of fragments, whose layout does not matter here."""
+
+    layers: int = 0
+    cross_layer: bool = False
+
+
+class Iperf3Side(Side[AnyWork]):
     """A server that stays, and a client for each round."""
 
-    name = "iperf3"
-    streams = True
-    note = "iperf3 moves a stream of bytes, not fragments."
+    work_type = AnyWork
 
-    def __init__(self) -> None:
-        self._server: subprocess.Popen[str] | None = None
-        self._port = 0
-
-    def start(self) -> None:
-        """See Contender."""
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
         self._port = free_port()
-        self._server = subprocess.Popen(
-            _command("-s", "-B", HOST, "-p", str(self._port), "--forceflush"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self._server.stdout is not None
-        said = ""
-        for line in self._server.stdout:
-            said += line
-            if "listening" in line:
-                return
-        raise BenchError(f"iperf3 -s ended: {said.strip()}")
+        self._server: subprocess.Popen[str] | None = None
 
-    def check(self, work: Work) -> None:
-        """It has its own idea of what it sends; nothing to compare."""
+    async def connect(self, address: Any) -> dict[str, Any]:
+        command = ["iperf3", "-s", "-B", HOST, "-p", str(self._port), "--forceflush"]
+        self._server = await_line(command, "listening")
+        return {"version": _output(["iperf3", "--version"]).partition("\n")[0]}
 
-    def round(self, work: Work) -> Sample:
-        """See Contender."""
-        total = max(work.nbytes * work.count, ROUND_BYTES_MIN)
+    async def drive(self, work: AnyWork) -> dict[str, Any]:
+        total = max(work.moved_bytes, ROUND_BYTES_MIN)
         block = min(work.nbytes, _BLOCK_BYTES_MAX)
-        done = subprocess.run(
-            _command(
-                *("-J", "-c", HOST, "-p", str(self._port)),
-                *("-n", str(total), "-l", str(block)),
-                *(["-R"] if work.verb in {"get", "pull"} else []),
-            ),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        return read_report(done.stdout)
+        command = ["iperf3", "-J", "-c", HOST, "-p", str(self._port)]
+        command += ["-n", str(total), "-l", str(block)]
+        command += ["-R"] * (work.verb in {"get", "pull"})
+        return read_report(_output(command))
 
-    def stop(self) -> None:
-        """See Contender."""
-        if self._server is None:
-            return
-        self._server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(_TIMEOUT_S)
-        assert self._server.stdout is not None
-        self._server.stdout.close()
-        self._server = None
-
-    def facts(self) -> dict[str, Any]:
-        """See Contender."""
-        done = subprocess.run(
-            _command("--version"), capture_output=True, text=True, check=False
-        )
-        return {"version": done.stdout.partition("\n")[0]}
+    async def close(self) -> None:
+        end(self._server)
 
 
-def read_report(text: str) -> Sample:
+def _output(command: Sequence[str]) -> str:
+    """What a program prints; nothing else is to be done meanwhile."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    return done.stdout
+
+
+def read_report(text: str) -> dict[str, Any]:
     """Read what ``iperf3 -J`` prints: the receiver's rate, and both sides' CPU.
 
     Raises:
-        BenchError: It reports an error, or is no such report.
+        KVWireError: It reports an error, or is no such report.
     """
     try:
         report = json.loads(text)
         if "error" in report:
-            raise BenchError(f"iperf3: {report['error']}")
+            raise KVWireError(f"iperf3: {report['error']}")
         received = report["end"]["sum_received"]
         cpu = report["end"]["cpu_utilization_percent"]
         elapsed_s = received["seconds"]
@@ -128,18 +111,40 @@ def read_report(text: str) -> Sample:
         moved_bytes = received["bytes"]
         rate = moved_bytes / elapsed_s
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as exc:
-        raise BenchError(f"iperf3 printed no report: {exc!r} in {text[:75]!r}") from exc
+        raise KVWireError(f"iperf3 printed no report: {exc!r}, {text[:75]!r}") from exc
     if not moved_bytes:
-        raise BenchError("iperf3 reports that nothing was received")
-    return Sample([rate], moved_bytes, percent / 100 * elapsed_s)
+        raise KVWireError("iperf3 reports that nothing was received")
+    cpu_s = percent / 100 * elapsed_s
+    return {"values": [rate], "moved_bytes": moved_bytes, "cpu_s": cpu_s}
 
 
-def _found() -> str | None:
-    return shutil.which("iperf3")
+def await_line(command: Sequence[str], ready: str) -> subprocess.Popen[str]:
+    """Start a server, and wait until it says that it is ready.
+
+    Raises:
+        KVWireError: It has ended.
+    """
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert server.stdout is not None
+    said = ""
+    for line in server.stdout:
+        said = line.strip() or said
+        if ready in line:
+            return server
+    end(server)
+    raise KVWireError(f"{command[0]} ended: {said}")
 
 
-def _command(*arguments: str) -> list[str]:
-    return [_found() or "iperf3", *arguments]
+def end(server: subprocess.Popen[str] | None) -> None:
+    """End a server."""
+    if server is not None:
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(_TIMEOUT_S)
+        assert server.stdout is not None
+        server.stdout.close()
 
 
 def free_port() -> int:
@@ -149,11 +154,11 @@ def free_port() -> int:
     the program that is told to listen there.
 
     Raises:
-        BenchError: All that were tried are taken.
+        KVWireError: All that were tried are taken.
     """
     for _ in range(_TRIES):
         port = _PORTS[secrets.randbelow(len(_PORTS))]
-        with socket.socket() as probe, contextlib.suppress(OSError):
+        with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, port))
             return port
-    raise BenchError(f"no free port was found in {_PORTS.start} to {_PORTS.stop - 1}")
+    raise KVWireError(f"no free port was found in {_PORTS.start} to {_PORTS.stop - 1}")

@@ -1,4 +1,4 @@
-"""Peers that are libraries: which there are, how to get them, and their two processes.
+"""Peers that are libraries: which there are, how to get them, and how they are run.
 
 A peer need not be installed beside kvwire. Each is looked for in the interpreters that
 the user names, then in this one; what is found nowhere is named with how to install it.
@@ -11,15 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-
-from kvwire.cli.bench.case import Missing, Sample, Work
-from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.fragment_work import LEFT, RIGHT, FragmentWork, offsets
-from kvwire.cli.bench.pair import FragmentPair, SideProcess
+from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.turns import Missing
 
 PROGRAMS: Final = Path(__file__).parent / "peers"
 # A cold import of torch is not even tried: the module is only looked for.
@@ -45,6 +40,20 @@ class Peer:
     def interpreter(self, candidates: Sequence[str]) -> str | None:
         """The first interpreter that has it."""
         return next((c for c in candidates if _has(c, self.module)), None)
+
+    def contender(self, setting: str, interpreter: str, pool_bytes: int) -> Contender:
+        """Make the two processes of one setting, stopped while it is not their turn.
+
+        Some peers poll for as long as they live, and would take the CPU from others.
+        """
+        return Contender(
+            name=f"{self.name} {setting}".rstrip(),
+            role=self.name,
+            options={"pool_bytes": str(pool_bytes)},
+            environment=self.settings[setting],
+            program=(interpreter, str(PROGRAMS / "__main__.py")),
+            pauses=True,
+        )
 
     @property
     def missing(self) -> Missing:
@@ -87,106 +96,6 @@ PEERS: Final = {
         ),
     )
 }
-
-
-class PeerContender(FragmentPair):
-    """Two processes of a peer, stopped with SIGSTOP while it is not their turn.
-
-    Some peers poll for as long as they live, and would take the CPU from others.
-
-    Args:
-        peer: Which.
-        setting: A name in its ``settings``.
-        interpreter: The Python that has it.
-        pool_bytes: The largest pool of all works.
-    """
-
-    def __init__(
-        self, peer: Peer, setting: str, interpreter: str, pool_bytes: int
-    ) -> None:
-        super().__init__(
-            f"{peer.name} {setting}".rstrip(),
-            peer.name,
-            [f"pool_bytes={pool_bytes}"],
-            peer.settings[setting],
-        )
-        self._program: Sequence[str] = (interpreter, str(PROGRAMS / "__main__.py"))
-
-    def start(self) -> None:
-        """See Contender."""
-        super().start()
-        self._pause()
-
-    def check(self, work: Work) -> None:
-        """See Contender."""
-        self._resume()
-        self._prepare_once(work)
-        push = work.verb == "push"
-        source, sink = (self._left, self._right) if push else (self._right, self._left)
-        sent = source.call("fill")["digest"]
-        self._move()
-        arrived = sink.call("digest")["digest"]
-        if arrived != sent:
-            raise BenchError(
-                f"{self.name}, {work.verb} of {work.nbytes} bytes: what arrived "
-                f"({arrived}) is not what was sent ({sent})"
-            )
-        self._pause()
-
-    def round(self, work: Work) -> Sample:
-        """See Contender."""
-        self._resume()
-        self._prepare_once(work)
-        before = self._cpu_s()
-        found = self._move()
-        after = self._cpu_s()
-        self._pause()
-        left_s, right_s = (b - a for a, b in zip(before, after, strict=True))
-        cpu_s = (left_s, right_s)
-        return Sample(found["values"], work.moved_bytes, sum(cpu_s), cpu_s)
-
-    def stop(self) -> None:
-        """See Contender."""
-        self._resume()
-        super().stop()
-
-    def _move(self) -> dict[str, Any]:
-        self._right.ask("serve")
-        found = self._left.call("drive")
-        self._right.answer()
-        return found
-
-    def prepare(self, work: Work) -> None:
-        """See PairContender; both sides get the same files of offsets."""
-        assert isinstance(work, FragmentWork)
-        with TemporaryDirectory(prefix="kvwire-bench-") as folder:
-            said: dict[str, Any] = {
-                "verb": work.verb,
-                "nbytes": work.nbytes,
-                "count": work.count,
-            }
-            for name, side in (("left", LEFT), ("right", RIGHT)):
-                said[name] = str(Path(folder) / f"{name}.npy")
-                np.save(said[name], offsets(work, side))
-            given = self._right.call("prepare", work=said)
-            self._left.call("use", work=said, given=given)
-
-    def _new_side(self) -> SideProcess:
-        return SideProcess(
-            self._role,
-            self._options,
-            program=self._program,
-            environment=self._environment,
-            quiet=True,
-        )
-
-    def _pause(self) -> None:
-        for side in self._sides:
-            side.pause()
-
-    def _resume(self) -> None:
-        for side in self._sides:
-            side.resume()
 
 
 def interpreters(named: Sequence[Path]) -> list[str]:

@@ -6,18 +6,14 @@ cost this process, and by function if it runs with ``profiled=cpu`` or ``wall``.
 
 from __future__ import annotations
 
-import asyncio
 import cProfile
 import resource
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.sides.__main__ import obey
-from kvwire.cli.bench.sides.fragments_half import FragmentsHalf
+from kvwire.cli.bench.fragments import FragmentsSide, FragmentWork
 from tests.bench import foreign
 
 _ROOT: Final = Path(__file__).parents[2]
@@ -34,29 +30,25 @@ CLOCKS: Final[dict[str, Callable[[], float] | None]] = {
 }
 
 
-class ProfiledHalf(FragmentsHalf):
-    """See FragmentsHalf.
+class ProfiledSide(FragmentsSide):
+    """A side whose option ``profiled`` says what functions are told apart by."""
 
-    Args:
-        transport: Its name.
-        pool_bytes: The largest pool.
-        clock: What functions are told apart by, which takes time of its own; or None.
-    """
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._clock = CLOCKS[options["profiled"]]
+        if self._clock is not None:
+            foreign.name_calls()
 
-    def __init__(
-        self, transport: str, pool_bytes: int, clock: Callable[[], float] | None
-    ) -> None:
-        super().__init__(transport, pool_bytes)
-        self._clock = clock
-
-    async def drive(self, work: Work) -> dict[str, Any]:
+    async def drive(self, work: FragmentWork) -> dict[str, Any]:
         return await self._measured(super().drive, work)
 
-    async def serve(self, work: Work) -> dict[str, Any]:
+    async def serve(self, work: FragmentWork) -> dict[str, Any]:
         return await self._measured(super().serve, work)
 
     async def _measured(
-        self, do: Callable[[Work], Awaitable[dict[str, Any]]], work: Work
+        self,
+        do: Callable[[FragmentWork], Awaitable[dict[str, Any]]],
+        work: FragmentWork,
     ) -> dict[str, Any]:
         profiler = cProfile.Profile(self._clock or time.perf_counter)
         before = spent()
@@ -104,22 +96,3 @@ def _named(code: Any) -> tuple[str, str]:
     if path.is_relative_to(_ROOT) and not path.is_relative_to(_ROOT / ".venv"):
         return f"{path.relative_to(_ROOT)} {code.co_qualname}", OURS
     return f"{path.name} {code.co_qualname}", PYTHON
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Play it: ``python -m tests.bench.profile_side ROLE [KEY=VALUE ...]``."""
-    options = dict(pair.split("=", 1) for pair in arguments[1:])
-    clock = CLOCKS[options["profiled"]]
-    if clock is not None:
-        foreign.name_calls()
-    half = ProfiledHalf(options["transport"], int(options["pool_bytes"]), clock)
-    if options["loop"] == "uvloop":
-        import uvloop
-
-        uvloop.run(obey(half))
-    else:
-        asyncio.run(obey(half))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

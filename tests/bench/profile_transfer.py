@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -26,38 +26,17 @@ from typing import Any, Final
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench.document import machine
-from kvwire.cli.bench.fragment_work import FragmentWork, work_of
-from kvwire.cli.bench.fragments import UCX_SHM, UCX_TCP
-from kvwire.cli.bench.pair import PairContender, SideProcess
-from kvwire.cli.bench.table import new_table
+from kvwire.cli.bench.fragments import UCX, FragmentWork, work_of
+from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.report import head, new_table
 from kvwire.limits import KIB, MIB
-from tests.bench.profile_side import BUILT_IN, FOREIGN
+from tests.bench.profile_side import BUILT_IN, FOREIGN, ProfiledSide
 
 SIDES: Final = ("left", "right")
-WIRES: Final = {"tcp": UCX_TCP, "shm": UCX_SHM}
-_SIDE: Final = (sys.executable, "-m", "tests.bench.profile_side")
 _NAME_CHARS: Final = 52
 
 # What one side answers of one round.
 Answer = dict[str, Any]
-
-
-class ProfiledPair(PairContender):
-    """Two processes of :mod:`tests.bench.profile_side`."""
-
-    def _new_side(self) -> SideProcess:
-        options = self._options
-        return SideProcess(
-            self._role, options, program=_SIDE, environment=self._environment
-        )
-
-    def answers(self, work: FragmentWork) -> tuple[Answer, Answer]:
-        """One round: what the left and the right side say of it."""
-        said = asdict(work)
-        self._right.ask("serve", work=said)
-        left = self._left.call("drive", work=said)
-        return left, self._right.answer()
 
 
 def profile(
@@ -76,27 +55,28 @@ def profile(
         under the profiler, and their ``functions``, a round. ``rate`` and
         ``rate_profiled`` are bytes a second.
     """
-    environment = WIRES[wire] if transport == "ucx" else {}
-    pairs = []
-    for profiled in ("no", clock):
-        options = [
-            *(f"transport={transport}", f"pool_bytes={work.pool_bytes}"),
-            *(f"loop={loop}", f"profiled={profiled}"),
-        ]
-        pairs.append(ProfiledPair(transport, "profiled", options, environment))
     taken: list[list[tuple[Answer, Answer]]] = [[], []]
-    try:
+    with ExitStack() as running:
+        pairs = []
+        for profiled in ("no", clock):
+            contender = Contender.of(
+                transport,
+                ProfiledSide,
+                environment=UCX[wire] if transport == "ucx" else {},
+                transport=transport,
+                pool_bytes=work.pool_bytes,
+                loop=loop,
+                profiled=profiled,
+            )
+            pairs.append(running.enter_context(contender.start()))
         for pair in pairs:
-            pair.start()
             pair.check(work)
-            pair.answers(work)  # warm
+            pair.move(work)  # warm
         for _ in range(rounds):
             for pair, answers in zip(pairs, taken, strict=True):
-                answers.append(pair.answers(work))
-        facts = pairs[0].facts()
-    finally:
-        for pair in pairs:
-            pair.stop()
+                left, right = pair.move(work)
+                answers.append((left, right))
+        facts = pairs[0].facts
     plain, under = taken
     found = {
         side: {
@@ -137,12 +117,8 @@ def _by_function(rounds: list[Answer]) -> list[dict[str, Any]]:
 def render(found: dict[str, Any], work: FragmentWork, top: int) -> RenderableType:
     """Tables: what a round took, by kind and by function."""
     parts: list[RenderableType] = [Text(str(found["transport"])), Text()]
-    table = new_table(
-        f"a round: {found['rate'] / 1e9:.2f} GB/s, with the profiler "
-        f"{found['rate_profiled'] / 1e9:.2f}"
-    )
-    for side in SIDES:
-        table.add_column(side, justify="right")
+    title = f"a round: {found['rate'] / 1e9:.2f} GB/s, with the profiler "
+    table = new_table(f"{title}{found['rate_profiled'] / 1e9:.2f}", *SIDES)
     spent = [found[side]["spent"] for side in SIDES]
     for name in ("wall_s", "user_s", "kernel_s"):
         cells = (f"{1e3 * one[name]:.2f} ms" for one in spent)
@@ -165,9 +141,8 @@ def asleep_s(spent: dict[str, float]) -> float:
 def _functions(
     side: str, found: dict[str, Any], work: FragmentWork, clock: str, top: int
 ) -> RenderableType:
-    table = new_table(f"{side}, by function: own {clock} time under the profiler")
-    for name in ("ms", "%", "calls", "KiB/call"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"{side}, by function: own {clock} time under the profiler"
+    table = new_table(title, "ms", "%", "calls", "KiB/call")
     spent = found["profiled"]
     all_s = spent["wall_s"] if clock == "wall" else spent["user_s"] + spent["kernel_s"]
     kinds: dict[str, float] = {}
@@ -196,7 +171,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--transport", default="ucx", help="of kvwire")
-    parser.add_argument("--wire", choices=WIRES, default="tcp", help="for ucx")
+    parser.add_argument("--wire", choices=UCX, default="tcp", help="for ucx")
     parser.add_argument("--kib", type=int, default=1024, help="of one layer of a block")
     parser.add_argument("--verb", choices=("push", "pull"), default="push")
     parser.add_argument("--cross-layer", action="store_true")
@@ -229,7 +204,9 @@ def main(given: Sequence[str] | None = None) -> None:
     if chosen.json != "-":
         Console(width=100).print(render(found, work, chosen.top))
     if chosen.json:
-        text = json.dumps({"machine": machine(), "work": asdict(work), **found})
+        text = json.dumps(
+            {**head("profile", vars(chosen)), "work": asdict(work), **found}
+        )
         if chosen.json == "-":
             print(text)
         else:

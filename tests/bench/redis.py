@@ -1,27 +1,35 @@
-"""redis-server: what a cache of KV blocks is often kept in, beside a store server.
+"""Blocks in redis-server, which a cache of KV blocks is often kept in.
 
-It keeps everything in memory and writes nothing to a disk. What drives it is
-:mod:`tests.bench.redis_solo`.
+A value for each, over one connection, by requests in a row; the server keeps everything
+in memory and writes nothing to a disk. This speaks to the server itself: a client
+library makes objects of what it reads, and copies them into the caller's memory; here a
+value is received where it is wanted, which is as fast as any client can be.
 """
 
 from __future__ import annotations
 
-import contextlib
 import shutil
+import socket
 import subprocess
-from collections.abc import Sequence
-from typing import Final
+import time
+from typing import Any, Final
 
-from kvwire.cli.bench.case import Missing
-from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.solo import SoloContender
-from tests.bench.iperf3 import HOST, free_port
-from tests.bench.sides import PROGRAM as PROGRAM_OF_SIDES
+from kvwire.cli.bench.side import HOST
+from kvwire.cli.bench.store import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
+from kvwire.cli.bench.turns import Missing
+from kvwire.store.namespace import DIGEST_BYTES
+from tests.bench.iperf3 import await_line, end, free_port
+from tests.bench.store_peers import FlatSet, PeerSide
 
 PROGRAM: Final = "redis-server"
 INSTALL: Final = "apt-get install redis-server, or brew install redis"
 _READY: Final = "Ready to accept connections"
-_TIMEOUT_S: Final = 10.0
+_TIMEOUT_S: Final = 60.0
+_END: Final = b"\r\n"
+_STORED: Final = b"+OK\r\n"
+# As long as a key of a store.
+_KEY_BYTES: Final = DIGEST_BYTES + HASH_BYTES
+_CPU: Final = ("used_cpu_sys", "used_cpu_user")
 
 
 def missing() -> Missing | None:
@@ -29,45 +37,112 @@ def missing() -> Missing | None:
     return None if shutil.which(PROGRAM) else Missing(PROGRAM, INSTALL)
 
 
-class RedisContender(SoloContender):
-    """A server, and one process that puts blocks there and gets them back."""
+class RedisSide(PeerSide):
+    """A server, and one connection to it."""
 
     _server: subprocess.Popen[str] | None = None
+    _socket: socket.socket
 
-    def __init__(self) -> None:
-        super().__init__("redis", "store-redis", program=PROGRAM_OF_SIDES)
-
-    def start(self) -> None:
-        """See Contender."""
+    async def connect(self, address: Any) -> dict[str, Any]:
         port = free_port()
-        self.options = [f"port={port}"]
-        self._server = subprocess.Popen(
-            _command(port), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command = [PROGRAM, "--bind", HOST, "--port", str(port)]
+        self._server = await_line(
+            [*command, "--save", "", "--appendonly", "no"], _READY
         )
-        assert self._server.stdout is not None
-        said = ""
-        for line in self._server.stdout:
-            said = line.strip() or said
-            if _READY in line:
-                super().start()
-                return
-        raise BenchError(f"{PROGRAM} ended: {said}")
+        self._socket = socket.create_connection((HOST, port), _TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return {"redis": self._info("server")["redis_version"]}
 
-    def stop(self) -> None:
-        """See Contender."""
-        super().stop()
-        if self._server is None:
-            return
-        self._server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(_TIMEOUT_S)
-        assert self._server.stdout is not None
-        self._server.stdout.close()
-        self._server = None
+    async def cpu(self) -> float:
+        """Of the server too, by its own word."""
+        info = self._info("cpu")
+        return await super().cpu() + sum(float(info[name]) for name in _CPU)
+
+    async def drive(self, work: StoreWork) -> dict[str, Any]:
+        if work.verb != MATCH:
+            return await super().drive(work)
+        clock, values = time.perf_counter, []
+        number = self.flat(work).next()
+        keys = [_key(work, number, begin) for begin in _begins(work)]
+        for _ in range(LOOKUPS):
+            began = clock()
+            self._socket.sendall(_request(b"EXISTS", *keys))
+            self._expect(b":%d\r\n" % work.count)
+            values.append(clock() - began)
+        return {"values": values}
+
+    async def put(self, work: StoreWork, flat: FlatSet) -> None:
+        number = flat.number
+        flat.number = (number + 1) % SETS
+        for begin in _begins(work):
+            key = _key(work, number, begin)
+            head = _request(b"SET", key, None) + b"$%d\r\n" % work.nbytes
+            self._socket.sendall(head)
+            self._socket.sendall(flat.have[begin : begin + work.nbytes].data)
+            self._socket.sendall(_END)
+        for _ in range(work.set_blocks):
+            self._expect(_STORED)
+        flat.sets = [*flat.sets, number][-2:]
+
+    async def get(self, work: StoreWork, flat: FlatSet) -> None:
+        number = flat.next()
+        begins = _begins(work)
+        asked = [_request(b"GET", _key(work, number, begin)) for begin in begins]
+        self._socket.sendall(b"".join(asked))
+        for begin in begins:
+            self._value(flat.want[begin : begin + work.nbytes].data)
+
+    async def get_one(self, work: StoreWork, flat: FlatSet, begin: int) -> None:
+        self._socket.sendall(_request(b"GET", _key(work, 0, begin)))
+        self._value(flat.want[begin : begin + work.nbytes].data)
+
+    async def close(self) -> None:
+        if hasattr(self, "_socket"):
+            self._socket.close()
+        end(self._server)
+
+    def _info(self, section: str) -> dict[str, str]:
+        self._socket.sendall(_request(b"INFO", section.encode()))
+        head = bytearray()
+        while not head.endswith(_END):
+            head += self._read(1)
+        text = self._read(int(head[1:]) + len(_END)).decode()
+        lines = (line.partition(":") for line in text.splitlines())
+        return {name: value for name, _, value in lines}
+
+    def _value(self, into: memoryview) -> None:
+        self._expect(b"$%d\r\n" % into.nbytes)
+        self._fill(into)
+        self._expect(_END)
+
+    def _expect(self, wanted: bytes) -> None:
+        found = self._read(len(wanted))
+        if found != wanted:
+            raise RuntimeError(f"redis answers {found!r} instead of {wanted!r}")
+
+    def _read(self, count: int) -> bytes:
+        found = bytearray(count)
+        self._fill(memoryview(found))
+        return bytes(found)
+
+    def _fill(self, part: memoryview) -> None:
+        have = 0
+        while have < len(part):
+            count = self._socket.recv_into(part[have:])
+            if not count:
+                raise ConnectionError("redis has ended the connection")
+            have += count
 
 
-def _command(port: int) -> Sequence[str]:
-    return [
-        *(shutil.which(PROGRAM) or PROGRAM, "--bind", HOST, "--port", str(port)),
-        *("--save", "", "--appendonly", "no"),
-    ]
+def _begins(work: StoreWork) -> range:
+    return range(0, work.set_bytes, work.nbytes)
+
+
+def _key(work: StoreWork, number: int, begin: int) -> bytes:
+    return (b"%d/%d/%d" % (work.nbytes, number, begin)).rjust(_KEY_BYTES, b"0")
+
+
+def _request(*words: bytes | None) -> bytes:
+    """A request; a word that is None follows by itself."""
+    texts = (b"$%d\r\n%s\r\n" % (len(word), word) for word in words if word is not None)
+    return b"*%d\r\n" % len(words) + b"".join(texts)

@@ -7,13 +7,12 @@ for the transfer, checksums; so the ratio is what that costs.
 
 from __future__ import annotations
 
-from kvwire.cli.bench.case import Contender, Others
-from kvwire.cli.bench.pair import FragmentPair
-from kvwire.cli.bench.solo import SoloContender
-from kvwire.cli.bench.store import StoreChoice
-from kvwire.cli.bench.store_work import DISK, MEMORY, OBJECT, SERVER
+from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.store import DISK, MEMORY, OBJECT, SERVER, Choice
+from kvwire.cli.bench.turns import Others
 from tests.bench import redis
-from tests.bench.sides import PROGRAM
+from tests.bench.store_pairs import BlockSocketsSide, TransferSide
+from tests.bench.store_peers import CopySide, DictSide, FileSide, ObjectSide
 
 NOTES = (
     "Of the others only a transfer has checksums, and blocks that lie scattered.",
@@ -22,38 +21,30 @@ NOTES = (
 )
 
 
-def beside(choice: StoreChoice) -> Others:
+def beside(choice: Choice) -> Others:
     """Return everybody who is installed here."""
-    place = choice.directory
-    memcpy = _solo("memcpy")
-    file = _solo("file", f"place={place}")
-    sockets = FragmentPair("sockets", "store-sockets", program=PROGRAM)
+    of, place = Contender.of, choice.directory
+    memcpy = of("memcpy", CopySide, alone=True)
+    objects = of("obstore", ObjectSide, alone=True, place=place / "objects" / "bare")
     absent = redis.missing()
-    servers: list[Contender] = [sockets]
-    if absent is None:
-        servers.append(redis.RedisContender())
+    servers = [of("sockets", BlockSocketsSide)]
+    servers += [of("redis", redis.RedisSide, alone=True)] * (absent is None)
     movers: dict[str, list[Contender]] = {
         MEMORY: [memcpy],
-        DISK: [memcpy, file],
-        OBJECT: [_solo("obstore", f"place={place / 'objects' / 'bare'}")],
+        DISK: [memcpy, of("file", FileSide, alone=True, place=place)],
+        OBJECT: [objects],
     }
-    matchers: dict[str, list[Contender]] = {MEMORY: [_solo("dict")]}
+    matchers = {MEMORY: [of("dict", DictSide, alone=True)]}
+    pool_bytes = max(work.transfer.pool_bytes for work in choice.works)
     for transport in choice.transports:
-        name = f"{SERVER} over {transport}"
-        movers[name] = [_transfer(choice, transport), *servers]
-        matchers[name] = servers
+        transfer = of(
+            f"transfer {transport}",
+            TransferSide,
+            transport=transport,
+            pool_bytes=pool_bytes,
+            loop=choice.loop,
+        )
+        movers[f"{SERVER} over {transport}"] = [transfer, *servers]
+        matchers[f"{SERVER} over {transport}"] = servers
     missing = [absent] if absent and SERVER in choice.tiers else []
     return Others(movers=movers, matchers=matchers, missing=missing, notes=NOTES)
-
-
-def _solo(name: str, *options: str) -> SoloContender:
-    return SoloContender(name, f"store-{name}", options, PROGRAM)
-
-
-def _transfer(choice: StoreChoice, transport: str) -> Contender:
-    pool_bytes = max(work.transfer.pool_bytes for work in choice.works)
-    options = [f"transport={transport}", f"pool_bytes={pool_bytes}"]
-    options.append(f"loop={choice.loop}")
-    return FragmentPair(
-        f"transfer {transport}", "store-transfer", options, program=PROGRAM
-    )

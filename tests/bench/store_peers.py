@@ -6,20 +6,16 @@ import asyncio
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.sides.half import digest
-from kvwire.cli.bench.sides.page_cache import drop
-from kvwire.cli.bench.sides.solo import Solo
-from kvwire.cli.bench.store_work import (
+from kvwire.cli.bench.side import Bytes, Side, require_same
+from kvwire.cli.bench.store import (
     COLD_GET,
     FIRST_PUT,
     FLUSHED_PUT,
@@ -29,14 +25,12 @@ from kvwire.cli.bench.store_work import (
     ONE,
     PUTS,
     SETS,
-    LastTwo,
     StoreWork,
 )
+from kvwire.cli.bench.store_side import drop
 from kvwire.limits import STORE_BATCH_BYTES, STORE_OBJECT_REQUESTS, STORE_TIMEOUT_S
 from kvwire.store.address import TierAddress
 from kvwire.store.tiers.object_bucket import bucket_of
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class FlatSet:
@@ -46,8 +40,14 @@ class FlatSet:
         rng = np.random.default_rng()
         self.have = rng.integers(0, 256, work.set_bytes, np.uint8)
         self.want = np.ones(work.set_bytes, np.uint8)
-        self.sets: LastTwo[int] = LastTwo()
+        # The last two; the one that was used longer ago is first.
+        self.sets: list[int] = []
         self.number = 0
+
+    def next(self) -> int:
+        """The one that was used longer ago, which is now the one that was used last."""
+        self.sets.reverse()
+        return self.sets[-1]
 
     def blocks(self, work: StoreWork) -> list[int]:
         """Where the blocks of a work begin, in the order in which they are moved."""
@@ -56,34 +56,25 @@ class FlatSet:
         return begins
 
 
-class PeerSolo(Solo):
+class PeerSide(Side[StoreWork]):
     """Moves sets of blocks that lie side by side, at each size of blocks."""
 
-    work_type: ClassVar[type[Work]] = StoreWork
+    work_type = StoreWork
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
         self._sets: dict[int, FlatSet] = {}
 
-    async def prepare(self, work: Work) -> dict[str, Any]:
-        """See Solo."""
-        assert isinstance(work, StoreWork)
+    async def use(self, work: StoreWork, given: None) -> None:
         self.flat(work).want[:] = 0
         await self.ready(work)
-        return {}
 
-    async def check(self, work: Work) -> dict[str, Any]:
-        """See Solo."""
-        assert isinstance(work, StoreWork)
-        await self.prepare(work)
-        flat = self.flat(work)
-        for _ in range(2):
-            await self.put(work, flat)
-        await self.get(work, flat)
-        return {"sent": digest(flat.have.data), "arrived": digest(flat.want.data)}
+    async def fill(self, work: StoreWork) -> None:
+        # Twice, so that both sets that are got from now on have these bytes.
+        for _ in range(2 * (work.verb != FIRST_PUT)):
+            await self.put(work, self.flat(work))
 
-    async def drive(self, work: Work) -> dict[str, Any]:
-        """See Solo."""
-        assert isinstance(work, StoreWork)
+    async def drive(self, work: StoreWork) -> dict[str, Any]:
         flat = self.flat(work)
         if work.verb == ONE:
             return {"values": await self.one_by_one(work, flat)}
@@ -91,18 +82,12 @@ class PeerSolo(Solo):
         await (self.put if work.verb in PUTS else self.get)(work, flat)
         return {"values": [work.moved_bytes / (time.perf_counter() - began)]}
 
-    async def verify(self, work: Work) -> dict[str, Any]:
-        """See Solo."""
-        assert isinstance(work, StoreWork)
+    async def verify(self, work: StoreWork) -> None:
         flat = self.flat(work)
         for begin in [] if work.verb in (*PUTS, MATCH) else flat.blocks(work):
             part = slice(begin, begin + work.nbytes)
             if not np.array_equal(flat.have[part], flat.want[part]):
                 raise RuntimeError("what was got are not the bytes that were put")
-        return {}
-
-    async def close(self) -> None:
-        """See Solo."""
 
     async def ready(self, work: StoreWork) -> None:
         """Get ready for a round."""
@@ -135,59 +120,44 @@ class PeerSolo(Solo):
         return self._sets[work.nbytes]
 
 
-class CopySolo(PeerSolo):
+class CopySide(PeerSide):
     """Copies by NumPy: what memory does at best."""
 
     # Memory that nobody has written to.
     _new: Bytes = np.empty(0, np.uint8)
 
-    async def start(self) -> dict[str, Any]:
-        """See Solo."""
+    async def connect(self, address: Any) -> dict[str, Any]:
         return {"numpy": np.__version__}
 
     async def ready(self, work: StoreWork) -> None:
-        """See PeerSolo."""
         if work.verb == FIRST_PUT:
             self._new = np.empty(work.set_bytes, np.uint8)
 
     async def put(self, work: StoreWork, flat: FlatSet) -> None:
-        """See PeerSolo."""
         np.copyto(self._new if work.verb == FIRST_PUT else flat.want, flat.have)
 
     async def get(self, work: StoreWork, flat: FlatSet) -> None:
-        """See PeerSolo."""
         np.copyto(flat.want, flat.have)
 
     async def get_one(self, work: StoreWork, flat: FlatSet, begin: int) -> None:
-        """See PeerSolo."""
         part = slice(begin, begin + work.nbytes)
         np.copyto(flat.want[part], flat.have[part])
 
 
-class FileSolo(PeerSolo):
-    """``os.pwrite`` and ``os.preadv`` in as large pieces as a store uses.
+class FileSide(PeerSide):
+    """``os.pwrite`` and ``os.preadv`` in as large pieces as a store uses."""
 
-    Args:
-        place: A directory.
-    """
-
-    def __init__(self, place: str) -> None:
-        super().__init__()
-        self._place = Path(place)
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._place = Path(options["place"])
         self._files: dict[int, int] = {}
 
-    async def start(self) -> dict[str, Any]:
-        """See Solo."""
-        return {}
-
     async def ready(self, work: StoreWork) -> None:
-        """See PeerSolo."""
         os.fsync(self._file(work))
         if work.verb == COLD_GET:
             drop(self._path(work))
 
     async def put(self, work: StoreWork, flat: FlatSet) -> None:
-        """See PeerSolo."""
         file, number = self._file(work), flat.number
         flat.number = (number + 1) % SETS
         for first in range(0, work.set_bytes, STORE_BATCH_BYTES):
@@ -196,23 +166,20 @@ class FileSolo(PeerSolo):
             _require(moved, piece.size)
         if work.verb == FLUSHED_PUT:
             os.fsync(file)
-        flat.sets.add(number)
+        flat.sets = [*flat.sets, number][-2:]
 
     async def get(self, work: StoreWork, flat: FlatSet) -> None:
-        """See PeerSolo."""
-        begin = flat.sets.next() * work.set_bytes
+        begin = flat.next() * work.set_bytes
         for first in range(0, work.set_bytes, STORE_BATCH_BYTES):
             piece = flat.want[first : first + STORE_BATCH_BYTES]
             moved = os.preadv(self._file(work), [piece.data], begin + first)
             _require(moved, piece.size)
 
     async def get_one(self, work: StoreWork, flat: FlatSet, begin: int) -> None:
-        """See PeerSolo."""
         piece = flat.want[begin : begin + work.nbytes]
         _require(os.preadv(self._file(work), [piece.data], begin), piece.size)
 
     async def close(self) -> None:
-        """See Solo."""
         for file in self._files.values():
             os.close(file)
 
@@ -229,25 +196,19 @@ class FileSolo(PeerSolo):
         return self._files[work.nbytes]
 
 
-class ObjectSolo(PeerSolo):
-    """obstore alone: an object for each block, as many requests at once as a tier has.
+class ObjectSide(PeerSide):
+    """obstore alone: an object for each block, as many at once as a tier has."""
 
-    Args:
-        place: A directory.
-    """
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._place = options["place"]
 
-    def __init__(self, place: str) -> None:
-        super().__init__()
-        self._place = place
-
-    async def start(self) -> dict[str, Any]:
-        """See Solo."""
+    async def connect(self, address: Any) -> dict[str, Any]:
         address = TierAddress.parse(f"object:file://{self._place}")
         self._store = bucket_of(address, STORE_TIMEOUT_S)
         return {"obstore": version("obstore")}
 
     async def put(self, work: StoreWork, flat: FlatSet) -> None:
-        """See PeerSolo."""
         number = flat.number
         flat.number += 1
 
@@ -256,15 +217,13 @@ class ObjectSolo(PeerSolo):
             await self._store.put_async(_object(work, number, begin), data)
 
         await self._all(work, put_block)
-        flat.sets.add(number)
+        flat.sets = [*flat.sets, number][-2:]
 
     async def get(self, work: StoreWork, flat: FlatSet) -> None:
-        """See PeerSolo."""
-        number = flat.sets.next()
+        number = flat.next()
         await self._all(work, lambda begin: self._get(work, flat, number, begin))
 
     async def get_one(self, work: StoreWork, flat: FlatSet, begin: int) -> None:
-        """See PeerSolo."""
         await self._get(work, flat, flat.number - 1, begin)
 
     async def _get(
@@ -286,34 +245,27 @@ class ObjectSolo(PeerSolo):
         await asyncio.gather(*(lane() for _ in range(STORE_OBJECT_REQUESTS)))
 
 
-class DictSolo(Solo):
+class DictSide(Side[StoreWork]):
     """A dict with as many hashes, and nothing else."""
 
-    work_type: ClassVar[type[Work]] = StoreWork
+    work_type = StoreWork
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
         self._hashes: list[bytes] = []
 
-    async def start(self) -> dict[str, Any]:
-        """See Solo."""
-        return {}
+    async def use(self, work: StoreWork, given: None) -> None:
+        if not self._hashes:
+            self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
+        require_same(self._found(self._table()), work.count)
 
-    async def check(self, work: Work) -> dict[str, Any]:
-        """See Solo."""
-        self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
-        return {"sent": work.count, "arrived": self._found(self._table())}
-
-    async def drive(self, work: Work) -> dict[str, Any]:
-        """See Solo."""
+    async def drive(self, work: StoreWork) -> dict[str, Any]:
         table, clock, values = self._table(), time.perf_counter, []
         for _ in range(LOOKUPS):
             began = clock()
             self._found(table)
             values.append(clock() - began)
         return {"values": values}
-
-    async def close(self) -> None:
-        """See Solo."""
 
     def _table(self) -> dict[bytes, int]:
         return dict(zip(self._hashes, range(len(self._hashes)), strict=True))

@@ -8,25 +8,34 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.fragments import FragmentsChoice
-from kvwire.cli.bench.pair import SideProcess
+from kvwire.cli.bench.fragments import (
+    LEFT,
+    RIGHT,
+    Choice,
+    FragmentWork,
+    Pool,
+    fragments,
+)
+from kvwire.cli.bench.pair import BenchError, Contender, SideProcess
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from tests.bench import iperf3
 from tests.bench.__main__ import app
-from tests.bench.fragments import ALL_PEERS, Peers, beside
-from tests.bench.peer import PEERS, PeerContender, interpreters
+from tests.bench.fragments import ALL_PEERS, joining
+from tests.bench.peer import PEERS, interpreters
+from tests.bench.peers.serving import offsets
 from tests.cli.bench.test_fragments import WORKS, does_every_work
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
 
-CHOICE = FragmentsChoice(
+CHOICE = Choice(
     transports=["tcp"], layer_bytes=[4 * KIB], round_bytes=1 * MIB, loop="asyncio"
 )
 
@@ -58,7 +67,7 @@ def test_peers_move_the_same_fragments(name: str) -> None:
         pytest.skip(f"{name} is not installed: {peer.install}")
     pool_bytes = max(work.pool_bytes for work in WORKS)
     for setting in peer.settings:
-        contender = PeerContender(peer, setting, interpreter, pool_bytes)
+        contender = peer.contender(setting, interpreter, pool_bytes)
         assert len(does_every_work(contender)) == len(WORKS)
 
 
@@ -78,7 +87,7 @@ class TransferEngine:
 
 
 @pytest.fixture
-def forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PeerContender:
+def forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Contender:
     """A peer whose program is the real one, of a library that moves nothing."""
     package = tmp_path / "mooncake"
     package.mkdir()
@@ -91,36 +100,45 @@ def forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PeerContender:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FORGED_STATUS", "0")
     pool_bytes = max(work.pool_bytes for work in WORKS)
-    return PeerContender(PEERS["mooncake"], "", sys.executable, pool_bytes)
+    return PEERS["mooncake"].contender("", sys.executable, pool_bytes)
 
 
-def test_bytes_of_a_peer_that_do_not_arrive_are_found(forged: PeerContender) -> None:
-    forged.start()
-    assert forged.facts() == {"mooncake": "1"}
-    with pytest.raises(BenchError, match=r"what arrived .* is not what was sent"):
-        forged.check(WORKS[0])
-    forged.stop()
+def test_bytes_of_a_peer_that_do_not_arrive_are_found(forged: Contender) -> None:
+    with forged.start() as pair:
+        assert pair.facts == {"mooncake": "1"}
+        with pytest.raises(BenchError, match="what arrived is not what was sent"):
+            pair.check(WORKS[0])
 
 
 def test_a_peer_that_refuses_is_a_failure_with_its_reason(
-    forged: PeerContender, monkeypatch: pytest.MonkeyPatch
+    forged: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORGED_STATUS", "-1")
-    forged.start()
-    with pytest.raises(BenchError, match="a batch of 256 fragments returned -1"):
-        forged.check(WORKS[0])
-    forged.stop()
+    with (
+        forged.start() as pair,
+        pytest.raises(BenchError, match="a batch of 256 fragments returned -1"),
+    ):
+        pair.check(WORKS[0])
 
 
-def test_a_peer_that_ends_says_why(forged: PeerContender, tmp_path: Path) -> None:
+def test_a_peer_that_ends_says_why(forged: Contender, tmp_path: Path) -> None:
     (tmp_path / "mooncake" / "engine.py").write_text("raise SystemExit('no libnuma')")
     with pytest.raises(BenchError, match=r"ended with status 1: no libnuma$"):
         forged.start()
-    forged.stop()
+
+
+@pytest.mark.parametrize("side", [LEFT, RIGHT])
+@pytest.mark.parametrize("work", WORKS)
+def test_peers_have_their_fragments_where_kvwire_has_them(
+    work: FragmentWork, side: int
+) -> None:
+    """A program of a peer works it out by itself, without kvwire."""
+    pool = Pool(np.empty(work.pool_bytes, np.uint8), work, side)
+    assert offsets(asdict(work), side).tolist() == (pool.rows * work.nbytes).tolist()
 
 
 def test_a_peer_is_stopped_while_it_is_not_its_turn(
-    forged: PeerContender, monkeypatch: pytest.MonkeyPatch
+    forged: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     pause, resume = SideProcess.pause, SideProcess.resume
@@ -135,9 +153,8 @@ def test_a_peer_is_stopped_while_it_is_not_its_turn(
 
     monkeypatch.setattr(SideProcess, "pause", paused)
     monkeypatch.setattr(SideProcess, "resume", resumed)
-    forged.start()
-    forged.round(WORKS[0])
-    forged.stop()
+    with forged.start() as pair:
+        pair.round(WORKS[0])
     assert said == [*["pause"] * 2, *["resume"] * 2] * 2
 
 
@@ -146,12 +163,13 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("tests.bench.peer._has", lambda *_: False)
-    found = beside(CHOICE, Peers(ALL_PEERS, [sys.executable]))
+    found = fragments(CHOICE, joining(ALL_PEERS, [sys.executable]))
     names = [absent.name for absent in found.missing]
     assert names == [*PEERS, "iperf3"]
     assert all("install" in absent.remedy for absent in found.missing)
     assert iperf3.missing() in found.missing
-    assert {c.name for c in found.contenders} == {"kvwire tcp", "memcpy"}
+    names = [one.name for case in found.cases for one in case.contenders]
+    assert set(names) == {"kvwire tcp", "memcpy"}
 
 
 def test_a_peer_python_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+
+from tests.bench.peers.serving import LEFT, RIGHT, offsets
 
 WHERE, BASE = "127.0.0.1:7", 1_000_000
 PEER = {"where": WHERE, "base": BASE}
-OFFSETS = {"left": [0, 96, 32], "right": [64, 0, 32]}
+WORK = {"nbytes": 32, "count": 3, "layers": 1, "cross_layer": False}
+OFFSETS = {side: offsets(WORK, side).tolist() for side in (LEFT, RIGHT)}
 
 
 class Engine:
@@ -56,18 +57,11 @@ def module(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop(name, None)
 
 
-def work(tmp_path: Path, verb: str) -> dict[str, Any]:
+def ready(module: Any, verb: str) -> Any:
     """Three fragments of 32 bytes, with their places on each side."""
-    files = {side: str(tmp_path / f"{side}.npy") for side in OFFSETS}
-    for side, offsets in OFFSETS.items():
-        np.save(files[side], np.array(offsets))
-    return {"verb": verb, "nbytes": 32, "count": 3, **files}
-
-
-def ready(module: Any, tmp_path: Path, verb: str) -> Any:
-    program = module.Program({"pool_bytes": "128"})
+    program = module.Program({"pool_bytes": "192"})
     program.connect(PEER)
-    program.use(work(tmp_path, verb), {})
+    program.use({"verb": verb, **WORK}, None)
     return program
 
 
@@ -76,31 +70,31 @@ def ready(module: Any, tmp_path: Path, verb: str) -> Any:
     [("push", "batch_transfer_sync_write"), ("pull", "batch_transfer_sync_read")],
 )
 def test_all_fragments_in_one_batch(
-    verb: str, call: str, module: Any, engine: Engine, tmp_path: Path
+    verb: str, call: str, module: Any, engine: Engine
 ) -> None:
-    program = ready(module, tmp_path, verb)
+    program = ready(module, verb)
     program.move()
-    ours = [program.base + offset for offset in OFFSETS["left"]]
-    theirs = [BASE + offset for offset in OFFSETS["right"]]
+    ours = [program.base + offset for offset in OFFSETS[LEFT]]
+    theirs = [BASE + offset for offset in OFFSETS[RIGHT]]
     assert engine.batches == [(call, WHERE, ours, theirs, [32] * 3)]
 
 
 def test_batches_of_a_size(
-    module: Any, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every fragment is in one of them, in their order."""
     monkeypatch.setenv("BENCH_BATCH", "2")
-    program = ready(module, tmp_path, "push")
+    program = ready(module, "push")
     program.move()
     assert [len(batch[2]) for batch in engine.batches] == [2, 1]
     moved = [address - program.base for batch in engine.batches for address in batch[2]]
-    assert moved == OFFSETS["left"]
+    assert moved == OFFSETS[LEFT]
 
 
 def test_where_it_listens_and_what_it_is(module: Any, engine: Engine) -> None:
     program = module.Program({"pool_bytes": "128"})
     assert ("register_memory", program.base, 128) in engine.calls
-    said = program.listen()["address"]
+    said = program.listen()
     assert said == {"where": "127.0.0.1:4711", "base": program.base}
     facts = program.connect(PEER)
     assert facts == {"mooncake": "mooncake-transfer-engine-non-cuda 1"}
@@ -118,9 +112,7 @@ def test_an_engine_that_cannot_start(
         module.Program({"pool_bytes": "128"})
 
 
-def test_a_batch_that_fails_is_an_error(
-    module: Any, engine: Engine, tmp_path: Path
-) -> None:
+def test_a_batch_that_fails_is_an_error(module: Any, engine: Engine) -> None:
     engine.status["batch_transfer_sync_write"] = 3
     with pytest.raises(RuntimeError, match="a batch of 3 fragments returned 3"):
-        ready(module, tmp_path, "push").move()
+        ready(module, "push").move()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvwire.cli.bench.fragment_work import work_of
+from kvwire.cli.bench.fragments import work_of
 from kvwire.limits import KIB, MIB
 from tests.bench.foreign import name_calls
 from tests.bench.profile_side import FOREIGN

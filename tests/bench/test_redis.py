@@ -11,23 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.sides.half import HOST
-from kvwire.cli.bench.store import store
-from kvwire.cli.bench.store_work import (
+from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.side import HOST
+from kvwire.cli.bench.store import (
     GET,
     LOOKUPS,
     MATCH,
     ONE,
     PUT,
-    SHAPES,
     StoreWork,
+    store,
     work_of,
 )
 from kvwire.limits import MIB
 from tests.bench import redis
-from tests.bench.redis import PROGRAM, RedisContender
-from tests.bench.redis_solo import RedisSolo
+from tests.bench.redis import PROGRAM, RedisSide
 from tests.bench.store import beside
 from tests.cli.bench.test_store import choice
 
@@ -35,29 +33,22 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def work(verb: str) -> StoreWork:
-    return work_of("any", verb, SHAPES["small"], 4 * MIB)
+    return work_of("any", verb, "small", 4 * MIB)
 
 
 def test_it_does_every_work_and_ends() -> None:
     absent = redis.missing()
     if absent is not None:
         pytest.skip(f"{absent.name} is not installed: {absent.remedy}")
-    contender = RedisContender()
-    try:
-        contender.start()
-        assert contender._server is not None
-        process = contender._server
-        assert contender.facts()["redis"]
+    with Contender.of("redis", RedisSide, alone=True).start() as pair:
+        assert pair.facts["redis"]
         for verb in (PUT, GET, ONE, MATCH, PUT):
-            contender.check(work(verb))
-            sample = contender.round(work(verb))
+            pair.check(work(verb))
+            sample = pair.round(work(verb))
             assert min(sample.values) > 0
-            assert sample.cpu_s > 0
+            assert sum(sample.cpu_s) > 0
             expected = {ONE: work(ONE).count, MATCH: LOOKUPS}.get(verb, 1)
             assert len(sample.values) == expected
-    finally:
-        contender.stop()
-    assert process.poll() is not None
 
 
 def test_a_server_that_does_not_start_says_why(
@@ -67,10 +58,8 @@ def test_a_server_that_does_not_start_says_why(
     program.write_text("#!/bin/sh\necho no room\nexit 1\n")
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    contender = RedisContender()
     with pytest.raises(BenchError, match="redis-server ended: no room"):
-        contender.start()
-    contender.stop()
+        Contender.of("redis", RedisSide, alone=True).start()
 
 
 def test_where_it_is_not_installed_it_is_named(
@@ -80,7 +69,8 @@ def test_where_it_is_not_installed_it_is_named(
     chosen = choice(tmp_path, tiers=["server"])
     found = store(chosen, beside(chosen))
     assert [(m.name, m.remedy) for m in found.missing] == [(PROGRAM, redis.INSTALL)]
-    assert "redis" not in {contender.name for contender in found.contenders}
+    names = {one.name for case in found.cases for one in case.contenders}
+    assert "redis" not in names
 
 
 @contextmanager
@@ -109,7 +99,8 @@ def answering(answer: bytes) -> Iterator[int]:
 )
 async def test_a_block_that_is_not_there_is_an_error(answer: bytes, said: str) -> None:
     with answering(answer) as port:
-        peer = RedisSolo(port)
+        peer = RedisSide({})
+        peer._socket = socket.create_connection((HOST, port))
         try:
             done = work(ONE)
             with pytest.raises((RuntimeError, ConnectionError), match=said):

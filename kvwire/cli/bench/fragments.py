@@ -1,8 +1,10 @@
 """``kvwire bench fragments``: a cache in blocks, from small to large, by everybody.
 
 Everybody moves the same bytes, in the same fragments, scattered over both sides' memory
-in the same places, and the bytes are compared once before anything is timed. Peers that
-have no such thing move what they can, and the notes say so.
+in the same places, and the bytes are compared once before anything is timed. A side's
+memory is a pool with twice the blocks that travel. Which of them travel, and in what
+order, is drawn at random for each side, and no two of them lie side by side, so that
+nobody can merge two fragments into one.
 
 Two wires are told apart: whoever goes through the TCP stack, and whoever uses that both
 processes are on one host.
@@ -10,23 +12,52 @@ processes are on one host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from typing import Final
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from kvwire import UsageError
+import numpy as np
+import numpy.typing as npt
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+import kvwire
 from kvwire.backend import registry
-from kvwire.cli.bench.case import (
+from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.report import (
+    Loop,
+    Mebibytes,
+    Output,
+    Rounds,
+    registered,
+    require_known,
+    run,
+    size_name,
+)
+from kvwire.cli.bench.side import (
+    Bytes,
+    ConnectedSide,
+    End,
+    Joined,
+    Side,
+    digest,
+    fill,
+    mark_all,
+    over,
+    paged,
+    require_same,
+)
+from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
     Benchmark,
     Case,
-    Contender,
     Missing,
 )
-from kvwire.cli.bench.fragment_work import ARENA, FragmentWork, work_of
-from kvwire.cli.bench.pair import FragmentPair
-from kvwire.cli.bench.solo import SoloContender
+from kvwire.cli.plot import Plot
+from kvwire.limits import KIB, MIB
+from kvwire.memory.arena import Arena
 from kvwire.types import MemoryKind
 
 TCP: Final = "TCP"
@@ -34,18 +65,227 @@ SAME_HOST: Final = "same host"
 WIRES: Final = (TCP, SAME_HOST)
 VERBS: Final = ("push", "pull")
 MEMCPY: Final = "memcpy"
-NOTE: Final = (
-    "CPU seconds are of both sides. Of these only kvwire checks what it moves."
-)
+# Pools lie in memory that the other side can map.
+ARENA: Final = "arena"
+SIZES_KIB: Final = (4, 16, 64, 256, 1024, 16_384)
 # Blocks across layers differ from others where the others' fragments are small.
 CROSS_LAYER_BYTES_MAX: Final = 64 * 1024
 # What UCX may use.
-UCX_TCP: Final = {"UCX_TLS": "tcp"}
-UCX_SHM: Final = {"UCX_TLS": "self,sm,tcp"}
+UCX: Final = {"tcp": {"UCX_TLS": "tcp"}, "shm": {"UCX_TLS": "self,sm,tcp"}}
+LAYERS_MAX: Final = 32
+# The left and the right side have their blocks in different places.
+LEFT: Final = 1
+RIGHT: Final = 2
+# Every other block of the pool, so that none that travel are neighbours.
+_SPREAD: Final = 2
+_GO: Final = 1
+
+Kibibytes = Annotated[
+    tuple[int, ...],
+    Parameter(
+        validator=Number(gte=4, lte=16_384), consume_multiple=True, negative_iterable=()
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FragmentsChoice:
+class FragmentWork(Work):
+    """``count`` fragments of ``nbytes`` bytes; ``verb`` is ``"push"`` or ``"pull"``.
+
+    Attributes:
+        layers: Layers of the cache.
+        cross_layer: A block has all layers side by side, so that it is one fragment;
+            otherwise each layer of a block is one.
+    """
+
+    layers: int
+    cross_layer: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that travel."""
+        return self.count if self.cross_layer else self.count // self.layers
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.nbytes // self.layers if self.cross_layer else self.nbytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool."""
+        return _SPREAD * self.blocks * self.layers * self.layer_bytes
+
+    @property
+    def layout(self) -> str:
+        """As it is shown."""
+        return "cross-layer" if self.cross_layer else "per-layer"
+
+
+def work_of(
+    verb: str, layer_bytes: int, *, cross_layer: bool, round_bytes: int
+) -> FragmentWork:
+    """Make a work of about ``round_bytes``, of blocks with ``layer_bytes`` a layer."""
+    fragments = max(2, round_bytes // layer_bytes)
+    layers = min(LAYERS_MAX, fragments // 2)
+    blocks = fragments // layers
+    return FragmentWork(
+        verb=verb,
+        nbytes=layer_bytes * (layers if cross_layer else 1),
+        count=blocks * (1 if cross_layer else layers),
+        layers=layers,
+        cross_layer=cross_layer,
+    )
+
+
+class Pool:
+    """The memory of one side as the cache of a work.
+
+    Attributes:
+        blocks: Those that travel, in their order.
+        rows: Where the fragments that travel lie, layer after layer.
+    """
+
+    def __init__(self, memory: Bytes, work: FragmentWork, side: int) -> None:
+        self.memory: Bytes = memory[: work.pool_bytes]
+        pool_blocks = _SPREAD * work.blocks
+        self.cache: kvwire.PagedCache = paged(
+            self.memory, work.layers, pool_blocks, cross_layer=work.cross_layer
+        )
+        blocks = np.random.default_rng(side).permutation(work.blocks) * _SPREAD
+        self.blocks: list[int] = blocks.tolist()
+        first = np.arange(1 if work.cross_layer else work.layers) * pool_blocks
+        self.rows: npt.NDArray[np.int64] = (first[:, None] + blocks).ravel()
+        self._shape = (-1, work.nbytes)
+
+    def digest(self) -> str:
+        """Of the bytes that travel, in their order."""
+        return digest(self.fragments())
+
+    def fragments(self) -> Bytes:
+        """A copy of the fragments that travel, layer after layer."""
+        return self.memory.reshape(self._shape)[self.rows]
+
+
+class FragmentsSide(ConnectedSide[FragmentWork]):
+    """The left side pulls or pushes, the right one publishes or expects."""
+
+    work_type: ClassVar[type[Work]] = FragmentWork
+    pool: Pool
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        nbytes = int(options["pool_bytes"])
+        self._arena = Arena(nbytes) if options.get("memory") == ARENA else None
+        self.memory: Bytes = (
+            self._arena.buffer(nbytes) if self._arena else np.empty(nbytes, np.uint8)
+        )
+        # Written to, so that no page is missing when it is timed.
+        self.memory[:] = 1
+        self._work: FragmentWork | None = None
+
+    async def prepare(self, work: FragmentWork) -> None:
+        self.have(work, RIGHT)
+
+    async def use(self, work: FragmentWork, given: None) -> None:
+        self.have(work, LEFT)
+
+    async def fill(self, work: FragmentWork) -> None:
+        await fill(self.pool.memory)
+
+    async def digest(self, work: FragmentWork) -> str:
+        return self.pool.digest()
+
+    async def drive(self, work: FragmentWork) -> dict[str, Any]:
+        elapsed_s = await self.ask(work, self.pool.blocks)
+        return {"values": [work.moved_bytes / elapsed_s]}
+
+    async def serve(self, work: FragmentWork) -> dict[str, Any]:
+        await self.offer(work, self.pool.blocks)
+        return {}
+
+    async def close(self) -> None:
+        await super().close()
+        if self._arena is not None:
+            # Transfers may still have arrays in it, which keep it mapped.
+            with contextlib.suppress(kvwire.UsageError):
+                self._arena.close()
+
+    async def ask(self, work: FragmentWork, blocks: list[int]) -> float:
+        """Left: one transfer; seconds from the first call to its outcome."""
+        number, connection, cache = self.next_id(), self.connection, self.pool.cache
+        await connection.recv(_GO)
+        began = time.perf_counter()
+        end: End
+        if work.verb == "pull":
+            end = connection.pull(number, cache, blocks)
+        else:
+            end = mark_all(connection.push(number, cache, blocks))
+        await end
+        elapsed_s = time.perf_counter() - began
+        await over(end)
+        return elapsed_s
+
+    async def offer(self, work: FragmentWork, blocks: list[int]) -> None:
+        """Right: the other end of it, ready before the left one begins."""
+        number, cache = self.next_id(), self.pool.cache
+        end: End
+        if work.verb == "pull":
+            end = mark_all(self.communicator.publish(number, cache, blocks))
+        else:
+            end = self.communicator.expect(number, cache, blocks)
+        await self.connection.send(_GO, b"")
+        await over(end)
+
+    def have(self, work: FragmentWork, side: int) -> None:
+        """Have the memory of a work as a cache."""
+        if self._work != work:
+            self.pool = Pool(self.memory, work, side)
+            self._work = work
+
+
+class InprocSide(Joined[FragmentWork]):
+    """Two communicators of one loop."""
+
+    work_type: ClassVar[type[Work]] = FragmentWork
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(FragmentsSide(options), FragmentsSide(options))
+
+
+class MemcpySide(Side[FragmentWork]):
+    """One copy of as many bytes that lie side by side: what memory does at best."""
+
+    work_type: ClassVar[type[Work]] = FragmentWork
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._source = np.ones(int(options["pool_bytes"]), np.uint8)
+        self._sink = np.zeros_like(self._source)
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        return {"numpy": np.__version__}
+
+    async def fill(self, work: FragmentWork) -> None:
+        await fill(self._source)
+
+    async def drive(self, work: FragmentWork) -> dict[str, Any]:
+        part = slice(work.moved_bytes)
+        began = time.perf_counter()
+        np.copyto(self._sink[part], self._source[part])
+        return {"values": [work.moved_bytes / (time.perf_counter() - began)]}
+
+    async def digest(self, work: FragmentWork) -> str:
+        part = slice(work.moved_bytes)
+        require_same(digest(self._source[part]), digest(self._sink[part]))
+        return ""
+
+
+# --- who takes part -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
     """What the user wants to see.
 
     Attributes:
@@ -64,98 +304,29 @@ class FragmentsChoice:
     round_bytes: int
     loop: str
 
+    @property
+    def works(self) -> list[FragmentWork]:
+        """Everything that is moved."""
+        return [
+            work_of(verb, nbytes, cross_layer=cross, round_bytes=self.round_bytes)
+            for nbytes in sorted(set(self.layer_bytes))
+            for cross in self.layouts
+            for verb in self.verbs
+            if not cross or nbytes <= CROSS_LAYER_BYTES_MAX
+        ]
+
 
 @dataclass(slots=True)
 class Team:
-    """Who takes part, by wire.
-
-    Attributes:
-        by_wire: Contenders.
-        missing: Who could not take part, and what would change that.
-    """
+    """Who takes part, by wire, and who could not."""
 
     by_wire: dict[str, list[Contender]] = field(
         default_factory=lambda: {wire: [] for wire in WIRES}
     )
     missing: list[Missing] = field(default_factory=list)
 
-    def add(self, wire: str, contender: Contender) -> None:
-        """Let somebody take part."""
-        self.by_wire[wire].append(contender)
 
-
-def fragments(
-    choice: FragmentsChoice, others: Callable[[Team, int], None] | None = None
-) -> Benchmark:
-    """The benchmark.
-
-    Args:
-        choice: What the user wants to see.
-        others: Adds those who stand beside kvwire to the team; the number is that of
-            bytes of the largest pool.
-
-    Raises:
-        UsageError: A transport that nobody knows.
-    """
-    works = _works(choice)
-    pool_bytes = max(work.pool_bytes for work in works)
-    team = Team()
-    for transport in choice.transports:
-        _add_transport(team, transport, choice.loop, pool_bytes)
-    ours = [c.name for wire in WIRES for c in team.by_wire[wire]]
-    if others is not None:
-        others(team, pool_bytes)
-    memcpy = SoloContender(MEMCPY, MEMCPY, [f"pool_bytes={pool_bytes}"])
-    memcpy.streams, memcpy.note = True, "memcpy is one copy of bytes side by side."
-    team.add(SAME_HOST, memcpy)
-    cases = [
-        Case(
-            name=f"{size_name(work.layer_bytes)} {work.verb}, {work.layout}, {wire}",
-            work=work,
-            unit=GIGABYTES_PER_SECOND,
-            ours=contenders[0],
-            beside=contenders[1:],
-            group=wire,
-            essential=False,
-        )
-        for work in works
-        for wire in WIRES
-        if (contenders := [c for c in team.by_wire[wire] if _has_layout(work, c)])
-    ]
-    everybody = (c for wire in WIRES for c in team.by_wire[wire])
-    notes = [NOTE, *dict.fromkeys(filter(None, (c.note for c in everybody)))]
-    return Benchmark(
-        name="fragments", cases=cases, missing=team.missing, notes=notes, ours=ours
-    )
-
-
-def registered() -> list[str]:
-    """Names of the backends that are installed, whether they can run or not."""
-    return sorted({entry.name for entry in entry_points(group="kvwire.backends")})
-
-
-def require_known(transports: Sequence[str], *, processes: bool = False) -> None:
-    """Refuse transports that nobody can measure.
-
-    Args:
-        transports: As the user named them.
-        processes: They have to join two processes.
-
-    Raises:
-        UsageError: One is not installed, or joins loops of one process.
-    """
-    known = [name for name in registered() if not processes or name != "inproc"]
-    for name in transports:
-        if name == "inproc" and processes:
-            raise UsageError(
-                "--transport inproc joins two loops of one process, and this benchmark "
-                f"runs two processes; there are {', '.join(known)}"
-            )
-        if name not in known:
-            raise UsageError(
-                f"--transport {name}: no such backend is installed; there are "
-                f"{', '.join(known)}"
-            )
+Join = Callable[[Team, int], None]
 
 
 def why_not(transport: str) -> str:
@@ -171,47 +342,150 @@ def why_not(transport: str) -> str:
     return ""
 
 
-def size_name(nbytes: int) -> str:
-    """Such as ``64 KiB``."""
-    kib = nbytes // 1024
-    return f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB"
+def fragments(choice: Choice, join: Join | None = None) -> Benchmark:
+    """Make the benchmark.
 
+    Args:
+        choice: What the user wants to see.
+        join: Adds those who stand beside kvwire to the team; the number is that of
+            bytes of the largest pool.
 
-def _has_layout(work: FragmentWork, contender: Contender) -> bool:
-    """Bytes side by side have none: they are measured once."""
-    return not (work.cross_layer and contender.streams)
-
-
-def _works(choice: FragmentsChoice) -> list[FragmentWork]:
-    return [
-        work_of(verb, nbytes, cross_layer=cross, round_bytes=choice.round_bytes)
-        for nbytes in sorted(set(choice.layer_bytes))
-        for cross in choice.layouts
-        for verb in choice.verbs
-        if not cross or nbytes <= CROSS_LAYER_BYTES_MAX
+    Raises:
+        UsageError: A transport that nobody knows.
+    """
+    works = choice.works
+    pool_bytes = max(work.pool_bytes for work in works)
+    team = Team()
+    for transport in choice.transports:
+        _add_transport(team, transport, choice.loop, pool_bytes)
+    if join is not None:
+        join(team, pool_bytes)
+    team.by_wire[SAME_HOST].append(
+        Contender.of(
+            MEMCPY,
+            MemcpySide,
+            alone=True,
+            streams=True,
+            note="memcpy is one copy of bytes side by side.",
+            pool_bytes=pool_bytes,
+        )
+    )
+    cases = [
+        Case(
+            name=f"{size_name(work.layer_bytes)} {work.verb}, {work.layout}",
+            work=work,
+            unit=GIGABYTES_PER_SECOND,
+            contenders=contenders,
+            group=wire,
+            essential=False,
+        )
+        for work in works
+        for wire in WIRES
+        # Bytes side by side have no layout: they are measured once.
+        if (
+            contenders := [
+                one
+                for one in team.by_wire[wire]
+                if not (work.cross_layer and one.streams)
+            ]
+        )
     ]
+    notes = [one.note for wire in WIRES for one in team.by_wire[wire] if one.note]
+    return Benchmark(
+        name="fragments",
+        cases=cases,
+        missing=team.missing,
+        notes=[
+            "CPU seconds are of both sides. Of these only kvwire checks what it moves.",
+            *dict.fromkeys(notes),
+        ],
+    )
 
 
 def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> None:
-    options = [f"transport={transport}", f"loop={loop}", f"pool_bytes={pool_bytes}"]
+    options: dict[str, Any] = {"transport": transport, "loop": loop}
+    options |= {"pool_bytes": pool_bytes, "ours": True}
     name = f"kvwire {transport}"
-    require_known([transport])
+    require_known([transport], processes=False)
     reason = why_not(transport)
     if reason:
         team.missing.append(Missing(name, reason, "cannot run here"))
         return
+    tcp, same_host = team.by_wire[TCP], team.by_wire[SAME_HOST]
     if transport == "inproc":
-        team.add(SAME_HOST, SoloContender(name, "inproc", options))
+        same_host.append(Contender.of(name, InprocSide, alone=True, **options))
     elif transport == "ucx":
-        for wire, setting, environment in (
-            (TCP, "tcp", UCX_TCP),
-            (SAME_HOST, "shm", UCX_SHM),
-        ):
-            pair = FragmentPair(f"{name} {setting}", "fragments", options, environment)
-            team.add(wire, pair)
+        for wire, found in (("tcp", tcp), ("shm", same_host)):
+            one = Contender.of(
+                f"{name} {wire}", FragmentsSide, environment=UCX[wire], **options
+            )
+            found.append(one)
     else:
-        wire = TCP if transport == "tcp" else SAME_HOST
-        team.add(wire, FragmentPair(name, "fragments", options))
+        found = tcp if transport == "tcp" else same_host
+        found.append(Contender.of(name, FragmentsSide, **options))
     if transport == "local":
-        in_arenas = [*options, f"memory={ARENA}"]
-        team.add(SAME_HOST, FragmentPair(f"{name} {ARENA}", "fragments", in_arenas))
+        same_host.append(
+            Contender.of(f"{name} {ARENA}", FragmentsSide, memory=ARENA, **options)
+        )
+
+
+# --- the command ----------------------------------------------------------------------
+
+
+def command(
+    *,
+    transport: str = "all",
+    sizes_kib: Kibibytes = SIZES_KIB,
+    verb: Literal["push", "pull", "both"] = "both",
+    layout: Literal["per-layer", "cross-layer", "both"] = "both",
+    loop: Loop = "uvloop",
+    rounds: Rounds = 5,
+    round_mib: Mebibytes = 64,
+    json: Output = None,
+    plot: Plot = None,
+    join: Annotated[Join | None, Parameter(parse=False)] = None,
+    shown: Annotated[Mapping[str, Any] | None, Parameter(parse=False)] = None,
+) -> int:
+    """Blocks of a paged cache, scattered on both sides: push and pull, 4 KiB to 16 MiB.
+
+    Args:
+        transport: Of kvwire, separated by commas, or all that are installed. One that
+            cannot run here is named with the reason; local runs twice, with caches in
+            ordinary memory and in arenas.
+        sizes_kib: Sizes of one layer of one block.
+        verb: Which side asks.
+        layout: A tensor for each layer, or blocks across layers; the latter up to 64
+            KiB a layer.
+        loop: The event loop of kvwire.
+        rounds: How often everybody does their work; more rounds, firmer medians.
+        round_mib: MiB that each moves in a round.
+        json: Write every sample, and what ran where, to this file; - is the output.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
+        join: Adds who stands beside kvwire; no option of the command.
+        shown: More of it, for ``report.run``; no option of the command.
+
+    Returns:
+        1 if a transport of kvwire that was asked for by name failed.
+    """
+    layouts = {"per-layer": (False,), "cross-layer": (True,), "both": (False, True)}
+    choice = Choice(
+        transports=registered() if transport == "all" else transport.split(","),
+        layer_bytes=[kib * KIB for kib in sizes_kib],
+        verbs=VERBS if verb == "both" else (verb,),
+        layouts=layouts[layout],
+        round_bytes=round_mib * MIB,
+        loop=loop,
+    )
+    benchmark = fragments(choice, join)
+    settings: dict[str, Any] = {
+        "transport": list(choice.transports),
+        "sizes_kib": list(sizes_kib),
+        "loop": loop,
+        "rounds": rounds,
+        "round_mib": round_mib,
+    }
+    found = run(benchmark, settings, json=json, plot=plot, **(shown or {}))
+    failed = any(
+        one.ours and one.name in f.failures for f in found for one in f.case.contenders
+    )
+    return int(transport != "all" and (failed or bool(benchmark.missing)))

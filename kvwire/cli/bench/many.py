@@ -2,38 +2,307 @@
 
 What is asked is whether anybody has to wait for somebody else's long prompt. Times are
 from the call to the outcome, at the side that pulls.
+
+Every transfer has blocks of its own, scattered over one cache; only the side that
+publishes has the blocks of the others beside once, as a prefix that all of them want. A
+block is 64 KiB in 16 layers, so everything travels in fragments of 4 KiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Final
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Final
 
-from rich.console import Group, RenderableType
+import numpy as np
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.console import RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench import document as documents
-from kvwire.cli.bench.case import MILLISECONDS, Benchmark, Case
-from kvwire.cli.bench.fragments import require_known, size_name
-from kvwire.cli.bench.many_work import (
-    AT_ONCE,
-    BESIDE,
-    MEDIUM_BYTES,
-    ONE_BY_ONE,
-    SMALL_BYTES,
-    ManyWork,
-)
-from kvwire.cli.bench.pair import PairContender
-from kvwire.cli.bench.summary import Summary
-from kvwire.cli.bench.table import MET, MISSED, lines_below, new_table
-from kvwire.cli.bench.turns import CaseResult
+import kvwire
+from kvwire.cli.bench import report
+from kvwire.cli.bench.pair import Contender, Sample, Work
+from kvwire.cli.bench.report import Findings, Loop, Mebibytes, Output, Rounds, size_name
+from kvwire.cli.bench.side import HOST, Side, digest, fill, mark_all, over, paged
+from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Samples
+from kvwire.limits import KIB, MIB
 
+LAYERS: Final = 16
+LAYER_BYTES: Final = 4 * KIB
+BLOCK_BYTES: Final = LAYERS * LAYER_BYTES
+# Of 100 transfers: prompts of 16 tokens, of 256, and one that is long.
+SMALL_BYTES: Final = BLOCK_BYTES
+MEDIUM_BYTES: Final = 1 * MIB
+MEDIUM_SHARE: Final = 0.18
+LARGE_SHARE: Final = 0.02
 # The least whose 99th percentile is not simply the slowest.
 TIMED: Final = 101
 BESIDE_TARGET: Final = 3.0
 # Between the priority of those beside it and the highest there is.
 URGENT: Final = 1
+AT_ONCE: Final = "at once"
+ONE_BY_ONE: Final = "one by one"
+BESIDE: Final = "beside"
+_GO: Final = 1
+_STOP: Final = 2
+# Published before they are pulled, so that nobody waits for the other side's loop.
+_AHEAD: Final = 4
+
+Endpoints = Annotated[int, Parameter(validator=Number(gte=1, lte=32))]
+Transfers = Annotated[int, Parameter(validator=Number(gte=10, lte=100_000))]
+Others = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyWork(Work):
+    """``count`` transfers; ``verb`` is one of those above.
+
+    * ``at once``: all of them begin together, spread over all connections; ``nbytes``
+      is the size of the largest;
+    * ``one by one``: each of ``nbytes``, begun when the one before is over;
+    * ``beside``: likewise, and on the same connection others are always under way.
+
+    Attributes:
+        others: How many others there are.
+        other_bytes: Of each.
+        priority: Of those that are timed; that of the others is 0.
+    """
+
+    others: int = 0
+    other_bytes: int = 0
+    priority: int = 0
+
+    def sizes(self) -> list[int]:
+        """Bytes of each transfer, in the order in which they begin."""
+        if self.verb != AT_ONCE:
+            return [self.nbytes] * self.count
+        large = max(1, round(self.count * LARGE_SHARE))
+        medium = max(1, round(self.count * MEDIUM_SHARE))
+        sizes = np.full(self.count, SMALL_BYTES)
+        sizes[:medium] = MEDIUM_BYTES
+        sizes[medium : medium + large] = self.nbytes
+        mixed: list[int] = np.random.default_rng(0).permutation(sizes).tolist()
+        return mixed
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of a round, without those of the others."""
+        return sum(self.sizes())
+
+    @property
+    def distinct(self) -> list[int]:
+        """Bytes of the transfers that have blocks of their own, without the others."""
+        return self.sizes() if self.verb == AT_ONCE else [self.nbytes]
+
+    def shares(self, *, publishes: bool) -> tuple[int, list[list[int]]]:
+        """The blocks that one side needs, and which transfer has which.
+
+        Args:
+            publishes: The others have one share, instead of one each.
+        """
+        counts = [1, self.others] if publishes and self.others else [self.others, 1]
+        sizes = self.distinct + [self.other_bytes] * counts[0]
+        blocks = sum(sizes) // BLOCK_BYTES
+        order = np.random.default_rng(1).permutation(blocks)
+        ends = np.cumsum(np.array(sizes) // BLOCK_BYTES)
+        parts = [part.tolist() for part in np.split(order, ends)[: len(sizes)]]
+        own = len(self.distinct)
+        return blocks, parts[:own] + parts[own:] * counts[1]
+
+
+class ManySide(Side[ManyWork]):
+    """Some communicators on each side, every one connected to every other."""
+
+    work_type: ClassVar[type[Work]] = ManyWork
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._endpoints = int(options["endpoints"])
+        self._communicators: list[kvwire.Communicator] = []
+        self._connections: list[kvwire.Connection] = []
+        self._work: ManyWork | None = None
+        # Whose blocks are which: those that are timed, then the others beside.
+        self.shares: list[list[int]] = []
+        self.memory = np.zeros(0, np.uint8)
+        # Ids are never used twice.
+        self._number = 0
+
+    async def listen(self) -> list[str]:
+        await self._open("right")
+        return [str(await c.listen(f"tcp://{HOST}:0")) for c in self._communicators]
+
+    async def accept(self) -> None:
+        for communicator in self._communicators:
+            for _ in range(self._endpoints):
+                self._connections.append(await communicator.accept())
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        await self._open("left")
+        transport = self.options["transport"]
+        for where in address:
+            for communicator in self._communicators:
+                made = await communicator.connect(where, transport=transport)
+                self._connections.append(made)
+        count, (first, *_) = len(self._connections), self._connections
+        return {"connections": count, "transport": str(first.transport_report)}
+
+    async def prepare(self, work: ManyWork) -> None:
+        await self._have(work, publishes=True)
+
+    async def use(self, work: ManyWork, given: None) -> None:
+        await self._have(work, publishes=False)
+
+    async def fill(self, work: ManyWork) -> None:
+        await fill(self.memory)
+
+    async def digest(self, work: ManyWork) -> str:
+        """Of the blocks that are timed: the others need not come to their end."""
+        own = np.concatenate(self.shares[: len(work.distinct)])
+        layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
+        return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))
+
+    async def close(self) -> None:
+        for communicator in self._communicators:
+            communicator.abort()
+            await communicator.close()
+
+    async def _open(self, name: str) -> None:
+        for number in range(self._endpoints):
+            communicator = await kvwire.open(name=f"bench-{name}-{number}")
+            self._communicators.append(communicator)
+
+    async def _have(self, work: ManyWork, *, publishes: bool) -> None:
+        """The memory of a work as a cache; never an old one and a new one at once.
+
+        In a thread: a loop that stands still for long is a dead peer to others.
+        """
+        if self._work == work:
+            return
+        blocks, self.shares = work.shares(publishes=publishes)
+        nbytes = blocks * BLOCK_BYTES
+        if self.memory.size != nbytes:
+            vars(self).pop("_cache", None)
+            self.memory = np.zeros(0, np.uint8)
+            # Written to, so that no page is missing when it is timed.
+            self.memory = await asyncio.to_thread(np.ones, nbytes, np.uint8)
+        self._cache = paged(self.memory, LAYERS, blocks)
+        self._work = work
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    # --- left -------------------------------------------------------------------------
+
+    async def drive(self, work: ManyWork) -> dict[str, Any]:
+        """``values`` are seconds of each transfer, in their order."""
+        first, control = self._next(), self._connections[0]
+        await control.recv(_GO)
+        if work.verb == AT_ONCE:
+            began = time.perf_counter()
+            pulls = [
+                self._pull(f"{first}-{i}", blocks, began, index=i)
+                for i, blocks in enumerate(self.shares)
+            ]
+            return {"values": await asyncio.gather(*pulls)}
+        own, *others = self.shares
+        stop = asyncio.Event()
+        values = []
+        async with asyncio.TaskGroup() as group:
+            for index, blocks in enumerate(others):
+                group.create_task(self._keep_pulling(first, index, blocks, stop))
+            for i in range(work.count):
+                began, id = time.perf_counter(), f"{first}-{i}"
+                took_s = await self._pull(id, own, began, priority=work.priority)
+                values.append(took_s)
+            stop.set()
+            if others:
+                await control.send(_STOP, b"")
+        return {"values": values}
+
+    async def _pull(
+        self,
+        id: str,
+        blocks: Sequence[int],
+        began: float,
+        *,
+        index: int = 0,
+        priority: int = 0,
+    ) -> float:
+        connection = self._connections[index % len(self._connections)]
+        await over(connection.pull(id, self._cache, blocks, priority=priority))
+        return time.perf_counter() - began
+
+    async def _keep_pulling(
+        self, first: int, index: int, blocks: Sequence[int], stop: asyncio.Event
+    ) -> None:
+        """One after the other; the last is given up when it is not needed any more."""
+        number = 0
+        stopped = asyncio.ensure_future(stop.wait())
+        while not stop.is_set():
+            id = f"{first}-other-{index}-{number}"
+            incoming = self._connections[0].pull(id, self._cache, blocks)
+            ended = asyncio.ensure_future(incoming.drained())
+            await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
+            incoming.abort("the benchmark has what it needs")
+            await ended
+            number += 1
+
+    # --- right ------------------------------------------------------------------------
+
+    async def serve(self, work: ManyWork) -> dict[str, Any]:
+        first, control = self._next(), self._connections[0]
+        if work.verb == AT_ONCE:
+            published = [
+                self._offer(f"{first}-{i}", blocks, index=i)
+                for i, blocks in enumerate(self.shares)
+            ]
+            await control.send(_GO, b"")
+            await asyncio.gather(*map(over, published))
+            return {}
+        own, *others = self.shares
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._keep_publishing(first, index, blocks))
+                for index, blocks in enumerate(others)
+            ]
+            ids = [f"{first}-{number}" for number in range(work.count)]
+            ahead = [self._offer(id, own) for id in ids[:_AHEAD]]
+            await control.send(_GO, b"")
+            for id in ids[_AHEAD:]:
+                await over(ahead.pop(0))
+                ahead.append(self._offer(id, own))
+            for outgoing in ahead:
+                await over(outgoing)
+            if others:
+                await control.recv(_STOP)
+            for task in tasks:
+                task.cancel()
+        return {}
+
+    async def _keep_publishing(
+        self, first: int, index: int, blocks: Sequence[int]
+    ) -> None:
+        number = 0
+        while True:
+            outgoing = self._offer(f"{first}-other-{index}-{number}", blocks)
+            try:
+                await outgoing.drained()
+            except asyncio.CancelledError:
+                outgoing.abort("the benchmark has what it needs")
+                await outgoing.drained()
+                raise
+            number += 1
+
+    def _offer(
+        self, id: str, blocks: Sequence[int], *, index: int = 0
+    ) -> kvwire.Outgoing:
+        """Publish at whoever has that connection."""
+        number = index % len(self._connections) // self._endpoints
+        return mark_all(self._communicators[number].publish(id, self._cache, blocks))
 
 
 def many(
@@ -51,12 +320,10 @@ def many(
     Raises:
         UsageError: A transport that does not join two processes, or that nobody knows.
     """
-    require_known(transports, processes=True)
+    report.require_known(transports)
     pairs = [
-        PairContender(
-            f"kvwire {name}",
-            "many",
-            [f"transport={name}", f"loop={loop}", f"endpoints={endpoints}"],
+        Contender.of(
+            f"kvwire {name}", ManySide, transport=name, loop=loop, endpoints=endpoints
         )
         for name in transports
     ]
@@ -80,9 +347,9 @@ def many(
                 name=name,
                 work=work,
                 unit=MILLISECONDS,
-                ours=pairs[0],
-                beside=pairs[1:],
+                contenders=pairs,
                 group=work.verb,
+                tail=True,
                 essential=False,
             )
             for name, work in works.items()
@@ -91,65 +358,101 @@ def many(
     )
 
 
-def render(benchmark: Benchmark, findings: Sequence[CaseResult]) -> RenderableType:
-    """A table for each transport, and who failed."""
-    parts: list[RenderableType] = []
-    for contender in benchmark.contenders:
-        parts += _table(findings, contender.name)
-    return Group(*parts, *map(Text, lines_below(benchmark, findings)))
-
-
-def document(
-    benchmark: Benchmark, findings: Sequence[CaseResult], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """The JSON document: that of every benchmark, with the times by size."""
-    found = documents.document(benchmark, findings, settings)
-    for row, finding in zip(found["cases"], findings, strict=True):
-        row["by_size"] = {
-            name: {size_name(n): asdict(s) for n, s in by_size(finding, name).items()}
-            for name in finding.samples
-        }
-    return found
-
-
-def by_size(finding: CaseResult, name: str) -> dict[int, Summary]:
-    """The times of one contender, by the size of the transfer, of all rounds."""
-    assert isinstance(finding.case.work, ManyWork)
+def by_size(finding: CaseResult) -> list[CaseResult]:
+    """Make a result for each size of transfers of one case."""
+    if finding.case.group != AT_ONCE:
+        return [finding]
     sizes = finding.case.work.sizes()
-    values: dict[int, list[float]] = {}
-    for sample in finding.samples[name].rounds:
-        for nbytes, elapsed_s in zip(sizes, sample.values, strict=True):
-            values.setdefault(nbytes, []).append(elapsed_s)
-    return {nbytes: Summary.of(values[nbytes]) for nbytes in sorted(values)}
+    return [
+        CaseResult(
+            replace(finding.case, name=f"{finding.case.name}: {size_name(nbytes)}"),
+            {
+                name: Samples([_of_size(nbytes, sizes, one) for one in samples.rounds])
+                for name, samples in finding.samples.items()
+            },
+            finding.failures,
+            finding.facts,
+        )
+        for nbytes in sorted(set(sizes))
+    ]
 
 
-def _table(findings: Sequence[CaseResult], name: str) -> Iterator[RenderableType]:
-    table = new_table(f"{name}: ms")
-    for column in ("count", "p50", "p99", "to alone"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("target", no_wrap=True)
-    found = [(f.case, by_size(f, name)) for f in findings if name in f.samples]
+def _of_size(nbytes: int, sizes: Sequence[int], one: Sample) -> Sample:
+    pairs = zip(sizes, one.values, strict=True)
+    return replace(one, values=[value for size, value in pairs if size == nbytes])
+
+
+def to_alone(findings: Findings) -> list[RenderableType]:
+    """Say how much longer a transfer takes beside others, by 99th percentiles."""
+    lines: list[RenderableType] = []
     alone = {
-        nbytes: summary.p99
-        for case, sizes in found
-        if case.group == ONE_BY_ONE
-        for nbytes, summary in sizes.items()
+        (name, f.case.work.nbytes): samples.p99
+        for f in findings
+        if f.case.group == ONE_BY_ONE
+        for name, samples in f.samples.items()
     }
-    for case, sizes in found:
-        for nbytes, summary in sizes.items():
-            mixed, crowded = case.group == AT_ONCE, case.group == BESIDE
-            ratio = summary.p99 / alone[nbytes] if nbytes in alone else None
-            table.add_row(
-                f"{case.name}: {size_name(nbytes)}" if mixed else case.name,
-                str(summary.count),
-                f"{summary.median * 1e3:.1f}",
-                f"{summary.p99 * 1e3:.1f}",
-                f"{ratio:.1f}" if ratio and (mixed or crowded) else "",
-                _verdict(ratio) if ratio and crowded else "",
-            )
-    yield table
-    yield Text()
+    for finding in findings:
+        for name, samples in finding.samples.items():
+            base = alone.get((name, finding.case.work.nbytes))
+            if finding.case.group == BESIDE and base is not None:
+                ratio = samples.p99 / base
+                text = Text(
+                    f"{name}, {finding.case.name}: p99 {ratio:.1f} times alone, "
+                )
+                text += f"target <= {BESIDE_TARGET:g} "
+                lines.append(text + report.verdict(ratio <= BESIDE_TARGET))
+    return lines
 
 
-def _verdict(ratio: float) -> Text:
-    return Text(f"<= {BESIDE_TARGET:g} ") + (MET if ratio <= BESIDE_TARGET else MISSED)
+def command(
+    *,
+    transport: str = "tcp",
+    loop: Loop = "uvloop",
+    endpoints: Endpoints = 16,
+    transfers: Transfers = 1000,
+    large_mib: Mebibytes = 4,
+    others: Others = 8,
+    other_mib: Mebibytes = 16,
+    rounds: Rounds = 3,
+    json: Output = None,
+) -> int:
+    """Many transfers at once over many connections, and a small one beside large ones.
+
+    Everything travels in fragments of 4 KiB. With --other-mib 1024, the side that pulls
+    has 8 GiB of memory, and the one that publishes 1 GiB, which all the others want.
+
+    Args:
+        transport: Of kvwire, separated by commas; those that join two processes.
+        loop: The event loop of both processes.
+        endpoints: Communicators on each side; each is connected to each.
+        transfers: How many begin at once: 80 of 100 have 64 KiB, 18 have 1 MiB.
+        large_mib: MiB of the other two of 100.
+        others: How many are always under way beside the one that is timed.
+        other_mib: MiB of each of them.
+        rounds: How often everything is measured; percentiles are of all rounds.
+        json: Write every sample, and what ran where, to this file; - is the output.
+
+    Returns:
+        1 if a transport failed.
+    """
+    settings = {
+        "transport": transport.split(","),
+        "loop": loop,
+        "endpoints": endpoints,
+        "transfers": transfers,
+        "large_mib": large_mib,
+        "others": others,
+        "other_mib": other_mib,
+        "rounds": rounds,
+    }
+    benchmark = many(
+        transports=transport.split(","),
+        loop=loop,
+        endpoints=endpoints,
+        transfers=transfers,
+        others=others,
+        other_bytes=other_mib * MIB,
+        large_bytes=large_mib * MIB,
+    )
+    found = report.run(benchmark, settings, json=json, below=to_alone, split=by_size)
+    return int(any(finding.failures for finding in found))

@@ -2,75 +2,399 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar, Final
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench import document as documents
-from kvwire.cli.bench.case import (
-    MICROSECONDS,
-    Benchmark,
-    Case,
-    Sample,
-    Samples,
-    Work,
+import kvwire
+from kvwire.cli.bench import report
+from kvwire.cli.bench.fragments import LEFT, RIGHT, FragmentWork, Pool
+from kvwire.cli.bench.messages import StreamsSide
+from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.report import Findings, Loop, Output, Rounds, size_name
+from kvwire.cli.bench.side import (
+    HOST,
+    ConnectedSide,
+    End,
+    digest,
+    fill,
+    mark_all,
+    over,
+    require_complete,
+    require_same,
 )
-from kvwire.cli.bench.fragments import require_known
-from kvwire.cli.bench.ops_counts import Counts
-from kvwire.cli.bench.ops_work import ROUND_TRIP, OpsWork, operations
-from kvwire.cli.bench.pair import PairContender
-from kvwire.cli.bench.summary import compare
-from kvwire.cli.bench.table import lines_below, new_table, short
-from kvwire.cli.bench.turns import CaseResult
+from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, compare
+from kvwire.limits import KIB, MIB
+
+PULL: Final = "pull"
+PUSH: Final = "push"
+READY: Final = "ready"
+ROUND_TRIP: Final = "round trip"
+SEND: Final = "send"
+PUT: Final = "put"
+GET: Final = "get"
+STORE_PUT: Final = "store put"
+STORE_GET: Final = "store get"
+STORES: Final = (STORE_PUT, STORE_GET)
+
+# Operations of a round, and those that are counted: enough that what comes seldom,
+# such as CREDIT, has its share.
+COUNT: Final = 40
+# Connections are dearer than what is done on them.
+FRESH_COUNT: Final = 10
+
+_GO: Final = 1
+_DONE: Final = 2
+_DATA: Final = 3
+_BACK: Final = 4
+# Ends that the right side has ready before they are asked for.
+_AHEAD: Final = 2
+# A layer is computed meanwhile, so that each travels by itself.
+_GAP_S: Final = 1e-3
+# What is got is not in the memory in front of the server, and still in the server's.
+_FRONT_BLOCKS: Final = 4
+_GOT_BLOCKS: Final = 16
+_SERVED_BLOCKS: Final = 256
+_HASH_BYTES: Final = 32
 
 
-class OpsPair(PairContender):
-    """Two processes that measure their own CPU."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpsWork(Work):
+    """``count`` operations of ``nbytes``, one after the other.
 
-    def round(self, work: Work) -> Sample:
-        """See Contender."""
-        assert isinstance(work, OpsWork)
-        self.prepare(work)
-        said = asdict(work)
-        self._right.ask("serve", work=said)
-        left = self._left.call("drive", work=said)
-        right = self._right.answer()
-        sides = float(left["cpu_s"]), float(right["cpu_s"])
-        # With a connection for each, the other side's share of that is not known.
-        apart = None if work.fresh else sides
-        return Sample(left["values"], work.moved_bytes, sum(sides), apart)
+    Attributes:
+        layers: Layers of the cache; 0 where there is none.
+        blocks: Blocks of a transfer, that do not lie side by side.
+        fresh: Each on a connection of its own.
+    """
+
+    layers: int = 0
+    blocks: int = 1
+    fresh: bool = False
+
+    @property
+    def transfer(self) -> FragmentWork:
+        """One operation as fragments."""
+        count = self.layers * self.blocks
+        nbytes = self.nbytes // count
+        return FragmentWork(verb=PUSH, nbytes=nbytes, count=count, layers=self.layers)
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        whole = self.nbytes >= KIB
+        size = size_name(self.nbytes) if whole else f"{self.nbytes} B"
+        if self.verb == READY:
+            return f"ready of a layer, {size_name(self.nbytes // self.layers)}"
+        if self.verb not in (PULL, PUSH):
+            return f"{self.verb}, {size}"
+        return f"{'first ' * self.fresh}{self.verb}, {size}, {self.layers} layers"
 
 
-class BarePair(PairContender):
-    """Two processes that send bytes, and have no operation but that."""
+def operations() -> Sequence[OpsWork]:
+    """Return all of them."""
+    kib64 = 64 * KIB
+    alike = [
+        OpsWork(verb=verb, nbytes=nbytes, count=COUNT, layers=layers, blocks=blocks)
+        for verb, nbytes, blocks, layers in (
+            (PULL, kib64, 1, 16),
+            (PULL, 256 * KIB, 2, 16),
+            (PUSH, 256 * KIB, 2, 16),
+            (PUSH, 4 * MIB, 2, 32),
+        )
+    ]
+    first = OpsWork(verb=PULL, nbytes=kib64, count=FRESH_COUNT, layers=16, fresh=True)
+    return [
+        first,
+        *alike,
+        OpsWork(verb=READY, nbytes=80 * kib64, count=79, layers=80),
+        OpsWork(verb=ROUND_TRIP, nbytes=64, count=10 * COUNT),
+        OpsWork(verb=SEND, nbytes=kib64, count=COUNT),
+        OpsWork(verb=SEND, nbytes=MIB, count=COUNT),
+        OpsWork(verb=PUT, nbytes=kib64, count=COUNT),
+        OpsWork(verb=GET, nbytes=kib64, count=COUNT),
+        *(
+            OpsWork(verb=verb, nbytes=nbytes, count=COUNT, layers=16)
+            for nbytes in (kib64, MIB)
+            for verb in STORES
+        ),
+    ]
 
-    def check(self, work: Work) -> None:
-        """See Contender."""
-        super().check(_bare(work))
 
-    def round(self, work: Work) -> Sample:
-        """See Contender."""
-        return super().round(_bare(work))
+class Meter:
+    """Adds up the CPU seconds of the parts of a round that count."""
+
+    def __init__(self) -> None:
+        self.cpu_s: float = 0.0
+        self._began_s = 0.0
+
+    def start(self) -> None:
+        """From here on it counts."""
+        self._began_s = time.process_time()
+
+    def stop(self) -> None:
+        """Up to here."""
+        self.cpu_s += time.process_time() - self._began_s
 
 
-def _bare(work: Work) -> Work:
-    return Work(verb=work.verb, nbytes=work.nbytes, count=work.count)
+class OpsSide(ConnectedSide[OpsWork]):
+    """Operations one by one: the left side does them, the right one is the other end.
+
+    Args:
+        options: As the contender has them.
+        meter: Makes what measures a round.
+
+    Attributes:
+        meter: Of the last round.
+    """
+
+    work_type: ClassVar[type[Work]] = OpsWork
+    _pool: Pool
+    _grant: kvwire.Grant
+
+    def __init__(
+        self, options: Mapping[str, str], meter: Callable[[], Meter] = Meter
+    ) -> None:
+        super().__init__(options)
+        self._new_meter = meter
+        self.meter: Meter = meter()
+        self._open = AsyncExitStack()
+        self._shape: tuple[object, ...] = ()
+        self._memory = np.zeros(0, np.uint8)
+        self._stores: dict[int, kvwire.BlockStore] = {}
+        self._hashes: list[bytes] = []
+        # Digest of what is put into a store.
+        self._put_digest = ""
+
+    async def prepare(self, work: OpsWork) -> dict[str, str]:
+        self._have(work, RIGHT)
+        if work.verb in STORES:
+            return {"store": await self._serve_store(work)}
+        if work.verb not in (PUT, GET):
+            return {}
+        region = self.communicator.register(self._memory, access="readwrite")
+        return {"grant": region.grant(self.connection).to_bytes().hex()}
+
+    async def use(self, work: OpsWork, given: dict[str, str]) -> None:
+        self._have(work, LEFT)
+        if "grant" in given:
+            self._grant = kvwire.Grant.from_bytes(bytes.fromhex(given["grant"]))
+        if "store" in given and work.nbytes not in self._stores:
+            front = work.nbytes * _FRONT_BLOCKS
+            tiers = [f"memory:{front}B?slab={front}B", f"kvwire://{given['store']}"]
+            opening = kvwire.BlockStore.open(tiers)
+            self._stores[work.nbytes] = await self._open.enter_async_context(opening)
+
+    async def fill(self, work: OpsWork) -> None:
+        await fill(self._memory)
+        self._hashes = []
+        self._put_digest = self._digest(work)
+
+    async def digest(self, work: OpsWork) -> str:
+        return "" if work.verb in STORES else self._digest(work)
+
+    async def verify(self, work: OpsWork) -> None:
+        """Compare what a store gives back; the first round of all has bytes to tell."""
+        if work.verb in STORES and self._put_digest:
+            self._memory[:] = 0
+            await self._store_get(work, self.connection)
+            require_same(self._digest(work), self._put_digest)
+
+    async def drive(self, work: OpsWork) -> dict[str, Any]:
+        self.meter = meter = self._new_meter()
+        await self.connection.recv(_GO)
+        if work.verb == STORE_GET and not self._hashes:
+            for _ in range(_GOT_BLOCKS):
+                await self._store_put(work, self.connection)
+        one_by_one = self._mark_layers if work.verb == READY else self._one_by_one
+        values = await one_by_one(work)
+        await self.connection.send(_DONE, b"")
+        return {"values": values, "cpu_s": meter.cpu_s}
+
+    async def serve(self, work: OpsWork) -> dict[str, Any]:
+        """Right: the CPU is of all operations, with their connections if fresh."""
+        self.meter = meter = self._new_meter()
+        if work.verb == READY:
+            await self._see_layers(work)
+        else:
+            meter.start()
+            await self._answer(work)
+            meter.stop()
+        return {"cpu_s": meter.cpu_s}
+
+    async def close(self) -> None:
+        await self._open.aclose()
+        await super().close()
+
+    def _have(self, work: OpsWork, side: int) -> None:
+        """The memory of a work, as a cache where it has one."""
+        shape = work.verb, work.nbytes, work.layers, work.blocks
+        if self._shape == shape:
+            return
+        self._shape, self._hashes, self._put_digest = shape, [], ""
+        nbytes = work.transfer.pool_bytes if work.layers else work.nbytes
+        self._memory = np.ones(nbytes, np.uint8)
+        if work.layers:
+            self._pool = Pool(self._memory, work.transfer, side)
+
+    def _digest(self, work: OpsWork) -> str:
+        return self._pool.digest() if work.layers else digest(self._memory)
+
+    # --- left -------------------------------------------------------------------------
+
+    async def _one_by_one(self, work: OpsWork) -> list[float]:
+        """The first one is not counted, so that the last one's tail need not be."""
+        once = {
+            PULL: self._pull,
+            PUSH: self._push,
+            ROUND_TRIP: self._round_trip,
+            SEND: self._send,
+            PUT: self._put,
+            GET: self._get,
+            STORE_PUT: self._store_put,
+            STORE_GET: self._store_get,
+        }[work.verb]
+        clock, values, meter = time.perf_counter, [], self.meter
+        connection = self.connection
+        if not work.fresh:
+            await once(work, connection)
+            meter.start()
+        for _ in range(work.count):
+            if work.fresh:
+                connection = await self.one_more()
+                meter.start()
+            began = clock()
+            await once(work, connection)
+            values.append(clock() - began)
+            if work.fresh:
+                meter.stop()
+                await connection.close()
+        if not work.fresh:
+            meter.stop()
+        return values
+
+    async def _pull(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        pool = self._pool
+        await over(connection.pull(self.next_id(), pool.cache, pool.blocks))
+
+    async def _push(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        pool = self._pool
+        await over(mark_all(connection.push(self.next_id(), pool.cache, pool.blocks)))
+
+    async def _round_trip(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        await connection.send(_DATA, self._memory)
+        await connection.recv(_BACK, self._memory)
+
+    async def _send(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        await connection.send(_DATA, self._memory)
+
+    async def _put(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        await connection.put(self._memory, self._grant)
+
+    async def _get(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        await connection.get(self._grant, into=self._memory)
+
+    async def _store_put(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        store, name = self._stores[work.nbytes], secrets.token_bytes(_HASH_BYTES)
+        self._hashes.append(name)
+        require_complete(await store.put([name], self._pool.cache, self._pool.blocks))
+        await store.flush()
+
+    async def _store_get(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        name = self._hashes.pop(0)
+        self._hashes.append(name)
+        store, pool = self._stores[work.nbytes], self._pool
+        require_complete(await store.get([name], pool.cache, pool.blocks))
+
+    async def _mark_layers(self, work: OpsWork) -> list[float]:
+        pool = self._pool
+        end = self.connection.push(
+            self.next_id(), pool.cache, pool.blocks, group_bytes=1
+        )
+        end.ready(0)
+        await asyncio.sleep(_GAP_S)
+        clock, values = time.perf_counter, []
+        self.meter.start()
+        for layer in range(1, work.layers):
+            began = clock()
+            end.ready(layer)
+            values.append(clock() - began)
+            await asyncio.sleep(_GAP_S)
+        self.meter.stop()
+        end.finish()
+        await over(end)
+        return values
+
+    # --- right ------------------------------------------------------------------------
+
+    async def _answer(self, work: OpsWork) -> None:
+        connection, memory = self.connection, self._memory
+        await connection.send(_GO, b"")
+        count = work.count + (not work.fresh)
+        if work.verb in (PULL, PUSH):
+            ends = [self._offer(work) for _ in range(min(_AHEAD, count))]
+            for number in range(count):
+                await over(ends.pop(0))
+                if number + _AHEAD < count:
+                    ends.append(self._offer(work))
+        elif work.verb in (ROUND_TRIP, SEND):
+            for _ in range(count):
+                await connection.recv(_DATA, memory)
+                if work.verb == ROUND_TRIP:
+                    await connection.send(_BACK, memory)
+        await connection.recv(_DONE)
+
+    async def _see_layers(self, work: OpsWork) -> None:
+        end = self._offer(work)
+        await self.connection.send(_GO, b"")
+        assert isinstance(end, kvwire.Incoming)
+        await end.layer(0)
+        self.meter.start()
+        for layer in range(1, work.layers):
+            await end.layer(layer)
+        self.meter.stop()
+        await over(end)
+        await self.connection.recv(_DONE)
+
+    def _offer(self, work: OpsWork) -> End:
+        number, pool = self.next_id(), self._pool
+        if work.verb == PULL:
+            return mark_all(self.communicator.publish(number, pool.cache, pool.blocks))
+        return self.communicator.expect(number, pool.cache, pool.blocks)
+
+    async def _serve_store(self, work: OpsWork) -> str:
+        size, slab = work.nbytes * _SERVED_BLOCKS, work.nbytes * _GOT_BLOCKS
+        opening = kvwire.BlockStore.open([f"memory:{size}B?slab={slab}B"])
+        store = await self._open.enter_async_context(opening)
+        serving = kvwire.StoreServer(store, f"{HOST}:0")
+        server = await self._open.enter_async_context(serving)
+        return f"{server.address.host}:{server.address.port}"
+
+
+class BareSide(StreamsSide):
+    """The streams of asyncio, with the works of this benchmark."""
+
+    work_type: ClassVar[type[Work]] = OpsWork
 
 
 def ops(*, transport: str, loop: str) -> Benchmark:
-    """The benchmark.
+    """Make the benchmark.
 
     Raises:
         UsageError: A transport that nobody knows, or that joins no two processes.
     """
-    require_known([transport], processes=True)
-    options = [f"transport={transport}", f"loop={loop}"]
-    pair = OpsPair(f"kvwire {transport}", "ops", options)
-    streams = BarePair(f"{loop} streams", "streams", [f"loop={loop}"])
+    report.require_known([transport])
+    ours = Contender.of(f"kvwire {transport}", OpsSide, transport=transport, loop=loop)
+    streams = Contender.of(f"{loop} streams", BareSide, loop=loop)
     return Benchmark(
         name="ops",
         cases=[
@@ -78,9 +402,7 @@ def ops(*, transport: str, loop: str) -> Benchmark:
                 name=work.name,
                 work=work,
                 unit=MICROSECONDS,
-                ours=pair,
-                beside=[streams] if work.verb == ROUND_TRIP else (),
-                target=None,
+                contenders=[ours, *[streams] * (work.verb == ROUND_TRIP)],
             )
             for work in operations()
         ],
@@ -91,70 +413,81 @@ def ops(*, transport: str, loop: str) -> Benchmark:
     )
 
 
+def sides_cpu_s(row: Any) -> list[float] | None:
+    """CPU seconds of an operation, left and right.
+
+    With a connection for each, the other side's share of that is not known.
+    """
+    work, samples = row.case.work, row.samples[row.case.contenders[0].name]
+    if work.fresh:
+        return None
+    each = zip(*(sample.cpu_s for sample in samples.rounds), strict=True)
+    return [median(side) / len(samples.rounds[0].values) for side in each]
+
+
 def render(
-    benchmark: Benchmark, findings: Sequence[CaseResult], counted: Sequence[Counts]
+    benchmark: Benchmark, findings: Findings, counted: Sequence[Any]
 ) -> RenderableType:
-    """A row for each operation, and the names of its frames below."""
-    table = new_table("kvwire bench ops: one operation, medians")
-    columns = ["wall us", "CPU us", "CPU us", "calls", "system", "frames"]
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    """Make a row for each operation, and the names of its frames below."""
+    columns = ("wall us", "CPU us", "CPU us", "calls", "system", "frames")
+    table = report.new_table("kvwire bench ops: one operation, medians", *columns)
     alike: dict[str, list[str]] = {}
-    for finding, counts in zip(findings, counted, strict=True):
-        case = finding.case
-        samples = finding.samples[case.ours.name]
-        sides = sides_cpu_s(samples)
+    for row, counts in zip(findings, counted, strict=True):
+        case, sides = row.case, sides_cpu_s(row)
+        figures = (counts.calls, counts.system_calls, sum(counts.frames.values()))
         table.add_row(
             case.name,
-            f"{1e6 * median(samples.values):.0f}",
+            f"{1e6 * row.samples[case.contenders[0].name].median:.0f}",
             *(["-", "-"] if sides is None else [f"{1e6 * s:.0f}" for s in sides]),
-            f"{counts.calls:.0f}",
-            f"{counts.system_calls:.0f}",
-            f"{sum(counts.frames.values()):.0f}",
+            *(f"{figure:.0f}" for figure in figures),
         )
-        alike.setdefault(frames(counts), []).append(case.name)
-    lines = [f"{', '.join(names)}: {said}" for said, names in alike.items()]
-    lines += _beside(findings)
-    lines += lines_below(benchmark, findings)
-    return Group(table, Text(), *map(Text, lines))
+        alike.setdefault(_frames(counts.frames), []).append(case.name)
+        best = compare(row).best
+        if best:
+            ratio, wall_us = compare(row).ratio or 0, 1e6 * row.samples[best].median
+            text = f"{report.short(ratio)} times that of {best}, {wall_us:.0f} us"
+            alike[text] = [case.name]
+    lines = [Text(f"{', '.join(names)}: {said}") for said, names in alike.items()]
+    return Group(table, Text(), *lines, *report.lines_below(benchmark, findings))
 
 
-def frames(counts: Counts) -> str:
+def _frames(frames: Mapping[str, float]) -> str:
     """Such as ``2 MESSAGE, 1 PUT``; what comes less than once in two is left out."""
-    whole = {name: round(number) for name, number in counts.frames.items()}
+    whole = {name: round(number) for name, number in frames.items()}
     return ", ".join(f"{number} {name}" for name, number in whole.items() if number)
 
 
-def sides_cpu_s(samples: Samples) -> tuple[float, float] | None:
-    """CPU seconds of an operation, left and right; None where they are not known."""
-    each = [(r.sides_cpu_s, len(r.values)) for r in samples.rounds]
-    known = [(sides, count) for sides, count in each if sides is not None]
-    if not known:
-        return None
-    left, right = (median(sides[n] / count for sides, count in known) for n in (0, 1))
-    return left, right
+def command(
+    *,
+    transport: str = "tcp",
+    loop: Loop = "uvloop",
+    rounds: Rounds = 5,
+    json: Output = None,
+) -> None:
+    """One operation: its time, the CPU of each side, its calls and its frames.
 
+    Transfers, the first on a connection and the next; one layer of many; messages, put
+    and get; a block into a store server and out of it.
 
-def document(
-    benchmark: Benchmark,
-    findings: Sequence[CaseResult],
-    counted: Sequence[Counts],
-    settings: dict[str, Any],
-) -> dict[str, Any]:
-    """The JSON document: that of every benchmark, with the counts of each case."""
-    found = documents.document(benchmark, findings, settings)
-    for row, finding, counts in zip(found["cases"], findings, counted, strict=True):
-        row["cpu_s"] = {n: sides_cpu_s(s) for n, s in finding.samples.items()}
-        row["counts"] = asdict(counts)
-    return found
+    Args:
+        transport: The transport of kvwire; of a store, what its server offers.
+        loop: The event loop of both processes.
+        rounds: How often everything is measured.
+        json: Write every sample, and what ran where, to this file; - is the output.
+    """
+    from kvwire.cli.bench.ops_counts import count  # noqa: PLC0415 - it counts this
 
+    benchmark = ops(transport=transport, loop=loop)
+    settings = {"transport": transport, "loop": loop, "rounds": rounds}
+    findings = report.measure(benchmark, rounds)
+    counted = count(operations(), transport)
 
-def _beside(findings: Sequence[CaseResult]) -> Iterator[str]:
-    for finding in findings:
-        comparison = compare(finding)
-        if comparison.ratio is not None:
-            wall_us = 1e6 * median(finding.samples[comparison.best].values)
-            yield (
-                f"{finding.case.name}: {short(comparison.ratio)} times that of "
-                f"{comparison.best}, {wall_us:.0f} us"
-            )
+    def document() -> dict[str, Any]:
+        found = report.document(benchmark, findings, settings)
+        for row, finding, counts in zip(found["cases"], findings, counted, strict=True):
+            name = finding.case.contenders[0].name
+            row["cpu_s"] = {name: sides_cpu_s(finding)}
+            row["counts"] = asdict(counts)
+        return found
+
+    report.show(render(benchmark, findings, counted), document, json=json)

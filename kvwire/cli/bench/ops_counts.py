@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvwire.cli.bench.ops_work import OpsWork
-from kvwire.cli.bench.sides.ops_half import Meter, OpsHalf
+from kvwire.cli.bench.ops import Meter, OpsSide, OpsWork
+from kvwire.cli.bench.side import Joined
 from kvwire.proto.framing import Framing
 from kvwire.wire.header import FrameType
 
@@ -100,26 +100,21 @@ def count(works: Sequence[OpsWork], transport: str) -> list[Counts]:
 
 
 async def _count(works: Sequence[OpsWork], transport: str) -> list[Counts]:
-    left, right = OpsHalf(transport, CountMeter), OpsHalf(transport)
+    options = {"transport": transport}
+    left = OpsSide(options, CountMeter)
+    both = Joined(left, OpsSide(options))
+    found = []
     try:
-        address = (await right.listen())["address"]
-        accepted = asyncio.ensure_future(right.accept())
-        await left.connect(address)
-        await accepted
-        return [await _count_one(left, right, work) for work in works]
+        await both.connect(None)
+        for work in works:
+            await both.use(work, None)
+            await both.drive(work)  # warms up
+            values = (await both.drive(work))["values"]
+            assert isinstance(left.meter, CountMeter)
+            found.append(left.meter.counts(len(values)))
     finally:
-        await left.close()
-        await right.close()
-
-
-async def _count_one(left: OpsHalf, right: OpsHalf, work: OpsWork) -> Counts:
-    await left.use(work, await right.prepare(work))
-    for _ in range(2):  # the first time warms up
-        served = asyncio.ensure_future(right.serve(work))
-        found = await left.drive(work)
-        await served
-    assert isinstance(left.meter, CountMeter)
-    return left.meter.counts(len(found["values"]))
+        await both.close()
+    return found
 
 
 @contextmanager

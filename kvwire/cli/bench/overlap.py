@@ -22,254 +22,386 @@ than transfer, ideal is t, so the two targets say nearly the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final
 
-from kvwire.cli.bench.overlap_pair import Pair
+import numpy as np
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.console import RenderableType
+from rich.text import Text
+
+import kvwire
+from kvwire.cli.bench import report
+from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.report import Findings, Loop, Output, Rounds
+from kvwire.cli.bench.side import Bytes, ConnectedSide, digest, fill, paged
+from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult
+from kvwire.cli.plot import Plot
 from kvwire.limits import KIB, MIB
-
-T = TypeVar("T")
 
 LAYERS: Final = (8, 32, 80)
 LAYER_BYTES: Final = 4 * MIB
+# That of 16 tokens of an 8B model of today.
+BLOCK_BYTES: Final = 64 * KIB
 # A layer's compute as a multiple of its transfer.
-LONGER: Final = 2.0
-SHORTER: Final = 0.5
+FACTORS: Final = {"compute is longer": 2.0, "transfer is longer": 0.5}
 EFFICIENCY_TARGET: Final = 0.95
 # Exposed beyond one layer's transfer: wake-ups, commit and settlement.
 SLACK_S: Final = 1e-3
 # A prompt of one block: its prefill reads the weights once, 16 GB in some 8 ms.
 SHORT_LAYERS: Final = 32
-SHORT_LAYER_BYTES: Final = 64 * KIB
 SHORT_COMPUTE_S: Final = 0.25e-3
 # Streaming without compute, beside one mark of the same bytes.
 BULK_TARGET: Final = 1.03
-# Control work of a transfer of 32 layers beside one of 1 layer, both sides together.
+# CPU of a transfer of 32 layers beside one of 1 layer, both sides together.
 CONTROL_LAYERS: Final = 32
 CONTROL_LAYER_BYTES: Final = 4
 CONTROL_REPEAT: Final = 50
 CONTROL_TARGET_S: Final = 0.5e-3
 
+# What is timed: from the last mark, from the first one, or the CPU of both sides.
+EXPOSED: Final = "exposed"
+BULK: Final = "bulk"
+CONTROL: Final = "control"
+# Each layer is marked when it is computed, all when the last one is, or that one alone.
+STREAMED: Final = "streamed"
+WHOLE: Final = "whole"
+ONE_LAYER: Final = "one layer"
+_GO: Final = 1
+_MARKS: Final = 2
+# When the first and the last mark was made, and the CPU it took.
+_SPAN: Final = struct.Struct("<3d")
 
-@dataclass(slots=True)
-class Setting:
-    """A request, how long its layers take to compute, and what was found.
-
-    Attributes:
-        name: What is special about it.
-        layers: How many.
-        layer_bytes: Of each.
-        compute_s: Of each; 0 until it has been chosen.
-        streamed_s: Exposed when each layer is sent as it is ready, by round.
-        whole_s: Exposed when all are sent at the end, by round.
-        layer_s: The transfer of one layer alone, by round.
-        streamed_cpu_s: CPU of both sides for one transfer, by round.
-        whole_cpu_s: Likewise.
-        judged: Whether the targets hold for it.
-    """
-
-    name: str
-    layers: int
-    layer_bytes: int
-    compute_s: float
-    judged: bool = True
-    streamed_s: list[float] = field(default_factory=list)
-    whole_s: list[float] = field(default_factory=list)
-    layer_s: list[float] = field(default_factory=list)
-    streamed_cpu_s: list[float] = field(default_factory=list)
-    whole_cpu_s: list[float] = field(default_factory=list)
-
-    @property
-    def ideal_s(self) -> float:
-        """The least that can stay exposed."""
-        hidden_s = (self.layers - 1) * self.compute_s
-        return max(median(self.layer_s), median(self.whole_s) - hidden_s)
-
-    @property
-    def gain_s(self) -> float:
-        """How much earlier the first token is; negative if streaming costs time."""
-        return median(self.whole_s) - median(self.streamed_s)
-
-    @property
-    def efficiency(self) -> float:
-        """What was hidden of what could be; 0 if nothing could."""
-        hideable_s = median(self.whole_s) - self.ideal_s
-        return self.gain_s / hideable_s if hideable_s > 0 else 0.0
-
-    @property
-    def met(self) -> bool:
-        """Whether the targets are met: the efficiency, and what may stay exposed."""
-        close = median(self.streamed_s) <= self.ideal_s + SLACK_S
-        return close and self.efficiency >= EFFICIENCY_TARGET
+Kibibytes = Annotated[int, Parameter(validator=Number(gte=64, lte=1_048_576))]
+Layers = Annotated[
+    tuple[int, ...],
+    Parameter(
+        validator=Number(gte=2, lte=4096), consume_multiple=True, negative_iterable=()
+    ),
+]
 
 
-@dataclass(slots=True)
-class Bulk:
-    """The same bytes marked layer by layer and at once, without compute.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapWork(Work):
+    """``count`` layers of ``nbytes`` bytes; ``verb`` is what is timed.
 
     Attributes:
-        layers: How many.
-        layer_bytes: Of each.
-        by_layer_s: From the first mark to the outcome, by round.
-        at_once_s: Likewise.
+        compute_s: How long a layer takes to compute.
+        repeat: How many transfers a round has.
+        group_bytes: See ``publish``.
     """
 
-    layers: int
-    layer_bytes: int
-    by_layer_s: list[float] = field(default_factory=list)
-    at_once_s: list[float] = field(default_factory=list)
-
-    @property
-    def ratio(self) -> float:
-        """By layer, beside at once."""
-        return median(self.by_layer_s) / median(self.at_once_s)
+    compute_s: float = 0.0
+    repeat: int = 1
+    group_bytes: int | None = None
 
 
-@dataclass(slots=True)
-class Control:
-    """CPU seconds of a transfer that carries next to nothing, both sides together.
+class OverlapSide(ConnectedSide[OverlapWork]):
+    """Prefill on the right, decode on the left, and compute that is a timer.
 
-    Attributes:
-        one_s: One layer, by round.
-        grouped_s: 32 layers that were ready within a moment, as they are sent.
-        apart_s: 32 layers, each sent by itself.
+    A GPU does not use the CPU while it computes, so neither does this: a thread sleeps
+    for as long as a layer would take and marks it. Both processes run on one machine,
+    whose monotonic clock they share, so an instant of one can be subtracted from one of
+    the other.
     """
 
-    one_s: list[float] = field(default_factory=list)
-    grouped_s: list[float] = field(default_factory=list)
-    apart_s: list[float] = field(default_factory=list)
+    by_link = True
+    work_type: ClassVar[type[Work]] = OverlapWork
 
-    @property
-    def added_s(self) -> float:
-        """What 31 more layers add."""
-        return median(self.grouped_s) - median(self.one_s)
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._way = options["way"]
+        # The last one, since one of 80 layers is large.
+        self._kept: tuple[tuple[int, int], Bytes, kvwire.PagedCache] | None = None
 
-    @property
-    def added_apart_s(self) -> float:
-        """What they add if each is sent by itself."""
-        return median(self.apart_s) - median(self.one_s)
+    async def fill(self, work: OverlapWork) -> None:
+        await fill(self._cache(work)[0])
+
+    async def digest(self, work: OverlapWork) -> str:
+        memory = self._cache(work)[0]
+        # The other layers have not been sent.
+        return digest(memory[-work.nbytes :] if self._way == ONE_LAYER else memory)
+
+    async def drive(self, work: OverlapWork) -> dict[str, Any]:
+        return {"values": [await self._pull(work) for _ in range(work.repeat)]}
+
+    async def serve(self, work: OverlapWork) -> dict[str, Any]:
+        for _ in range(work.repeat):
+            await self._compute(work)
+        return {}
+
+    def _cache(self, work: OverlapWork) -> tuple[Bytes, kvwire.PagedCache, list[int]]:
+        key = work.count, work.nbytes
+        # A block of a toy model, to measure what is not payload.
+        blocks = max(1, work.nbytes // BLOCK_BYTES)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None
+            memory = np.zeros(work.count * work.nbytes, np.uint8)
+            self._kept = key, memory, paged(memory, work.count, blocks)
+        return *self._kept[1:], list(range(blocks))
+
+    async def _pull(self, work: OverlapWork) -> float:
+        _, cache, blocks = self._cache(work)
+        cpu_s = time.process_time()
+        incoming = self.connection.pull(self.next_id(), cache, blocks)
+        await self.connection.send(_GO, b"")
+        outcome = await incoming
+        over = time.monotonic()
+        if not (outcome.complete or self._way == ONE_LAYER):
+            raise RuntimeError(f"the transfer did not end well: {outcome!r}")
+        await incoming.drained()
+        cpu_s = time.process_time() - cpu_s
+        first, last, theirs_s = _SPAN.unpack(await self.connection.recv(_MARKS))
+        spans = {EXPOSED: over - last, BULK: over - first, CONTROL: cpu_s + theirs_s}
+        return float(spans[work.verb])
+
+    async def _compute(self, work: OverlapWork) -> None:
+        _, cache, blocks = self._cache(work)
+        cpu_s = time.process_time()
+        outgoing = self.communicator.publish(
+            self.next_id(), cache, blocks, group_bytes=work.group_bytes
+        )
+        # Behind it on the same link: the question for the transfer has been answered.
+        await self.connection.recv(_GO)
+        if work.compute_s:
+            span = await asyncio.to_thread(self._mark, outgoing, work)
+        else:
+            span = self._mark(outgoing, work)
+        await outgoing
+        await outgoing.drained()
+        cpu_s = time.process_time() - cpu_s
+        await self.connection.send(_MARKS, _SPAN.pack(*span, cpu_s))
+
+    def _mark(
+        self, outgoing: kvwire.Outgoing, work: OverlapWork
+    ) -> tuple[float, float]:
+        """Compute and mark layer by layer; when the first and last mark was made."""
+        began = time.monotonic()
+        times = []
+        for layer in range(work.count):
+            # Until a fixed instant, so that what a sleep is late does not add up.
+            left_s = began + (layer + 1) * work.compute_s - time.monotonic()
+            if left_s > 0:
+                time.sleep(left_s)
+            if self._way == STREAMED or layer == work.count - 1:
+                times.append(time.monotonic())
+                outgoing.ready(layers=None if self._way == WHOLE else layer)
+        outgoing.finish(partial=self._way == ONE_LAYER)
+        return times[0], times[-1]
 
 
-@dataclass(slots=True)
-class Overlap:
-    """Everything that was found."""
+def layer_s(
+    contender: Contender, layers: Sequence[int], layer_bytes: int, rounds: int
+) -> dict[int, float]:
+    """Measure the transfer of one layer, to choose the compute by.
 
-    settings: list[Setting]
-    bulk: list[Bulk]
-    control: Control
-    facts: dict[str, Any]
-
-
-def steps(layers: Sequence[int], rounds: int) -> int:
-    """How often :func:`overlap` reports progress."""
-    return (3 * len(layers) + 2) * rounds
+    Raises:
+        BenchError: It broke.
+    """
+    found = {}
+    with contender.start() as pair:
+        for count in layers:
+            work = OverlapWork(verb=EXPOSED, nbytes=layer_bytes, count=count)
+            alone = [pair.round(work).values[0] for _ in range(rounds + 1)]
+            found[count] = median(alone[1:])
+    return found
 
 
 def overlap(
-    pair: Pair,
-    layers: Sequence[int],
-    layer_bytes: int,
-    rounds: int,
-    progress: Callable[[str], None],
-) -> Overlap:
-    """Measure everything.
-
-    Args:
-        pair: The two processes.
-        layers: How many layers, one request for each.
-        layer_bytes: Bytes of a layer.
-        rounds: How often everything is done; the first time does not count.
-        progress: Called before each step with what it is.
+    *, transport: str, loop: str, layers: Sequence[int], layer_bytes: int, rounds: int
+) -> Benchmark:
+    """Make the benchmark, for which the transfer of one layer is measured.
 
     Raises:
-        BenchError: Something broke, or bytes were damaged.
+        BenchError: That broke.
+        UsageError: The transport does not join two processes.
     """
-    settings, bulks = [], []
+    report.require_known([transport])
+    streamed, whole, alone = (
+        Contender.of(way, OverlapSide, transport=transport, loop=loop, way=way)
+        for way in (STREAMED, WHOLE, ONE_LAYER)
+    )
+    found = layer_s(alone, layers, layer_bytes, rounds)
+    works = {
+        f"{count} layers, {name}": OverlapWork(
+            verb=EXPOSED,
+            nbytes=layer_bytes,
+            count=count,
+            compute_s=factor * found[count],
+        )
+        for count in layers
+        for name, factor in FACTORS.items()
+    }
+    works["a short prompt"] = OverlapWork(
+        verb=EXPOSED,
+        nbytes=BLOCK_BYTES,
+        count=SHORT_LAYERS,
+        compute_s=SHORT_COMPUTE_S,
+    )
+    cases = [_case(name, work, streamed, whole, alone) for name, work in works.items()]
     for count in layers:
-        pair.check(count, layer_bytes)
-        alone_s = _layer_alone(pair, count, layer_bytes, rounds)
-        for name, factor in (("compute", LONGER), ("transfer", SHORTER)):
-            setting = Setting(f"{name} is longer", count, layer_bytes, factor * alone_s)
-            _rounds(pair, setting, rounds, progress)
-            settings.append(setting)
-        bulk = Bulk(count, layer_bytes)
-        _bulk(pair, bulk, rounds, progress)
-        bulks.append(bulk)
-    short = Setting(
-        "a short prompt",
-        SHORT_LAYERS,
-        SHORT_LAYER_BYTES,
-        SHORT_COMPUTE_S,
-        judged=False,
+        bulk = OverlapWork(verb=BULK, nbytes=layer_bytes, count=count)
+        name = f"{count} layers, no compute"
+        cases.append(_case(name, bulk, streamed, whole, target=BULK_TARGET))
+    for name, count, group_bytes in (
+        ("1 tiny layer", 1, None),
+        (f"{CONTROL_LAYERS} of them", CONTROL_LAYERS, None),
+        (f"{CONTROL_LAYERS}, each sent by itself", CONTROL_LAYERS, 1),
+    ):
+        tiny = OverlapWork(
+            verb=CONTROL,
+            nbytes=CONTROL_LAYER_BYTES,
+            count=count,
+            repeat=CONTROL_REPEAT,
+            group_bytes=group_bytes,
+        )
+        cases.append(_case(name, tiny, streamed))
+    return Benchmark(name="overlap", cases=cases)
+
+
+def _case(
+    name: str, work: OverlapWork, *ways: Contender, target: float | None = None
+) -> Case:
+    group = {
+        EXPOSED: "exposed after the last mark",
+        BULK: "from the first mark",
+        CONTROL: "CPU of both sides",
+    }[work.verb]
+    return Case(
+        name=name,
+        work=work,
+        unit=MILLISECONDS,
+        contenders=ways,
+        target=target,
+        group=group,
     )
-    pair.check(short.layers, short.layer_bytes)
-    _rounds(pair, short, rounds, progress)
-    settings.append(short)
-    control = Control()
-    _control(pair, control, rounds, progress)
-    return Overlap(settings, bulks, control, pair.facts)
 
 
-def _layer_alone(pair: Pair, layers: int, layer_bytes: int, rounds: int) -> float:
-    """The transfer of one layer, to choose the compute by."""
-    pair.move("last", layers, layer_bytes)
-    spans = [pair.move("last", layers, layer_bytes) for _ in range(rounds)]
-    return median(span.from_last_s for span in spans)
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """What was hidden of what could be.
+
+    Attributes:
+        name: Of the case.
+        compute_s: Of each layer.
+        ideal_s: The least that can stay exposed.
+        efficiency: 0 if nothing could be hidden.
+        met: Whether the targets are met: the efficiency, and what may stay exposed.
+    """
+
+    name: str
+    compute_s: float
+    ideal_s: float
+    efficiency: float
+    met: bool
 
 
-def _rounds(
-    pair: Pair, setting: Setting, rounds: int, progress: Callable[[str], None]
-) -> None:
-    where, compute_s = (setting.layers, setting.layer_bytes), setting.compute_s
-    for number in range(rounds):
-        progress(f"{setting.layers} layers, {setting.name}")
-        for way in _in_turn(("streamed", "whole", "last"), number):
-            span = pair.move(way, *where, compute_s=0.0 if way == "last" else compute_s)
-            if way == "last":
-                setting.layer_s.append(span.from_last_s)
-            elif way == "whole":
-                setting.whole_s.append(span.from_last_s)
-                setting.whole_cpu_s.append(span.cpu_s)
-            else:
-                setting.streamed_s.append(span.from_last_s)
-                setting.streamed_cpu_s.append(span.cpu_s)
-
-
-def _bulk(pair: Pair, bulk: Bulk, rounds: int, progress: Callable[[str], None]) -> None:
-    for number in range(rounds):
-        progress(f"{bulk.layers} layers, no compute")
-        for way in _in_turn(("streamed", "whole"), number):
-            span = pair.move(way, bulk.layers, bulk.layer_bytes)
-            found = bulk.by_layer_s if way == "streamed" else bulk.at_once_s
-            found.append(span.from_first_s)
-
-
-def _control(
-    pair: Pair, control: Control, rounds: int, progress: Callable[[str], None]
-) -> None:
-    ways: tuple[tuple[list[float], int, int | None], ...] = (
-        (control.one_s, 1, None),
-        (control.grouped_s, CONTROL_LAYERS, None),
-        (control.apart_s, CONTROL_LAYERS, 1),
+def efficiency(finding: CaseResult) -> Efficiency:
+    """Compare what stays exposed with what no schedule can hide."""
+    streamed_s, whole_s, alone_s = (
+        finding.samples[way].median for way in (STREAMED, WHOLE, ONE_LAYER)
     )
-    for number in range(-1, rounds):
-        if number >= 0:
-            progress("control work")
-        for found, layers, group_bytes in _in_turn(ways, number):
-            span = pair.move(
-                "streamed",
-                layers,
-                CONTROL_LAYER_BYTES,
-                repeat=CONTROL_REPEAT,
-                group_bytes=group_bytes,
-            )
-            if number >= 0:
-                found.append(span.cpu_s)
+    work = finding.case.work
+    ideal_s = max(alone_s, whole_s - (work.count - 1) * work.compute_s)
+    hideable_s = whole_s - ideal_s
+    found = (whole_s - streamed_s) / hideable_s if hideable_s > 0 else 0.0
+    met = streamed_s <= ideal_s + SLACK_S and found >= EFFICIENCY_TARGET
+    return Efficiency(finding.case.name, work.compute_s, ideal_s, found, met)
 
 
-def _in_turn(ways: Sequence[T], number: int) -> list[T]:
-    """Who begins changes from round to round."""
-    first = number % len(ways)
-    return [*ways[first:], *ways[:first]]
+def efficiencies(findings: Findings) -> list[Efficiency]:
+    """Judge everything that is exposed."""
+    return [
+        efficiency(f)
+        for f in findings
+        if f.case.work.verb == EXPOSED and len(f.samples) == 3
+    ]
+
+
+def judged(findings: Findings) -> list[RenderableType]:
+    """Make the table of efficiencies, and the line of what layers cost."""
+    table = report.new_table("", "compute, ms", "ideal, ms", "efficiency", "targets")
+    for one in efficiencies(findings):
+        table.add_row(
+            one.name,
+            f"{one.compute_s * 1e3:.2f}",
+            f"{one.ideal_s * 1e3:.2f}",
+            f"{one.efficiency:.3f}",
+            report.verdict(one.met),
+        )
+    lines: list[RenderableType] = [
+        table,
+        Text(
+            f"Targets: streamed <= what no schedule can hide + {SLACK_S * 1e3:g} ms, "
+            f"efficiency >= {EFFICIENCY_TARGET}."
+        ),
+    ]
+    tiny = [f.samples[STREAMED].median for f in findings if f.case.work.verb == CONTROL]
+    if len(tiny) == 3:
+        added_s = tiny[1] - tiny[0]
+        text = (
+            f"{CONTROL_LAYERS - 1} more tiny layers add {added_s * 1e3:.2f} ms of CPU"
+        )
+        target = f", target <= {CONTROL_TARGET_S * 1e3:g} ms: "
+        lines.append(Text(text + target) + report.verdict(added_s <= CONTROL_TARGET_S))
+    return lines
+
+
+def command(
+    *,
+    transport: str = "tcp",
+    loop: Loop = "uvloop",
+    layers: Layers = LAYERS,
+    layer_kib: Kibibytes = LAYER_BYTES // KIB,
+    rounds: Rounds = 15,
+    json: Output = None,
+    plot: Plot = None,
+) -> None:
+    """How much of a transfer hides behind the compute that makes its bytes.
+
+    Compute is simulated by timers, since a GPU does not use the CPU. Exposed is the
+    time from the last mark to the outcome: streamed layer by layer, and sent whole at
+    the end, in turns. The efficiency is what was hidden of what any schedule could
+    hide: all but the last layer, and no more than there is compute.
+
+    Args:
+        transport: The transport.
+        loop: The event loop of both processes.
+        layers: Layers of a request; a request for each number.
+        layer_kib: KiB of one layer, in blocks of 64 KiB.
+        rounds: How often everything is measured.
+        json: Write every sample, and what ran where, to this file; - is the output.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
+    """
+    if layer_kib % 64:
+        raise kvwire.UsageError(
+            f"--layer-kib {layer_kib}: a multiple of 64, one block's KiB"
+        )
+    benchmark = overlap(
+        transport=transport,
+        loop=loop,
+        layers=layers,
+        layer_bytes=layer_kib * KIB,
+        rounds=rounds,
+    )
+    settings = {
+        "transport": transport,
+        "loop": loop,
+        "layers": list(layers),
+        "layer_kib": layer_kib,
+        "rounds": rounds,
+    }
+    report.run(
+        benchmark,
+        settings,
+        json=json,
+        plot=plot,
+        below=judged,
+        more=lambda found: {"efficiencies": [asdict(e) for e in efficiencies(found)]},
+    )

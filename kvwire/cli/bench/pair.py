@@ -1,4 +1,4 @@
-"""Two processes that do the work of a contender, told what to do by this one.
+"""Processes that do the work of a contender, told what to do by this one.
 
 They are started from scratch and never forked, so that neither inherits a loop, a lock
 or a warm cache of the other's. This process only says what to do, in lines of JSON on
@@ -15,12 +15,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryFile
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Self
 
-from kvwire.cli.bench.case import Contender, Sample, Work
-from kvwire.cli.bench.errors import BenchError
+from kvwire import KVWireError
 
 # Long against every round there is; only something stuck takes as long.
 ANSWER_TIMEOUT_S: Final = 120.0
@@ -29,16 +28,57 @@ _END_TIMEOUT_S: Final = 5.0
 _READ_BYTES: Final = 64 * 1024
 # Of a line that is shown in an error.
 _LAST_LINE_BYTES: Final = 200
-_OUR_SIDES: Final = (sys.executable, "-m", "kvwire.cli.bench.sides")
+PROGRAM: Final = (sys.executable, "-m", "kvwire.cli.bench")
+
+
+class BenchError(KVWireError):
+    """A benchmark could not be run, or its bytes did not arrive as they were sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every contender of a case does in a round.
+
+    Attributes:
+        verb: Such as ``"round trip"``, ``"send"``, ``"put"`` or ``"get"``.
+        nbytes: Bytes in one operation.
+        count: Operations in a round.
+        in_flight: Operations begun before the first has to be over.
+    """
+
+    verb: str
+    nbytes: int
+    count: int
+    in_flight: int = 1
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of a round."""
+        return self.nbytes * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one contender did in one round.
+
+    Attributes:
+        values: Seconds, or bytes a second, as the case's unit says.
+        moved_bytes: From one side to the other.
+        cpu_s: CPU seconds of each side, or of one process that is both.
+    """
+
+    values: Sequence[float]
+    moved_bytes: int
+    cpu_s: Sequence[float]
 
 
 class SideProcess:
-    """One process; see :mod:`kvwire.cli.bench.sides` for what runs in it.
+    """One process; see :mod:`kvwire.cli.bench.side` for what runs in it.
 
     Args:
-        role: Which side it plays, such as ``"kvwire"``.
+        role: Which side it plays, as ``module:class``.
         options: For that role.
-        program: What is run with role and options; None for our own sides.
+        program: What is run with role and options.
         environment: Variables that it gets besides those of this process.
         quiet: Its standard error is not shown, since some peers log whatever they do;
             the last line of it is in the error if the process ends.
@@ -47,16 +87,16 @@ class SideProcess:
     def __init__(
         self,
         role: str,
-        options: Sequence[str] = (),
+        options: Mapping[str, str],
         *,
-        program: Sequence[str] | None = None,
+        program: Sequence[str] = PROGRAM,
         environment: Mapping[str, str] | None = None,
         quiet: bool = False,
     ) -> None:
         self.role = role
         self._said = TemporaryFile() if quiet else None  # noqa: SIM115 - until stop()
         self._process = subprocess.Popen(  # noqa: S603 - a program that we know
-            [*(program or _OUR_SIDES), role, *options],
+            [*program, role, *(f"{name}={value}" for name, value in options.items())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -65,11 +105,11 @@ class SideProcess:
         )
         self._pending = b""
 
-    def call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Have something done and wait for it.
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Have something done and wait for the answer.
 
         Raises:
-            BenchError: It failed there, or that process has ended.
+            BenchError: It failed there, or that process has ended or is stuck.
         """
         self.ask(name, **arguments)
         return self.answer()
@@ -81,7 +121,7 @@ class SideProcess:
         with contextlib.suppress(BrokenPipeError):  # the answer will tell
             self._process.stdin.write(line.encode())
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self) -> Any:
         """Wait for what was asked first and has not been answered.
 
         Raises:
@@ -90,8 +130,7 @@ class SideProcess:
         found = json.loads(self._line())
         if "error" in found:
             raise BenchError(f"the {self.role} side of the benchmark: {found['error']}")
-        assert isinstance(found, dict)
-        return found
+        return found["answer"]
 
     def pause(self) -> None:
         """Stop all of its threads until :meth:`resume`."""
@@ -139,7 +178,7 @@ class SideProcess:
 
 
 def last_line(said: IO[bytes] | None) -> str:
-    """The last line that a process wrote to a file, with a colon before it, or ""."""
+    """Return the last line that a process wrote, with a colon before it, or ""."""
     if said is None:
         return ""
     end = said.seek(0, os.SEEK_END)
@@ -148,121 +187,188 @@ def last_line(said: IO[bytes] | None) -> str:
     return f": {last}" if last else ""
 
 
-class PairContender(Contender):
-    """A contender that is a pair of our own processes.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Contender:
+    """One way to do the work: kvwire, or what stands beside it.
 
-    The left side connects and keeps the time, the right side listens.
-
-    Args:
+    Attributes:
         name: As it is shown.
-        role: What both sides play.
-        options: For that role.
+        role: What both sides play, as ``module:class``.
+        right_role: What the right side plays, if that is another.
+        options: For its sides.
         environment: Variables that both sides get.
-        program: What is run with role and options; None for our own sides.
+        program: What is run with role and options.
+        alone: One process does both sides' work.
+        pauses: It polls as long as it lives: while it is not its turn, it is stopped.
+        ours: It is kvwire, where there are several.
+        streams: It moves bytes side by side, which have no layout.
+        note: A line that a reader of the table needs; "" for none.
     """
 
-    _left: SideProcess
-    _right: SideProcess
+    name: str
+    role: str
+    right_role: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    program: Sequence[str] = PROGRAM
+    alone: bool = False
+    pauses: bool = False
+    ours: bool = False
+    streams: bool = False
+    note: str = ""
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         name: str,
-        role: str,
-        options: Sequence[str] = (),
+        role: type[Any],
+        right: type[Any] | None = None,
+        *,
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] | None = None,
-    ) -> None:
-        self.name = name
-        self._program = program
-        self._role = role
-        self._options = options
-        self._environment = environment
-        self._sides: list[SideProcess] = []
-        self._facts: dict[str, Any] = {}
+        alone: bool = False,
+        ours: bool = False,
+        streams: bool = False,
+        note: str = "",
+        **options: object,
+    ) -> Contender:
+        """Make one of sides that are classes; the options are theirs."""
+        paths = [f"{r.__module__}:{r.__qualname__}" for r in (role, right or role)]
+        return cls(
+            name=name,
+            role=paths[0],
+            right_role=paths[1],
+            options={key: str(value) for key, value in options.items()},
+            environment=environment or {},
+            alone=alone,
+            ours=ours,
+            streams=streams,
+            note=note,
+        )
 
-    def start(self) -> None:
-        """See Contender."""
-        for _ in range(2):
-            self._sides.append(self._new_side())
-        self._left, self._right = self._sides
-        address = self._right.call("listen")["address"]
-        self._right.ask("accept")
-        self._facts = self._left.call("connect", address=address)
-        self._right.answer()
+    def start(self) -> Pair:
+        """Start its processes and connect them.
+
+        Raises:
+            BenchError: It cannot run here.
+        """
+        return Pair(self)
+
+
+class Pair:
+    """The processes of a contender, connected; the left one keeps the time.
+
+    Attributes:
+        facts: Versions and settings, for the JSON document.
+    """
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+        self._sides: list[SideProcess] = []
+        try:
+            self.facts: dict[str, Any] = self._connect()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _connect(self) -> dict[str, Any]:
+        one = self._contender
+        for role in [one.role] if one.alone else [one.role, one.right_role or one.role]:
+            side = SideProcess(
+                role,
+                one.options,
+                program=one.program,
+                environment=one.environment,
+                quiet=one.pauses,
+            )
+            self._sides.append(side)
+        left, *right = self._sides
+        address = right[0].call("listen") if right else None
+        for side in right:
+            side.ask("accept")
+        facts = left.call("connect", address=address)
+        for side in right:
+            side.answer()
+        self._pause()
+        return {**facts, **one.environment}
 
     def check(self, work: Work) -> None:
-        """See Contender."""
-        self.prepare(work)
-        said = asdict(work)
-        self._right.ask("check_right", work=said)
-        left = self._left.call("check_left", work=said)["digest"]
-        right = self._right.answer()["digest"]
-        if left != right:
+        """Show that random bytes arrive as they were sent; not timed.
+
+        Raises:
+            BenchError: They do not.
+        """
+        self._resume()
+        said = self._prepare(work)
+        for side in self._sides:
+            side.call("fill", work=said)
+        self.move(work)
+        left, *right = (side.call("digest", work=said) for side in self._sides)
+        self._sides[0].call("verify", work=said)
+        self._pause()
+        if [left] * len(right) != right:
             raise BenchError(
-                f"{self.name}, {work.verb} of {work.nbytes} bytes: what arrived "
-                f"({right}) is not what was sent ({left})"
+                f"{self._contender.name}, {work.verb} of {work.nbytes} bytes: what "
+                f"arrived is not what was sent: {left} on the left, {right[0]} on the "
+                "right"
             )
 
     def round(self, work: Work) -> Sample:
-        """See Contender."""
-        said = asdict(work)
-        before = self._cpu_s()
-        self._right.ask("serve", work=said)
-        values = self._left.call("drive", work=said)["values"]
-        self._right.answer()
-        after = self._cpu_s()
-        left_s, right_s = (b - a for a, b in zip(before, after, strict=True))
-        return Sample(values, work.moved_bytes, left_s + right_s, (left_s, right_s))
+        """Do the work once; a side may say itself how much CPU it took.
 
-    def prepare(self, work: Work) -> None:
-        """Have both sides get ready."""
+        Raises:
+            BenchError: It broke.
+        """
+        self._resume()
+        said = self._prepare(work)
+        before = self.cpu_s()
+        answers = self.move(work)
+        spent = [b - a for a, b in zip(before, self.cpu_s(), strict=True)]
+        self._sides[0].call("verify", work=said)
+        self._pause()
+        cpu_s = [a.get("cpu_s", s) for a, s in zip(answers, spent, strict=True)]
+        moved = answers[0].get("moved_bytes", work.moved_bytes)
+        return Sample(answers[0]["values"], moved, cpu_s)
+
+    def move(self, work: Work) -> list[dict[str, Any]]:
+        """Do the work once; what the left and the right side say of it.
+
+        Raises:
+            BenchError: It broke.
+        """
         said = asdict(work)
-        given = self._right.call("prepare", work=said)
-        self._left.call("use", work=said, given=given)
+        left, *right = self._sides
+        for side in right:
+            side.ask("serve", work=said)
+        return [left.call("drive", work=said), *(side.answer() for side in right)]
+
+    def cpu_s(self) -> list[float]:
+        """Return CPU seconds of each side so far."""
+        return [float(side.call("cpu")) for side in self._sides]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
-        """See Contender."""
+        """End what was started; never raises."""
+        self._resume()
         for side in self._sides:
             side.stop()
         self._sides.clear()
 
-    def facts(self) -> dict[str, Any]:
-        """See Contender."""
-        return self._facts
+    def _prepare(self, work: Work) -> dict[str, Any]:
+        said = asdict(work)
+        left, *right = self._sides
+        given = right[0].call("prepare", work=said) if right else None
+        left.call("use", work=said, given=given)
+        return said
 
-    def _new_side(self) -> SideProcess:
-        return SideProcess(
-            self._role,
-            self._options,
-            program=self._program,
-            environment=self._environment,
-        )
+    def _pause(self) -> None:
+        for side in self._sides if self._contender.pauses else ():
+            side.pause()
 
-    def _cpu_s(self) -> list[float]:
-        return [float(side.call("cpu")["cpu_s"]) for side in self._sides]
-
-
-class FragmentPair(PairContender):
-    """kvwire with fragments; getting ready for a work is not part of a round."""
-
-    _prepared: Work | None = None
-
-    def start(self) -> None:
-        """See Contender."""
-        self._prepared = None
-        super().start()
-
-    def check(self, work: Work) -> None:
-        """See Contender."""
-        super().check(work)
-        self._prepared = work
-
-    def round(self, work: Work) -> Sample:
-        """See Contender."""
-        self._prepare_once(work)
-        return super().round(work)
-
-    def _prepare_once(self, work: Work) -> None:
-        if work != self._prepared:
-            self.prepare(work)
-            self._prepared = work
+    def _resume(self) -> None:
+        for side in self._sides if self._contender.pauses else ():
+            side.resume()

@@ -2,31 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from kvwire.cli.bench.case import MICROSECONDS, Benchmark, Case, Work
-from kvwire.cli.bench.fragments import require_known
-from kvwire.cli.bench.pair import PairContender
-from kvwire.cli.bench.sides.setup_half import COLUMNS, TRANSFER_BYTES
+import numpy as np
+
+from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.report import (
+    Loop,
+    Output,
+    Rounds,
+    require_known,
+    run,
+    size_name,
+)
+from kvwire.cli.bench.side import (
+    HOST,
+    ConnectedSide,
+    Side,
+    digest,
+    fill,
+    mark_all,
+    over,
+    paged,
+)
+from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case
+from kvwire.cli.plot import Plot
 from kvwire.limits import KIB
 
 # What a round makes of each.
 CONNECTIONS: Final = 20
+COLUMNS: Final = ("handshake", "first transfer", "second transfer")
+# A prompt of one block, in 16 layers of 4 KiB.
+TRANSFER_BYTES: Final = 64 * KIB
+_LAYERS: Final = 16
+
+
+class SetupSide(ConnectedSide[Work]):
+    """``work.count`` connections, each with two transfers that the left side pulls."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._memory = np.ones(TRANSFER_BYTES, np.uint8)
+        self._cache = paged(self._memory, _LAYERS, 1)
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        facts = await super().connect(address)
+        await self.connection.close()
+        return facts
+
+    async def fill(self, work: Work) -> None:
+        await fill(self._memory)
+
+    async def digest(self, work: Work) -> str:
+        return digest(self._memory)
+
+    async def drive(self, work: Work) -> dict[str, Any]:
+        column = COLUMNS.index(work.verb)
+        return {"values": [(await self._once())[column] for _ in range(work.count)]}
+
+    async def serve(self, work: Work) -> dict[str, Any]:
+        """Publish everything before it is pulled."""
+        ids = [self.next_id() for _ in range(2 * work.count)]
+        publish = self.communicator.publish
+        for end in [mark_all(publish(id, self._cache, [0])) for id in ids]:
+            await over(end)
+        return {}
+
+    async def _once(self) -> list[float]:
+        times = [time.perf_counter()]
+        connection = await self.one_more()
+        times.append(time.perf_counter())
+        for _ in range(2):
+            await over(connection.pull(self.next_id(), self._cache, [0]))
+            times.append(time.perf_counter())
+        await connection.close()
+        return np.diff(times).tolist()
+
+
+class StreamsSide(Side[Work]):
+    """The streams of asyncio: a connection, and a byte that is answered with as many.
+
+    What cannot be less: no handshake above that of TCP, no plan, no checksum.
+    """
+
+    _server: asyncio.Server
+    _port: int
+
+    async def listen(self) -> int:
+        self._server = await asyncio.start_server(self._answer, HOST, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        self._port = address
+        return {}
+
+    async def drive(self, work: Work) -> dict[str, Any]:
+        column = COLUMNS.index(work.verb)
+        return {"values": [(await self._once())[column] for _ in range(work.count)]}
+
+    async def close(self) -> None:
+        if hasattr(self, "_server"):
+            self._server.close()
+
+    async def _answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while await reader.read(1):
+            writer.write(bytes(TRANSFER_BYTES))
+        writer.close()
+
+    async def _once(self) -> list[float]:
+        times = [time.perf_counter()]
+        reader, writer = await asyncio.open_connection(HOST, self._port)
+        times.append(time.perf_counter())
+        for _ in range(2):
+            writer.write(b"!")
+            await reader.readexactly(TRANSFER_BYTES)
+            times.append(time.perf_counter())
+        writer.close()
+        await writer.wait_closed()
+        return np.diff(times).tolist()
 
 
 def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
-    """The benchmark.
+    """Make the benchmark.
 
     Raises:
         UsageError: A transport that nobody knows.
     """
-    require_known(transports, processes=True)
-    streams = PairContender(f"{loop} streams", "setup-streams", [f"loop={loop}"])
-    pairs = [
-        PairContender(f"kvwire {name}", "setup", [f"transport={name}", f"loop={loop}"])
+    require_known(transports)
+    streams = Contender.of(f"{loop} streams", StreamsSide, loop=loop)
+    pairs = {
+        name: Contender.of(f"kvwire {name}", SetupSide, transport=name, loop=loop)
         for name in transports
-    ]
+    }
     return Benchmark(
         name="setup",
         cases=[
@@ -34,16 +147,37 @@ def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
                 name=f"{name} {column}",
                 work=Work(verb=column, nbytes=TRANSFER_BYTES, count=CONNECTIONS),
                 unit=MICROSECONDS,
-                ours=pair,
-                beside=[streams],
-                target=None,
+                contenders=[pair, streams],
                 tail=True,
             )
             for column in COLUMNS
-            for name, pair in zip(transports, pairs, strict=True)
+            for name, pair in pairs.items()
         ],
         notes=[
-            f"A transfer is a pull of one block, {TRANSFER_BYTES // KIB} KiB.",
+            f"A transfer is a pull of one block, {size_name(TRANSFER_BYTES)}.",
             "The streams connect and send as many bytes, and nothing else.",
         ],
     )
+
+
+def command(
+    *,
+    transport: str = "tcp",
+    loop: Loop = "uvloop",
+    rounds: Rounds = 5,
+    json: Output = None,
+    plot: Plot = None,
+) -> None:
+    """The handshake of a connection, its first transfer and its second.
+
+    Args:
+        transport: Of kvwire, separated by commas; those that join two processes.
+        loop: The event loop of kvwire and of the bare streams beside it.
+        rounds: How often 20 connections are made by everybody.
+        json: Write every sample, and what ran where, to this file; - is the output.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
+    """
+    transports = transport.split(",")
+    settings = {"transport": transports, "loop": loop, "rounds": rounds}
+    benchmark = setup(transports=transports, loop=loop)
+    run(benchmark, settings, json=json, plot=plot)

@@ -1,4 +1,4 @@
-"""Rounds in which everybody takes turns.
+"""Cases, and the rounds in which everybody takes turns.
 
 A machine is not the same from one minute to the next. So nobody does all of their work
 at once: in each round every contender of every case does a little, one after the other,
@@ -10,12 +10,160 @@ its next one. If the case says nothing without it, the benchmark ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TypeVar
 
-from kvwire.cli.bench.case import Benchmark, Case, Contender, Samples
-from kvwire.cli.bench.errors import BenchError
+from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample
+from kvwire.limits import GIB
+
+T = TypeVar("T")
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How the samples of a case are read.
+
+    Attributes:
+        name: Behind the number, such as ``"us"``.
+        scale: One sample times this is the number shown.
+        less_is_better: True of a time, false of a rate.
+    """
+
+    name: str
+    scale: float
+    less_is_better: bool
+
+
+MILLISECONDS = Unit("ms", 1e3, less_is_better=True)
+MICROSECONDS = Unit("us", 1e6, less_is_better=True)
+GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, less_is_better=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: What the row says.
+        work: A work of its benchmark.
+        unit: How its samples are read.
+        contenders: The first is judged by the best of the others.
+        target: The ratio aimed at: at most that for times, at least that for rates;
+            None for none.
+        tail: Whether the 99th percentile of the samples means anything.
+        group: What rows that are shown together have alike.
+        essential: It says nothing without the first contender.
+    """
+
+    name: str
+    work: Any
+    unit: Unit
+    contenders: Sequence[Contender]
+    target: float | None = None
+    tail: bool = False
+    group: str = ""
+    essential: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Something that would have been measured too.
+
+    Attributes:
+        name: What.
+        remedy: What would change that.
+        reason: Why it was not.
+    """
+
+    name: str
+    remedy: str
+    reason: str = "is not installed"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason} and was left out: {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Who stands beside kvwire.
+
+    Attributes:
+        movers: Those who move bytes, by what they stand beside.
+        matchers: Those who look hashes up, likewise.
+        missing: Who could not take part, and what would change that.
+        notes: Lines that a reader of the table needs.
+    """
+
+    movers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
+    matchers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
+    missing: Sequence[Missing] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A named list of cases.
+
+    Attributes:
+        name: The command's name.
+        cases: Its rows.
+        missing: Who could not take part, and what would change that.
+        notes: Lines that a reader of the table needs.
+    """
+
+    name: str
+    cases: Sequence[Case]
+    missing: Sequence[Missing] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class Samples:
+    """Everything one contender did in one case, a sample a round."""
+
+    rounds: list[Sample] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[float]:
+        """All of them."""
+        return [value for sample in self.rounds for value in sample.values]
+
+    @property
+    def median(self) -> float:
+        """Half of the values are smaller."""
+        return median(self.values)
+
+    @property
+    def p99(self) -> float:
+        """The nearest-rank percentile: it is one of the values."""
+        ordered = sorted(self.values)
+        return ordered[-(-99 * len(ordered) // 100) - 1]
+
+    @property
+    def sides_cpu_s_per_gib(self) -> list[float]:
+        """CPU seconds of each side for a GiB moved: the median of the rounds."""
+        each = [[s * GIB / r.moved_bytes for s in r.cpu_s] for r in self.rounds]
+        return [median(side) for side in zip(*each, strict=True)]
+
+    @property
+    def cpu_s_per_gib(self) -> float:
+        """Likewise of both sides together."""
+        return median(sum(r.cpu_s) * GIB / r.moved_bytes for r in self.rounds)
+
+    def summary(self) -> dict[str, float]:
+        """Many values in few; mad is the median absolute deviation from the median."""
+        values, middle = self.values, self.median
+        return {
+            "count": len(values),
+            "median": middle,
+            "p99": self.p99,
+            "mad": median(abs(value - middle) for value in values),
+            "low": min(values),
+            "high": max(values),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +174,58 @@ class CaseResult:
         case: The case.
         samples: By the contender's name; those that failed are not in it.
         failures: Why the others have none, by name.
+        facts: Versions and settings, by the contender's name.
     """
 
     case: Case
     samples: dict[str, Samples]
     failures: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The first contender beside the best of those that are not kvwire.
+
+    Attributes:
+        best: Whose median is the best; "" if nobody else took part.
+        ratio: Our median divided by that one; None if there is none.
+        low: The smallest ratio of one round's medians.
+        high: The largest.
+        met: Whether the ratio is what was aimed at; None if there is none.
+    """
+
+    best: str = ""
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    met: bool | None = None
+
+
+def compare(finding: CaseResult) -> Comparison:
+    """Judge a case by its medians."""
+    case, less, samples = (
+        finding.case,
+        finding.case.unit.less_is_better,
+        finding.samples,
+    )
+    first, *others = case.contenders
+    beside = {
+        one.name: samples[one.name].median
+        for one in others
+        if one.name in samples and not (first.ours and one.ours)
+    }
+    if not beside or first.name not in samples:
+        return Comparison()
+    best = (min if less else max)(beside, key=beside.__getitem__)
+    ratio = samples[first.name].median / beside[best]
+    # Of the rounds that both have done: an interrupt can come between them.
+    both = zip(samples[first.name].rounds, samples[best].rounds, strict=False)
+    each = [median(mine.values) / median(theirs.values) for mine, theirs in both]
+    met = None
+    if case.target is not None:
+        met = ratio <= case.target if less else ratio >= case.target
+    return Comparison(best=best, ratio=ratio, low=min(each), high=max(each), met=met)
 
 
 def steps(plan: Benchmark, rounds: int) -> int:
@@ -38,9 +233,13 @@ def steps(plan: Benchmark, rounds: int) -> int:
     return (rounds + 1) * sum(len(case.contenders) for case in plan.cases)
 
 
-def take_turns(
-    plan: Benchmark, rounds: int, progress: Callable[[str], None]
-) -> list[CaseResult]:
+def in_turn(everybody: Sequence[T], number: int) -> list[T]:
+    """Who begins changes from round to round."""
+    first = number % len(everybody)
+    return [*everybody[first:], *everybody[:first]]
+
+
+def take_turns(plan: Benchmark, rounds: int, progress: Progress) -> list[CaseResult]:
     """Run a benchmark.
 
     Args:
@@ -55,65 +254,63 @@ def take_turns(
             with what there is.
     """
     findings = [
-        CaseResult(case, {contender.name: Samples() for contender in case.contenders})
+        CaseResult(case, {one.name: Samples() for one in case.contenders})
         for case in plan.cases
     ]
-    with _team() as team:
-        try:
-            for number in range(-1, rounds):
-                for finding in findings:
-                    for contender in _in_turn(finding, number):
+    team = _Team()
+    try:
+        for number in range(-1, rounds):
+            for finding in findings:
+                for contender in in_turn(finding.case.contenders, number):
+                    if contender.name not in finding.failures:
                         progress(f"{finding.case.name}: {contender.name}")
                         team.take_turn(finding, contender, number)
-        except KeyboardInterrupt:
-            _require_samples(findings)
+    except KeyboardInterrupt:
+        _require_samples(findings)
+    finally:
+        team.stop()
     return findings
 
 
 class _Team:
-    """Who of them has been started, and who cannot be."""
+    """Who runs, and who could not be started, which is not tried again."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Contender] = {}
-        self._unable: dict[int, BenchError] = {}
+        self._running: dict[Contender, Pair] = {}
+        self._unable: dict[Contender, BenchError] = {}
 
     def take_turn(self, finding: CaseResult, contender: Contender, number: int) -> None:
+        case = finding.case
         try:
-            self._ready(contender)
+            pair = self._ready(contender)
+            finding.facts[contender.name] = pair.facts
             if number < 0:
-                contender.check(finding.case.work)
-                contender.round(finding.case.work)
-            else:
-                sample = contender.round(finding.case.work)
+                pair.check(case.work)
+            sample = pair.round(case.work)
+            if number >= 0:
                 finding.samples[contender.name].rounds.append(sample)
         except BenchError as exc:
-            self._stop(contender)
-            if contender in finding.case.required:
-                raise BenchError(f"{finding.case.name}: {exc}") from exc
+            if running := self._running.pop(contender, None):
+                running.stop()
+            if case.essential and contender is case.contenders[0]:
+                raise BenchError(f"{case.name}: {exc}") from exc
             del finding.samples[contender.name]
             finding.failures[contender.name] = str(exc)
 
     def stop(self) -> None:
-        """End everybody."""
-        for contender in list(self._running.values()):
-            self._stop(contender)
+        for pair in self._running.values():
+            pair.stop()
 
-    def _ready(self, contender: Contender) -> None:
-        """Start it, unless it runs; what could not be started is not tried again."""
-        key = id(contender)
-        if key in self._unable:
-            raise self._unable[key]
-        if key not in self._running:
-            self._running[key] = contender
+    def _ready(self, contender: Contender) -> Pair:
+        if contender in self._unable:
+            raise self._unable[contender]
+        if contender not in self._running:
             try:
-                contender.start()
+                self._running[contender] = contender.start()
             except BenchError as exc:
-                self._unable[key] = exc
+                self._unable[contender] = exc
                 raise
-
-    def _stop(self, contender: Contender) -> None:
-        if self._running.pop(id(contender), None):
-            contender.stop()
+        return self._running[contender]
 
 
 def _require_samples(findings: Sequence[CaseResult]) -> None:
@@ -122,23 +319,8 @@ def _require_samples(findings: Sequence[CaseResult]) -> None:
         for name in [n for n, s in finding.samples.items() if not s.rounds]:
             del finding.samples[name]
             finding.failures[name] = "it was interrupted before its first round"
-        if any(c.name in finding.failures for c in finding.case.required):
+        case = finding.case
+        if case.essential and case.contenders[0].name in finding.failures:
             raise KeyboardInterrupt
     if not any(finding.samples for finding in findings):
         raise KeyboardInterrupt
-
-
-@contextmanager
-def _team() -> Iterator[_Team]:
-    team = _Team()
-    try:
-        yield team
-    finally:
-        team.stop()
-
-
-def _in_turn(finding: CaseResult, number: int) -> list[Contender]:
-    contenders = list(finding.case.contenders)
-    first = number % len(contenders)
-    in_turn = contenders[first:] + contenders[:first]
-    return [c for c in in_turn if c.name not in finding.failures]

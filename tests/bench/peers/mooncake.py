@@ -10,10 +10,9 @@ import os
 import socket
 from typing import Any
 
-import numpy as np
 from mooncake.engine import TransferEngine
 
-from .serving import HOST, Peer
+from .serving import HOST, Offsets, Peer
 
 
 class Program(Peer):
@@ -34,10 +33,9 @@ class Program(Peer):
         self._remote_base = 0
         self._lists: tuple[list[int], list[int], list[int]] = ([], [], [])
 
-    def listen(self) -> dict[str, Any]:
+    def listen(self) -> Any:
         """See Peer."""
-        where = f"{HOST}:{self._engine.get_rpc_port()}"
-        return {"address": {"where": where, "base": self.base}}
+        return {"where": f"{HOST}:{self._engine.get_rpc_port()}", "base": self.base}
 
     def connect(self, address: Any) -> dict[str, Any]:
         """See Peer."""
@@ -45,14 +43,11 @@ class Program(Peer):
         name = "mooncake-transfer-engine-non-cuda"
         return {"mooncake": importlib.metadata.version(name)}
 
-    def use(self, work: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def ready(self, theirs: Offsets) -> None:
         """See Peer; the lists it takes are made here, outside of what is timed."""
-        super().use(work, given)
-        theirs = np.load(work["right"]) + self._remote_base
-        count = work["count"]
-        ours = self.offsets + self.base
-        self._lists = (ours.tolist(), theirs.tolist(), [work["nbytes"]] * count)
-        return {}
+        ours, there = self.offsets + self.base, theirs + self._remote_base
+        lengths = [self.work["nbytes"]] * self.work["count"]
+        self._lists = (ours.tolist(), there.tolist(), lengths)
 
     def move(self) -> None:
         """See Peer."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 
-from .serving import Peer
+from .serving import Offsets, Peer
 
 # NIXL has no way to wait. A short sleep lets its own thread have the CPU; polling
 # without one was slower on two CPUs.
@@ -33,10 +33,10 @@ class Program(Peer):
         self._remote_base = 0
         self._lists: tuple[Any, ...] = ()
 
-    def listen(self) -> dict[str, Any]:
+    def listen(self) -> Any:
         """See Peer."""
         metadata = self._agent.get_agent_metadata().hex()
-        return {"address": {"metadata": metadata, "base": self.base}}
+        return {"metadata": metadata, "base": self.base}
 
     def connect(self, address: Any) -> dict[str, Any]:
         """See Peer."""
@@ -48,23 +48,20 @@ class Program(Peer):
             "UCX_TLS": os.environ.get("UCX_TLS", ""),
         }
 
-    def use(self, work: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def ready(self, theirs: Offsets) -> None:
         """See Peer."""
-        super().use(work, given)
         for old in self._lists[:2]:
             self._agent.release_dlist_handle(old)
-        theirs = np.load(work["right"])
         places = ((self.offsets, self.base, ""), (theirs, self._remote_base, "remote"))
         prepared = [
             self._agent.prep_xfer_dlist(
                 self._remote if whose else "NIXL_INIT_AGENT",
-                _descriptors(offsets + base, work["nbytes"]),
+                _descriptors(offsets + base, self.work["nbytes"]),
                 "DRAM",
             )
             for offsets, base, whose in places
         ]
-        self._lists = (*prepared, np.arange(work["count"], dtype=np.int32))
-        return {}
+        self._lists = (*prepared, np.arange(self.work["count"], dtype=np.int32))
 
     def move(self) -> None:
         """See Peer."""

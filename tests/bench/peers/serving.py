@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, Final
 
 import numpy as np
@@ -16,20 +16,25 @@ import numpy.typing as npt
 
 CALLS: Final = frozenset(
     {
-        *("listen", "accept", "connect", "prepare", "use"),
+        *("listen", "accept", "connect", "prepare", "use", "verify"),
         *("fill", "digest", "drive", "serve", "cpu"),
     }
 )
 HOST: Final = "127.0.0.1"
+# As in kvwire.cli.bench.fragments, which a program need not have.
+LEFT: Final = 1
+RIGHT: Final = 2
+_SPREAD: Final = 2
+Offsets = npt.NDArray[np.int64]
 _DIGEST_BYTES: Final = 16
 
 
-class Peer(ABC):
+class Peer:
     """One side. The right one listens and serves, the left one drives.
 
-    The order of calls is listen, accept and connect; then for each work prepare, use,
-    and any number of rounds. A work is ``verb`` ("push" or "pull"), ``nbytes`` of a
-    fragment, their ``count``, and for each side the name of a file with offsets.
+    The order of calls is that of ``kvwire.cli.bench.side``. A work is ``verb`` ("push"
+    or "pull"), ``nbytes`` of a fragment, their ``count``, and their ``layers``; a block
+    has all of them side by side if it is ``cross_layer``.
 
     Args:
         options: ``pool_bytes`` is how much memory to have.
@@ -52,58 +57,59 @@ class Peer(ABC):
         return int(self.memory.ctypes.data)
 
     @abstractmethod
-    def listen(self) -> dict[str, Any]:
-        """Right: what the left side needs, as ``address``."""
+    def listen(self) -> Any:
+        """Right: what the left side needs."""
 
-    def accept(self) -> dict[str, Any]:
+    def accept(self) -> None:
         """Right: wait for the left one, where that is needed."""
-        return {}
 
     @abstractmethod
     def connect(self, address: Any) -> dict[str, Any]:
         """Left: connect; the answer is facts for the JSON document."""
 
-    def prepare(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Right: get ready; the answer is given to :meth:`use`."""
-        self._take(work, "right")
-        return {}
+    def prepare(self, work: dict[str, Any]) -> None:
+        """Right: get ready."""
+        self._take(work, RIGHT)
 
-    def use(self, work: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def use(self, work: dict[str, Any], given: None) -> None:
         """Left: get ready."""
-        del given
-        self._take(work, "left")
-        return {}
+        if self._take(work, LEFT):
+            self.ready(offsets(work, RIGHT))
 
-    def fill(self) -> dict[str, Any]:
-        """Random bytes into the whole pool; the digest of what travels."""
+    def ready(self, theirs: Offsets) -> None:
+        """Left: get ready for a work that is new; where its fragments are there."""
+
+    def fill(self, work: dict[str, Any]) -> None:
+        """Random bytes into the whole pool."""
         words = self.memory[: self.memory.size // 8 * 8].view(np.uint64)
         words[:] = np.random.default_rng().integers(0, 2**63, words.size, np.uint64)
-        return self.digest()
 
-    def digest(self) -> dict[str, Any]:
+    def digest(self, work: dict[str, Any]) -> str:
         """Of the fragments' bytes, in their order."""
         travelling = self.fragments()[self.rows].data
-        found = hashlib.blake2b(travelling, digest_size=_DIGEST_BYTES)
-        return {"digest": found.hexdigest()}
+        return hashlib.blake2b(travelling, digest_size=_DIGEST_BYTES).hexdigest()
 
-    def drive(self) -> dict[str, Any]:
+    def drive(self, work: dict[str, Any]) -> dict[str, Any]:
         """Left: move everything once; ``values`` is one rate in bytes a second."""
         began = time.perf_counter()
         self.move()
         elapsed_s = time.perf_counter() - began
-        return {"values": [self.work["nbytes"] * self.work["count"] / elapsed_s]}
+        return {"values": [work["nbytes"] * work["count"] / elapsed_s]}
 
     @abstractmethod
     def move(self) -> None:
         """Left: move everything once; over when it is where it belongs."""
 
-    def serve(self) -> dict[str, Any]:
+    def serve(self, work: dict[str, Any]) -> dict[str, Any]:
         """Right: what :meth:`drive` needs of it."""
         return {}
 
-    def cpu(self) -> dict[str, Any]:
+    def verify(self, work: dict[str, Any]) -> None:
+        """Left: nothing."""
+
+    def cpu(self) -> float:
         """CPU seconds of this process and all of its threads."""
-        return {"cpu_s": time.process_time()}
+        return time.process_time()
 
     def fragments(self) -> npt.NDArray[np.uint8]:
         """The pool as an array with a row for each place of a fragment."""
@@ -117,9 +123,22 @@ class Peer(ABC):
         rows: npt.NDArray[np.int64] = self.offsets // self.work["nbytes"]
         return rows
 
-    def _take(self, work: dict[str, Any], side: str) -> None:
-        self.work = work
-        self.offsets = np.load(work[side])
+    def _take(self, work: dict[str, Any], side: int) -> bool:
+        """Whether it is another one."""
+        if work == self.work:
+            return False
+        self.work, self.offsets = work, offsets(work, side)
+        return True
+
+
+def offsets(work: dict[str, Any], side: int) -> Offsets:
+    """Where each fragment of a side begins in its pool, as in a pool of kvwire."""
+    layers = 1 if work["cross_layer"] else work["layers"]
+    count = work["count"] // layers
+    blocks = np.random.default_rng(side).permutation(count) * _SPREAD
+    first = np.arange(layers) * _SPREAD * count
+    found: Offsets = (first[:, None] + blocks).ravel() * work["nbytes"]
+    return found
 
 
 def serve(program: type[Peer], options: dict[str, str]) -> None:
@@ -134,7 +153,7 @@ def serve(program: type[Peer], options: dict[str, str]) -> None:
         asked = json.loads(line)
         try:
             peer = peer or program(options)
-            found = _call(peer, asked["call"], asked["arguments"])
+            found = {"answer": _call(peer, asked["call"], asked["arguments"])}
         except Exception as exc:  # noqa: BLE001 - it is reported by the other process
             found = {"error": f"{asked['call']}: {type(exc).__name__}: {exc}"}
         answers.write(json.dumps(found) + "\n")
@@ -143,8 +162,7 @@ def serve(program: type[Peer], options: dict[str, str]) -> None:
     os._exit(0)
 
 
-def _call(peer: Peer, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _call(peer: Peer, name: str, arguments: dict[str, Any]) -> Any:
     if name not in CALLS:
         raise ValueError(f"there is no call {name!r}")
-    found: dict[str, Any] = getattr(peer, name)(**arguments)
-    return found
+    return getattr(peer, name)(**arguments)

@@ -31,19 +31,18 @@ class Program(Peer):
         self._endpoint: Any = None
         self._met = asyncio.Event()
 
-    def listen(self) -> dict[str, Any]:
+    def listen(self) -> Any:
         """See Peer."""
 
         async def listen() -> None:
             self._listener = ucxx.create_listener(self._accepted)
 
         self._loop.run_until_complete(listen())
-        return {"address": self._listener.port}
+        return self._listener.port
 
-    def accept(self) -> dict[str, Any]:
+    def accept(self) -> None:
         """See Peer."""
         self._loop.run_until_complete(self._met.wait())
-        return {}
 
     def connect(self, address: Any) -> dict[str, Any]:
         """See Peer."""
@@ -70,7 +69,7 @@ class Program(Peer):
 
         self._loop.run_until_complete(push() if self.work["verb"] == "push" else pull())
 
-    def serve(self) -> dict[str, Any]:
+    def serve(self, work: dict[str, Any]) -> dict[str, Any]:
         """See Peer."""
 
         async def expect() -> None:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvwire.cli.bench import overlap_pair, pair, solo, store_contender
+from kvwire.cli.bench import pair
 from tests.cli.bench.thread_side import ThreadSide
 
 
@@ -23,5 +23,4 @@ def sides(request: pytest.FixtureRequest) -> str:
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the sides of a benchmark as threads."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    for module in (overlap_pair, pair, solo, store_contender):
-        monkeypatch.setattr(module, "SideProcess", ThreadSide)
+    monkeypatch.setattr(pair, "SideProcess", ThreadSide)

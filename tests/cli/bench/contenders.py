@@ -3,85 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-from kvwire.cli.bench.case import (
+from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample, Work
+from kvwire.cli.bench.report import Findings
+from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
     Benchmark,
     Case,
-    Contender,
-    Sample,
     Unit,
-    Work,
+    take_turns,
 )
-from kvwire.cli.bench.errors import BenchError
 
 WORK = Work(verb="send", nbytes=1024, count=4)
+Log = list[tuple[str, str]]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Scripted(Contender):
-    """Answers the given samples, round by round, and notes what was asked of it.
+    rounds: list[Sequence[float]]
+    log: Log
+    failing: str
 
-    Args:
-        name: Its name.
-        rounds: The values of each round; the last is repeated.
-        log: Gets (name, call) for each call.
-        failing: The call that fails.
-    """
+    def start(self) -> Pair:
+        self.done("start")
+        return cast(Pair, ScriptedPair(self))
 
-    def __init__(
-        self,
-        name: str,
-        rounds: Iterable[Sequence[float]] = ([1.0],),
-        *,
-        log: list[tuple[str, str]] | None = None,
-        failing: str = "",
-    ) -> None:
-        self.name = name
-        self._rounds = list(rounds)
-        self._log = [] if log is None else log
-        self._failing = failing
-
-    def start(self) -> None:
-        self._note("start")
-
-    def check(self, work: Work) -> None:
-        self._note("check")
-
-    def round(self, work: Work) -> Sample:
-        self._note("round")
-        values = self._rounds.pop(0) if len(self._rounds) > 1 else self._rounds[0]
-        return Sample(values, work.nbytes * work.count, cpu_s=0.5)
-
-    def stop(self) -> None:
-        self._log.append((self.name, "stop"))
-
-    def facts(self) -> dict[str, Any]:
-        return {"version": f"{self.name} 1"}
-
-    def _note(self, call: str) -> None:
-        self._log.append((self.name, call))
-        if call == self._failing:
+    def done(self, call: str) -> None:
+        self.log.append((self.name, call))
+        if call == self.failing:
             raise BenchError(f"{self.name} failed to {call}")
 
 
+class ScriptedPair:
+    """Answers the samples of its contender, and notes what was asked of it."""
+
+    def __init__(self, contender: Scripted) -> None:
+        self._contender = contender
+        self.facts: dict[str, Any] = {"version": f"{contender.name} 1"}
+
+    def check(self, work: Work) -> None:
+        self._contender.done("check")
+
+    def round(self, work: Work) -> Sample:
+        self._contender.done("round")
+        rounds = self._contender.rounds
+        values = rounds.pop(0) if len(rounds) > 1 else rounds[0]
+        if not values:
+            raise KeyboardInterrupt
+        return Sample(values, work.moved_bytes, [0.2, 0.3])
+
+    def stop(self) -> None:
+        self._contender.log.append((self._contender.name, "stop"))
+
+
+def scripted(
+    name: str,
+    rounds: Iterable[Sequence[float]] = ([1.0],),
+    *,
+    log: Log | None = None,
+    failing: str = "",
+    ours: bool = False,
+) -> Scripted:
+    """Answers the values of each round, of which the last is repeated.
+
+    An empty one is Ctrl-C; ``failing`` is the call that fails.
+    """
+    return Scripted(
+        name=name,
+        role="",
+        rounds=list(rounds),
+        log=[] if log is None else log,
+        failing=failing,
+        ours=ours,
+    )
+
+
 def case(
-    ours: Contender,
-    *beside: Contender,
+    *contenders: Contender,
+    name: str = "1 KiB send",
+    work: Work = WORK,
     unit: Unit = GIGABYTES_PER_SECOND,
-    target: float = 0.9,
+    target: float | None = 0.9,
     tail: bool = False,
+    essential: bool = True,
+    group: str = "",
 ) -> Case:
     return Case(
-        name="1 KiB send",
-        work=WORK,
+        name=name,
+        work=work,
         unit=unit,
-        ours=ours,
-        beside=beside,
+        contenders=contenders,
         target=target,
         tail=tail,
+        essential=essential,
+        group=group,
     )
 
 
 def benchmark(*cases: Case) -> Benchmark:
     return Benchmark(name="scripted", cases=cases)
+
+
+def measured(*cases: Case, rounds: int = 1) -> Findings:
+    return take_turns(benchmark(*cases), rounds, lambda _: None)

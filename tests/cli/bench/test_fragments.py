@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvwire.cli.bench import fragments_command
-from kvwire.cli.bench.case import Contender, Sample
-from kvwire.cli.bench.fragment_work import LEFT, work_of
+from kvwire.backend import Availability, Capabilities, registry
 from kvwire.cli.bench.fragments import (
+    ARENA,
+    LAYERS_MAX,
+    LEFT,
+    RIGHT,
     SAME_HOST,
     TCP,
-    FragmentsChoice,
+    Choice,
+    FragmentsSide,
+    FragmentWork,
+    InprocSide,
+    MemcpySide,
+    Pool,
     fragments,
-    registered,
+    why_not,
+    work_of,
 )
-from kvwire.cli.bench.pair import FragmentPair
-from kvwire.cli.bench.sides.fragments_half import FragmentsHalf, Pool
-from kvwire.cli.bench.solo import SoloContender
+from kvwire.cli.bench.pair import Contender, Sample
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import arena_of
 from kvwire.memory.copy import as_fragments
+from kvwire_inproc import InprocBackend
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -36,8 +46,7 @@ WORKS = [
     for cross in (False, True)
 ]
 POOL_BYTES = max(work.pool_bytes for work in WORKS)
-POOL = f"pool_bytes={POOL_BYTES}"
-LOCAL = ["transport=local", "loop=asyncio", POOL]
+POOLS: dict[str, Any] = {"pool_bytes": POOL_BYTES}
 
 
 @pytest.mark.usefixtures("sides")
@@ -52,8 +61,8 @@ def test_everything_is_measured_and_written(
     assert main(["bench", "fragments", *arguments]) == 0
 
     printed = capsys.readouterr().out
-    assert "push over TCP, a tensor for each layer: GB/s, CPU s/GiB" in printed
-    assert "over best other:" in printed
+    assert "kvwire bench fragments TCP" in printed
+    assert "4 KiB push, per-layer, GB/s" in printed
     assert max(map(len, printed.splitlines())) <= 80
     found = json.loads(out.read_text())
     assert len(found["cases"]) == 2 * 2 * 3
@@ -76,9 +85,9 @@ def test_everything_is_measured_and_written(
 @pytest.mark.parametrize(
     "contender",
     [
-        FragmentPair("tcp", "fragments", ["transport=tcp", "loop=asyncio", POOL]),
-        SoloContender("inproc", "inproc", ["transport=inproc", POOL]),
-        SoloContender("memcpy", "memcpy", [POOL]),
+        Contender.of("tcp", FragmentsSide, transport="tcp", **POOLS),
+        Contender.of("inproc", InprocSide, alone=True, transport="inproc", **POOLS),
+        Contender.of("memcpy", MemcpySide, alone=True, **POOLS),
     ],
     ids=lambda c: c.name,
 )
@@ -88,44 +97,45 @@ def test_our_own_sides_do_every_work(contender: Contender) -> None:
 
 @pytest.mark.slow
 def test_two_processes_move_fragments_in_arenas() -> None:
-    contender = FragmentPair("arena", "fragments", [*LOCAL, "memory=arena"])
+    contender = Contender.of(
+        "arena", FragmentsSide, transport="local", memory=ARENA, **POOLS
+    )
     assert len(does_every_work(contender)) == len(WORKS)
 
 
 @pytest.mark.parametrize("in_arena", [False, True])
 async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
-    half = FragmentsHalf("local", POOL_BYTES, arena=in_arena)
-    pool = Pool(half.memory, WORKS[0], LEFT)
+    options = {"transport": "local", "pool_bytes": str(POOL_BYTES)}
+    side = FragmentsSide(options | {"memory": ARENA} if in_arena else options)
+    pool = Pool(side.memory, WORKS[0], LEFT)
     assert (arena_of(as_fragments(pool.memory.data)) is not None) is in_arena
-    half.memory = np.empty(0, np.uint8)
+    side.memory = np.empty(0, np.uint8)
     del pool
-    await half.close()
+    await side.close()
 
 
 def test_local_takes_part_with_and_without_arenas() -> None:
-    choice = FragmentsChoice(
-        transports=["local"],
-        layer_bytes=[4 * KIB],
-        round_bytes=1 * MIB,
-        loop="asyncio",
+    everybody = [one.name for one in fragments(choice("local")).cases[0].contenders]
+    assert everybody == ["kvwire local", "kvwire local arena", "memcpy"]
+
+
+def choice(transport: str) -> Choice:
+    return Choice(
+        transports=[transport], layer_bytes=[4 * KIB], round_bytes=MIB, loop="asyncio"
     )
-    assert list(fragments(choice).ours) == ["kvwire local", "kvwire local arena"]
 
 
 def does_every_work(contender: Contender) -> list[Sample]:
     """Checked, then timed; what a round reports is plausible."""
     samples = []
-    try:
-        contender.start()
+    with contender.start() as pair:
         for work in WORKS:
-            contender.check(work)
-            samples.append(contender.round(work))
-    finally:
-        contender.stop()
+            pair.check(work)
+            samples.append(pair.round(work))
     for work, sample in zip(WORKS, samples, strict=True):
         assert min(sample.values) > 0
         assert sample.moved_bytes == work.nbytes * work.count
-        assert sample.cpu_s > 0
+        assert sum(sample.cpu_s) > 0
     return samples
 
 
@@ -139,7 +149,7 @@ def test_a_transport_that_cannot_run_is_named_with_its_reason(
     status = main(["bench", "fragments", *arguments, "--round-mib", "1"])
     assert status == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "kvwire tcp failed, 4 KiB push, per-layer, TCP and 3 more:" in printed
+    assert "kvwire tcp failed, 4 KiB push, per-layer and 3 more:" in printed
     assert "forbid" in printed
 
 
@@ -148,7 +158,70 @@ def test_a_transport_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> No
     assert "--transport pigeons: " in capsys.readouterr().err
 
 
-def test_the_registered_backends_are_the_default() -> None:
-    assert {"tcp", "inproc"} <= set(registered())
-    assert fragments_command.SIZES_KIB[0] == 4
-    assert fragments_command.SIZES_KIB[-1] == 16 * KIB
+def test_a_backend_that_cannot_run_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It did not fail: nobody tried."""
+    found = Availability(available=False, reason="no GPU", remedy="buy one")
+    monkeypatch.setattr(registry, "availability", lambda _: found)
+    benchmark = fragments(choice("nccl"))
+    assert {c.name for row in benchmark.cases for c in row.contenders} == {"memcpy"}
+    (line,) = map(str, benchmark.missing)
+    assert line == "kvwire nccl cannot run here and was left out: no GPU; buy one"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "said"),
+    [
+        (Capabilities(lanes=True), ""),
+        (Capabilities(lanes=False), "no lanes"),
+        (Capabilities(lanes=True, memory_kinds=frozenset()), "no host memory"),
+    ],
+)
+def test_a_backend_that_this_benchmark_cannot_use_says_why(
+    capabilities: Capabilities, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InprocBackend, "capabilities", capabilities)
+    reason = why_not("inproc")
+    assert said in reason
+    assert bool(said) == bool(reason)
+
+
+# --- the work -------------------------------------------------------------------------
+
+works = st.builds(
+    work_of,
+    st.sampled_from(["push", "pull"]),
+    st.sampled_from([4 * KIB, 64 * KIB, 1 * MIB, 4 * MIB]),
+    cross_layer=st.booleans(),
+    round_bytes=st.sampled_from([1 * MIB, 10 * MIB]),
+)
+
+
+@given(works, st.sampled_from([LEFT, RIGHT]))
+def test_no_two_fragments_meet_or_follow_each_other(
+    work: FragmentWork, side: int
+) -> None:
+    assert work.nbytes * work.count == work.blocks * work.layers * work.layer_bytes
+    assert 1 <= work.layers <= LAYERS_MAX
+    pool = Pool(np.empty(work.pool_bytes, np.uint8), work, side)
+    places = np.sort(pool.rows)
+    assert len(places) == work.count
+    assert 0 <= places[0] <= places[-1] < work.pool_bytes // work.nbytes
+    assert np.all(np.diff(places) > 1)
+
+
+@pytest.mark.parametrize("cross_layer", [False, True])
+def test_rows_are_where_the_cache_has_its_blocks(cross_layer: bool) -> None:
+    """What kvwire reads off its tensors, and where the bytes are compared."""
+    work = work_of("push", 4 * KIB, cross_layer=cross_layer, round_bytes=1 * MIB)
+    pool, other = (
+        Pool(np.zeros(work.pool_bytes, np.uint8), work, side) for side in (LEFT, RIGHT)
+    )
+    assert pool.blocks != other.blocks
+    group = pool.cache.groups["kv"]
+    starts = group.bases[:, 0][:, None] + np.array(pool.blocks) * group.strides["block"]
+    if cross_layer:
+        starts = starts[:1]
+    expected = pool.rows * work.nbytes + pool.memory.ctypes.data
+    assert starts.ravel().tolist() == expected.tolist()

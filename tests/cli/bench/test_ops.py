@@ -9,9 +9,9 @@ from typing import Final
 
 import pytest
 
-from kvwire.cli.bench import ops_work
+from kvwire.cli.bench import ops
+from kvwire.cli.bench.ops import OpsWork, operations
 from kvwire.cli.bench.ops_counts import count
-from kvwire.cli.bench.ops_work import OpsWork, operations
 from kvwire.cli.main import CALLED_WRONG, main
 
 # Starts processes, on a machine that may be busy with others.
@@ -49,8 +49,8 @@ def test_everything_is_measured_counted_and_written(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ops_work, "COUNT", 3)
-    monkeypatch.setattr(ops_work, "FRESH_COUNT", 2)
+    monkeypatch.setattr(ops, "COUNT", 3)
+    monkeypatch.setattr(ops, "FRESH_COUNT", 2)
     out = tmp_path / "found.json"
     assert main(["bench", "ops", "--rounds", "1", "--json", str(out)]) == 0
 

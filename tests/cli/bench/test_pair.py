@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kvwire.cli.bench import pair
-from kvwire.cli.bench.case import Work
-from kvwire.cli.bench.errors import BenchError
-from kvwire.cli.bench.pair import PairContender, SideProcess
+from kvwire.cli.bench.messages import KVWireSide, SocketsSide, StreamsSide
+from kvwire.cli.bench.pair import BenchError, Contender, SideProcess, Work
 from kvwire.limits import KIB, MIB
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(60)
 
-ROLES = {
-    "kvwire": ["transport=tcp", "loop=uvloop"],
-    "streams": ["loop=asyncio"],
-    "sockets": [],
-}
+SOCKETS = "kvwire.cli.bench.messages:SocketsSide"
 PING = Work(verb="round trip", nbytes=64, count=3)
 BULK = [
     Work(verb=verb, nbytes=nbytes, count=6, in_flight=4)
@@ -32,60 +27,53 @@ BULK = [
 
 @pytest.fixture
 def side() -> Iterator[SideProcess]:
-    found = SideProcess("sockets")
+    found = SideProcess(SOCKETS, {})
     yield found
     found.stop()
 
 
 @pytest.mark.parametrize(
-    ("role", "works"),
+    ("role", "options", "works"),
     [
-        ("kvwire", [PING, *BULK]),
+        (KVWireSide, {"transport": "tcp", "loop": "uvloop"}, [PING, *BULK]),
         # Both take part in `bench messages`, which is tested with threads as well.
-        pytest.param("streams", [PING], marks=pytest.mark.slow),
-        pytest.param("sockets", BULK, marks=pytest.mark.slow),
+        pytest.param(StreamsSide, {}, [PING], marks=pytest.mark.slow),
+        pytest.param(SocketsSide, {}, BULK, marks=pytest.mark.slow),
     ],
 )
-def test_each_role_does_its_works(role: str, works: list[Work]) -> None:
+def test_each_role_does_its_works(
+    role: type[Any], options: dict[str, Any], works: list[Work]
+) -> None:
     """Checked, then timed twice; what a round reports is plausible."""
-    contender = PairContender(role, role, ROLES[role])
-    try:
-        contender.start()
+    with Contender.of("it", role, **options).start() as found:
         for work in works:
-            contender.check(work)
+            found.check(work)
             for _ in range(2):
-                sample = contender.round(work)
+                sample = found.round(work)
                 expected = work.count if work.verb == "round trip" else 1
                 assert len(sample.values) == expected
                 assert min(sample.values) > 0
                 assert sample.moved_bytes == work.nbytes * work.count
-                assert sample.cpu_s > 0
-        if role == "kvwire":
-            assert contender.facts()["loop"] == "uvloop"
-            assert "tcp: taken" in contender.facts()["transport"]
-    finally:
-        contender.stop()
+                assert min(sample.cpu_s) >= 0 < sum(sample.cpu_s)
+        if role is KVWireSide:
+            assert found.facts["loop"] == "uvloop"
+            assert "tcp: taken" in found.facts["transport"]
 
 
 @pytest.mark.usefixtures("threads")
 def test_bytes_that_change_on_the_way_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    contender = PairContender("sockets", "sockets")
-    try:
-        contender.start()
-        digests = itertools.count()
-        answer = SideProcess.answer
+    with Contender.of("it", SocketsSide).start() as found:
+        receive = SocketsSide.receive_into
 
-        def damaged(side: SideProcess) -> dict[str, object]:
-            found = answer(side)
-            return {"digest": str(next(digests))} if "digest" in found else found
+        def damaged(side: SocketsSide, part: memoryview) -> None:
+            receive(side, part)
+            part[-1] ^= 1
 
-        monkeypatch.setattr(SideProcess, "answer", damaged)
-        with pytest.raises(BenchError, match=r"what arrived .* is not what was sent"):
-            contender.check(BULK[0])
-    finally:
-        contender.stop()
+        monkeypatch.setattr(SocketsSide, "receive_into", damaged)
+        with pytest.raises(BenchError, match="what arrived is not what was sent"):
+            found.check(BULK[0])
 
 
 def test_what_fails_over_there_is_told_here(side: SideProcess) -> None:
@@ -93,9 +81,10 @@ def test_what_fails_over_there_is_told_here(side: SideProcess) -> None:
         side.call("connect", address=1)
 
 
-def test_only_the_calls_of_a_half_can_be_made(side: SideProcess) -> None:
-    with pytest.raises(BenchError, match="there is no call '__init__'"):
-        side.call("__init__")
+@pytest.mark.parametrize("call", ["__init__", "close", "work_type", "parts"])
+def test_only_the_calls_of_a_side_can_be_made(side: SideProcess, call: str) -> None:
+    with pytest.raises(BenchError, match=f"there is no call '{call}'"):
+        side.call(call)
 
 
 def test_a_process_that_ends_is_an_error(side: SideProcess) -> None:
@@ -116,12 +105,18 @@ def test_a_process_that_is_stuck_is_an_error(
 
 
 def test_an_unknown_role_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    found = SideProcess("carrier pigeons")
+    found = SideProcess("kvwire.cli.bench.messages:CarrierPigeons", {})
     with pytest.raises(BenchError, match="ended with status 1"):
         found.call("listen")
     found.stop()
-    assert "carrier pigeons" in capfd.readouterr().err
+    assert "CarrierPigeons" in capfd.readouterr().err
 
 
 def test_the_interpreter_is_this_one(side: SideProcess) -> None:
     assert side._process.args[0] == sys.executable  # type: ignore[index]
+
+
+def test_a_pair_that_cannot_start_leaves_no_process() -> None:
+    contender = Contender.of("it", KVWireSide, transport="carrier")
+    with pytest.raises(BenchError, match="carrier"):
+        contender.start()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.cli.bench import setup
-from kvwire.cli.bench.sides.setup_half import COLUMNS
+from kvwire.cli.bench.setup import COLUMNS
 from kvwire.cli.main import CALLED_WRONG, main
 
 # Starts processes, on a machine that may be busy with others.

@@ -11,10 +11,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvwire.cli.bench import store as plan
-from kvwire.cli.bench import store_command
-from kvwire.cli.bench.sides.page_cache import can_drop
-from kvwire.cli.bench.store import StoreChoice, store
-from kvwire.cli.bench.store_work import TIERS
+from kvwire.cli.bench import store_side
+from kvwire.cli.bench.store import TIERS, Choice, filesystem, store
+from kvwire.cli.bench.store_side import can_drop
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.extras import install_command
 from kvwire.limits import MIB
@@ -31,13 +30,13 @@ def test_everything_is_measured_and_written(
 ) -> None:
     """One round; every row has a sample of everybody, and nothing is left behind.
 
-    The other tiers' works are those of test_store_solo and test_store_peers.
+    The other tiers' works are those of test_store_side and test_store_peers.
     """
     whole = sides == "processes"
     if whole:
         pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
-    monkeypatch.setattr(store_command, "QUICK_ROUNDS", 1)
-    monkeypatch.setattr(store_command, "QUICK_MIB", 4)
+    monkeypatch.setattr(plan, "QUICK_ROUNDS", 1)
+    monkeypatch.setattr(plan, "QUICK_MIB", 4)
     monkeypatch.setenv("COLUMNS", "80")
     out, plot, place = (tmp_path / name for name in ("json", "found.svg", "place"))
     place.mkdir()
@@ -49,10 +48,13 @@ def test_everything_is_measured_and_written(
     printed = capsys.readouterr().out
     tiers = ("memory", "disk", "server over tcp", "object")
     for tier in tiers if whole else tiers[:1]:
-        assert f"{tier}: GB/s and CPU s/GiB; us, and 99 of 100" in printed
+        assert f"kvwire bench store {tier}" in printed
     assert max(map(len, printed.splitlines())) <= 80
     found = json.loads(out.read_text())
-    rows = {row["name"]: set(row["contenders"]) for row in found["cases"]}
+    rows = {
+        f"{row['group']}, {row['name']}": set(row["contenders"])
+        for row in found["cases"]
+    }
     everything = expected(cold=can_drop(place))
     assert rows == {
         name: who for name, who in everything.items() if whole or "memory" in name
@@ -78,8 +80,8 @@ def expected(*, cold: bool) -> dict[str, set[str]]:
         "object": ("put", "get", "get of one"),
     }
     rows = {
-        f"{tier}, 64 KiB, {verb}": tier for tier in verbs for verb in verbs[tier]
-    } | {f"{tier}, 4 KiB, match": tier for tier in verbs if tier != "object"}
+        f"{tier}, 64 KiB {verb}": tier for tier in verbs for verb in verbs[tier]
+    } | {f"{tier}, 4 KiB match": tier for tier in verbs if tier != "object"}
     return {
         name: {"kvwire " + tier.replace("over ", "")} for name, tier in rows.items()
     }
@@ -89,7 +91,7 @@ def test_the_file_system_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "filesystem", lambda _: "zfs on tank")
-    monkeypatch.setattr(plan, "can_drop", lambda _: False)
+    monkeypatch.setattr(store_side, "can_drop", lambda _: False)
     notes = "\n".join(store(choice(tmp_path, tiers=["disk"])).notes)
     assert "zfs on tank" in notes
     assert "No cold get" in notes
@@ -139,9 +141,9 @@ def test_a_disk_without_room_is_told_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def choice(directory: Path, **changed: Any) -> StoreChoice:
+def choice(directory: Path, **changed: Any) -> Choice:
     options: dict[str, Any] = {
-        "tiers": TIERS,
+        "tiers": list(TIERS),
         "transports": ["tcp"],
         "shapes": ["small"],
         "directory": directory,
@@ -149,4 +151,36 @@ def choice(directory: Path, **changed: Any) -> StoreChoice:
         "loop": "asyncio",
         **changed,
     }
-    return StoreChoice(**options)
+    return Choice(**options)
+
+
+LINE = "{} {} {} rw,noatime 0 0"
+
+
+def mounted(tmp_path: Path, *mounts: tuple[Path, str, str]) -> Path:
+    file = tmp_path / "mounts"
+    lines = [
+        LINE.format(device, str(where).replace(" ", r"\040"), kind)
+        for where, kind, device in mounts
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_the_nearest_mount_counts_and_of_two_the_later(tmp_path: Path) -> None:
+    inner = tmp_path / "kv store"
+    inner.mkdir()
+    mounts = mounted(
+        tmp_path,
+        (inner, "xfs", "/dev/nvme0n1"),
+        (Path("/"), "ext3", "/dev/vda"),
+        (Path("/"), "ext4", "/dev/vda"),
+        (Path(f"{inner}er"), "tmpfs", "none"),
+    )
+    assert filesystem(inner, mounts) == "xfs on /dev/nvme0n1"
+    assert filesystem(tmp_path, mounts) == "ext4 on /dev/vda"
+
+
+def test_nothing_is_known_where_the_kernel_does_not_say(tmp_path: Path) -> None:
+    assert "not name" in filesystem(tmp_path, tmp_path / "missing")
+    assert "unknown" in filesystem(tmp_path, mounted(tmp_path))

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.cli.bench.case import Sample, Work
-from kvwire.cli.bench.errors import BenchError
+from kvwire.cli.bench.pair import BenchError
 from kvwire.cli.bench.turns import steps, take_turns
-from tests.cli.bench.contenders import Scripted, benchmark, case
+from tests.cli.bench.contenders import Log, benchmark, case, scripted
 
 ROUNDS = 4
 
 
 def test_everybody_takes_turns_and_who_begins_changes() -> None:
-    log: list[tuple[str, str]] = []
-    a, b = Scripted("a", log=log), Scripted("b", log=log)
+    log: Log = []
+    a, b = scripted("a", log=log), scripted("b", log=log)
     take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     timed = [name for name, call in log if call == "round"][2:]
     assert "".join(timed) == "abbaabba"
 
 
 def test_the_bytes_are_checked_before_anything_is_timed() -> None:
-    log: list[tuple[str, str]] = []
-    a, b = Scripted("a", log=log), Scripted("b", log=log)
+    log: Log = []
+    a, b = scripted("a", log=log), scripted("b", log=log)
     take_turns(benchmark(case(a, b), case(a)), ROUNDS, lambda _: None)
     calls = [call for _, call in log if call != "start"]
     assert [call for _, call in log].count("start") == 2
@@ -34,7 +33,7 @@ def test_the_bytes_are_checked_before_anything_is_timed() -> None:
 
 def test_samples_are_kept_round_by_round_without_the_first() -> None:
     warm_up = [99.0]
-    a = Scripted("a", [warm_up, [1.0, 2.0], [3.0]])
+    a = scripted("a", [warm_up, [1.0, 2.0], [3.0]])
     (finding,) = take_turns(benchmark(case(a)), 2, lambda _: None)
     found = finding.samples["a"]
     assert [list(sample.values) for sample in found.rounds] == [[1.0, 2.0], [3.0]]
@@ -43,72 +42,60 @@ def test_samples_are_kept_round_by_round_without_the_first() -> None:
 
 def test_progress_is_reported_as_often_as_announced() -> None:
     said: list[str] = []
-    whole = benchmark(case(Scripted("a"), Scripted("b")), case(Scripted("a")))
+    whole = benchmark(case(scripted("a"), scripted("b")), case(scripted("a")))
     take_turns(whole, ROUNDS, said.append)
     assert len(said) == steps(whole, ROUNDS) == 3 * (ROUNDS + 1)
     assert set(said) == {"1 KiB send: a", "1 KiB send: b"}
 
 
 def test_a_contender_of_two_cases_is_started_once() -> None:
-    log: list[tuple[str, str]] = []
-    a = Scripted("a", log=log)
+    log: Log = []
+    a = scripted("a", log=log)
     take_turns(benchmark(case(a), case(a)), 1, lambda _: None)
     assert [call for _, call in log].count("start") == 1
 
 
 @pytest.mark.parametrize("failing", ["start", "check", "round"])
 def test_everybody_is_stopped_when_what_is_judged_fails(failing: str) -> None:
-    log: list[tuple[str, str]] = []
-    a, b = Scripted("a", log=log), Scripted("b", log=log, failing=failing)
+    log: Log = []
+    a, b = scripted("a", log=log), scripted("b", log=log, failing=failing)
     with pytest.raises(BenchError, match=f"b failed to {failing}"):
         take_turns(benchmark(case(a), case(b)), ROUNDS, lambda _: None)
-    assert sorted(log[-2:]) == [("a", "stop"), ("b", "stop")]
+    stopped = [name for name, call in log if call == "stop"]
+    assert sorted(stopped) == ["a", "b"][: 1 + (failing != "start")]
 
 
 @pytest.mark.parametrize("failing", ["start", "check", "round"])
 def test_a_peer_that_fails_is_out_of_the_case_with_its_reason(failing: str) -> None:
-    log: list[tuple[str, str]] = []
-    a, b = Scripted("a", log=log), Scripted("b", log=log, failing=failing)
+    log: Log = []
+    a, b = scripted("a", log=log), scripted("b", log=log, failing=failing)
     (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     assert len(finding.samples["a"].rounds) == ROUNDS
     assert "b" not in finding.samples
     assert finding.failures == {"b": f"b failed to {failing}"}
-    assert log.count(("b", "stop")) == 1
+    # What has not started stops by itself.
+    assert log.count(("b", "stop")) == (failing != "start")
 
 
 def test_a_peer_that_failed_is_started_anew_for_its_next_case() -> None:
-    log: list[tuple[str, str]] = []
-    a, b = Scripted("a", log=log), Scripted("b", log=log, failing="check")
+    log: Log = []
+    a, b = scripted("a", log=log), scripted("b", log=log, failing="check")
     findings = take_turns(benchmark(case(a, b), case(a, b)), 1, lambda _: None)
     assert [list(f.failures) for f in findings] == [["b"], ["b"]]
     assert log.count(("b", "start")) == log.count(("b", "stop")) == 2
 
 
 def test_a_peer_that_cannot_start_is_tried_once() -> None:
-    log: list[tuple[str, str]] = []
-    a, b = Scripted("a", log=log), Scripted("b", log=log, failing="start")
+    log: Log = []
+    a, b = scripted("a", log=log), scripted("b", log=log, failing="start")
     findings = take_turns(benchmark(case(a, b), case(a, b)), 1, lambda _: None)
     assert [list(f.failures) for f in findings] == [["b"], ["b"]]
     assert log.count(("b", "start")) == 1
 
 
-class Interrupted(Scripted):
-    """Ctrl-C in the middle of a given round."""
-
-    def __init__(self, name: str, before: int) -> None:
-        super().__init__(name)
-        self._before = before
-
-    def round(self, work: Work) -> Sample:
-        if not self._before:
-            raise KeyboardInterrupt
-        self._before -= 1
-        return super().round(work)
-
-
 def test_an_interrupt_ends_it_with_what_there_is() -> None:
-    log: list[tuple[str, str]] = []
-    a, b = Scripted("a", log=log), Interrupted("b", before=2)
+    log: Log = []
+    a, b = scripted("a", log=log), scripted("b", [[1.0], [1.0], []])
     (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     # One round that does not count, one that does, and who began has done another.
     assert [len(s.rounds) for s in finding.samples.values()] == [1, 1]
@@ -116,7 +103,7 @@ def test_an_interrupt_ends_it_with_what_there_is() -> None:
 
 
 def test_who_was_interrupted_before_the_first_round_has_failed() -> None:
-    a, b = Scripted("a"), Interrupted("b", before=1)
+    a, b = scripted("a"), scripted("b", [[1.0], []])
     (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     assert len(finding.samples["a"].rounds) == 1
     assert "interrupted" in finding.failures["b"]
@@ -124,4 +111,4 @@ def test_who_was_interrupted_before_the_first_round_has_failed() -> None:
 
 def test_an_interrupt_before_anything_is_one() -> None:
     with pytest.raises(KeyboardInterrupt):
-        take_turns(benchmark(case(Interrupted("a", before=0))), 1, lambda _: None)
+        take_turns(benchmark(case(scripted("a", [[]]))), 1, lambda _: None)

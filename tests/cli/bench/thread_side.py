@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import uvloop
 
-from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, SideProcess
-from kvwire.cli.bench.sides.__main__ import Role, answer
-from tests.bench.sides import PROGRAM, ROLES
+from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, PROGRAM, SideProcess
+from kvwire.cli.bench.side import Side, answer, make
 
 _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
     "asyncio": asyncio.new_event_loop,
@@ -26,38 +25,33 @@ _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
 
 
 class ThreadSide(SideProcess):
-    """A side on a loop of its own; see Side."""
+    """A side on a loop of its own; see SideProcess."""
 
     def __init__(
         self,
         role: str,
-        options: Sequence[str] = (),
+        options: Mapping[str, str],
         *,
-        program: Sequence[str] | None = None,
+        program: Sequence[str] = PROGRAM,
         environment: Mapping[str, str] | None = None,
         quiet: bool = False,
     ) -> None:
-        assert program in (None, PROGRAM), "a peer is a program of its own"
+        assert program == PROGRAM, "a peer is a program of its own"
         assert not quiet, "nothing is written to a standard error"
         # Undone by the fixture; all sides of one test get the same.
         os.environ.update(environment or {})
         self.role = role
-        self._options = dict(option.split("=", 1) for option in options)
+        self._options = options
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._asked: asyncio.Queue[bytes] = asyncio.Queue()
         self._stopped = asyncio.Event()
-        self._loop = _LOOPS[self._options.get("loop", "asyncio")]()
+        self._loop = _LOOPS[options.get("loop", "asyncio")]()
         self._thread = threading.Thread(target=self._run, name=f"side {role}")
         self._thread.start()
 
     def ask(self, name: str, **arguments: Any) -> None:
         line = json.dumps({"call": name, "arguments": arguments}).encode()
         self._loop.call_soon_threadsafe(self._asked.put_nowait, line)
-
-    def pause(self) -> None:
-        raise AssertionError("only a peer is stopped")
-
-    resume = pause
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopped.set)
@@ -71,15 +65,14 @@ class ThreadSide(SideProcess):
             runner.run(self._obey())
 
     async def _obey(self) -> None:
-        half = ROLES[self.role](self._options)
-        obeying = asyncio.create_task(self._answer_all(half))
+        side = make(self.role, self._options)
+        obeying = asyncio.create_task(self._answer_all(side))
         await self._stopped.wait()
         # It may wait for somebody who will never come; a process is killed then.
         obeying.cancel()
         await asyncio.wait([obeying])
-        await half.close()
+        await side.close()
 
-    async def _answer_all(self, half: Role) -> None:
+    async def _answer_all(self, side: Side[Any]) -> None:
         while True:
-            line = await self._asked.get()
-            self._answers.put(json.dumps(await answer(half, line)).encode())
+            self._answers.put(await answer(side, await self._asked.get()))

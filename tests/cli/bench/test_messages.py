@@ -1,4 +1,4 @@
-"""``kvwire bench``, from the command line to the files it writes."""
+"""``kvwire bench messages``, from the command line to the files it writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvwire.cli.bench import command, messages
+from kvwire.cli.bench import messages
 from kvwire.cli.bench.messages import SIZES
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB
-from tests.cli.bench.contenders import Scripted, benchmark, case
+from tests.cli.bench.contenders import benchmark, case, scripted
 
 VERBS = ("send", "put", "get")
 
@@ -41,7 +41,8 @@ def test_messages_measures_everything_once(
         assert row["ratio"] > 0
         assert row["met"] in (True, False)
     assert found["contenders"]["kvwire"]["loop"] == "uvloop"
-    assert ET.parse(plot).getroot().tag.endswith("svg")
+    for picture in (plot, tmp_path / "found-times.svg"):
+        assert ET.parse(picture).getroot().tag.endswith("svg")
 
 
 def test_the_cases_are_those_of_the_documentation() -> None:
@@ -53,7 +54,7 @@ def test_the_cases_are_those_of_the_documentation() -> None:
         *(f"16 MiB {verb}" for verb in VERBS),
     ]
     assert [row.target for row in found.cases] == [1.3] + [0.9] * 6
-    assert found.cases[0].beside[0].name == "asyncio streams"
+    assert found.cases[0].contenders[1].name == "asyncio streams"
     assert {row.work.nbytes for row in found.cases[1:]} == set(SIZES)
     for row in found.cases[1:]:
         assert row.work.count >= row.work.in_flight
@@ -61,7 +62,7 @@ def test_the_cases_are_those_of_the_documentation() -> None:
 
 def test_inproc_cannot_join_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "messages", "--transport", "inproc"]) == CALLED_WRONG
-    assert "two processes" in capsys.readouterr().err
+    assert "this benchmark runs two" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -75,13 +76,13 @@ def test_options_that_make_no_sense(
 
 
 @pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+def forged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the real one, a benchmark that takes no time."""
-    whole = benchmark(case(Scripted("kvwire"), Scripted("other")))
-    monkeypatch.setattr(command, "benchmark_messages", lambda **_: whole)
+    whole = benchmark(case(scripted("kvwire"), scripted("other")))
+    monkeypatch.setattr(messages, "messages", lambda **_: whole)
 
 
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("forged")
 def test_json_on_the_output_leaves_the_table_to_whoever_watches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -91,7 +92,7 @@ def test_json_on_the_output_leaves_the_table_to_whoever_watches(
     assert "1 KiB send" in captured.err
 
 
-@pytest.mark.usefixtures("scripted")
+@pytest.mark.usefixtures("forged")
 def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,328 @@
+"""How a benchmark is shown: a table, a JSON document, a picture, a bar meanwhile."""
+
+from __future__ import annotations
+
+import json as jsons
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+import kvwire
+from kvwire.cli.bench.plot import draw
+from kvwire.cli.bench.turns import (
+    Benchmark,
+    Case,
+    CaseResult,
+    Samples,
+    compare,
+    steps,
+    take_turns,
+)
+from kvwire.cli.plot import save
+
+Findings = Sequence[CaseResult]
+Loop = Literal["uvloop", "asyncio"]
+Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
+Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
+# "-" is a file name here, and no option.
+Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
+
+# At most; a file or a pipe is as wide.
+WIDTH: Final = 80
+MET: Final = Text("met", style="green")
+MISSED: Final = Text("missed", style="red")
+# What its columns of contenders share: a cell is "12.34 0.45".
+_CELL: Final = 10
+
+
+def size_name(nbytes: int) -> str:
+    """Name a size, such as ``64 KiB``."""
+    kib = nbytes // 1024
+    return f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB"
+
+
+def short(value: float) -> str:
+    """Write a number in at least three digits, in four characters up to 9999."""
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def registered() -> list[str]:
+    """Name the backends that are installed, whether they can run or not."""
+    return sorted({entry.name for entry in entry_points(group="kvwire.backends")})
+
+
+def require_known(transports: Sequence[str], *, processes: bool = True) -> None:
+    """Refuse transports that nobody can measure.
+
+    Raises:
+        UsageError: One is not installed, or does not join two ``processes``.
+    """
+    known = [name for name in registered() if not processes or name != "inproc"]
+    for name in transports:
+        why = ": no such backend is installed"
+        if name == "inproc" and processes:
+            why = " joins two loops of one process, and this benchmark runs two"
+        if name not in known:
+            raise kvwire.UsageError(
+                f"--transport {name}{why}; there are {', '.join(known)}"
+            )
+
+
+# --- the table ------------------------------------------------------------------------
+
+
+def new_table(title: str | None, *columns: str) -> Table:
+    """Make a table with a column for what a row is, and columns of numbers."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("what", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
+    """Make a table for each group, a column for everybody, and the lines below them."""
+    parts: list[RenderableType] = []
+    for group in dict.fromkeys(f.case.group for f in findings):
+        rows = [f for f in findings if f.case.group == group and f.samples]
+        names = list(dict.fromkeys(name for row in rows for name in row.samples))
+        width = WIDTH - max((len(_what(row.case)) for row in rows), default=0)
+        width -= 18 * any(row.case.target is not None for row in rows) + 6
+        cell = max(max(map(len, names), default=0), _CELL) + 2
+        count = max(1, width // cell)
+        title = " ".join(filter(None, ("kvwire bench", benchmark.name, group)))
+        for begin in range(0, len(names), count):
+            columns = names[begin : begin + count]
+            parts += [Text(title), _table(rows, columns), Text()]
+    head = Text(
+        "Medians; behind a rate CPU s/GiB of both sides, behind a time its p99."
+    )
+    return Group(*parts, head, *lines_below(benchmark, findings))
+
+
+def _table(rows: Findings, names: Sequence[str]) -> Table:
+    """The first contender is judged by the best that is not kvwire."""
+    found = [compare(row) for row in rows]
+    judged = any(one.ratio is not None for one in found)
+    aimed = any(row.case.target is not None for row in rows)
+    table = new_table(None, *names, *["ratio"] * judged, *["target"] * aimed)
+    for row, comparison in zip(rows, found, strict=True):
+        case, ratio, target = row.case, comparison.ratio, Text()
+        if case.target is not None:
+            sign = "<=" if case.unit.less_is_better else ">="
+            target = Text(f"{sign} {case.target:g} ")
+            target += Text() if comparison.met is None else verdict(comparison.met)
+        table.add_row(
+            _what(case),
+            *(_cell(row, name) for name in names),
+            *["" if ratio is None else short(ratio)] * judged,
+            *[target] * aimed,
+        )
+    return table
+
+
+def _what(case: Case) -> str:
+    return f"{case.name}, {case.unit.name}"
+
+
+def _cell(row: CaseResult, name: str) -> str:
+    samples, unit = row.samples.get(name), row.case.unit
+    if samples is None:
+        return "failed" if name in row.failures else ""
+    shown = short(samples.median * unit.scale)
+    if not unit.less_is_better:
+        return f"{shown} {short(samples.cpu_s_per_gib):>4}"
+    return f"{shown} {short(samples.p99 * unit.scale)}" if row.case.tail else shown
+
+
+def verdict(met: bool) -> Text:
+    """Say met or missed."""
+    return MET if met else MISSED
+
+
+def lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
+    """Yield notes, who failed and why, and who was not there."""
+    yield from map(Text, benchmark.notes)
+    places: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        for name, reason in finding.failures.items():
+            places.setdefault((name, reason), []).append(finding.case.name)
+    for (name, reason), where in places.items():
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        yield Text(f"{name} failed, {where[0]}{more}: {reason}")
+    yield from (Text(str(absent)) for absent in benchmark.missing)
+
+
+# --- the document ---------------------------------------------------------------------
+
+
+def head(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every document begins with: what was run, and where."""
+    return {
+        "benchmark": name,
+        "kvwire": kvwire.__version__,
+        "settings": dict(settings),
+        "machine": {
+            "python": platform.python_version(),
+            "implementation": platform.python_implementation(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg(),
+        },
+    }
+
+
+def document(
+    benchmark: Benchmark, findings: Findings, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything that was measured; times are seconds, rates bytes a second."""
+    everybody = [one.name for case in benchmark.cases for one in case.contenders]
+    facts = {name: found for f in findings for name, found in f.facts.items()}
+    return {
+        **head(benchmark.name, settings),
+        "cases": [_row(finding) for finding in findings],
+        "contenders": {name: facts.get(name, {}) for name in everybody},
+        "missing": [asdict(absent) for absent in benchmark.missing],
+        "notes": list(benchmark.notes),
+    }
+
+
+def _row(finding: CaseResult) -> dict[str, Any]:
+    case = finding.case
+    return {
+        "name": case.name,
+        "group": case.group,
+        "work": asdict(case.work),
+        "unit": "s" if case.unit.less_is_better else "B/s",
+        "target": case.target,
+        **asdict(compare(finding)),
+        "contenders": {n: samples_of(s) for n, s in finding.samples.items()},
+        "failures": finding.failures,
+    }
+
+
+def samples_of(samples: Samples) -> dict[str, Any]:
+    """Return what one contender did in one case."""
+    return {
+        **samples.summary(),
+        "cpu_s_per_gib": samples.cpu_s_per_gib,
+        "sides_cpu_s_per_gib": samples.sides_cpu_s_per_gib,
+        "rounds": [list(sample.values) for sample in samples.rounds],
+    }
+
+
+# --- running --------------------------------------------------------------------------
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar that moves on with each call, which says what is done next."""
+    columns = (
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+    )
+    # Drawn between the rounds only: a thread that draws would be measured too.
+    with Progress(
+        *columns, console=Console(stderr=True), auto_refresh=False, transient=True
+    ) as bar:
+        task = bar.add_task("", total=total)
+
+        def progress(step: str) -> None:
+            bar.update(task, description=step)
+            bar.refresh()
+            bar.advance(task)
+
+        yield progress
+
+
+def measure(plan: Benchmark, rounds: int) -> list[CaseResult]:
+    """Let everybody take turns, with a bar that shows how far they are.
+
+    Raises:
+        BenchError: As for :func:`~kvwire.cli.bench.turns.take_turns`.
+    """
+    with progress_bar(steps(plan, rounds)) as progress:
+        return take_turns(plan, rounds, progress)
+
+
+def run(
+    benchmark: Benchmark,
+    settings: Mapping[str, Any],
+    *,
+    json: Path | None,
+    plot: Path | None = None,
+    below: Callable[[Findings], Sequence[RenderableType]] = lambda _: (),
+    more: Callable[[Findings], Mapping[str, Any]] = lambda _: {},
+    split: Callable[[CaseResult], Sequence[CaseResult]] = lambda found: [found],
+) -> Findings:
+    """Measure a benchmark and show what was found.
+
+    Args:
+        benchmark: What to run.
+        settings: How the command was called; ``rounds`` is how often.
+        json: Where the document goes; - is the output.
+        plot: Where the pictures go: of rates, and ``-times`` of times.
+        below: Makes what is shown below the table.
+        more: Makes more keys of the document.
+        split: Makes several rows of one case.
+
+    Raises:
+        BenchError: It cannot be run.
+        UsageError: A file cannot be written.
+    """
+    measured = measure(benchmark, settings["rounds"])
+    findings = [row for found in measured for row in split(found)]
+    show(
+        Group(render(benchmark, findings), *below(findings)),
+        lambda: {**document(benchmark, findings, settings), **more(findings)},
+        json=json,
+    )
+    if plot is not None:
+        for added, figure in draw(benchmark, findings).items():
+            save(figure, plot.with_stem(plot.stem + added))
+    return findings
+
+
+def show(
+    table: RenderableType, document: Callable[[], object], *, json: Path | None
+) -> None:
+    """Print a table, and write a document if a file is named; - is the output.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    to_output = json == Path("-")
+    # With the document on the output, the table is for whoever watches.
+    Console(stderr=to_output, highlight=False).print(table)
+    if json is None:
+        return
+    text = jsons.dumps(document(), indent=1) + "\n"
+    if to_output:
+        sys.stdout.write(text)
+        return
+    try:
+        json.write_text(text)
+    except OSError as exc:
+        raise kvwire.UsageError(f"{json}: {exc.strerror}") from None

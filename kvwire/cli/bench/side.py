@@ -1,0 +1,340 @@
+"""One side of a contender: what it is asked, and what sides of kvwire have alike.
+
+A side is a process that reads calls as lines of JSON, answers each, and ends with its
+input. Which one it is, is said as ``module:class``, with options as ``KEY=VALUE``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar, Final, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+import kvwire
+from kvwire.cli.bench.pair import Work
+
+HOST: Final = "127.0.0.1"
+_DIGEST_BYTES: Final = 16
+# 2 components x 16 tokens x 8 heads of 2 bytes: what is left of a block are its dims.
+_TOKENS: Final = 16
+_HEADS: Final = 8
+
+Bytes = npt.NDArray[np.uint8]
+End = kvwire.Incoming | kvwire.Outgoing
+W = TypeVar("W", bound=Work)
+
+
+class Side(Generic[W]):
+    """One side: the left one drives and has the time, the right one listens and serves.
+
+    The order of calls is listen, accept and connect; then any number of rounds. A round
+    is prepare and use, drive and serve at the same time, and verify; before the first
+    one of a work there is one more, with fill before and digest after it.
+
+    Args:
+        options: As the contender has them.
+
+    Attributes:
+        work_type: What its works are.
+    """
+
+    work_type: ClassVar[type[Work]] = Work
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.options = options
+
+    async def listen(self) -> Any:
+        """Right: begin to listen; the answer is where."""
+
+    async def accept(self) -> None:
+        """Right: wait for the left one."""
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        """Left: connect to it; the answer is facts for the JSON document."""
+        return {}
+
+    async def prepare(self, work: W) -> Any:
+        """Right: get ready; the answer is given to :meth:`use`. Costs nothing."""
+
+    async def use(self, work: W, given: Any) -> None:
+        """Left: get ready. Costs nothing."""
+
+    async def fill(self, work: W) -> None:
+        """Have random bytes in the memory of a work, which the next round replaces."""
+
+    async def drive(self, work: W) -> dict[str, Any]:
+        """Left: one round; ``values`` are its samples, ``cpu_s`` its cost if known."""
+        raise NotImplementedError
+
+    async def serve(self, work: W) -> dict[str, Any]:
+        """Right: what :meth:`drive` needs of the other side."""
+        return {}
+
+    async def digest(self, work: W) -> str:
+        """Digest what a round has moved: both sides have the same."""
+        return ""
+
+    async def verify(self, work: W) -> None:
+        """Left: look at what the last round has moved. Costs nothing.
+
+        Raises:
+            RuntimeError: It is not what it should be.
+        """
+
+    async def cpu(self) -> float:
+        """Return CPU seconds of this process, the kernel's on its behalf included."""
+        return time.process_time()
+
+    async def close(self) -> None:
+        """End what was begun."""
+
+
+CALLS: Final = frozenset(n for n in vars(Side) if n[0] != "_") - {"close", "work_type"}
+
+
+class Joined(Side[W]):
+    """Two sides on one loop, as one that needs no other."""
+
+    def __init__(self, left: Side[W], right: Side[W]) -> None:
+        super().__init__(left.options)
+        self.left = left
+        self.right = right
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        where = await self.right.listen()
+        accepted = asyncio.ensure_future(self.right.accept())
+        facts = await self.left.connect(where)
+        await accepted
+        return facts
+
+    async def use(self, work: W, given: Any) -> None:
+        await self.left.use(work, await self.right.prepare(work))
+
+    async def fill(self, work: W) -> None:
+        await self.left.fill(work)
+        await self.right.fill(work)
+
+    async def drive(self, work: W) -> dict[str, Any]:
+        served = asyncio.ensure_future(self.right.serve(work))
+        found = await self.left.drive(work)
+        await served
+        return found
+
+    async def digest(self, work: W) -> str:
+        left = await self.left.digest(work)
+        require_same(left, await self.right.digest(work))
+        return left
+
+    async def verify(self, work: W) -> None:
+        await self.left.verify(work)
+
+    async def close(self) -> None:
+        await asyncio.gather(self.left.close(), self.right.close())
+
+
+class ConnectedSide(Side[W]):
+    """A side with one communicator of kvwire, and one connection."""
+
+    # The transport is that of the link, instead of a lane beside one over TCP.
+    by_link: ClassVar[bool] = False
+
+    communicator: kvwire.Communicator
+    connection: kvwire.Connection
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self.transport = options["transport"]
+        self._address = ""
+        # Of the last transfer: both sides count alike.
+        self._number = 0
+
+    async def listen(self) -> str:
+        self.communicator = await kvwire.open(name="bench-right")
+        scheme = self.transport if self.by_link else "tcp"
+        where = "inproc://" if self.transport == "inproc" else f"{scheme}://{HOST}:0"
+        return str(await self.communicator.listen(where))
+
+    async def accept(self) -> None:
+        self.connection = await self.communicator.accept()
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        self.communicator = await kvwire.open(name="bench-left")
+        self._address = address
+        self.connection = await self.one_more()
+        loop = type(asyncio.get_running_loop()).__module__
+        return {
+            "kvwire": kvwire.__version__,
+            "python": platform.python_version(),
+            "loop": loop.partition(".")[0],
+            "transport": str(self.connection.transport_report),
+        }
+
+    async def one_more(self) -> kvwire.Connection:
+        """Left: make a connection."""
+        return await self.communicator.connect(self._address, transport=self.transport)
+
+    async def close(self) -> None:
+        if hasattr(self, "communicator"):
+            self.communicator.abort()
+            await self.communicator.close()
+
+    def next_id(self) -> int:
+        """Return the id of the next transfer."""
+        self._number += 1
+        return self._number
+
+
+async def over(end: End) -> None:
+    """Wait for the outcome of a transfer, and until its memory is free.
+
+    Raises:
+        RuntimeError: It is not complete.
+    """
+    require_complete(await end)
+    await end.drained()
+
+
+def require_complete(outcome: kvwire.Outcome) -> None:
+    """Refuse an outcome that lacks something.
+
+    Raises:
+        RuntimeError: With what is missing, and why.
+    """
+    if not outcome.complete:
+        reasons = "; ".join(outcome.missing.reasons)
+        raise RuntimeError(f"{len(outcome.missing)} blocks are missing: {reasons}")
+
+
+def mark_all(outgoing: kvwire.Outgoing) -> kvwire.Outgoing:
+    """Have all of a transfer ready at once."""
+    outgoing.ready()
+    outgoing.finish()
+    return outgoing
+
+
+def paged(
+    memory: Bytes, layers: int, blocks: int, *, cross_layer: bool = False
+) -> kvwire.PagedCache:
+    """Make a cache of memory: blocks of 16 tokens, or of one if they are tiny.
+
+    Args:
+        memory: All of it.
+        layers: How many.
+        blocks: How many.
+        cross_layer: A block has all layers side by side.
+    """
+    nbytes = memory.size // (layers * blocks)
+    tokens, heads = (
+        (_TOKENS, _HEADS) if nbytes % (4 * _TOKENS * _HEADS) == 0 else (1, 1)
+    )
+    dim = nbytes // (4 * tokens * heads)
+    spec = kvwire.KVSpec(
+        layers=layers,
+        kv_heads=heads,
+        head_dim=dim,
+        block_tokens=tokens,
+        dtype="float16",
+    )
+    whole, block = memory.view(np.float16), (2, tokens, heads, dim)
+    if cross_layer:
+        return kvwire.PagedCache(spec, whole.reshape(blocks, layers, *block))
+    return kvwire.PagedCache(spec, list(whole.reshape(layers, blocks, *block)))
+
+
+def digest(data: bytes | bytearray | memoryview | Bytes) -> str:
+    """Return what two sides compare instead of the bytes."""
+    return hashlib.blake2b(
+        np.frombuffer(data, np.uint8).data, digest_size=_DIGEST_BYTES
+    ).hexdigest()
+
+
+async def fill(memory: bytearray | memoryview | Bytes) -> None:
+    """Fill memory with random bytes.
+
+    In a thread: a loop that stands still for long is a dead peer to others.
+    """
+    words = np.frombuffer(memory, np.uint8)
+
+    def write() -> None:
+        words[:] = np.random.default_rng().integers(0, 256, words.size, np.uint8)
+
+    await asyncio.to_thread(write)
+
+
+def require_same(left: object, right: object) -> None:
+    """Compare what has arrived with what was sent.
+
+    Raises:
+        RuntimeError: They differ.
+    """
+    if left != right:
+        raise RuntimeError(f"what arrived ({left}) is not what was sent ({right})")
+
+
+# --- the process ----------------------------------------------------------------------
+
+
+def make(role: str, options: Mapping[str, str]) -> Side[Any]:
+    """Make the side that a role names."""
+    module, _, name = role.partition(":")
+    found = getattr(import_module(module), name)(options)
+    assert isinstance(found, Side)
+    return found
+
+
+async def answer(side: Side[Any], line: bytes) -> bytes:
+    """Do what one line says; an exception becomes an answer too."""
+    asked = json.loads(line)
+    name, arguments = asked["call"], asked["arguments"]
+    try:
+        if name not in CALLS:
+            raise ValueError(f"there is no call {name!r}")
+        if "work" in arguments:
+            arguments["work"] = side.work_type(**arguments["work"])
+        found = {"answer": await getattr(side, name)(**arguments)}
+    except Exception as exc:  # noqa: BLE001 - it is reported by the other process
+        found = {"error": f"{name}: {type(exc).__name__}: {exc}"}
+    return json.dumps(found).encode() + b"\n"
+
+
+async def obey(side: Side[Any]) -> None:
+    """Answer line after line until there are no more."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    try:
+        while line := await reader.readline():
+            said = await answer(side, line)
+            # Without a buffer: whoever was interrupted does not read it any more.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(sys.stdout.fileno(), said)
+    finally:
+        await side.close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be a side until the input ends: ``ROLE [KEY=VALUE ...]``."""
+    # Ctrl-C reaches every process of a terminal; this one ends with its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    role, *pairs = arguments
+    options = dict(pair.split("=", 1) for pair in pairs)
+    side = make(role, options)
+    if options.get("loop") == "uvloop":
+        import uvloop  # noqa: PLC0415 - not on every platform
+
+        uvloop.run(obey(side))
+    else:
+        asyncio.run(obey(side))

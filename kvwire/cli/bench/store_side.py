@@ -1,0 +1,315 @@
+"""A store of kvwire with one tier that is measured, and a server that can be one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+import kvwire
+from kvwire.cli.bench.fragments import LEFT, RIGHT, Pool
+from kvwire.cli.bench.pair import Work
+from kvwire.cli.bench.side import HOST, Side, fill, require_complete
+from kvwire.cli.bench.store import (
+    COLD_GET,
+    DISK,
+    FIRST_PUT,
+    FLUSHED_PUT,
+    HASH_BYTES,
+    LOOKUPS,
+    MATCH,
+    MEMORY,
+    OBJECT,
+    ONE,
+    PUTS,
+    SERVER,
+    SETS,
+    StoreWork,
+)
+from kvwire.limits import MIB
+
+# The file of a disk tier, in its directory.
+_IMAGES: Final = "images"
+_PAGE_BYTES: Final = 4096
+# Looked at all over the file; a page or two that somebody has read again say nothing.
+_SAMPLES: Final = 64
+_KEPT_MAX: Final = 4
+_TRIAL_BYTES: Final = 1 * MIB
+
+
+class StoreServerSide(Side[StoreWork]):
+    """Store servers: one in memory for each size of blocks."""
+
+    work_type: ClassVar[type[Work]] = StoreWork
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._addresses: dict[int, str] = {}
+        self._open = AsyncExitStack()
+
+    async def prepare(self, work: StoreWork) -> str:
+        """Serve a store for a work; the answer is where."""
+        if work.nbytes not in self._addresses:
+            opening = kvwire.BlockStore.open([_memory(work, SETS)])
+            store = await self._open.enter_async_context(opening)
+            serving = kvwire.StoreServer(store, f"{HOST}:0")
+            server = await self._open.enter_async_context(serving)
+            address = f"{server.address.host}:{server.address.port}"
+            self._addresses[work.nbytes] = address
+        return self._addresses[work.nbytes]
+
+    async def close(self) -> None:
+        await self._open.aclose()
+
+
+class StoreSide(Side[StoreWork]):
+    """One store for each size of blocks; they stay, so that no round begins cold."""
+
+    work_type: ClassVar[type[Work]] = StoreWork
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self.stocks: dict[int, Stock] = {}
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        return {"kvwire": kvwire.__version__, "numpy": np.__version__}
+
+    async def use(self, work: StoreWork, given: str | None) -> None:
+        if work.nbytes not in self.stocks:
+            place = self.options.get("place", "")
+            directory = f"{place}/{work.nbytes}" if place else ""
+            size, slab = work.room(SETS)
+            # With memory for one set in front: what is got next is not in it.
+            tiers = {
+                MEMORY: [_memory(work, SETS)],
+                DISK: [_memory(work, 1), f"disk:{directory}?size={size}B&slab={slab}B"],
+                SERVER: [_memory(work, 1), f"kvwire://{given}"],
+                OBJECT: [_memory(work, 1), f"object:file://{directory}"],
+            }[self.options["tier"]]
+            store = await kvwire.BlockStore.open(tiers)
+            self.stocks[work.nbytes] = Stock(work, directory, store)
+        await self.stocks[work.nbytes].prepare(work)
+
+    async def fill(self, work: StoreWork) -> None:
+        stock = self.stocks[work.nbytes]
+        await fill(stock.have.memory)
+        # Twice, so that both sets that are got from now on have these bytes.
+        await stock.put()
+        await stock.put()
+
+    async def drive(self, work: StoreWork) -> dict[str, Any]:
+        """A put and a get have their rate, others a time for each call."""
+        stock = self.stocks[work.nbytes]
+        if work.verb == MATCH:
+            return {"values": await stock.match()}
+        if work.verb == ONE:
+            return {"values": await stock.one_by_one(work.count)}
+        put = work.verb in PUTS
+        elapsed_s = await (stock.put(work.verb) if put else stock.get())
+        return {"values": [work.moved_bytes / elapsed_s]}
+
+    async def verify(self, work: StoreWork) -> None:
+        """Compare what was got, or get what was put and compare that."""
+        stock = self.stocks[work.nbytes]
+        if work.verb in PUTS:
+            await stock.get_last()
+        if work.verb != MATCH:
+            await asyncio.to_thread(stock.compare, work.count)
+
+    async def close(self) -> None:
+        for stock in self.stocks.values():
+            await stock.close()
+
+
+class Stock:
+    """Blocks of one size: a cache that has them, one that wants them, and a store.
+
+    Attributes:
+        have: The cache that blocks are put from.
+        want: The cache that they are got into.
+        new: A store for one put, whose memory nobody has written to.
+        sets: The last two that were put; the one that was used longer ago is first.
+    """
+
+    def __init__(
+        self, work: StoreWork, directory: str, store: kvwire.BlockStore
+    ) -> None:
+        nbytes = work.transfer.pool_bytes
+        # Written to, so that no page is missing when it is timed.
+        self.have: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, LEFT)
+        self.want: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, RIGHT)
+        self.store = store
+        self.new: kvwire.BlockStore | None = None
+        self.sets: list[list[bytes]] = []
+        self._directory = directory
+        self._work = work
+        self._last: list[bytes] = []
+
+    async def prepare(self, work: StoreWork) -> None:
+        """Get ready for a round: nothing is on its way, and the wanted cache empty."""
+        if work.verb == FIRST_PUT:
+            await self._close_new()
+            self.new = await kvwire.BlockStore.open([_memory(work, 1)])
+        if work.verb == ONE and self.sets:
+            # Of the other set, the last one left some in the memory in front.
+            await self.put()
+        if self._directory:
+            await self.store.flush()
+        while len(self.sets) < 2 and work.verb not in PUTS:
+            await self.put()
+        if work.verb == COLD_GET:
+            drop(Path(self._directory) / _IMAGES)
+        self.want.memory[:] = 0
+
+    async def put(self, verb: str = "") -> float:
+        """Put a new set; seconds from the call until it is kept."""
+        store = self.new if verb == FIRST_PUT and self.new else self.store
+        # Hashes that nobody has used: who gets a block knows its name already.
+        names = [secrets.token_bytes(HASH_BYTES) for _ in range(self._work.set_blocks)]
+        began = time.perf_counter()
+        outcome = await store.put(names, self.have.cache, self.have.blocks)
+        if verb == FLUSHED_PUT:
+            await store.flush()
+        elapsed_s = time.perf_counter() - began
+        require_complete(outcome)
+        self._last = names
+        if store is self.store:
+            self.sets = [*self.sets, names][-2:]
+        return elapsed_s
+
+    async def get(self) -> float:
+        """Get the set that was used longer ago; seconds until it is there."""
+        self.sets.reverse()
+        names, before = self.sets[-1], self._read_blocks()
+        began = time.perf_counter()
+        outcome = await self.store.get(names, self.want.cache, self.want.blocks)
+        elapsed_s = time.perf_counter() - began
+        require_complete(outcome)
+        self._came_from_the_tier(before, len(names))
+        return elapsed_s
+
+    async def get_last(self) -> None:
+        """Get the set that was put last, from wherever it is; not timed."""
+        store, self.new = self.new or self.store, None
+        got = await store.get(self._last, self.want.cache, self.want.blocks)
+        require_complete(got)
+        if store is not self.store:
+            await store.close()
+
+    async def one_by_one(self, count: int) -> list[float]:
+        """Get some blocks of a set, one after the other; seconds of each."""
+        self.sets.reverse()
+        store, cache = self.store, self.want.cache
+        pairs = list(zip(self.sets[-1], self.want.blocks, strict=True))[:count]
+        clock, values, outcomes = time.perf_counter, [], []
+        before = self._read_blocks()
+        for name, block in pairs:
+            began = clock()
+            outcomes.append(await store.get([name], cache, [block]))
+            values.append(clock() - began)
+        for outcome in outcomes:
+            require_complete(outcome)
+        self._came_from_the_tier(before, count)
+        return values
+
+    async def match(self) -> list[float]:
+        """Match a set that is not in the memory in front of a tier; seconds of each."""
+        names, store = self.sets[0], self.store
+        clock, values = time.perf_counter, []
+        for _ in range(LOOKUPS):
+            began = clock()
+            found = await store.match(names)
+            values.append(clock() - began)
+            if found != len(names):
+                raise RuntimeError(f"{found} of {len(names)} hashes match")
+        return values
+
+    def compare(self, count: int) -> None:
+        """Compare the first blocks of the wanted cache with what was put.
+
+        Raises:
+            RuntimeError: They differ.
+        """
+        shape = (self._work.layers, self._work.set_blocks, self._work.layer_bytes)
+        have, want = (
+            pool.fragments().reshape(shape)[:, :count]
+            for pool in (self.have, self.want)
+        )
+        if not np.array_equal(have, want):
+            raise RuntimeError("what was got are not the bytes that were put")
+
+    async def close(self) -> None:
+        """Close the store, and the one that was made for a put."""
+        await self._close_new()
+        await self.store.close()
+
+    async def _close_new(self) -> None:
+        new, self.new = self.new, None
+        if new is not None:
+            await new.close()
+
+    def _read_blocks(self) -> int:
+        """Blocks that have come from the lowest tier."""
+        return [*self.store.stats().values()][-1].read_blocks
+
+    def _came_from_the_tier(self, before: int, count: int) -> None:
+        came = self._read_blocks() - before
+        if came != count:
+            raise RuntimeError(f"{came} of {count} blocks came from the tier itself")
+
+
+def _memory(work: StoreWork, sets: int) -> str:
+    size, slab = work.room(sets)
+    return f"memory:{size}B?slab={slab}B"
+
+
+def drop(path: Path) -> None:
+    """Write a file to the disk, and forget its pages, so that reading it reads that.
+
+    Raises:
+        RuntimeError: They stay, or nobody says whether they do.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        kept = _kept(descriptor)
+    finally:
+        os.close(descriptor)
+    if kept > _KEPT_MAX:
+        raise RuntimeError(f"{path}: {kept} of {_SAMPLES} pages stay in memory")
+
+
+def can_drop(directory: Path) -> bool:
+    """Say whether files of a directory can be read without their pages in memory.
+
+    A tmpfs has no other place for them, and only Linux says whether a page is there.
+    """
+    if not (hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")):
+        return False
+    with NamedTemporaryFile(dir=directory) as trial:
+        trial.write(bytes(_TRIAL_BYTES))
+        trial.flush()
+        with contextlib.suppress(OSError, RuntimeError):
+            drop(Path(trial.name))
+            return True
+    return False
+
+
+def _kept(descriptor: int) -> int:
+    """How many of some pages are in memory: those that can be read without waiting."""
+    step = max(_PAGE_BYTES, os.fstat(descriptor).st_size // _SAMPLES)
+    page, kept = bytearray(_PAGE_BYTES), 0
+    for offset in range(0, os.fstat(descriptor).st_size, step):
+        with contextlib.suppress(BlockingIOError):
+            kept += bool(os.preadv(descriptor, [page], offset, os.RWF_NOWAIT))
+    return kept

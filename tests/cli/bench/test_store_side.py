@@ -1,0 +1,211 @@
+"""The process with a store: what it moves is compared, and comes from its tier."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import kvwire
+from kvwire.cli.bench.store import (
+    DISK,
+    FIRST_PUT,
+    FLUSHED_PUT,
+    GET,
+    LOOKUPS,
+    MATCH,
+    MEMORY,
+    ONE,
+    PUT,
+    SERVER,
+    StoreWork,
+    work_of,
+)
+from kvwire.cli.bench.store_side import (
+    StoreServerSide,
+    StoreSide,
+    can_drop,
+    drop,
+)
+from kvwire.kv.blocks import Ids
+from kvwire.limits import MIB
+from kvwire.store.index import Index, Keys
+
+
+def work(verb: str, tier: str = DISK) -> StoreWork:
+    return work_of(tier, verb, "small", 4 * MIB)
+
+
+@pytest.fixture
+async def side(tmp_path: Path) -> AsyncIterator[StoreSide]:
+    """With a disk tier."""
+    found = StoreSide({"tier": DISK, "place": str(tmp_path)})
+    yield found
+    await found.close()
+
+
+@pytest.mark.parametrize("verb", [PUT, FLUSHED_PUT, GET, ONE, MATCH])
+async def test_every_round_can_follow_every_other(side: StoreSide, verb: str) -> None:
+    for done in (work(PUT), work(verb), work(verb), work(GET)):
+        await side.use(done, None)
+        if done.verb == PUT:
+            await side.fill(done)
+        values = (await side.drive(done))["values"]
+        await side.verify(done)
+        expected = {ONE: done.count, MATCH: LOOKUPS}.get(done.verb, 1)
+        assert len(values) == expected
+        assert min(values) > 0
+
+
+async def test_memory_that_nobody_has_written_to_is_that_of_a_store_of_its_own() -> (
+    None
+):
+    side = StoreSide({"tier": MEMORY})
+    done = work(FIRST_PUT, MEMORY)
+    try:
+        for _ in range(2):
+            await side.use(done, None)
+            new = side.stocks[done.nbytes].new
+            assert new is not None
+            await side.drive(done)
+            assert new.stats()[new.name].blocks == done.count
+            await side.verify(done)
+            assert side.stocks[done.nbytes].new is None
+            with pytest.raises(kvwire.ClosedOK):
+                await new.match([b"1"])
+    finally:
+        await side.close()
+
+
+async def test_a_store_of_its_own_that_nobody_has_put_into_is_closed_too() -> None:
+    """A check is prepared like a round and puts elsewhere; then a round is prepared."""
+    side = StoreSide({"tier": MEMORY})
+    done = work(FIRST_PUT, MEMORY)
+    made = []
+    try:
+        for _ in range(2):
+            await side.use(done, None)
+            made.append(side.stocks[done.nbytes].new)
+    finally:
+        await side.close()
+    for new in made:
+        assert new is not None
+        with pytest.raises(kvwire.ClosedOK):
+            await new.match([b"1"])
+
+
+async def test_a_server_is_a_tier_too() -> None:
+    server, side = StoreServerSide({}), StoreSide({"tier": SERVER})
+    done = work(GET, SERVER)
+    try:
+        address = await server.prepare(done)
+        assert await server.prepare(done) == address
+        await side.use(done, address)
+        await side.fill(done)
+        await side.drive(done)
+        await side.verify(done)
+    finally:
+        await side.close()
+        await server.close()
+
+
+async def test_what_is_matched_is_never_in_the_memory_in_front(side: StoreSide) -> None:
+    done = work(MATCH)
+    await side.use(done, None)
+    await side.fill(done)
+    memory = side.stocks[done.nbytes].store._tiers.memory
+    find, found = Index.find, set()
+
+    def watched(index: Index, keys: Keys) -> Ids:
+        slots = find(index, keys)
+        if index is memory.index:
+            found.add(int((slots >= 0).sum()))
+        return slots
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Index, "find", watched)
+        for _ in range(3):
+            await side.use(done, None)
+            await side.drive(done)
+    assert found == {0}
+
+
+async def test_bytes_that_differ_are_found(side: StoreSide) -> None:
+    done = work(GET)
+    await side.use(done, None)
+    await side.drive(done)
+    await side.verify(done)
+    stock = side.stocks[done.nbytes]
+    stock.want.memory[stock.want.blocks[-1] * done.layer_bytes] ^= 1
+    with pytest.raises(RuntimeError, match="are not the bytes that were put"):
+        await side.verify(done)
+    # The first block alone is as it should be.
+    await side.verify(replace(done, verb=ONE, count=1))
+
+
+async def test_what_comes_from_memory_is_no_measure_of_a_disk(side: StoreSide) -> None:
+    done = work(GET)
+    await side.use(done, None)
+    await side.drive(done)
+    stock = side.stocks[done.nbytes]
+    stock.sets.reverse()  # the set that is in memory now is next
+    with pytest.raises(RuntimeError, match=r"\d+ of 64 blocks came from the tier"):
+        await side.drive(done)
+
+
+async def test_blocks_that_are_missing_are_an_error(side: StoreSide) -> None:
+    done = work(GET)
+    await side.use(done, None)
+    side.stocks[done.nbytes].sets = [[bytes(32)] * done.set_blocks] * 2
+    with pytest.raises(RuntimeError, match="64 blocks are missing: it is not in"):
+        await side.drive(done)
+
+
+# --- files without their pages in memory ----------------------------------------------
+
+pages = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux says which pages are in memory"
+)
+
+
+@pages
+def test_a_tmpfs_keeps_its_pages(tmp_path: Path) -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("there is no /dev/shm here")
+    assert not can_drop(shared)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pages
+def test_what_was_dropped_is_still_there(tmp_path: Path) -> None:
+    if not can_drop(tmp_path):
+        pytest.skip(f"{tmp_path} lies where nobody can drop pages")
+    file, data = tmp_path / "file", os.urandom(1 * MIB)
+    file.write_bytes(data)
+    drop(file)
+    assert file.read_bytes() == data
+
+
+@pages
+def test_pages_that_stay_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 * MIB))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
+    with pytest.raises((RuntimeError, OSError)):
+        drop(file)
+    assert not can_drop(tmp_path)
+
+
+@pages
+def test_where_nobody_can_tell_nothing_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "RWF_NOWAIT")
+    assert not can_drop(tmp_path)
