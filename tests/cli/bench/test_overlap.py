@@ -23,6 +23,9 @@ from kvwire.cli.bench.side import Joined
 from kvwire.cli.main import CALLED_WRONG, main
 from tests.cli.bench.contenders import case, measured, scripted
 
+# Starts processes, on a machine that may be busy with others.
+pytestmark = pytest.mark.timeout(180)
+
 MS = 1e-3
 
 
