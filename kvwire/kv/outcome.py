@@ -7,6 +7,7 @@ transfer of 100,000 blocks makes no object for each of them unless somebody asks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -23,21 +24,34 @@ from kvwire.kv.paged import PagedCache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Shows where the time of a transfer went, in seconds. Phases may overlap.
+    """Shows what one end of a transfer waited for, in seconds.
+
+    At each moment it waits for one thing, so these add up to the time from the call to
+    the outcome. The two ends may differ: each says what it waited for.
 
     Attributes:
-        queue_s: From the call until the peer's counterpart was known.
-        handshake_s: Agreeing on the plan.
-        memory_wait_s: Waiting for credits, so for memory at the consumer.
-        wire_s: From the first to the last payload byte.
-        commit_s: From the last payload byte to the commit.
+        queue_s: For the peer's counterpart to be known.
+        handshake_s: For a plan; the time it takes to make it.
+        memory_wait_s: Of a push: for memory at the consumer.
+        mark_wait_s: For the producer's next mark, so for its compute, while nothing
+            that was marked was under way.
+        wire_s: For payload that was under way.
+        commit_s: For the last word, once everything had landed.
+        lost_s: For a peer that was silent, or whose connection was lost.
     """
 
     queue_s: float = 0.0
     handshake_s: float = 0.0
     memory_wait_s: float = 0.0
+    mark_wait_s: float = 0.0
     wire_s: float = 0.0
     commit_s: float = 0.0
+    lost_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Return the time from the call to the outcome: the sum."""
+        return math.fsum(getattr(self, phase.name) for phase in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +194,8 @@ def nothing_landed(
 def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
     """Join the outcomes of transfers that each carried part of the same blocks.
 
-    A block has landed if all shares of it have. Times are the longest of each phase,
-    since the transfers ran side by side.
+    A block has landed if all shares of it have. Times are those of the slowest, since
+    the transfers ran side by side.
 
     Raises:
         UsageError: There is none, or their block lists differ.
@@ -198,10 +212,6 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
         group: ids[~among(ids, missing.ids(group))]
         for group, ids in first.lists.items()
     }
-    phases = {
-        phase.name: max(getattr(outcome.timings, phase.name) for outcome in outcomes)
-        for phase in fields(Timings)
-    }
     return Outcome(
         complete=all(outcome.complete for outcome in outcomes),
         landed=BlockSet(landed),
@@ -210,10 +220,14 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
         usable_tokens=min(outcome.usable_tokens for outcome in outcomes),
         lists=first.lists,
         tokens=first.tokens,
-        timings=Timings(**phases),
+        timings=max((outcome.timings for outcome in outcomes), key=_total_s),
         layers_grouped=max(outcome.layers_grouped for outcome in outcomes),
         nbytes=sum(outcome.nbytes for outcome in outcomes),
     )
+
+
+def _total_s(timings: Timings) -> float:
+    return timings.total_s
 
 
 def _require_same_lists(first: Outcome, other: Outcome) -> None:

@@ -73,6 +73,8 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
+# A peer that has nothing else to say says so once in an interval.
+SILENT_INTERVALS = 1.5
 DAMAGED = "its bytes arrived damaged"
 UNMARKED = "it was not marked ready by the producer"
 
@@ -245,8 +247,6 @@ class Attempt:
 class KVTransfer:
     """Holds one end of a KV transfer; belongs to the loop of its communicator."""
 
-    # A push meets its peer when that has given memory.
-    waits_for_memory = False
     # Which end it is.
     receives = False
     # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
@@ -525,7 +525,7 @@ class KVTransfer:
             self.lists,
             reason,
             tokens=self.tokens if tokens is None else tokens,
-            timings=self.phases.timings(memory=self.waits_for_memory),
+            timings=self.phases.timings(),
         )
 
     def _one_free(self) -> None:
@@ -549,6 +549,15 @@ class KVTransfer:
                 f"{self.waits_for}"
             )
             self.stop(error, WireCode.DEADLINE)
+
+
+def note_silence(
+    phases: PhaseTimer, connection: ConnectionPort, interval_s: float
+) -> None:
+    """Count the time since a peer was last heard as lost, if that is long ago."""
+    silent_s = connection.silent_s
+    if silent_s > SILENT_INTERVALS * interval_s:
+        phases.enter("lost", silent_s)
 
 
 def damaged_of(

@@ -32,6 +32,7 @@ from kvwire.transfers.base import (
     Progress,
     UnnotifiedPeers,
     damaged_of,
+    note_silence,
     recoverable,
 )
 from kvwire.transfers.dedup import digest, held, listed_hashes
@@ -42,6 +43,7 @@ from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
 from kvwire.transfers.settle import SettleAttempt
 from kvwire.transfers.state import (
     OFF_LINK,
+    ON_LINK,
     UNNOTIFIED,
     AttemptInput,
     AttemptState,
@@ -80,6 +82,8 @@ class IncomingState(KVTransfer):
         self.peer_id: bytes = b""
         self.reported: list[Segment] = []
         self._layers_grouped = 1
+        # Segments that are on their way.
+        self._under_way = 0
         self._damaged: list[Segment] = []
         # Something has landed, which another link need not bring again.
         self._progress = False
@@ -270,7 +274,7 @@ class IncomingState(KVTransfer):
             ProfileMismatch: The two halves do not fit; names the fields.
             BackendUnavailable: This connection cannot move memory of the device.
         """
-        self.phases.mark_first("met")
+        self.phases.enter("handshake")
         assert self.attempt is not None
         if description.trace or self.ring is not None:
             self.note_peer(self.attempt.connection, description.trace)
@@ -297,16 +301,21 @@ class IncomingState(KVTransfer):
             self.plan, self.landed = plan, Landed(plan)
             # What is not carried, or was here before, is not waited for.
             self._open_gates()
-        self.phases.mark_first("agreed")
+        self.phases.enter("mark_wait")
 
     def segment_placed(self, segment: Segment) -> None:
         """Note a segment that is on its way."""
-        self.phases.mark_first("first")
+        if not self._under_way:
+            self.phases.enter("wire")
+        self._under_way += 1
         self._progress = True
         self._layers_grouped = max(self._layers_grouped, segment.layers)
 
     def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
         """Note a segment that is here in whole, and open the gates it opens."""
+        self._under_way -= 1
+        if not self._under_way:
+            self.phases.enter("mark_wait")
         if core.damaged:
             self._damaged.append(segment)  # bounded: SEGMENTS_MAX
             assert self.attempt is not None
@@ -317,7 +326,6 @@ class IncomingState(KVTransfer):
         if self.ring is not None:
             self.note("landed", segment.layer, segment.layers, core.nbytes)
         self.renew_lease()
-        self.phases.mark_last("last")
         self._open_gates()
 
     def attempt_ended(self, error: KVWireError | None) -> None:
@@ -326,6 +334,9 @@ class IncomingState(KVTransfer):
         assert attempt is not None
         lost = recoverable(error) and self.communicator.config.resume
         if lost and self.state is TransferState.OPEN:
+            self._name_phase(attempt)
+            self.phases.enter("lost")
+            self._under_way = 0
             attempt.advance(AttemptInput.LOSE)
             if self.ring is not None:
                 self.note("lost")
@@ -396,6 +407,9 @@ class IncomingState(KVTransfer):
 
     def _end_now(self, error: KVWireError) -> None:
         self._error, reason = error, str(error)
+        if self._in(*ON_LINK, AttemptState.REFUSED) and self.planned:
+            assert self.attempt is not None
+            self._name_phase(self.attempt)
         attempts = [] if self.attempt is None else [self.attempt]
         outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
         self.registry.over(self, reason)
@@ -404,12 +418,19 @@ class IncomingState(KVTransfer):
             _open(gates)
         self._gates.clear()
 
+    def _name_phase(self, attempt: ReceiveAttempt) -> None:
+        """Say what it has waited for, now that it waits no more."""
+        if self.phases.phase == "mark_wait" and self.landed.complete:
+            self.phases.phase = "commit"
+        interval_s = self.communicator.config.ping_interval_s
+        note_silence(self.phases, attempt.connection, interval_s)
+
     def _outcome_now(self, reason: str) -> Outcome:
         return outcome_of(
             self.landed,
             reasons=damaged_of(self.plan, self._damaged),
             otherwise=reason,
-            timings=self.phases.timings(memory=False),
+            timings=self.phases.timings(),
             layers_grouped=self._layers_grouped,
         )
 

@@ -201,7 +201,7 @@ class OutgoingState(KVTransfer):
 
     def ask(self, connection: ConnectionPort) -> None:
         """Push: ask the peer of a connection to take the transfer."""
-        self.waits_for_memory = True
+        self.phases.phase = "memory_wait"
         waiting = self._in(AttemptState.WAITING)
         known = waiting[0] if waiting else None
         attempt = self._attempt_on(connection, known, asks=True)
@@ -269,6 +269,7 @@ class OutgoingState(KVTransfer):
         """Take in the end of an attempt: its consumer is served, or its link lost."""
         going_on = self.state is TransferState.OPEN
         if going_on and recoverable(error) and self.communicator.config.resume:
+            attempt.note_lost()
             attempt.advance(AttemptInput.LOSE)
             if self.ring is not None:
                 self.note("lost")

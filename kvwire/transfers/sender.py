@@ -14,11 +14,11 @@ from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import Segment, Side, TransferPlan
 from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
 from kvwire.proto.events import SegmentsAcknowledged
-from kvwire.transfers.base import Attempt, TransferEvent, damaged_of
+from kvwire.transfers.base import Attempt, TransferEvent, damaged_of, note_silence
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.ready_log import ReadyRange
-from kvwire.transfers.state import AttemptInput, AttemptState
+from kvwire.transfers.state import ON_LINK, AttemptInput, AttemptState
 from kvwire.transfers.timings import PhaseTimer
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class SendAttempt(Attempt):
         self.planned: bool = False
         self.confirmed: bool = False
         self.reason = ""
-        self._phases = PhaseTimer(outgoing.phases.created)
+        self._phases = PhaseTimer(
+            outgoing.phases.created, "memory_wait" if asks else "queue"
+        )
         self._links = 1
         self._cursor = 0
         # Marks that wait for their neighbours.
@@ -87,7 +89,7 @@ class SendAttempt(Attempt):
                 in a way that would take too long.
             BackendUnavailable: This connection cannot move memory of the device.
         """
-        self._phases.mark_first("met")
+        self._phases.enter("handshake")
         out = self.outgoing
         if description.trace or out.ring is not None:
             out.note_peer(self.connection, description.trace)
@@ -116,7 +118,7 @@ class SendAttempt(Attempt):
             self.landed.mark_boxes([Segment(*box) for box in description.landed])
             if self.landed.left < before:
                 out.renew_lease()
-        self._phases.mark_first("agreed")
+        self._phases.enter("mark_wait")
 
     def send_ready(self) -> None:
         """Turn the marks that have come since the last time into segments."""
@@ -146,6 +148,8 @@ class SendAttempt(Attempt):
         self._pieces = []
         if all_in:
             self.advance(AttemptInput.COMMIT)
+            if not self._under_way:
+                self._phases.enter("commit")
             if not rides:
                 transfers.commit(core, complete=complete)
         self.connection.run()
@@ -160,7 +164,9 @@ class SendAttempt(Attempt):
         self._under_way -= len(event.numbers)
         if self.outgoing.ring is not None:
             self.outgoing.note("acknowledged", len(event.numbers))
-        self._phases.mark_last("last")
+        if not self._under_way:
+            committed = self.state is AttemptState.COMMITTED
+            self._phases.enter("commit" if committed else "mark_wait")
         self.send_ready()
 
     def ended(self, error: KVWireError | None) -> None:
@@ -182,13 +188,24 @@ class SendAttempt(Attempt):
         self._sent = {}
         self._under_way = 0
 
+    def note_lost(self) -> None:
+        """Count the time from here on, and that of its silence, as lost."""
+        self._note_silence()
+        self._phases.enter("lost")
+
+    def _note_silence(self) -> None:
+        if self.state in ON_LINK or self.state is AttemptState.REFUSED:
+            interval_s = self.outgoing.communicator.config.ping_interval_s
+            note_silence(self._phases, self.connection, interval_s)
+
     def outcome(self, reason: str) -> Outcome:
         """Return what this consumer got."""
+        self._note_silence()
         return outcome_of(
             self.landed if self.confirmed else Landed(self.plan, held=False),
             reasons=damaged_of(self.plan, self._damaged),
             otherwise=self.reason or reason,
-            timings=self._phases.timings(memory=self.asks),
+            timings=self._phases.timings(),
             layers_grouped=self._grouped,
         )
 
@@ -226,7 +243,8 @@ class SendAttempt(Attempt):
 
     def _send(self, segment: Segment, nbytes: int, commit: int) -> None:
         assert self.core is not None
-        self._phases.mark_first("first")
+        if not self._under_way:
+            self._phases.enter("wire")
         self._grouped = max(self._grouped, segment.layers)
         lent = self.outgoing.lend(self.plan.fragments(segment))
         core = self.connection.transfers

@@ -1,4 +1,4 @@
-"""When what happened to one end of a transfer, and so where its time went."""
+"""What one end of a KV transfer waited for, and how long: phases that add up."""
 
 from __future__ import annotations
 
@@ -7,53 +7,42 @@ from typing import Literal
 
 from kvwire.kv.outcome import Timings
 
-Phase = Literal["met", "agreed", "first", "last", "over"]
+Phase = Literal[
+    "queue", "memory_wait", "handshake", "mark_wait", "wire", "commit", "lost"
+]
 
 
 class PhaseTimer:
-    """Measures the moments between which the time of a transfer is divided.
-
-    * met: the peer's counterpart is known
-    * agreed: the plan is made
-    * first, last: the first byte is under way, the last one has landed
-    * over: the outcome is known
+    """Divides the time of a transfer: at each moment it is in one phase.
 
     Args:
         created: When the transfer was asked for; None for now.
+        phase: What it waits for first.
+
+    Attributes:
+        phase: What it waits for now.
     """
 
-    __slots__ = ("_at", "created")
+    __slots__ = ("_since", "_spent", "created", "phase")
 
-    def __init__(self, created: float | None = None) -> None:
+    def __init__(self, created: float | None = None, phase: Phase = "queue") -> None:
         self.created: float = monotonic() if created is None else created
-        self._at: dict[Phase, float] = {}
+        self.phase: Phase = phase
+        self._since = self.created
+        self._spent: dict[Phase, float] = {}
 
     @property
     def age_s(self) -> float:
         """Return the seconds since the transfer was asked for."""
         return monotonic() - self.created
 
-    def mark_first(self, phase: Phase) -> None:
-        """Note when a phase came first; what an earlier link has noted stands."""
-        self._at.setdefault(phase, monotonic())
+    def enter(self, phase: Phase, ago_s: float = 0.0) -> None:
+        """Note that it waits for something else, now or since a moment ago."""
+        at = max(self._since, monotonic() - ago_s)
+        self._spent[self.phase] = self._spent.get(self.phase, 0.0) + at - self._since
+        self._since, self.phase = at, phase
 
-    def mark_last(self, phase: Phase) -> None:
-        """Note when a phase came last."""
-        self._at[phase] = monotonic()
-
-    def timings(self, *, memory: bool) -> Timings:
-        """Return where the time went; ``memory``: meeting meant waiting for memory."""
-        self.mark_first("over")
-        over = self._at["over"]
-        met = self._at.get("met", over)
-        agreed = self._at.get("agreed", over)
-        first = self._at.get("first", agreed)
-        last = self._at.get("last", first)
-        waited = met - self.created
-        return Timings(
-            queue_s=0.0 if memory else waited,
-            handshake_s=agreed - met,
-            memory_wait_s=waited if memory else 0.0,
-            wire_s=last - first,
-            commit_s=over - last,
-        )
+    def timings(self) -> Timings:
+        """Return where the time until now went."""
+        self.enter(self.phase)
+        return Timings(**{f"{phase}_s": spent for phase, spent in self._spent.items()})

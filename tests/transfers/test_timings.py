@@ -1,64 +1,155 @@
-"""Where the time of a transfer went: the phases fill it, and none is negative."""
+"""Where the time of a transfer went: it adds up, and what was waited for is blamed."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
+from datetime import timedelta
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from kvwire.kv.outcome import Timings
 from kvwire.transfers import timings as module
 from kvwire.transfers.timings import Phase, PhaseTimer
+from tests.scenarios.world import LAYERS, World, play
+from tests.support import virtual_time
+
+LIST, DEST = [1, 2, 3], [11, 12, 13]
+# What the loop adds: the last word may wait for a frame to ride on.
+SLACK_S = 0.03
+PHASES: list[Phase] = [
+    "queue",
+    "memory_wait",
+    "handshake",
+    "mark_wait",
+    "wire",
+    "commit",
+    "lost",
+]
+seconds = st.integers(0, 20).map(lambda tenths: tenths / 10)
 
 
 @pytest.fixture(name="clock")
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock is one second later."""
-    ticks = itertools.count(100)
-    monkeypatch.setattr(module, "monotonic", lambda: float(next(ticks)))
+    """The loop's own clock, which is virtual."""
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr(module, "monotonic", now)
 
 
-def total(times: Timings) -> float:
-    return sum(float(getattr(times, name)) for name in times.__slots__)
-
-
-ORDER: list[Phase] = ["met", "agreed", "first", "last", "over"]
-
-
-@pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("memory", [False, True])
-def test_every_phase(memory: bool) -> None:
-    phases = PhaseTimer()
-    for phase in ORDER:
-        phases.mark_first(phase)
-    times = phases.timings(memory=memory)
-    assert (times.queue_s, times.memory_wait_s) == ((0, 1) if memory else (1, 0))
-    assert (times.handshake_s, times.wire_s, times.commit_s) == (1, 1, 1)
-    assert total(times) == 4, "between agreeing and the first byte nothing is owed"
-
-
-@pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("reached", range(len(ORDER)))
-def test_a_transfer_that_ended_early(reached: int) -> None:
-    """Phases that never came take no time, and none of it is negative."""
-    phases = PhaseTimer()
-    for phase in ORDER[:reached]:
-        phases.mark_first(phase)
-    times = phases.timings(memory=False)
-    assert all(getattr(times, name) >= 0 for name in times.__slots__)
-    assert 0 < total(times) <= reached + 1
-    assert phases.timings(memory=False) == times, "what is over stays as it was"
+@given(st.lists(st.tuples(st.sampled_from(PHASES), seconds, seconds), max_size=20))
+def test_phases_add_up_whatever_follows_what(
+    steps: list[tuple[Phase, float, float]],
+) -> None:
+    now = [100.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "monotonic", lambda: now[0])
+        phases = PhaseTimer()
+        for phase, spent_s, ago_s in steps:
+            now[0] += spent_s
+            phases.enter(phase, ago_s)
+        now[0] += 1
+        times = phases.timings()
+        assert times.total_s == pytest.approx(now[0] - 100)
+        assert phases.age_s == now[0] - 100
+        assert all(getattr(times, f"{phase}_s") >= 0 for phase in PHASES)
+        assert phases.timings() == times
 
 
 @pytest.mark.usefixtures("clock")
-def test_an_earlier_link_stands_and_the_last_byte_moves() -> None:
-    phases = PhaseTimer(created=90.0)
-    phases.mark_first("met")
-    phases.mark_first("met")
-    phases.mark_first("agreed")
-    phases.mark_first("first")
-    phases.mark_last("last")
-    phases.mark_last("last")
-    times = phases.timings(memory=False)
-    assert times.queue_s == 10
-    assert times.wire_s == 2
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    push=st.booleans(),
+    before_s=seconds,
+    gaps_s=st.lists(seconds, min_size=LAYERS, max_size=LAYERS),
+    after_s=seconds,
+    cut_before=st.integers(0, LAYERS),
+)
+def test_each_end_blames_what_it_waited_for(
+    push: bool, before_s: float, gaps_s: list[float], after_s: float, cut_before: int
+) -> None:
+    """Waiting for the peer, for its compute, and for its last word."""
+
+    async def scenario(w: World) -> None:
+        begun = asyncio.get_running_loop().time()
+        if push:
+            out = w.push_side.push("t", w.source.cache, LIST)
+            await virtual_time.pass_time(before_s)
+            inc = w.d.expect("t", w.target.cache, DEST)
+        else:
+            inc = w.pull_side.pull("t", w.target.cache, DEST)
+            await virtual_time.pass_time(before_s)
+            out = w.p.publish("t", w.source.cache, LIST)
+        for layer, gap_s in enumerate(gaps_s):
+            await virtual_time.pass_time(gap_s)
+            out.ready(layers=layer)
+            await inc.layer(layer)
+            if layer == cut_before and not push:
+                w.cut()
+                await w.until(lambda: w.pull_side.closed)
+        await virtual_time.pass_time(after_s)
+        out.finish()
+        received, sent = (await inc).timings, (await out).timings
+        spent_s = asyncio.get_running_loop().time() - begun
+        late, early = (received, sent) if push else (sent, received)
+        assert early.total_s == pytest.approx(spent_s, abs=SLACK_S)
+        assert late.total_s == pytest.approx(spent_s - before_s, abs=SLACK_S)
+        waited = early.memory_wait_s if push else early.queue_s
+        assert waited == pytest.approx(before_s, abs=SLACK_S)
+        cut = not push and cut_before < LAYERS
+        if not cut:
+            compute_s = sum(gaps_s)
+            assert received.mark_wait_s == pytest.approx(compute_s, abs=SLACK_S)
+            assert received.commit_s == pytest.approx(after_s, abs=SLACK_S)
+            expected = pytest.approx(compute_s + after_s, abs=SLACK_S)
+            assert sent.mark_wait_s == expected
+        assert received.wire_s <= SLACK_S
+        assert sent.wire_s <= SLACK_S
+        assert received.lost_s <= (5.0 if cut else 0.0)
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("marked", [1, LAYERS])
+def test_a_dead_peer_is_neither_compute_nor_commit(marked: int) -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        deadline = timedelta(seconds=8)
+        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=deadline)
+        out.ready(layers=slice(0, marked))
+        await inc.layer(marked - 1)
+        thaw = w.freeze(w.pull_side)
+        times = (await inc).timings
+        # Silent for three pings; then there is another link, and it waits for the rest.
+        assert times.lost_s == pytest.approx(6, abs=0.5)
+        rest_s = times.mark_wait_s if marked < LAYERS else times.commit_s
+        assert rest_s == pytest.approx(2, abs=0.5)
+        assert times.total_s == pytest.approx(8, abs=SLACK_S)
+        thaw()
+        out.abort()
+
+    play(scenario, "inproc")
+
+
+@pytest.mark.usefixtures("clock")
+def test_silence_counts_before_the_peer_is_taken_for_dead() -> None:
+    async def scenario(w: World) -> None:
+        out = w.p.publish("t", w.source.cache, LIST)
+        deadline = timedelta(seconds=5)
+        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=deadline)
+        out.ready()
+        await inc.layer(LAYERS - 1)
+        thaw = w.freeze(w.pull_side)
+        times = (await inc).timings
+        assert times.lost_s == pytest.approx(5, abs=0.5)
+        thaw()
+        out.abort()
+
+    play(scenario, "inproc")

@@ -112,7 +112,7 @@ class DecodeRole:
                 usable_tokens=outcome.usable_tokens,
                 to_prefill=ranges,
                 nbytes=outcome.nbytes,
-                wire_s=outcome.timings.wire_s,
+                wire_s=outcome.timings.wire_s + outcome.timings.mark_wait_s,
                 commit_s=outcome.timings.commit_s,
                 layers_grouped=outcome.layers_grouped,
                 transport=self._conn.transport,
