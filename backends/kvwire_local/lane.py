@@ -240,17 +240,17 @@ class LocalLane(Lane):
                 return
 
     def _readable(self) -> None:
-        if self._peer_is_there():
+        if self._peer_is_there(all_of_it=False):
             return
         if self._closing and not (self._outgoing or self._incoming):
             self._end(None)  # both sides were closing
         else:
             raise _gone()
 
-    def _peer_is_there(self) -> bool:
+    def _peer_is_there(self, *, all_of_it: bool = True) -> bool:
         """Take in what the peer has said, and look whether it has ended its side."""
         assert self._wire is not None
-        records, there = self._wire.hear()
+        records, there = self._wire.hear(all_of_it=all_of_it)
         for record in records:
             self._received(self._wire, record)
             if self._ended:

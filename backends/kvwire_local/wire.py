@@ -106,18 +106,20 @@ class LocalWire:
         except OSError:
             self._forget_unsaid()
 
-    def hear(self) -> tuple[list[LocalMessage], bool]:
+    def hear(self, *, all_of_it: bool = True) -> tuple[list[LocalMessage], bool]:
         """Return what the peer has said, and whether it is still there.
 
         "Still there" is true as of a moment after everything that this thread has read
         so far: the kernel looks, under the lock of our end of the socket, whether that
         was shut down, and the peer shuts it down under the same lock before it reuses
         memory. So if the answer is yes, all bytes read before are those that were sent.
+        It says nothing of that without ``all_of_it``, for who has read nothing: then it
+        takes one system call, and the loop calls again if there is more.
 
         Raises:
             ProtocolError: The peer said what no lane says.
         """
-        there = self._receive()
+        there = self._receive(all_of_it=all_of_it)
         records = []
         while (record := self._next()) is not None:
             records.append(record)
@@ -142,8 +144,8 @@ class LocalWire:
         while self._fds:
             os.close(self._fds.popleft())
 
-    def _receive(self) -> bool:
-        """Take all that is there; False at the end of the stream."""
+    def _receive(self, *, all_of_it: bool) -> bool:
+        """Take all that is there, or some; False at the end of the stream."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(
@@ -159,6 +161,8 @@ class LocalWire:
                 return False
             if len(self._received) > _HEARD_MAX or len(self._fds) > ARENAS_MAX:
                 raise ProtocolError(RULE, "local: more records than a lane has to say")
+            if not all_of_it:
+                return True
 
     def _next(self) -> LocalMessage | None:
         if len(self._received) < _HEAD.size:

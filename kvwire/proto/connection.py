@@ -249,13 +249,19 @@ class ConnectionCore:
         """Note bytes that do not make a frame yet: a sign of life."""
         self._liveness.heard(now)
 
-    def chunk_sent(self, chunk: Chunk) -> None:
-        """Drop a chunk's hold: the link or lane is through with it."""
+    def chunk_sent(self, chunk: Chunk) -> bool:
+        """Drop a chunk's hold: the link or lane is through with it.
+
+        Returns:
+            Whether it is dropped; what a lane carried may still be missed.
+        """
+        dropped = True
         if chunk.lane:
-            self.lanes.payload_sent(chunk)
+            dropped = self.lanes.payload_sent(chunk)
         else:
             self._chunks.chunk_sent(chunk)
         self._settle()
+        return dropped
 
     def lane_gone(self, number: int, reason: str) -> None:
         """End our endpoint of a lane, which touches no memory now."""

@@ -318,11 +318,11 @@ class LaneTable:
             FrameType.LANE_DATA, encode_body(body), request=request.wire_id
         )
 
-    def payload_sent(self, chunk: Chunk) -> None:
-        """Note that our endpoint no longer needs the chunk's memory."""
+    def payload_sent(self, chunk: Chunk) -> bool:
+        """Note that our endpoint is through with a chunk; whether it is let go of."""
         lane = self._lanes[chunk.lane]
         chunk.quiet = True
-        self._release(lane, chunk)
+        return self._release(lane, chunk)
 
     def _ack_received(self, body: LaneAck) -> None:
         """Note that the first so many payloads of a lane have arrived.
@@ -477,16 +477,17 @@ class LaneTable:
         chunk.taken = taken
         self._release(lane, chunk)
 
-    def _release(self, lane: LaneRecord, chunk: Chunk) -> None:
+    def _release(self, lane: LaneRecord, chunk: Chunk) -> bool:
         """Drop the hold of a chunk once nothing can need it, or send it again."""
         if not chunk.quiet or (chunk.taken is None and not self._ended):
-            return
+            return False
         del lane.waiting[chunk.index]
         lane.waiting_bytes -= chunk.length
         if chunk.taken is False and not self._ended:
             self._flows.chunk_missed(chunk)
         else:
             self._flows.chunk_sent(chunk)
+        return True
 
     def _send_open(self, number: int, backend: str, bootstrap: bytes) -> None:
         body = LaneOpen(lane=number, backend=backend, bootstrap=bootstrap)

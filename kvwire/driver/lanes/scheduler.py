@@ -170,8 +170,8 @@ class LaneScheduler(LaneHandler):
         """See LaneHandler."""
         assert isinstance(token, Chunk)
         self._staging.sent(token)
-        self._core.chunk_sent(token)
-        self._run()
+        if self._core.chunk_sent(token):
+            self._run()  # else it is held until LANE_ACK, and there is nothing new
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
         """See LaneHandler."""

@@ -296,7 +296,9 @@ async def test_without_the_guard_the_same_payload_arrives_torn(
 ) -> None:
     """What the test before tests can fail."""
     hear = LocalWire.hear
-    monkeypatch.setattr(LocalWire, "hear", lambda self: (hear(self)[0], True))
+    monkeypatch.setattr(
+        LocalWire, "hear", lambda self, **how: (hear(self, **how)[0], True)
+    )
     async with child() as there:
         torn, landed = await _torn(there, "cma", monkeypatch)
         assert torn

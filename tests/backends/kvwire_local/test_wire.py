@@ -43,6 +43,18 @@ def test_records_come_whole_and_in_order(
     ]
 
 
+def test_who_takes_some_hears_of_the_end_the_next_time(
+    ends: tuple[LocalWire, LocalWire, socket.socket],
+) -> None:
+    left, right, _ = ends
+    left.say(LocalMessageType.READ, b"12345678")
+    left.close()
+    records, there = right.hear(all_of_it=False)
+    assert [record.body for record in records] == [b"12345678"]
+    assert there, "it did not look"
+    assert right.hear(all_of_it=False) == ([], False)
+
+
 def test_a_full_socket_keeps_the_rest(
     ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:
