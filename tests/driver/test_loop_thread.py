@@ -57,6 +57,8 @@ class Things:
             (kvwire.Communicator, "register"): lambda: comm.register(bytearray(1)),
             (kvwire.Communicator, "publish"): lambda: comm.publish("z", kv, [0]),
             (kvwire.Communicator, "expect"): lambda: comm.expect("z", kv, [0]),
+            (kvwire.Communicator, "transfers"): comm.transfers,
+            (kvwire.Communicator, "snapshot"): comm.snapshot,
             (kvwire.Communicator, "fired"): lambda: comm.fired(None),
             (kvwire.Communicator, "close"): comm.close,
             (kvwire.Communicator, "abort"): comm.abort,
