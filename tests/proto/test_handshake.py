@@ -18,18 +18,22 @@ from kvwire.errors import (
     VersionMismatch,
     WireCode,
 )
-from kvwire.limits import SEAL_BYTES
-from kvwire.proto.agreement import Identity
+from kvwire.limits import HANDSHAKE_BODY_BYTES, SEAL_BYTES
+from kvwire.proto.agreement import Identity, common_parameters
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Handshake, HandshakeState, accepted_digest
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     HandshakeVerdict,
     TransportChoice,
+    TransportOffer,
+    decode_body,
     encode_body,
 )
 from kvwire.wire.handshake_messages import (
     Accept,
+    Confirm,
+    ConnectionParameters,
     Hello,
     Refuse,
 )
@@ -108,6 +112,39 @@ def test_no_answer_is_longer_than_the_question() -> None:
     assert sum(map(len, refusal)) == 256
 
 
+def test_terms_are_the_smaller_of_both() -> None:
+    """And features those of both; each side knows the other's own."""
+    mine = ConnectionParameters(
+        chunk_bytes=2**20,
+        eager_bytes=500,
+        window_bytes=10_000,
+        window_messages=3,
+        features=0b0110,
+    )
+    theirs = ConnectionParameters(
+        chunk_bytes=2**17,
+        eager_bytes=900,
+        window_bytes=8_000,
+        window_messages=30,
+        features=0b0011,
+    )
+    shaking = shake(
+        begin(identity("c", parameters=mine), identity("s", parameters=theirs))
+    )
+    client, server = shaking.client.agreement, shaking.server.agreement
+    assert client is not None
+    assert server is not None
+    assert client.parameters == server.parameters == common_parameters(mine, theirs)
+    assert client.parameters == ConnectionParameters(
+        chunk_bytes=2**17,
+        eager_bytes=500,
+        window_bytes=8_000,
+        window_messages=3,
+        features=0b0010,
+    )
+    assert (client.peer_parameters, server.peer_parameters) == (theirs, mine)
+
+
 @pytest.mark.parametrize(
     ("client", "server", "agreed"),
     [
@@ -177,12 +214,57 @@ def test_versions_that_do_not_overlap(
             assert str(number) in text
 
 
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.parametrize(
+    ("client", "server"), list(itertools.permutations(TrustMode, 2))
+)
+def test_trust_modes_that_differ(client: TrustMode, server: TrustMode) -> None:
+    """Both sides say both modes."""
+    texts = mismatch(
+        identity("c", trust=client),
+        identity("s", trust=server),
+        AuthenticationFailed,
+        "trust",
+    )
+    for text in texts:
+        assert client.name.lower() in text
+        assert server.name.lower() in text
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.parametrize(
+    "bindings", [(BINDING, b""), (b"", BINDING), (b"", b""), (BINDING, BINDING[::-1])]
+)
+def test_mtls_without_the_same_tls_connection(bindings: tuple[bytes, bytes]) -> None:
+    """No proof without TLS, and none that fits two TLS connections in a row."""
+    both = identity("c", trust=TrustMode.MTLS), identity("s", trust=TrustMode.MTLS)
+    errors = both_fail(begin(*both, bindings=bindings))
+    assert set(errors) == set(Role)
+    for error in errors.values():
+        assert isinstance(error, AuthenticationFailed)
+    # Who finds it out knows that it is not a matter of names; who is told does not.
+    assert any("for other certificates" in str(error) for error in errors.values())
+
+
 @needs_asserts
 def test_only_mtls_is_bound_to_tls() -> None:
     with pytest.raises(AssertionError, match="only TLS"):
         start(TrustMode.PSK).server.bind(BINDING)
     with pytest.raises(AssertionError):
         start(TrustMode.MTLS).server.bind(BINDING[1:])
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+def test_keys_that_differ() -> None:
+    """Both sides say where to look, and neither says anything of a key."""
+    texts = mismatch(
+        identity("c", trust=TrustMode.PSK, psk=PSK),
+        identity("s", trust=TrustMode.PSK, psk=OTHER_PSK),
+        AuthenticationFailed,
+        "psk_file",
+    )
+    for text in texts:
+        assert PSK.hex()[:8] not in text
 
 
 @pytest.mark.rule("KVW-HS-07", "breaks")
@@ -246,6 +328,12 @@ def _refused_by(shaking: Shaking, answer: TransportChoice) -> ProfileMismatch:
     return caught.value
 
 
+def test_nothing_was_offered() -> None:
+    """Said in words."""
+    with pytest.raises(ProfileMismatch, match="none was offered"):
+        shake(begin(backends=()))
+
+
 @pytest.mark.rule("KVW-HS-05", "breaks")
 @pytest.mark.parametrize("taken", [("other",), ("memory", "second"), ("a", "b")])
 def test_a_choice_that_was_not_offered(taken: tuple[str, ...]) -> None:
@@ -260,6 +348,25 @@ def test_a_choice_that_was_not_offered(taken: tuple[str, ...]) -> None:
         receive(shaking.client, framing.control(FrameType.CHOICE, body))
     assert caught.value.rule == "KVW-HS-05"
     assert shaking.client.agreement is None
+
+
+@pytest.mark.rule("KVW-HS-04", "breaks")
+@pytest.mark.parametrize("index", range(5))
+@both_modes
+def test_any_other_frame(trust: TrustMode, index: int) -> None:
+    """Every type but the one that is due and REFUSE."""
+    for frame_type in set(FrameType) - {FrameType.REFUSE}:
+        shaking, role, frame = at_frame(trust, index)
+        receiver = shaking.of(role.other)
+        if frame[0][0] == frame_type:
+            continue
+        flags = frame[0][1] if frame_type < FrameType.MESSAGE else 0
+        length = HANDSHAKE_BODY_BYTES if frame_type < FrameType.OFFER else 40
+        header = encode_header(frame_type, flags, receiver.framing.received, length)
+        with pytest.raises(UnexpectedFrame) as caught:
+            receiver.header_received(header)
+        assert caught.value.rule == "KVW-HS-04"
+        assert receiver.state is HandshakeState.FAILED
 
 
 @pytest.mark.rule("KVW-HS-04", "breaks")
@@ -289,6 +396,22 @@ def test_nothing_follows_the_end(role: Role) -> None:
         header, _ = framing.control(FrameType.REFUSE, body)
         with pytest.raises(UnexpectedFrame):
             handshake.header_received(header)
+
+
+@pytest.mark.rule("KVW-HS-04", "breaks")
+def test_a_second_offer_before_the_first_is_answered() -> None:
+    """The server decides about one."""
+    shaking = start(TrustMode.LOOPBACK)
+    seen = shake_until(shaking, FrameType.OFFER)
+    _, (header, body) = seen[-1]
+    shaking.server.header_received(header)
+    shaking.server.body_received(body)
+    assert shaking.server.state is HandshakeState.DECISION
+    framing = Framing()
+    framing.sent = shaking.server.framing.received
+    again, _ = framing.control(FrameType.OFFER, body)
+    with pytest.raises(UnexpectedFrame):
+        shaking.server.header_received(again)
 
 
 @pytest.mark.rule("KVW-AU-01", "breaks")
@@ -331,6 +454,34 @@ def test_a_version_that_was_not_asked_for(version: int) -> None:
     assert caught.value.fields == ("version",)
     (refusal,) = shaking.client.outgoing
     assert Refuse.decode(refusal[1]).code == WireCode.VERSION
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.parametrize("prove", [True, False])
+def test_a_trust_mode_that_was_not_asked_for(prove: bool) -> None:
+    """A downgrade, proved or not."""
+    shaking = start(TrustMode.PSK)
+    frame = accept_with(
+        shaking, lambda a: replace(a, trust=TrustMode.LOOPBACK), prove=prove
+    )
+    with pytest.raises(AuthenticationFailed) as caught:
+        receive(shaking.client, frame)
+    assert caught.value.fields == ("trust",)
+
+
+@pytest.mark.rule("KVW-HS-07", "breaks")
+@both_modes
+def test_a_proof_that_is_none(trust: TrustMode) -> None:
+    """The client's; the server tells it so."""
+    shaking, _, _ = at_frame(trust, 2)
+    framing = Framing()
+    framing.sent = 1
+    frame = framing.control(FrameType.CONFIRM, Confirm(mac=b"p" * 32).encode())
+    with pytest.raises(AuthenticationFailed):
+        receive(shaking.server, frame)
+    (refusal,) = shaking.server.outgoing
+    assert Refuse.decode(refusal[1]).code == WireCode.AUTHENTICATION
+    assert shaking.server.offer is None
 
 
 # --- REFUSE
@@ -407,6 +558,15 @@ def test_an_offer_of_garbage(trust: TrustMode) -> None:
         receive(shaking.server, framing.control(FrameType.OFFER, b"\xc1"))
     assert caught.value.rule == "KVW-CT-01"
     assert shaking.server.state is HandshakeState.FAILED
+
+
+def test_what_the_client_offers_is_what_the_server_sees() -> None:
+    """In the client's order."""
+    shaking = begin(backends=("b", "a", "c"))
+    _, (_, body) = shake_until(shaking, FrameType.OFFER)[-1]
+    offer = decode_body(FrameType.OFFER, body)
+    assert isinstance(offer, TransportOffer)
+    assert [backend.name for backend in offer.backends] == ["b", "a", "c"]
 
 
 def test_no_secret_in_what_is_shown() -> None:

@@ -8,18 +8,21 @@ from collections.abc import Callable
 import pytest
 
 from kvwire.errors import (
+    AccessDenied,
     DeadlineExceeded,
     IntegrityError,
     PeerCancelled,
     RequestCancelled,
     StaleRegion,
 )
+from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestStage
-from kvwire.wire.control import AccessBody, Fin
+from kvwire.types import Access, TrustMode
+from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
-from tests.proto.expect import expect_broken, expect_error, expect_fine
+from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.peer import Peer
 
@@ -66,7 +69,95 @@ def test_put_and_get(nbytes: int) -> None:
     assert not pair.client.memory
 
 
+def test_several_at_once_in_both_directions() -> None:
+    """Each with its own bytes."""
+    pair = ConnectionPair()
+    requests = []
+    for number, (asker, owner) in enumerate(
+        [(pair.client, pair.server), (pair.server, pair.client)] * 4
+    ):
+        region = owner.expose(bytes([number]) * LARGE)
+        requests.append((asker, asker.get(owner.grant(region)), number))
+    expect_fine(pair)
+    for asker, request, number in requests:
+        assert asker.received(request) == bytes([number]) * LARGE
+
+
 # --- refused, and the connection lives
+
+
+def expect_refused(
+    change: Callable[[AccessBody], AccessBody], verb: Verb, kind: type[Exception]
+) -> None:
+    pair = ConnectionPair()
+    region = pair.server.expose(BEFORE)
+    grant = pair.server.grant(region, 20, 50)
+    request = verb(pair.client, change(grant))
+    expect_fine(pair)
+    assert type(pair.client.error(request)) is kind
+    assert pair.server.content(region.buffer) == BEFORE
+    assert not pair.client.memory
+    following = pair.client.get(grant)
+    expect_fine(pair)
+    assert pair.client.received(following) == BEFORE[20:70]
+
+
+FORGED = {
+    "number": lambda g: AccessBody(g.grant + 1, g.generation, g.token, 0, 5),
+    "largest number": lambda g: AccessBody(2**63 - 1, g.generation, g.token, 0, 5),
+    "token": lambda g: AccessBody(g.grant, g.generation, bytes(16), 0, 5),
+    "beyond": lambda g: part(g, 46, 5),
+    "far beyond": lambda g: part(g, REQUEST_BYTES_MAX, 1),
+    "too long": lambda g: part(g, 0, 51),
+}
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@pytest.mark.parametrize("forged", FORGED.values(), ids=list(FORGED))
+@both_verbs
+def test_access_that_was_not_granted(
+    forged: Callable[[AccessBody], AccessBody], verb: Verb
+) -> None:
+    """FAIL with ACCESS; nothing is read, nothing is written, payload goes nowhere."""
+    expect_refused(forged, verb, AccessDenied)
+
+
+@pytest.mark.rule("KVW-OS-04", "breaks")
+@both_verbs
+def test_another_generation(verb: Verb) -> None:
+    """FAIL with STALE."""
+    expect_refused(
+        lambda g: AccessBody(g.grant, g.generation + 1, g.token, 0, 5),
+        verb,
+        StaleRegion,
+    )
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@pytest.mark.parametrize(("verb", "granted"), [(put, Access.READ), (get, Access.WRITE)])
+def test_the_other_direction(verb: Verb, granted: Access) -> None:
+    """A grant to read is none to write."""
+    pair = ConnectionPair()
+    region = pair.server.expose(BEFORE)
+    grant = pair.server.grant(region, access=granted)
+    request = verb(pair.client, grant)
+    expect_fine(pair)
+    expect_error(pair.client, request, AccessDenied)
+    assert pair.server.content(region.buffer) == BEFORE
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@both_verbs
+def test_a_grant_of_another_connection(verb: Verb) -> None:
+    """The same region, the same number, another connection's token."""
+    pair, other = ConnectionPair(), ConnectionPair(trust=TrustMode.PSK)
+    theirs = other.server.grant(other.server.expose(BEFORE))
+    region = pair.server.expose(BEFORE)
+    pair.server.grant(region)
+    request = verb(pair.client, theirs)
+    expect_fine(pair)
+    expect_error(pair.client, request, AccessDenied)
+    assert pair.server.content(region.buffer) == BEFORE
 
 
 @pytest.mark.rule("KVW-OS-01", "breaks")
@@ -88,6 +179,35 @@ def put_of(pair: ConnectionPair, nbytes: int = 100) -> RequestRecord:
 
 
 @pytest.mark.rule("KVW-OS-02", "breaks")
+@pytest.mark.parametrize("nbytes", [0, 99, 101, REQUEST_BYTES_MAX])
+def test_done_with_another_number(nbytes: int) -> None:
+    """All of it, or it is not done."""
+    pair = ConnectionPair()
+    put_of(pair)
+    pair.server.forge(FrameType.FIN, Fin(nbytes), request=1)
+    expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "breaks")
+def test_done_before_everything_was_sent() -> None:
+    """The peer cannot have what is still here."""
+    pair = ConnectionPair()
+    pair.client.stalled = True
+    put_of(pair)
+    pair.server.forge(FrameType.FIN, Fin(100), request=1)
+    expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "breaks")
+def test_done_for_what_is_no_put() -> None:
+    """A get of ours."""
+    pair = ConnectionPair()
+    pair.client.get(pair.server.grant(pair.server.expose(100)))
+    pair.server.forge(FrameType.FIN, Fin(100), request=1)
+    expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "breaks")
 def test_done_twice_while_the_link_still_works() -> None:
     """Once is early, twice is wrong."""
     pair = ConnectionPair()
@@ -96,6 +216,32 @@ def test_done_twice_while_the_link_still_works() -> None:
     for _ in range(2):
         pair.server.forge(FrameType.FIN, Fin(100), request=1)
     expect_broken(pair, pair.client, "KVW-OS-02")
+
+
+@pytest.mark.rule("KVW-OS-02", "keeps")
+def test_done_before_the_link_is_through() -> None:
+    """It is kept until then: memory that a link reads is not free."""
+    pair = ConnectionPair()
+    pair.client.slow = True
+    request = put_of(pair, LARGE)
+    expect_fine(pair)
+    assert request not in pair.client.done
+    assert request.buffer in pair.client.memory
+    for _ in range(4):
+        pair.client.complete()
+    assert pair.client.error(request) is None
+    assert request.buffer in pair.client.freed
+
+
+def test_done_for_a_put_of_the_past_is_late() -> None:
+    """It was cancelled meanwhile."""
+    pair = ConnectionPair()
+    request = put_of(pair)
+    pair.deliver(pair.client)
+    pair.deliver(pair.client)
+    pair.client.cancel(request)
+    expect_fine(pair)
+    expect_error(pair.client, request, RequestCancelled)
 
 
 # --- ended by either side, at every point
@@ -223,6 +369,32 @@ def test_ten_thousand_bursts_of_damage() -> None:
         pair.client.receive((header, body[:place] + end))
         expect_fine(pair)
         expect_error(pair.client, request, IntegrityError)
+
+
+def test_payload_of_a_refused_put_goes_nowhere() -> None:
+    """It follows the PUT at once, and nobody waits for it."""
+    pair = ConnectionPair()
+    region = pair.server.expose(LARGE)
+    grant = pair.server.grant(region)
+    pair.server.revoke(region)
+    request = pair.client.put(b"\xee" * LARGE, grant)
+    assert len(on_the_wire(pair.client)) == 5
+    expect_fine(pair)
+    expect_error(pair.client, request, StaleRegion)
+    assert pair.server.content(region.buffer) == bytes(LARGE)
+
+
+@pytest.mark.rule("KVW-RQ-02", "breaks")
+@pytest.mark.parametrize("numbers", [(2,), (3,), (1, 1), (1, 5), (0,)])
+def test_numbers_of_puts_and_gets(numbers: tuple[int, ...]) -> None:
+    """One after the other, whatever starts with them."""
+    pair = ConnectionPair()
+    grant = pair.server.grant(pair.server.expose(10))
+    *good, wrong = numbers
+    for number in good:
+        pair.client.forge(FrameType.ANNOUNCE, Announce(bytes(8), 5), request=number)
+    pair.client.forge(FrameType.GET, grant, request=wrong)
+    expect_broken(pair, pair.server, "KVW-RQ-02" if wrong else "KVW-CN-02")
 
 
 def test_what_the_peer_says_when_it_cancels_what_it_serves() -> None:

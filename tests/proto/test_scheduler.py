@@ -46,6 +46,23 @@ def queued(turns: Scheduler) -> int:
 # --- who is next
 
 
+def test_requests_take_turns(side: Side) -> None:
+    """One chunk each, so a short one does not wait for a long one."""
+    long, short = side.put(50), side.put(20)
+    order = [send(side) for _ in range(7)]
+    assert order == [long, short, long, short, long, long, long]
+
+
+def test_a_higher_priority_goes_first(side: Side) -> None:
+    """And the lower one goes on when there is nothing else."""
+    low = side.segment(25, priority=1)
+    assert send(side) is low
+    high, plain = side.segment(15, priority=200), side.put(5)
+    order = [send(side) for _ in range(5)]
+    assert order == [high, high, low, low, plain]
+    assert side.chunks.next_chunk() is None
+
+
 def test_who_is_new_waits_for_nobody_who_is_not(side: Side) -> None:
     """However many there are, and however long they go on."""
     for _ in range(8):
@@ -56,7 +73,41 @@ def test_who_is_new_waits_for_nobody_who_is_not(side: Side) -> None:
     assert send(side) is short
 
 
+def test_between_two_new_ones_an_old_one_has_its_turn(side: Side) -> None:
+    """So that short ones without end cannot stop the long ones."""
+    long = [side.put(1000), side.put(1000)]
+    assert [send(side) for _ in range(3)] == [*long, long[0]]
+    short = [side.put(5) for _ in range(4)]
+    order = [send(side) for _ in range(7)]
+    assert order[::2] == short
+    assert order[1::2] == [long[1], long[0], long[1]]
+
+
+def test_an_old_one_that_is_over_owes_nothing(side: Side) -> None:
+    """Its turn, between two new ones, is the second one's."""
+    long = side.put(1000)
+    send(side)
+    first, second = side.put(5), side.put(5)
+    assert send(side) is first
+    side.requests.fail(long, ConnectionLost("x"), tell=None)
+    assert send(side) is second
+    assert side.chunks.next_chunk() is None
+
+
 # --- transfers
+
+
+def test_a_transfer_has_one_turn_however_many_its_segments(side: Side) -> None:
+    """They go in the order of their marks; a turn is so many bytes of any of them."""
+    first = side.segment(15, priority=0, number=1)
+    second = side.segment_of(first.request, 5, 2)
+    short = side.put(15)
+    third = side.segment_of(first.request, 5, 3)
+    order = [send(side) for _ in range(6)]
+    assert order == [first, short, first, second, short, third]
+    assert not side.chunks.sending
+    fourth = side.segment_of(first.request, 5, 4)
+    assert send(side) is fourth
 
 
 def test_many_small_segments_are_one_turn(side: Side) -> None:
@@ -66,6 +117,19 @@ def test_many_small_segments_are_one_turn(side: Side) -> None:
     layers = [side.segment(2, priority=0)]
     layers += [side.segment_of(layers[0].request, 2, n) for n in range(2, 6)]
     assert [send(side) for _ in range(5)] == layers
+
+
+def test_a_layer_that_comes_later_is_new_again(side: Side) -> None:
+    """Somebody waits for it, and its transfer has not held up anybody meanwhile."""
+    for _ in range(4):
+        side.put(1000)
+    layer = side.segment(5, priority=0)
+    while send(side) is not layer:
+        pass
+    for number in range(2, 9):
+        send(side)
+        layer = side.segment_of(layer.request, 5, number)
+        assert send(side) is layer
 
 
 def test_segments_of_a_transfer_that_is_over_leave_together(side: Side) -> None:
@@ -156,6 +220,27 @@ def test_asking_and_cancelling_without_end(side: Side) -> None:
         side.done()
         assert queued(turns_of(side)) <= REQUESTS_MAX
     assert [send(side), send(side)] == kept[::-1]
+
+
+def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
+    monkeypatch: pytest.MonkeyPatch, side: Side
+) -> None:
+    """A peer may have more open than are looked through at once."""
+    looked: list[int] = []
+    drop_dead = Scheduler._drop_dead
+
+    def counted(turns: Scheduler) -> None:
+        looked.append(turns.count)
+        drop_dead(turns)
+
+    monkeypatch.setattr(Scheduler, "_drop_dead", counted)
+    for _ in range(REQUESTS_MAX):
+        side.put(5)
+    for _ in range(2 * REQUESTS_MAX):
+        request = side.put(5)
+        side.requests.fail(request, ConnectionLost("x"), tell=None)
+        side.done()
+    assert sum(looked) <= 4 * REQUESTS_MAX
 
 
 @pytest.mark.parametrize("count_max", [1, 8])

@@ -253,6 +253,28 @@ def test_words_of_the_consumer(
     expect_broken(m.pair, m.consumer, "KVW-TR-08")
 
 
+@pytest.mark.rule("KVW-TR-06", "keeps")
+@both_ways
+def test_three_frames_after_the_answer(pull: bool) -> None:
+    """The only segment says that it is the last one; one answer says all of it."""
+    m = moved(pull=pull, brief=True)
+    m.mark(b"x" * 100, commit=2)
+    assert m.names == ["SEGMENT", "DATA"]
+    m.pair.deliver(m.producer)
+    m.pair.deliver(m.producer)
+    assert m.names == ["COMMIT_ACK"]
+    expect_fine(m.pair)
+    assert m.content(1) == b"x" * 100
+    (committed,) = events_of(m.consumer, TransferCommitted)
+    assert committed.complete
+    (said,) = events_of(m.producer, SegmentsAcknowledged)
+    assert said.numbers == (1,)
+    assert m.producer.error(m.outgoing) is None
+    m.pair.advance(LAST_WORD_DELAY_S)
+    for peer in (m.producer, m.consumer):
+        assert len(peer.core.holds) == 0
+
+
 # --- in fewer frames
 
 

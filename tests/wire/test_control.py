@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from kvwire import limits
-from kvwire.errors import MalformedFrame
+from kvwire.errors import FrameTooLarge, MalformedFrame
 from kvwire.wire.control import (
     _BODIES,
     AccessBody,
     Body,
     Credit,
+    LaneClose,
+    LaneData,
+    LaneOpen,
     Ping,
     Ready,
     decode_body,
@@ -28,7 +31,10 @@ from kvwire.wire.control import (
 from kvwire.wire.header import (
     FIRST_PAYLOAD_TYPE,
     HANDSHAKE_TYPES,
+    Flag,
     FrameType,
+    decode_header,
+    encode_header,
 )
 from tests.support.debug import needs_asserts
 from tests.wire.bodies import beyond, plain, values
@@ -83,6 +89,27 @@ def test_truncated_and_continued(frame_type: int) -> None:
             decode_body(frame_type, wrong)
 
 
+@pytest.mark.rule("KVW-CT-01", "breaks")
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xc1",  # the one byte that begins nothing
+        b"\xdd\xff\xff\xff\xff",  # an array of 2**32 - 1
+        b"\x91\xc6\xff\xff\xff\xff",  # bytes of 4 GiB
+        b"\x91" * 100_000,  # arrays in arrays
+        b"\x93\x01\x02" + b"\x91" * 100_000,  # the same in a field nobody reads
+        b"\x91\xa2\xff\xfe",  # text that is not UTF-8
+        b"\xd6\xff\x00\x00\x00\x00",  # an extension: a time
+        b"\x81\xa6number\x01",  # an object where an array belongs
+    ],
+)
+@every_type
+def test_what_msgpack_can_be_bent_to(frame_type: int, raw: bytes) -> None:
+    """None of it is believed, and none of it allocates what it announces."""
+    with pytest.raises(MalformedFrame):
+        decode_body(frame_type, raw)
+
+
 @pytest.mark.parametrize("body", [Ping(7), Ready(9), Credit(3, 5)])
 def test_fields_of_a_newer_version_are_skipped(body: Body) -> None:
     """New fields go to the end, and an older reader does not mind them."""
@@ -102,6 +129,50 @@ def test_the_ranges_are_those_of_the_document() -> None:
     assert access["nbytes"] == inspect.IntType(ge=0, le=limits.REQUEST_BYTES_MAX)
     assert access["grant"] == inspect.IntType(ge=0, le=2**63 - 1)
     assert access["token"] == inspect.BytesType(min_length=16, max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("frame_type", "body"),
+    [
+        (
+            FrameType.LANE_OPEN,
+            LaneOpen(
+                lane=limits.LANE_NUMBER_MAX,
+                backend="\U0001f980" * limits.NAME_CHARS_MAX,
+                bootstrap=bytes(limits.BOOTSTRAP_BYTES_MAX),
+            ),
+        ),
+        (
+            FrameType.LANE_CLOSE,
+            LaneClose(
+                lane=limits.LANE_NUMBER_MAX,
+                reason="\U0001f980" * limits.REASON_CHARS_MAX,
+                seen=2**63 - 1,
+                missed=(2**63 - 1,) * limits.LANE_PAYLOADS_MAX,
+            ),
+        ),
+        (
+            FrameType.LANE_DATA,
+            LaneData(
+                lane=limits.LANE_NUMBER_MAX,
+                segment=2**32 - 1,
+                offset=limits.REQUEST_BYTES_MAX,
+                nbytes=limits.CHUNK_BYTES_MAX,
+                check=2**32 - 1,
+                descriptor=bytes(limits.DESCRIPTOR_BYTES_MAX),
+            ),
+        ),
+    ],
+    ids=["LANE_OPEN", "LANE_CLOSE", "LANE_DATA"],
+)
+def test_the_longest_body_fits_its_frame(frame_type: FrameType, body: Body) -> None:
+    """With its seal, and the bound is not much more than that."""
+    raw = encode_body(body)
+    assert decode_body(frame_type, raw) == body
+    length = len(raw) + limits.SEAL_BYTES
+    assert decode_header(encode_header(frame_type, Flag.SEALED, 0, length)).length
+    with pytest.raises(FrameTooLarge):
+        decode_header(encode_header(frame_type, Flag.SEALED, 0, length + 512))
 
 
 @needs_asserts

@@ -150,6 +150,30 @@ def test_another_length(message: Message) -> None:
         assert caught.value.rule == "KVW-HS-01"
 
 
+@pytest.mark.rule("KVW-HS-01", "breaks")
+@every_message
+def test_no_byte_is_free(message: Message) -> None:
+    """Every bit beyond the fields is refused, so nothing can be hidden there."""
+    body, used = message.encode(), USED[type(message)]
+    for place in range(used, HANDSHAKE_BODY_BYTES):
+        for bit in range(8):
+            with pytest.raises(MalformedFrame) as caught:
+                type(message).decode(changed(body, place, 1 << bit))
+            assert caught.value.rule == "KVW-HS-01"
+
+
+@pytest.mark.rule("KVW-HS-01", "breaks")
+@every_message
+def test_another_magic(message: Message) -> None:
+    """Every bit of it; a transfer that rewrites line ends is one of these."""
+    body = message.encode()
+    for place in range(len(MAGIC)):
+        for bit in range(8):
+            with pytest.raises(MalformedFrame) as caught:
+                type(message).decode(changed(body, place, 1 << bit))
+            assert caught.value.rule == "KVW-HS-01"
+
+
 def changed(body: bytes, place: int, bits: int) -> bytes:
     damaged = bytearray(body)
     damaged[place] ^= bits
@@ -169,6 +193,17 @@ def test_each_used_bit_means_something(message: Message) -> None:
                 continue
             assert read != message
             assert read.encode() == damaged
+
+
+@pytest.mark.rule("KVW-HS-03", "breaks")
+@pytest.mark.parametrize(("message", "place"), [(HELLO, 12), (ACCEPT, 10)])
+def test_a_message_that_was_sent_back(message: Message, place: int) -> None:
+    """The role is that of the sender; all other 255 values are refused."""
+    body = message.encode()
+    for bits in range(1, 256):
+        with pytest.raises(MalformedFrame) as caught:
+            type(message).decode(changed(body, place, bits))
+        assert caught.value.rule == "KVW-HS-03"
 
 
 OUT_OF_RANGE = [

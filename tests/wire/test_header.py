@@ -135,6 +135,12 @@ def test_each_type_is_read(frame_type: FrameType) -> None:
     assert raw[28:] == zlib.crc32(raw[:28]).to_bytes(4, "little")
 
 
+def test_fields_that_are_not_given_are_zero() -> None:
+    """A frame of no request has none."""
+    brief = encode_header(FrameType.PING, Flag.CHECKED, 7, 5)
+    assert brief == encode_header(FrameType.PING, Flag.CHECKED, 7, 5, 0, 0, 0, 0)
+
+
 @pytest.mark.rule("KVW-HD-01", "breaks")
 @every_type
 def test_every_flipped_bit_is_seen(frame_type: FrameType) -> None:
