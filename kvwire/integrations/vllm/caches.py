@@ -4,7 +4,7 @@ vLLM gives a worker one tensor for each attention layer. Its axes are found from
 sizes that the model and the engine are known to have. Since 0.30 at the latest they are
 ``(block, head, token, kv dim)`` for every attention backend, keys and values of a token
 side by side. What differs are the strides, which a tensor says itself: even the layers
-of a block may lie together. Older backends had each an order of its own.
+of a block may lie together.
 
 Layers with recurrent states have a list of tensors each, the parts of one state, which
 lie side by side in a block's page; they are seen as bytes.
@@ -286,7 +286,6 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
         UsageError: None that is known fits.
     """
     extents = {
-        "kv": 2,
         "token": shape.block_tokens,
         "head": shape.kv_heads,
         "dim": shape.head_dim,
@@ -315,11 +314,6 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
 _LAYOUTS: Final = (
     "block head token (kv dim)",  # vLLM 0.30 to 0.32
     "block token head (kv dim)",
-    # Older: FlashInfer and Triton, and FlashAttention.
-    "block kv token head dim",
-    "kv block token head dim",
-    "block kv head token dim",
-    "kv block head token dim",
 )
 _MLA_LAYOUTS: Final = ("block token dim", "block head token dim")
 

@@ -31,31 +31,23 @@ _CHOICES: Final = {
 }
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_text, value))
-
-
-_VALUES: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
-    "listen": (_is_text, "a text"),
-    "advertise": (_is_text, "a text"),
-    "fingerprint": (_is_text, "a text"),
-    "peers": (_is_list_of_texts, "a list of addresses"),
-    "load_timeout_s": (_is_time, "seconds above 0"),
-    "fence_s": (_is_time, "seconds above 0"),
-    "group_bytes": (_is_count, "a number of bytes"),
-    "gate_layers": (_is_count, "a number of layers"),
+_Check = tuple[Callable[[Any], bool], str]
+_TEXT: Final[_Check] = lambda value: isinstance(value, str), "a text"
+_TIME: Final[_Check] = (
+    lambda value: isinstance(value, int | float) and value > 0,
+    "seconds above 0",
+)
+_VALUES: Final[dict[str, _Check]] = {
+    **dict.fromkeys(("listen", "advertise", "fingerprint"), _TEXT),
+    **dict.fromkeys(("load_timeout_s", "fence_s"), _TIME),
+    **dict.fromkeys(
+        ("group_bytes", "gate_layers"),
+        (lambda value: type(value) is int and value >= 0, "a whole number from 0"),
+    ),
+    "peers": (
+        lambda value: isinstance(value, list | tuple) and all(map(_TEXT[0], value)),
+        "a list of addresses",
+    ),
 }
 
 

@@ -151,11 +151,8 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         return ListeningAt(self._working.address)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """See vLLM; releases before 2026 pass the preempted requests themselves."""
-        if isinstance(kv_connector_metadata, StepMetadata):
-            self._working.fence(kv_connector_metadata.step.fenced)
-        else:
-            self._working.fence(kv_connector_metadata)
+        """See vLLM."""
+        self._working.fence(kv_connector_metadata.step.fenced)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """See vLLM."""

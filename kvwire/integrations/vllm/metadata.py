@@ -78,11 +78,11 @@ class LoadPrompt:
 
     request_id: str
     transfer_id: str
-    listed: dict[str, int]
-    blocks: Blocks
-    cached: dict[str, int]
-    hashes: dict[str, list[bytes]]
     remote: tuple[str, ...]
+    listed: dict[str, int] = field(default_factory=dict)
+    blocks: Blocks = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, list[bytes]] = field(default_factory=dict)
     declined: bool = False
     computed: bool = False
 

@@ -277,10 +277,6 @@ class SchedulerSide:
         return LoadPrompt(
             request_id=request.request_id,
             transfer_id=wanted.transfer_id,
-            listed={},
-            blocks={},
-            cached={},
-            hashes={},
             remote=wanted.remote,
             declined=True,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kvwire import Communicator, Engine
 from kvwire.config import Config
@@ -320,8 +320,8 @@ class WorkerSide:
 
     def _drain(self, request_id: str, end: PromptSend | PromptReceive) -> None:
         """Wait until nothing can touch the blocks of what was aborted any more."""
-        dropped = False
-        while not _over_within(end, self._settings.fence_s):
+        dropped, over = False, [cast("Future[Any]", end.done)]
+        while not wait(over, self._settings.fence_s).done:
             if end.quarantined and self._device.failed:
                 raise BackendUnavailable(
                     f"{self._device} has failed ({self._device.failed}) while it "
@@ -361,14 +361,6 @@ class WorkerSide:
     def _split_spec(self) -> KVSpec:
         """Return the spec that says which ranks meet: that of the most heads."""
         return max(self._specs().values(), key=lambda spec: spec.total_kv_heads)
-
-
-def _over_within(end: PromptSend | PromptReceive, timeout_s: float) -> bool:
-    try:
-        end.done.result(timeout_s)
-    except TimeoutError:
-        return False
-    return True
 
 
 async def _peers(communicator: Communicator) -> Peers:

@@ -28,9 +28,6 @@ LATENT = CacheShape(
     [
         (SHAPE, (9, 2, 16, 128), "block head token (kv dim)"),
         (SHAPE, (9, 16, 2, 128), "block token head (kv dim)"),
-        (SHAPE, (9, 2, 16, 2, 64), "block kv token head dim"),
-        (SHAPE, (2, 9, 16, 2, 64), "kv block token head dim"),
-        (SHAPE, (2, 9, 2, 16, 64), "kv block head token dim"),
         (LATENT, (9, 16, 576), "block token dim"),
         (LATENT, (9, 1, 16, 576), "block head token dim"),
     ],
