@@ -180,7 +180,7 @@ def draw(seconds: Seconds, path: Path) -> None:
     axes = figure.subplots()
     for way in WAYS:
         means = [_median_ms(seconds[way][lost], statistics.mean) for lost in LOST]
-        (line,) = axes.plot(LOST, means, marker="o", label=f"told of {way}")
+        (line,) = axes.plot(LOST, means, marker="o", label=f"of {way}")
         each = [[1000 * statistics.mean(s) for s in seconds[way][n]] for n in LOST]
         axes.fill_between(
             LOST,
@@ -193,7 +193,7 @@ def draw(seconds: Seconds, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"of {BATCH} prompts of 1,024 tokens, lost the second half")
     axes.set_ylabel("mean time to first token, ms")
-    axes.legend(frameon=False, title="what decode is")
+    axes.legend(frameon=False, title="decode hears")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
