@@ -145,7 +145,7 @@ def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
-    contender = Contender.of(
+    contender = Contender(
         result.name,
         CostSide,
         transport=transport,

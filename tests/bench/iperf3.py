@@ -40,7 +40,7 @@ def missing() -> Missing | None:
 def contender() -> Contender:
     """One stream of bytes."""
     note = "iperf3 moves a stream of bytes, not fragments."
-    return Contender.of("iperf3", Iperf3Side, alone=True, streams=True, note=note)
+    return Contender("iperf3", Iperf3Side, alone=True, streams=True, note=note)
 
 
 def installed() -> Others:

@@ -47,12 +47,12 @@ class Peer:
         Some peers poll for as long as they live, and would take the CPU from others.
         """
         return Contender(
-            name=f"{self.name} {setting}".rstrip(),
-            role=self.name,
-            options={"pool_bytes": str(pool_bytes)},
+            f"{self.name} {setting}".rstrip(),
+            self.name,
             environment=self.settings[setting],
             program=(interpreter, str(PROGRAMS / "__main__.py")),
             pauses=True,
+            pool_bytes=pool_bytes,
         )
 
     @property

@@ -59,7 +59,7 @@ def profile(
     with ExitStack() as running:
         pairs = []
         for profiled in ("no", clock):
-            contender = Contender.of(
+            contender = Contender(
                 transport,
                 ProfiledSide,
                 environment=UCX[wire] if transport == "ucx" else {},

@@ -23,7 +23,7 @@ NOTES = (
 
 def beside(choice: Choice) -> Others:
     """Return everybody who is installed here."""
-    of, place = Contender.of, choice.directory
+    of, place = Contender, choice.directory
     memcpy = of("memcpy", CopySide, alone=True)
     objects = of("obstore", ObjectSide, alone=True, place=place / "objects" / "bare")
     absent = redis.missing()

@@ -17,7 +17,7 @@ from tests.bench.fragment_claims import (
     Rates,
     judge,
 )
-from tests.cli.bench.contenders import case, measured, scripted
+from tests.cli.bench.contenders import Scripted, case, measured
 
 # GB/s by size, and across layers.
 RATES: Final = {
@@ -31,7 +31,7 @@ ACROSS: Final = {"kvwire tcp": 3.6, "nixl tcp": 2.5}
 def row(rates: dict[str, float], verb: str, size: int, across: bool = False) -> Case:
     """GB/s of everybody in one case."""
     work = work_of(verb, size, cross_layer=across, round_bytes=MIB)
-    everybody = [scripted(name, [[rate * 1e9]]) for name, rate in rates.items()]
+    everybody = [Scripted(name, [[rate * 1e9]]) for name, rate in rates.items()]
     return case(*everybody, work=work, essential=False)
 
 

@@ -40,7 +40,7 @@ def test_it_does_every_work_and_ends() -> None:
     absent = redis.missing()
     if absent is not None:
         pytest.skip(f"{absent.name} is not installed: {absent.remedy}")
-    with Contender.of("redis", RedisSide, alone=True).start() as pair:
+    with Contender("redis", RedisSide, alone=True).start() as pair:
         assert pair.facts["redis"]
         for verb in (PUT, GET, ONE, MATCH, PUT):
             pair.check(work(verb))
@@ -59,7 +59,7 @@ def test_a_server_that_does_not_start_says_why(
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(BenchError, match="redis-server ended: no room"):
-        Contender.of("redis", RedisSide, alone=True).start()
+        Contender("redis", RedisSide, alone=True).start()
 
 
 def test_where_it_is_not_installed_it_is_named(

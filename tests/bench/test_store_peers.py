@@ -119,7 +119,7 @@ async def test_transfers_do_every_work(verb: str) -> None:
 @pytest.mark.usefixtures("threads")
 def test_sockets_do_every_work() -> None:
     """Each on a thread: they block their loops, which is why they are processes."""
-    with Contender.of("sockets", BlockSocketsSide).start() as pair:
+    with Contender("sockets", BlockSocketsSide).start() as pair:
         for verb in (PUT, GET, ONE, MATCH):
             done = work(verb)
             pair.check(done)

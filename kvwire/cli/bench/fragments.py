@@ -139,12 +139,7 @@ def work_of(
 
 
 class Pool:
-    """The memory of one side as the cache of a work.
-
-    Attributes:
-        blocks: Those that travel, in their order.
-        rows: Where the fragments that travel lie, layer after layer.
-    """
+    """The memory of one side as the cache of a work."""
 
     def __init__(self, memory: Bytes, work: FragmentWork, side: int) -> None:
         self.memory: Bytes = memory[: work.pool_bytes]
@@ -153,6 +148,7 @@ class Pool:
             self.memory, work.layers, pool_blocks, cross_layer=work.cross_layer
         )
         blocks = np.random.default_rng(side).permutation(work.blocks) * _SPREAD
+        # Those that travel, and where their fragments lie, layer after layer.
         self.blocks: list[int] = blocks.tolist()
         first = np.arange(1 if work.cross_layer else work.layers) * pool_blocks
         self.rows: npt.NDArray[np.int64] = (first[:, None] + blocks).ravel()
@@ -286,16 +282,7 @@ class MemcpySide(Side[FragmentWork]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the user wants to see.
-
-    Attributes:
-        transports: Of kvwire.
-        layer_bytes: Sizes of one layer of one block.
-        verbs: Of :data:`VERBS`.
-        layouts: False for a tensor for each layer, True for blocks across layers.
-        round_bytes: What everybody moves in a round.
-        loop: The event loop of kvwire.
-    """
+    """What the user wants to see; layouts are true for blocks across layers."""
 
     transports: Sequence[str]
     layer_bytes: Sequence[int]
@@ -361,7 +348,7 @@ def fragments(choice: Choice, join: Join | None = None) -> Benchmark:
     if join is not None:
         join(team, pool_bytes)
     team.by_wire[SAME_HOST].append(
-        Contender.of(
+        Contender(
             MEMCPY,
             MemcpySide,
             alone=True,
@@ -413,19 +400,19 @@ def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> No
         return
     tcp, same_host = team.by_wire[TCP], team.by_wire[SAME_HOST]
     if transport == "inproc":
-        same_host.append(Contender.of(name, InprocSide, alone=True, **options))
+        same_host.append(Contender(name, InprocSide, alone=True, **options))
     elif transport == "ucx":
         for wire, found in (("tcp", tcp), ("shm", same_host)):
-            one = Contender.of(
+            one = Contender(
                 f"{name} {wire}", FragmentsSide, environment=UCX[wire], **options
             )
             found.append(one)
     else:
         found = tcp if transport == "tcp" else same_host
-        found.append(Contender.of(name, FragmentsSide, **options))
+        found.append(Contender(name, FragmentsSide, **options))
     if transport == "local":
         same_host.append(
-            Contender.of(f"{name} {ARENA}", FragmentsSide, memory=ARENA, **options)
+            Contender(f"{name} {ARENA}", FragmentsSide, memory=ARENA, **options)
         )
 
 

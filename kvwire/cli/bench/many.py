@@ -322,7 +322,7 @@ def many(
     """
     report.require_known(transports)
     pairs = [
-        Contender.of(
+        Contender(
             f"kvwire {name}", ManySide, transport=name, loop=loop, endpoints=endpoints
         )
         for name in transports

@@ -52,18 +52,13 @@ DONE: Final = 5
 
 
 class Room:
-    """Memory for operations of one size: a part for each of those in flight.
-
-    Attributes:
-        parts: These parts.
-        region: The peer may put into them and get from them.
-        grants: The right side's parts, on the left side.
-    """
+    """Memory for operations of one size: a part for each of those in flight."""
 
     region: kvwire.Region
 
     def __init__(self, work: Work) -> None:
         self.memory: bytearray = bytearray(work.nbytes * work.in_flight)
+        # The right side's parts, on the left side.
         self.grants: list[kvwire.Grant] = []
         whole = memoryview(self.memory)
         starts = range(0, len(whole), work.nbytes)
@@ -168,7 +163,7 @@ class StreamsSide(Side[Work]):
         self._ball = b""
 
     async def listen(self) -> int:
-        self._server = await asyncio.start_server(self._take, HOST, 0)
+        self._server = await asyncio.start_server(self.take, HOST, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
@@ -176,7 +171,7 @@ class StreamsSide(Side[Work]):
         await self._joined.wait()
 
     async def connect(self, address: Any) -> dict[str, Any]:
-        await self._take(*await asyncio.open_connection(HOST, address))
+        await self.take(*await asyncio.open_connection(HOST, address))
         return {"loop": type(asyncio.get_running_loop()).__module__.partition(".")[0]}
 
     async def fill(self, work: Work) -> None:
@@ -212,9 +207,10 @@ class StreamsSide(Side[Work]):
         if hasattr(self, "_server"):
             self._server.close()
 
-    async def _take(
+    async def take(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        """Use a connection that was made or accepted."""
         self._reader, self._writer = reader, writer
         self._joined.set()
 
@@ -317,11 +313,11 @@ def messages(
         UsageError: The transport does not join two processes.
     """
     require_known([transport])
-    ours = Contender.of("kvwire", KVWireSide, transport=transport, loop=loop)
-    streams = Contender.of(f"{loop} streams", StreamsSide, loop=loop)
+    ours = Contender("kvwire", KVWireSide, transport=transport, loop=loop)
+    streams = Contender(f"{loop} streams", StreamsSide, loop=loop)
     others = others or Others()
     beside = [
-        Contender.of("bare sockets", SocketsSide),
+        Contender("bare sockets", SocketsSide),
         *others.movers.get("messages", ()),
     ]
     ping = Case(

@@ -152,9 +152,6 @@ class OpsSide(ConnectedSide[OpsWork]):
     Args:
         options: As the contender has them.
         meter: Makes what measures a round.
-
-    Attributes:
-        meter: Of the last round.
     """
 
     work_type: ClassVar[type[Work]] = OpsWork
@@ -206,7 +203,7 @@ class OpsSide(ConnectedSide[OpsWork]):
         """Compare what a store gives back; the first round of all has bytes to tell."""
         if work.verb in STORES and self._put_digest:
             self._memory[:] = 0
-            await self._store_get(work, self.connection)
+            await self._store_get(work)
             require_same(self._digest(work), self._put_digest)
 
     async def drive(self, work: OpsWork) -> dict[str, Any]:
@@ -214,7 +211,7 @@ class OpsSide(ConnectedSide[OpsWork]):
         await self.connection.recv(_GO)
         if work.verb == STORE_GET and not self._hashes:
             for _ in range(_GOT_BLOCKS):
-                await self._store_put(work, self.connection)
+                await self._store_put(work)
         one_by_one = self._mark_layers if work.verb == READY else self._one_by_one
         values = await one_by_one(work)
         await self.connection.send(_DONE, b"")
@@ -253,27 +250,17 @@ class OpsSide(ConnectedSide[OpsWork]):
 
     async def _one_by_one(self, work: OpsWork) -> list[float]:
         """The first one is not counted, so that the last one's tail need not be."""
-        once = {
-            PULL: self._pull,
-            PUSH: self._push,
-            ROUND_TRIP: self._round_trip,
-            SEND: self._send,
-            PUT: self._put,
-            GET: self._get,
-            STORE_PUT: self._store_put,
-            STORE_GET: self._store_get,
-        }[work.verb]
         clock, values, meter = time.perf_counter, [], self.meter
         connection = self.connection
         if not work.fresh:
-            await once(work, connection)
+            await self._once(work, connection)
             meter.start()
         for _ in range(work.count):
             if work.fresh:
                 connection = await self.one_more()
                 meter.start()
             began = clock()
-            await once(work, connection)
+            await self._once(work, connection)
             values.append(clock() - began)
             if work.fresh:
                 meter.stop()
@@ -282,34 +269,34 @@ class OpsSide(ConnectedSide[OpsWork]):
             meter.stop()
         return values
 
-    async def _pull(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        pool = self._pool
-        await over(connection.pull(self.next_id(), pool.cache, pool.blocks))
+    async def _once(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        match work.verb:
+            case "pull":
+                blocks = self._pool.cache, self._pool.blocks
+                await over(connection.pull(self.next_id(), *blocks))
+            case "push":
+                blocks = self._pool.cache, self._pool.blocks
+                await over(mark_all(connection.push(self.next_id(), *blocks)))
+            case "put":
+                await connection.put(self._memory, self._grant)
+            case "get":
+                await connection.get(self._grant, into=self._memory)
+            case "store put":
+                await self._store_put(work)
+            case "store get":
+                await self._store_get(work)
+            case _:
+                await connection.send(_DATA, self._memory)
+                if work.verb == ROUND_TRIP:
+                    await connection.recv(_BACK, self._memory)
 
-    async def _push(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        pool = self._pool
-        await over(mark_all(connection.push(self.next_id(), pool.cache, pool.blocks)))
-
-    async def _round_trip(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        await connection.send(_DATA, self._memory)
-        await connection.recv(_BACK, self._memory)
-
-    async def _send(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        await connection.send(_DATA, self._memory)
-
-    async def _put(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        await connection.put(self._memory, self._grant)
-
-    async def _get(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        await connection.get(self._grant, into=self._memory)
-
-    async def _store_put(self, work: OpsWork, connection: kvwire.Connection) -> None:
+    async def _store_put(self, work: OpsWork) -> None:
         store, name = self._stores[work.nbytes], secrets.token_bytes(_HASH_BYTES)
         self._hashes.append(name)
         require_complete(await store.put([name], self._pool.cache, self._pool.blocks))
         await store.flush()
 
-    async def _store_get(self, work: OpsWork, connection: kvwire.Connection) -> None:
+    async def _store_get(self, work: OpsWork) -> None:
         name = self._hashes.pop(0)
         self._hashes.append(name)
         store, pool = self._stores[work.nbytes], self._pool
@@ -393,8 +380,8 @@ def ops(*, transport: str, loop: str) -> Benchmark:
         UsageError: A transport that nobody knows, or that joins no two processes.
     """
     report.require_known([transport])
-    ours = Contender.of(f"kvwire {transport}", OpsSide, transport=transport, loop=loop)
-    streams = Contender.of(f"{loop} streams", BareSide, loop=loop)
+    ours = Contender(f"kvwire {transport}", OpsSide, transport=transport, loop=loop)
+    streams = Contender(f"{loop} streams", BareSide, loop=loop)
     return Benchmark(
         name="ops",
         cases=[

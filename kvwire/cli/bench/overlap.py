@@ -224,7 +224,7 @@ def overlap(
     """
     report.require_known([transport])
     streamed, whole, alone = (
-        Contender.of(way, OverlapSide, transport=transport, loop=loop, way=way)
+        Contender(way, OverlapSide, transport=transport, loop=loop, way=way)
         for way in (STREAMED, WHOLE, ONE_LAYER)
     )
     found = layer_s(alone, layers, layer_bytes, rounds)
@@ -285,15 +285,7 @@ def _case(
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What was hidden of what could be.
-
-    Attributes:
-        name: Of the case.
-        compute_s: Of each layer.
-        ideal_s: The least that can stay exposed.
-        efficiency: 0 if nothing could be hidden.
-        met: Whether the targets are met: the efficiency, and what may stay exposed.
-    """
+    """What was hidden of what could be; and the least that can stay exposed."""
 
     name: str
     compute_s: float

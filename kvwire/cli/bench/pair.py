@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, Self
 
@@ -59,12 +59,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one contender did in one round.
+    """What one contender did in one round, and the CPU seconds of each of its sides.
 
-    Attributes:
-        values: Seconds, or bytes a second, as the case's unit says.
-        moved_bytes: From one side to the other.
-        cpu_s: CPU seconds of each side, or of one process that is both.
+    The values are seconds, or bytes a second, as the case's unit says.
     """
 
     values: Sequence[float]
@@ -187,15 +184,13 @@ def last_line(said: IO[bytes] | None) -> str:
     return f": {last}" if last else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contender:
     """One way to do the work: kvwire, or what stands beside it.
 
-    Attributes:
+    Args:
         name: As it is shown.
-        role: What both sides play, as ``module:class``.
-        right_role: What the right side plays, if that is another.
-        options: For its sides.
+        role: What both sides play: a class, or a name that its program knows.
+        right: What the right side plays, if that is another.
         environment: Variables that both sides get.
         program: What is run with role and options.
         alone: One process does both sides' work.
@@ -203,47 +198,35 @@ class Contender:
         ours: It is kvwire, where there are several.
         streams: It moves bytes side by side, which have no layout.
         note: A line that a reader of the table needs; "" for none.
+        options: For its sides.
     """
 
-    name: str
-    role: str
-    right_role: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    program: Sequence[str] = PROGRAM
-    alone: bool = False
-    pauses: bool = False
-    ours: bool = False
-    streams: bool = False
-    note: str = ""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         name: str,
-        role: type[Any],
+        role: type[Any] | str,
         right: type[Any] | None = None,
         *,
         environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
         alone: bool = False,
+        pauses: bool = False,
         ours: bool = False,
         streams: bool = False,
         note: str = "",
         **options: object,
-    ) -> Contender:
-        """Make one of sides that are classes; the options are theirs."""
-        paths = [f"{r.__module__}:{r.__qualname__}" for r in (role, right or role)]
-        return cls(
-            name=name,
-            role=paths[0],
-            right_role=paths[1],
-            options={key: str(value) for key, value in options.items()},
-            environment=environment or {},
-            alone=alone,
-            ours=ours,
-            streams=streams,
-            note=note,
-        )
+    ) -> None:
+        self.name = name
+        self.roles: list[str] = [
+            _path(one) for one in (role, right or role)[: 2 - alone]
+        ]
+        self.environment: Mapping[str, str] = environment or {}
+        self.program = program
+        self.pauses = pauses
+        self.ours = ours
+        self.streams = streams
+        self.note = note
+        self.options: dict[str, str] = {key: str(options[key]) for key in options}
 
     def start(self) -> Pair:
         """Start its processes and connect them.
@@ -254,12 +237,12 @@ class Contender:
         return Pair(self)
 
 
-class Pair:
-    """The processes of a contender, connected; the left one keeps the time.
+def _path(role: type[Any] | str) -> str:
+    return role if isinstance(role, str) else f"{role.__module__}:{role.__qualname__}"
 
-    Attributes:
-        facts: Versions and settings, for the JSON document.
-    """
+
+class Pair:
+    """The processes of a contender, connected; the left one keeps the time."""
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender
@@ -272,7 +255,7 @@ class Pair:
 
     def _connect(self) -> dict[str, Any]:
         one = self._contender
-        for role in [one.role] if one.alone else [one.role, one.right_role or one.role]:
+        for role in one.roles:
             side = SideProcess(
                 role,
                 one.options,

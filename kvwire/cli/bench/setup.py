@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvwire.cli.bench.messages import StreamsSide
 from kvwire.cli.bench.pair import Contender, Work
 from kvwire.cli.bench.report import (
     Loop,
@@ -21,7 +22,6 @@ from kvwire.cli.bench.report import (
 from kvwire.cli.bench.side import (
     HOST,
     ConnectedSide,
-    Side,
     digest,
     fill,
     mark_all,
@@ -82,33 +82,32 @@ class SetupSide(ConnectedSide[Work]):
         return np.diff(times).tolist()
 
 
-class StreamsSide(Side[Work]):
+class BareSide(StreamsSide):
     """The streams of asyncio: a connection, and a byte that is answered with as many.
 
     What cannot be less: no handshake above that of TCP, no plan, no checksum.
     """
 
-    _server: asyncio.Server
     _port: int
 
-    async def listen(self) -> int:
-        self._server = await asyncio.start_server(self._answer, HOST, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+    async def accept(self) -> None:
+        """Nothing: connections are made in each round."""
 
     async def connect(self, address: Any) -> dict[str, Any]:
         self._port = address
+        return {}
+
+    async def fill(self, work: Work) -> None:
+        """Nothing: its bytes are zeros."""
+
+    async def serve(self, work: Work) -> dict[str, Any]:
         return {}
 
     async def drive(self, work: Work) -> dict[str, Any]:
         column = COLUMNS.index(work.verb)
         return {"values": [(await self._once())[column] for _ in range(work.count)]}
 
-    async def close(self) -> None:
-        if hasattr(self, "_server"):
-            self._server.close()
-
-    async def _answer(
+    async def take(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while await reader.read(1):
@@ -135,9 +134,9 @@ def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
         UsageError: A transport that nobody knows.
     """
     require_known(transports)
-    streams = Contender.of(f"{loop} streams", StreamsSide, loop=loop)
+    streams = Contender(f"{loop} streams", BareSide, loop=loop)
     pairs = {
-        name: Contender.of(f"kvwire {name}", SetupSide, transport=name, loop=loop)
+        name: Contender(f"kvwire {name}", SetupSide, transport=name, loop=loop)
         for name in transports
     }
     return Benchmark(

@@ -45,9 +45,6 @@ class Side(Generic[W]):
 
     Args:
         options: As the contender has them.
-
-    Attributes:
-        work_type: What its works are.
     """
 
     work_type: ClassVar[type[Work]] = Work

@@ -151,16 +151,7 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the user wants to see.
-
-    Attributes:
-        tiers: Of :data:`TIERS`.
-        transports: To a server, of kvwire.
-        shapes: Names of :data:`SHAPES`.
-        directory: Of the disk and object tiers and their peers.
-        round_bytes: Bytes of a set.
-        loop: The event loop of kvwire.
-    """
+    """What the user wants to see."""
 
     tiers: Sequence[str]
     transports: Sequence[str]
@@ -215,7 +206,7 @@ def _kvwire(choice: Choice, tier: str, name: str) -> Contender:
 
     place = {DISK: choice.directory / "kv", OBJECT: choice.directory / "objects" / "kv"}
     transport = name.rpartition(" ")[2]
-    return Contender.of(
+    return Contender(
         "kvwire " + name.replace("over ", ""),
         StoreSide,
         StoreServerSide,

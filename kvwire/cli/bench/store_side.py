@@ -131,14 +131,7 @@ class StoreSide(Side[StoreWork]):
 
 
 class Stock:
-    """Blocks of one size: a cache that has them, one that wants them, and a store.
-
-    Attributes:
-        have: The cache that blocks are put from.
-        want: The cache that they are got into.
-        new: A store for one put, whose memory nobody has written to.
-        sets: The last two that were put; the one that was used longer ago is first.
-    """
+    """Blocks of one size: a cache that has them, one that wants them, and a store."""
 
     def __init__(
         self, work: StoreWork, directory: str, store: kvwire.BlockStore
@@ -148,7 +141,9 @@ class Stock:
         self.have: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, LEFT)
         self.want: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, RIGHT)
         self.store = store
+        # For one put, with memory that nobody has written to.
         self.new: kvwire.BlockStore | None = None
+        # The last two that were put; the one that was used longer ago is first.
         self.sets: list[list[bytes]] = []
         self._directory = directory
         self._work = work

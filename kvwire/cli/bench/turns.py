@@ -24,13 +24,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How the samples of a case are read.
-
-    Attributes:
-        name: Behind the number, such as ``"us"``.
-        scale: One sample times this is the number shown.
-        less_is_better: True of a time, false of a rate.
-    """
+    """How samples are read: times ``scale`` they are shown, with ``name`` behind."""
 
     name: str
     scale: float
@@ -70,13 +64,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something that would have been measured too.
-
-    Attributes:
-        name: What.
-        remedy: What would change that.
-        reason: Why it was not.
-    """
+    """What would have been measured too, and what would change that."""
 
     name: str
     remedy: str
@@ -88,14 +76,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Others:
-    """Who stands beside kvwire.
-
-    Attributes:
-        movers: Those who move bytes, by what they stand beside.
-        matchers: Those who look hashes up, likewise.
-        missing: Who could not take part, and what would change that.
-        notes: Lines that a reader of the table needs.
-    """
+    """Who moves bytes or looks up hashes, by what of kvwire they stand beside."""
 
     movers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
     matchers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
@@ -105,14 +86,7 @@ class Others:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A named list of cases.
-
-    Attributes:
-        name: The command's name.
-        cases: Its rows.
-        missing: Who could not take part, and what would change that.
-        notes: Lines that a reader of the table needs.
-    """
+    """A named list of cases, who is missing, and notes for a reader of the table."""
 
     name: str
     cases: Sequence[Case]
@@ -168,14 +142,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """Everything measured in one case.
-
-    Attributes:
-        case: The case.
-        samples: By the contender's name; those that failed are not in it.
-        failures: Why the others have none, by name.
-        facts: Versions and settings, by the contender's name.
-    """
+    """What was measured in a case, who failed and why, and facts, by contender."""
 
     case: Case
     samples: dict[str, Samples]
@@ -187,12 +154,8 @@ class CaseResult:
 class Comparison:
     """The first contender beside the best of those that are not kvwire.
 
-    Attributes:
-        best: Whose median is the best; "" if nobody else took part.
-        ratio: Our median divided by that one; None if there is none.
-        low: The smallest ratio of one round's medians.
-        high: The largest.
-        met: Whether the ratio is what was aimed at; None if there is none.
+    The lowest and highest ratio are those of single rounds. Nothing is known if nobody
+    else took part; ``met`` is only where there is a target.
     """
 
     best: str = ""

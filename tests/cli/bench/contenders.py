@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample, Work
@@ -20,11 +19,25 @@ WORK = Work(verb="send", nbytes=1024, count=4)
 Log = list[tuple[str, str]]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Scripted(Contender):
-    rounds: list[Sequence[float]]
-    log: Log
-    failing: str
+    """Answers the values of each round, of which the last is repeated.
+
+    An empty one is Ctrl-C; ``failing`` is the call that fails.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rounds: Iterable[Sequence[float]] = ([1.0],),
+        *,
+        log: Log | None = None,
+        failing: str = "",
+        ours: bool = False,
+    ) -> None:
+        super().__init__(name, "", ours=ours)
+        self.rounds = list(rounds)
+        self.log: Log = [] if log is None else log
+        self.failing = failing
 
     def start(self) -> Pair:
         self.done("start")
@@ -56,28 +69,6 @@ class ScriptedPair:
 
     def stop(self) -> None:
         self._contender.log.append((self._contender.name, "stop"))
-
-
-def scripted(
-    name: str,
-    rounds: Iterable[Sequence[float]] = ([1.0],),
-    *,
-    log: Log | None = None,
-    failing: str = "",
-    ours: bool = False,
-) -> Scripted:
-    """Answers the values of each round, of which the last is repeated.
-
-    An empty one is Ctrl-C; ``failing`` is the call that fails.
-    """
-    return Scripted(
-        name=name,
-        role="",
-        rounds=list(rounds),
-        log=[] if log is None else log,
-        failing=failing,
-        ours=ours,
-    )
 
 
 def case(

@@ -85,9 +85,9 @@ def test_everything_is_measured_and_written(
 @pytest.mark.parametrize(
     "contender",
     [
-        Contender.of("tcp", FragmentsSide, transport="tcp", **POOLS),
-        Contender.of("inproc", InprocSide, alone=True, transport="inproc", **POOLS),
-        Contender.of("memcpy", MemcpySide, alone=True, **POOLS),
+        Contender("tcp", FragmentsSide, transport="tcp", **POOLS),
+        Contender("inproc", InprocSide, alone=True, transport="inproc", **POOLS),
+        Contender("memcpy", MemcpySide, alone=True, **POOLS),
     ],
     ids=lambda c: c.name,
 )
@@ -97,7 +97,7 @@ def test_our_own_sides_do_every_work(contender: Contender) -> None:
 
 @pytest.mark.slow
 def test_two_processes_move_fragments_in_arenas() -> None:
-    contender = Contender.of(
+    contender = Contender(
         "arena", FragmentsSide, transport="local", memory=ARENA, **POOLS
     )
     assert len(does_every_work(contender)) == len(WORKS)

@@ -12,7 +12,7 @@ from kvwire.cli.bench import messages
 from kvwire.cli.bench.messages import SIZES
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB
-from tests.cli.bench.contenders import benchmark, case, scripted
+from tests.cli.bench.contenders import Scripted, benchmark, case
 
 VERBS = ("send", "put", "get")
 
@@ -78,7 +78,7 @@ def test_options_that_make_no_sense(
 @pytest.fixture
 def forged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the real one, a benchmark that takes no time."""
-    whole = benchmark(case(scripted("kvwire"), scripted("other")))
+    whole = benchmark(case(Scripted("kvwire"), Scripted("other")))
     monkeypatch.setattr(messages, "messages", lambda **_: whole)
 
 

@@ -21,7 +21,7 @@ from kvwire.cli.bench.overlap import (
 )
 from kvwire.cli.bench.side import Joined
 from kvwire.cli.main import CALLED_WRONG, main
-from tests.cli.bench.contenders import case, measured, scripted
+from tests.cli.bench.contenders import Scripted, case, measured
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(180)
@@ -56,7 +56,7 @@ def test_the_efficiency(
         verb=EXPOSED, nbytes=BLOCK_BYTES, count=10, compute_s=compute_ms * MS
     )
     times_ms = {STREAMED: streamed_ms, WHOLE: whole_ms, ONE_LAYER: 2.0}
-    ways = [scripted(way, [[ms * MS]]) for way, ms in times_ms.items()]
+    ways = [Scripted(way, [[ms * MS]]) for way, ms in times_ms.items()]
     (finding,) = measured(case(*ways, work=work))
     found = efficiency(finding)
     assert found.ideal_s == pytest.approx(ideal_ms * MS)

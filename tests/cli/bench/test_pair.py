@@ -45,7 +45,7 @@ def test_each_role_does_its_works(
     role: type[Any], options: dict[str, Any], works: list[Work]
 ) -> None:
     """Checked, then timed twice; what a round reports is plausible."""
-    with Contender.of("it", role, **options).start() as found:
+    with Contender("it", role, **options).start() as found:
         for work in works:
             found.check(work)
             for _ in range(2):
@@ -64,7 +64,7 @@ def test_each_role_does_its_works(
 def test_bytes_that_change_on_the_way_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Contender.of("it", SocketsSide).start() as found:
+    with Contender("it", SocketsSide).start() as found:
         receive = SocketsSide.receive_into
 
         def damaged(side: SocketsSide, part: memoryview) -> None:
@@ -117,6 +117,6 @@ def test_the_interpreter_is_this_one(side: SideProcess) -> None:
 
 
 def test_a_pair_that_cannot_start_leaves_no_process() -> None:
-    contender = Contender.of("it", KVWireSide, transport="carrier")
+    contender = Contender("it", KVWireSide, transport="carrier")
     with pytest.raises(BenchError, match="carrier"):
         contender.start()

@@ -9,7 +9,7 @@ import pytest
 
 from kvwire.cli.bench.plot import draw
 from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, take_turns
-from tests.cli.bench.contenders import benchmark, case, scripted
+from tests.cli.bench.contenders import Scripted, benchmark, case
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +32,7 @@ def texts(axes: Axes) -> list[str]:
 
 def test_bars_are_as_long_as_the_medians() -> None:
     (axes,) = drawn(
-        benchmark(case(scripted("kvwire", [[1e9, 2e9, 3e9]]), scripted("b", [[4e9]])))
+        benchmark(case(Scripted("kvwire", [[1e9, 2e9, 3e9]]), Scripted("b", [[4e9]])))
     )
     assert bars(axes) == pytest.approx([2.0, 4.0])
     assert texts(axes) == ["2", "4"]
@@ -42,7 +42,7 @@ def test_bars_are_as_long_as_the_medians() -> None:
 
 
 def test_the_thin_line_goes_from_the_smallest_to_the_99th_percentile() -> None:
-    (axes,) = drawn(benchmark(case(scripted("kvwire", [[1e9, 2e9, 9e9]]))))
+    (axes,) = drawn(benchmark(case(Scripted("kvwire", [[1e9, 2e9, 9e9]]))))
     (line,) = axes.lines
     assert np.asarray(line.get_xdata()).tolist() == pytest.approx([1.0, 9.0])
 
@@ -50,7 +50,7 @@ def test_the_thin_line_goes_from_the_smallest_to_the_99th_percentile() -> None:
 def test_times_are_points_on_a_logarithmic_axis() -> None:
     """From 20 us to 20 ms no bar could be compared with another."""
     times = case(
-        scripted("kvwire", [[2e-2]]), scripted("b", [[2e-5]]), unit=MICROSECONDS
+        Scripted("kvwire", [[2e-2]]), Scripted("b", [[2e-5]]), unit=MICROSECONDS
     )
     (axes,) = drawn(benchmark(times))
     assert axes.get_xscale() == "log"
@@ -60,9 +60,9 @@ def test_times_are_points_on_a_logarithmic_axis() -> None:
 
 
 def test_each_group_has_its_own_scale_and_everybody_one_colour() -> None:
-    peer = scripted("b", [[1e9]])
-    slow = case(scripted("kvwire", [[1e8]]), peer, group="slow")
-    fast = case(scripted("kvwire", [[9e9]]), peer, group="fast")
+    peer = Scripted("b", [[1e9]])
+    slow = case(Scripted("kvwire", [[1e8]]), peer, group="slow")
+    fast = case(Scripted("kvwire", [[9e9]]), peer, group="fast")
     first, second = drawn(benchmark(slow, fast))
     assert first.get_xlim()[1] < 2 < 9 < second.get_xlim()[1]
     shades = [[bar.get_facecolor() for bar in axes.patches] for axes in (first, second)]
@@ -71,6 +71,6 @@ def test_each_group_has_its_own_scale_and_everybody_one_colour() -> None:
 
 
 def test_who_failed_is_not_in_it() -> None:
-    whole = benchmark(case(scripted("kvwire"), scripted("b", failing="round")))
+    whole = benchmark(case(Scripted("kvwire"), Scripted("b", failing="round")))
     (axes,) = drawn(whole)
     assert len(bars(axes)) == 1

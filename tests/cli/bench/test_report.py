@@ -23,7 +23,7 @@ from kvwire.cli.bench.turns import (
     compare,
     take_turns,
 )
-from tests.cli.bench.contenders import benchmark, case, measured, scripted
+from tests.cli.bench.contenders import Scripted, benchmark, case, measured
 
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
 
@@ -47,8 +47,8 @@ def test_cpu_seconds_are_for_a_gib() -> None:
 
 
 def test_a_rate_is_compared_with_the_highest() -> None:
-    ours = scripted("ours", [[8.0], [8.0], [10.0]])
-    slow, fast = scripted("slow", [[5.0]]), scripted("fast", [[10.0]])
+    ours = Scripted("ours", [[8.0], [8.0], [10.0]])
+    slow, fast = Scripted("slow", [[5.0]]), Scripted("fast", [[10.0]])
     (finding,) = measured(case(ours, slow, fast, target=0.9), rounds=2)
     found = compare(finding)
     assert (found.best, found.ratio, found.met) == ("fast", 0.9, True)
@@ -57,9 +57,9 @@ def test_a_rate_is_compared_with_the_highest() -> None:
 
 def test_a_time_is_compared_with_the_lowest_of_others() -> None:
     """What is ours as well is nobody to be compared with."""
-    ours = scripted("kvwire tcp", [[3.0]], ours=True)
-    also = scripted("kvwire local", [[1.0]], ours=True)
-    slow, fast = scripted("slow", [[9.0]]), scripted("fast", [[2.0]])
+    ours = Scripted("kvwire tcp", [[3.0]], ours=True)
+    also = Scripted("kvwire local", [[1.0]], ours=True)
+    slow, fast = Scripted("slow", [[9.0]]), Scripted("fast", [[2.0]])
     row = case(ours, also, slow, fast, unit=MICROSECONDS, target=1.3)
     (finding,) = measured(row)
     found = compare(finding)
@@ -83,7 +83,7 @@ def cells(lines: list[str], first: str) -> list[str]:
 
 
 def test_a_rate_has_its_cpu_and_its_verdict() -> None:
-    ours, other = scripted("kvwire", [[4.5e9]]), scripted("iperf3", [[5.0e9]])
+    ours, other = Scripted("kvwire", [[4.5e9]]), Scripted("iperf3", [[5.0e9]])
     found = cells(shown(benchmark(case(ours, other))), "1 KiB send, GB/s")
     # 0.5 s for 4 KiB are 131,072 s for a GiB.
     assert found == ["4.50", "131072", "5.00", "131072", "0.90", ">=", "0.9", "met"]
@@ -91,14 +91,14 @@ def test_a_rate_has_its_cpu_and_its_verdict() -> None:
 
 def test_a_time_has_its_tail() -> None:
     times = [2e-6] * 98 + [7e-6, 8e-6]
-    ours, other = scripted("kvwire", [times]), scripted("streams", [[1e-6]])
+    ours, other = Scripted("kvwire", [times]), Scripted("streams", [[1e-6]])
     row = case(ours, other, unit=MICROSECONDS, target=1.3, tail=True)
     found = cells(shown(benchmark(row)), "1 KiB send, us")
     assert found == ["2.00", "7.00", "1.00", "1.00", "2.00", "<=", "1.3", "missed"]
 
 
 def test_groups_have_tables_and_a_column_for_everybody() -> None:
-    a, b = scripted("a", [[1e9]]), scripted("b", [[2e9]])
+    a, b = Scripted("a", [[1e9]]), Scripted("b", [[2e9]])
     rows = [case(a, name="one", group="x", target=None)]
     rows += [case(b, name="two", group="y", target=None)]
     lines = shown(benchmark(*rows))
@@ -118,8 +118,8 @@ def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
         "redis",
         "mooncake by 8",
     ]
-    rates = [scripted(name, [[123.4e9]]) for name in names]
-    times = [scripted(name, [[0.1]]) for name in names]
+    rates = [Scripted(name, [[123.4e9]]) for name in names]
+    times = [Scripted(name, [[0.1]]) for name in names]
     long = "4 KiB push, cross-layer"
     lines = shown(
         benchmark(
@@ -135,7 +135,7 @@ def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
 def test_who_failed_or_is_missing_is_named_with_the_reason() -> None:
     whole = Benchmark(
         name="x",
-        cases=[case(scripted("kvwire"), scripted("a", failing="round"))] * 2,
+        cases=[case(Scripted("kvwire"), Scripted("a", failing="round"))] * 2,
         missing=[Missing("iperf3", "apt-get install iperf3")],
         notes=["One operation in flight."],
     )
@@ -149,8 +149,8 @@ def test_who_failed_or_is_missing_is_named_with_the_reason() -> None:
 
 
 def test_everything_is_in_the_document() -> None:
-    ours = scripted("kvwire", [[0.0], [1.0, 3.0], [2.0]])
-    theirs = scripted("other", [[4.0]])
+    ours = Scripted("kvwire", [[0.0], [1.0, 3.0], [2.0]])
+    theirs = Scripted("other", [[4.0]])
     whole = Benchmark(
         name="x",
         cases=[case(ours, theirs, target=0.5)],

@@ -6,14 +6,14 @@ import pytest
 
 from kvwire.cli.bench.pair import BenchError
 from kvwire.cli.bench.turns import steps, take_turns
-from tests.cli.bench.contenders import Log, benchmark, case, scripted
+from tests.cli.bench.contenders import Log, Scripted, benchmark, case
 
 ROUNDS = 4
 
 
 def test_everybody_takes_turns_and_who_begins_changes() -> None:
     log: Log = []
-    a, b = scripted("a", log=log), scripted("b", log=log)
+    a, b = Scripted("a", log=log), Scripted("b", log=log)
     take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     timed = [name for name, call in log if call == "round"][2:]
     assert "".join(timed) == "abbaabba"
@@ -21,7 +21,7 @@ def test_everybody_takes_turns_and_who_begins_changes() -> None:
 
 def test_the_bytes_are_checked_before_anything_is_timed() -> None:
     log: Log = []
-    a, b = scripted("a", log=log), scripted("b", log=log)
+    a, b = Scripted("a", log=log), Scripted("b", log=log)
     take_turns(benchmark(case(a, b), case(a)), ROUNDS, lambda _: None)
     calls = [call for _, call in log if call != "start"]
     assert [call for _, call in log].count("start") == 2
@@ -33,7 +33,7 @@ def test_the_bytes_are_checked_before_anything_is_timed() -> None:
 
 def test_samples_are_kept_round_by_round_without_the_first() -> None:
     warm_up = [99.0]
-    a = scripted("a", [warm_up, [1.0, 2.0], [3.0]])
+    a = Scripted("a", [warm_up, [1.0, 2.0], [3.0]])
     (finding,) = take_turns(benchmark(case(a)), 2, lambda _: None)
     found = finding.samples["a"]
     assert [list(sample.values) for sample in found.rounds] == [[1.0, 2.0], [3.0]]
@@ -42,7 +42,7 @@ def test_samples_are_kept_round_by_round_without_the_first() -> None:
 
 def test_progress_is_reported_as_often_as_announced() -> None:
     said: list[str] = []
-    whole = benchmark(case(scripted("a"), scripted("b")), case(scripted("a")))
+    whole = benchmark(case(Scripted("a"), Scripted("b")), case(Scripted("a")))
     take_turns(whole, ROUNDS, said.append)
     assert len(said) == steps(whole, ROUNDS) == 3 * (ROUNDS + 1)
     assert set(said) == {"1 KiB send: a", "1 KiB send: b"}
@@ -50,7 +50,7 @@ def test_progress_is_reported_as_often_as_announced() -> None:
 
 def test_a_contender_of_two_cases_is_started_once() -> None:
     log: Log = []
-    a = scripted("a", log=log)
+    a = Scripted("a", log=log)
     take_turns(benchmark(case(a), case(a)), 1, lambda _: None)
     assert [call for _, call in log].count("start") == 1
 
@@ -58,7 +58,7 @@ def test_a_contender_of_two_cases_is_started_once() -> None:
 @pytest.mark.parametrize("failing", ["start", "check", "round"])
 def test_everybody_is_stopped_when_what_is_judged_fails(failing: str) -> None:
     log: Log = []
-    a, b = scripted("a", log=log), scripted("b", log=log, failing=failing)
+    a, b = Scripted("a", log=log), Scripted("b", log=log, failing=failing)
     with pytest.raises(BenchError, match=f"b failed to {failing}"):
         take_turns(benchmark(case(a), case(b)), ROUNDS, lambda _: None)
     stopped = [name for name, call in log if call == "stop"]
@@ -68,7 +68,7 @@ def test_everybody_is_stopped_when_what_is_judged_fails(failing: str) -> None:
 @pytest.mark.parametrize("failing", ["start", "check", "round"])
 def test_a_peer_that_fails_is_out_of_the_case_with_its_reason(failing: str) -> None:
     log: Log = []
-    a, b = scripted("a", log=log), scripted("b", log=log, failing=failing)
+    a, b = Scripted("a", log=log), Scripted("b", log=log, failing=failing)
     (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     assert len(finding.samples["a"].rounds) == ROUNDS
     assert "b" not in finding.samples
@@ -79,7 +79,7 @@ def test_a_peer_that_fails_is_out_of_the_case_with_its_reason(failing: str) -> N
 
 def test_a_peer_that_failed_is_started_anew_for_its_next_case() -> None:
     log: Log = []
-    a, b = scripted("a", log=log), scripted("b", log=log, failing="check")
+    a, b = Scripted("a", log=log), Scripted("b", log=log, failing="check")
     findings = take_turns(benchmark(case(a, b), case(a, b)), 1, lambda _: None)
     assert [list(f.failures) for f in findings] == [["b"], ["b"]]
     assert log.count(("b", "start")) == log.count(("b", "stop")) == 2
@@ -87,7 +87,7 @@ def test_a_peer_that_failed_is_started_anew_for_its_next_case() -> None:
 
 def test_a_peer_that_cannot_start_is_tried_once() -> None:
     log: Log = []
-    a, b = scripted("a", log=log), scripted("b", log=log, failing="start")
+    a, b = Scripted("a", log=log), Scripted("b", log=log, failing="start")
     findings = take_turns(benchmark(case(a, b), case(a, b)), 1, lambda _: None)
     assert [list(f.failures) for f in findings] == [["b"], ["b"]]
     assert log.count(("b", "start")) == 1
@@ -95,7 +95,7 @@ def test_a_peer_that_cannot_start_is_tried_once() -> None:
 
 def test_an_interrupt_ends_it_with_what_there_is() -> None:
     log: Log = []
-    a, b = scripted("a", log=log), scripted("b", [[1.0], [1.0], []])
+    a, b = Scripted("a", log=log), Scripted("b", [[1.0], [1.0], []])
     (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     # One round that does not count, one that does, and who began has done another.
     assert [len(s.rounds) for s in finding.samples.values()] == [1, 1]
@@ -103,7 +103,7 @@ def test_an_interrupt_ends_it_with_what_there_is() -> None:
 
 
 def test_who_was_interrupted_before_the_first_round_has_failed() -> None:
-    a, b = scripted("a"), scripted("b", [[1.0], []])
+    a, b = Scripted("a"), Scripted("b", [[1.0], []])
     (finding,) = take_turns(benchmark(case(a, b)), ROUNDS, lambda _: None)
     assert len(finding.samples["a"].rounds) == 1
     assert "interrupted" in finding.failures["b"]
@@ -111,4 +111,4 @@ def test_who_was_interrupted_before_the_first_round_has_failed() -> None:
 
 def test_an_interrupt_before_anything_is_one() -> None:
     with pytest.raises(KeyboardInterrupt):
-        take_turns(benchmark(case(scripted("a", [[]]))), 1, lambda _: None)
+        take_turns(benchmark(case(Scripted("a", [[]]))), 1, lambda _: None)
