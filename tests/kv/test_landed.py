@@ -137,6 +137,21 @@ def test_boxes_cover_what_landed_and_the_lacking_what_did_not(
     assert [s for s in landed.lacking(whole) if plan.nbytes_of(s)] == []
 
 
+def test_whole_layers_are_one_box() -> None:
+    """However many segments they came in; and no more boxes than asked for."""
+    landed = Landed(plan_of({"a": (SPEC, [5, 3]), "b": (SPEC, [1])}))
+    for layer in (0, 1):
+        for block in (0, 1):
+            for segment in landed.plan.segments(layer, block, "a"):
+                landed.mark(segment)
+    (last,) = landed.plan.segments(2, None, "b")
+    landed.mark(last)
+    assert landed.boxes(9) == [Segment(0, 0, 2, 0, 2), last]
+    assert landed.boxes(1) == [Segment(0, 0, 2, 0, 2)]
+    (whole,) = landed.plan.segments(group="a")
+    assert landed.lacking(whole) == [Segment(0, 2, 1, 0, 2)]
+
+
 WIDE = KVSpec(layers=4, kv_heads=1, head_dim=1, block_tokens=1)
 
 

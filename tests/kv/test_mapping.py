@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvwire.kv.canonical import negotiate
 from kvwire.kv.geometry import describe
@@ -42,7 +43,22 @@ def blocks(*numbers: int) -> list[int]:
     return [number * BLOCK_BYTES for number in numbers]
 
 
+CROSS = ("block layer kv token head dim", (9, 3, 2, 2, 2, 4))
 LAYERS = ("layer block kv token head dim", (3, 9, 2, 2, 2, 4))
+
+
+def test_whole_blocks() -> None:
+    found = map_of(*CROSS, ids=[4, 1])
+    assert offsets(found, range(3), slice(0, 2)) == blocks(12, 3)
+    assert found.merged_axes(range(3)) == ("layer", "kv", "token", "head", "dim")
+
+
+def test_a_part_of_the_layers_and_granules() -> None:
+    found = map_of(*CROSS, ids=[4, 1, 7])
+    assert offsets(found, range(1, 3), slice(1, 3)) == [
+        4 * BLOCK_BYTES,
+        22 * BLOCK_BYTES,
+    ]
 
 
 def test_what_is_not_wanted_is_left_out() -> None:
@@ -50,6 +66,45 @@ def test_what_is_not_wanted_is_left_out() -> None:
     assert found.moved(slice(1, 3)).tolist() == [2]
     assert offsets(found, range(1), slice(0, 3)) == blocks(4, 7)
     assert len(found.fragments(range(1), slice(1, 2))) == 0
+
+
+def test_consecutive_blocks_are_merged_as_an_axis() -> None:
+    found = map_of(*LAYERS, ids=[3, 4, 5])
+    assert found.merged_axes(range(1)) == (
+        "layer",
+        "block",
+        "kv",
+        "token",
+        "head",
+        "dim",
+    )
+    assert found.fragments(range(1), slice(0, 3)).lengths.tolist() == [3 * BLOCK_BYTES]
+
+
+@pytest.mark.parametrize("tensor", [CROSS, LAYERS])
+def test_the_last_answer_is_moved_only_where_it_fits(
+    tensor: tuple[str, tuple[int, ...]],
+) -> None:
+    """Asked in any order, each answer is that of a map that was never asked before."""
+    asked = [
+        (range(1), slice(0, 2)),
+        (range(2, 3), slice(0, 2)),
+        (range(2, 3), slice(0, 1)),
+        (range(2), slice(0, 1)),
+        (range(1, 3), slice(0, 1)),
+        (range(3), slice(0, 2)),
+        (range(1), slice(0, 2)),
+    ]
+    used = map_of(*tensor, ids=[4, 1])
+    base = int(used.memory.bases.min())
+    for layers, granules in asked:
+        fresh = map_of(*tensor, ids=[4, 1])
+        found = used.fragments(layers, granules)
+        expected = fresh.fragments(layers, granules)
+        assert offsets(used, layers, granules) == offsets(fresh, layers, granules)
+        assert found.lengths.tolist() == expected.lengths.tolist()
+        assert found.owner is used.memory.owners
+        assert int(found.addresses.min()) >= base
 
 
 def test_layers_that_are_not_equally_far_apart() -> None:
