@@ -13,7 +13,7 @@ from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec
 from kvwire.proto.auth import Keys
-from kvwire.transfers.description import TransferOffer
+from kvwire.transfers.description import TRACE_BYTES, TransferOffer
 from kvwire.types import Role
 from kvwire.wire.control import _BODIES
 from kvwire.wire.header import _BODY_BYTES, FIRST_PAYLOAD_TYPE, FrameType
@@ -108,7 +108,7 @@ def test_the_table_of_a_description() -> None:
     types = " ".join(text for _, text, *_ in described)
     assert [number(text) for text in re.findall(r"[\d,]*\d", types)] == [
         *(1, limits.KV_GROUPS_MAX, 8, 8, 32, limits.KV_GROUPS_MAX),
-        *(limits.LANDED_BOXES_MAX, 0, 2, 32, 1, 16),
+        *(limits.LANDED_BOXES_MAX, 0, 2, 32, 1, 16, TRACE_BYTES),
     ]
 
 
