@@ -136,6 +136,11 @@ class Communicator(AsyncWith):
         return self._state.closed
 
     @property
+    def open_transfers(self) -> int:
+        """Count the transfers that have no outcome."""
+        return self._state.open_transfers
+
+    @property
     def quarantined_bytes(self) -> int:
         """Count the bytes of ended requests that a transport may still touch."""
         return self._state.quarantined_bytes

@@ -39,7 +39,7 @@ from kvwire.limits import (
     WITHDRAW_TIMEOUT_S,
 )
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.directory")
 
 Batch: TypeAlias = Mapping[str, bytes | None]
 """Values by their keys; None where a key is gone."""

@@ -23,12 +23,14 @@ from kvwire.driver.lanes.setup import LaneSetup
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
 from kvwire.driver.ports import DriverOwner
 from kvwire.driver.scratch import ScratchPool
+from kvwire.driver.unreceived_log import UnreceivedLog
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     CONTROL_QUEUE_BYTES_MAX,
     KIB,
     LINK_QUEUE_BYTES,
+    WAITING_LOG_S,
     WAKEUP_BYTES,
 )
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
@@ -44,7 +46,7 @@ from kvwire.proto.events import (
 )
 from kvwire.types import BufferId
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # Payload that whoever an event has woken waits for: some 50 us. More waits for them.
 _WOKEN_BYTES: Final = 256 * KIB
@@ -110,6 +112,7 @@ class ConnectionDriver(LinkHandler):
         self._loop = loop
         self._checks = ChecksumPolicy(owner.config.checksum)
         self._copies = ScratchPool()
+        self._unreceived = UnreceivedLog()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         # Bytes that had come by the last tick; when it was known that some had.
@@ -500,6 +503,14 @@ class ConnectionDriver(LinkHandler):
             core.heard(self._seen_at)
             self._seen_bytes, self._seen_at = self.link.received_bytes, now
         self._copies.trim()
+        for tag in self._unreceived.look(core.messages.oldest, now):
+            logger.warning(
+                "peer %s: a message of tag %d waits for more than %g s, and nobody "
+                "receives it; discard(tag) drops what is not wanted",
+                core.agreement.peer,
+                tag,
+                WAITING_LOG_S,
+            )
         core.tick(now)
         self.run()
         if core.error is None:

@@ -42,7 +42,7 @@ from kvwire.types import BufferId, Device
 if TYPE_CHECKING:
     from kvwire.driver.devices import Devices
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class DeviceStaging:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState
     from kvwire.endpoint.connection import ConnectionState
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class Acceptor:

@@ -33,7 +33,7 @@ from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.inspector import Inspector
 from kvwire.endpoint.membership import Membership
-from kvwire.endpoint.observers import Observers
+from kvwire.endpoint.observers import Observers, TransferLog, transfers_logger
 from kvwire.endpoint.peer import PeerState
 from kvwire.endpoint.reconnect import Reconnector
 from kvwire.endpoint.snapshot import (
@@ -74,7 +74,7 @@ from kvwire.wire.handshake_messages import (
     ConnectionParameters,
 )
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # As addresses of listeners they mean all of a host's.
 _EVERYWHERE: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
@@ -115,6 +115,8 @@ class CommunicatorState:
         self.buffers: BufferTable = BufferTable()
         self.counters: Counters = Counters()
         self.watchers: Observers[Any] = Observers()
+        if transfers_logger.isEnabledFor(logging.DEBUG):
+            self.watchers.add(TransferLog())
         self.thread: LoopThread = LoopThread()
         self.loop: asyncio.AbstractEventLoop = self.thread.loop
         self.inspector: Inspector = Inspector(self)
@@ -381,6 +383,11 @@ class CommunicatorState:
 
     # --- KV transfers -----------------------------------------------------------------
 
+    @property
+    def open_transfers(self) -> int:
+        """Count the transfers that have no outcome."""
+        return len(self.registry.live)
+
     def transfers(self) -> tuple[TransferSnapshot, ...]:
         """See :meth:`kvwire.Communicator.transfers`."""
         return transfer_snapshots(list(self.registry.live))
@@ -450,7 +457,9 @@ class CommunicatorState:
     ) -> None:
         """Forget a connection that has ended, and recover it if it was lost."""
         self._connections.pop(connection, None)
-        if not isinstance(error, ClosedOK):
+        if isinstance(error, ClosedOK):
+            logger.debug("connection to %s closed: %s", connection.peer, error)
+        else:
             logger.info("connection to %s ended: %s", connection.peer, error)
             self.counters.connections_lost += 1
             if not self.links_ended:
@@ -550,6 +559,7 @@ class CommunicatorState:
         self._add_driver(connection.driver)
         opening.hand_over(connection.driver)
         self._connections[connection] = None
+        logger.debug("connection to %s over %s", connection.peer, opening.scheme)
         self.counters.connections += 1
         return connection
 

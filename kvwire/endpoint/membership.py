@@ -17,7 +17,7 @@ from kvwire.directory import Change, ChangeKind, Directory, Record, open_directo
 from kvwire.directory.base import ended
 from kvwire.kv.paged import PagedCache
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # A folder of this user's own: what there is without any server.
 _DEFAULT: Final = "file:"

@@ -21,7 +21,9 @@ from kvwire.transfers.ports import ConnectionPort
 if TYPE_CHECKING:
     from kvwire.endpoint.connection import ConnectionState
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
+
+transfers_logger: logging.Logger = logging.getLogger("kvwire.transfers")
 
 # What users hold of a connection.
 C_contra = TypeVar("C_contra", contravariant=True)
@@ -102,6 +104,29 @@ class Observers(Generic[C]):
         for watcher in tuple(self._all):
             with _logged():
                 watcher.ended(_public(transfer), outcome, ran_on)
+
+
+class TransferLog:
+    """Writes a debug line for each begin and each end of a transfer."""
+
+    def begun(self, transfer: Incoming | Outgoing) -> None:
+        """See Observer."""
+        transfers_logger.debug("%r", transfer)
+
+    def ended(
+        self,
+        transfer: Incoming | Outgoing,
+        outcome: Outcome,
+        connections: tuple[object, ...],
+    ) -> None:
+        """See Observer."""
+        reasons = "; ".join(outcome.missing.reasons)
+        text = "%r: %d bytes in %.3f s%s; %s"
+        why = f", {reasons}" if reasons else ""
+        spent_s = outcome.timings.total_s
+        transfers_logger.debug(
+            text, transfer, outcome.nbytes, spent_s, why, outcome.timings
+        )
 
 
 def _public(transfer: KVTransfer) -> Incoming | Outgoing:

@@ -43,7 +43,7 @@ from kvwire.types import Address, Deadline
 if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # Waiting does not mend these; only where another member may be meant instead.
 _FINAL = (BackendUnavailable, HandshakeError, UsageError)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState
     from kvwire.endpoint.connection import ConnectionState
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 # The kernel's, or this process's, word that nobody listens there.
 _REFUSALS: Final = (ConnectionRefusedError, FileNotFoundError)

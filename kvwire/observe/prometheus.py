@@ -17,9 +17,15 @@ from typing import Final
 
 from kvwire import BlockStore, Communicator
 from kvwire.extras import needed_by
+from kvwire.observe.distributions import Distribution, TransferDistributions
 
 with needed_by("kvwire.observe.prometheus", extra="metrics"):
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
     from prometheus_client.registry import Collector
 
 # Name, what it counts, the field of Counters.
@@ -37,6 +43,20 @@ _COUNTS: Final = (
     ("kvwire_sent_bytes", "KV bytes that consumers have acknowledged", "sent_bytes"),
     ("kvwire_received_bytes", "KV bytes landed and verified", "received_bytes"),
 )
+# Name, what it shows, the field of TransferDistributions.
+_DISTRIBUTIONS: Final = (
+    (
+        "kvwire_transfer_exposed_seconds",
+        "Time of a KV transfer that waited neither for its peer nor for compute",
+        "exposed",
+    ),
+    (
+        "kvwire_transfer_queue_seconds",
+        "Time that a KV transfer waited for its peer to come",
+        "queue",
+    ),
+    ("kvwire_transfer_bytes", "KV bytes of a transfer that landed", "nbytes"),
+)
 _OUTCOMES: Final = ("complete", "partial", "failed")
 
 
@@ -45,10 +65,14 @@ class CommunicatorCollector(Collector):
 
     Args:
         communicator: Which one. It must not be closed while it is registered.
+            Transfers that begin from here on are in the distributions; so make it on
+            the communicator's loop.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
+        self._distributions = TransferDistributions()
+        communicator.watchers.add(self._distributions)
 
     def describe(self) -> list[Metric]:
         """Return nothing: names are known without the numbers."""
@@ -84,6 +108,44 @@ class CommunicatorCollector(Collector):
         )
         waiting.add_metric([name], communicator.quarantined_bytes)
         yield waiting
+        yield from self._by_peer(name)
+        for metric, text, field in _DISTRIBUTIONS:
+            histogram = HistogramMetricFamily(metric, text, labels=["communicator"])
+            found: Distribution = getattr(self._distributions, field)
+            histogram.add_metric([name], found.buckets, found.total)
+            yield histogram
+
+    def _by_peer(self, name: str) -> Iterator[Metric]:
+        """Yield what is open and what has ended, by peer as far as that is bounded."""
+        unreceived = GaugeMetricFamily(
+            "kvwire_unreceived_messages",
+            "Messages that are here, or announced, and that nobody receives",
+            labels=["communicator"],
+        )
+        live = self._communicator.live_connections
+        unreceived.add_metric([name], sum(sum(c.unreceived.values()) for c in live))
+        yield unreceived
+        open_now = GaugeMetricFamily(
+            "kvwire_open_transfers",
+            "KV transfers without an outcome",
+            labels=["communicator"],
+        )
+        open_now.add_metric([name], self._communicator.open_transfers)
+        yield open_now
+        labels = ["communicator", "peer", "role", "outcome"]
+        ends = CounterMetricFamily(
+            "kvwire_peer_transfers",
+            'KV transfer ends by peer; "other" beyond 64 peers',
+            labels=labels,
+        )
+        moved = CounterMetricFamily(
+            "kvwire_peer_bytes", "KV bytes that landed, by peer", labels=labels
+        )
+        for key, (count, nbytes) in sorted(self._distributions.peers.copy().items()):
+            ends.add_metric([name, *key], count)
+            moved.add_metric([name, *key], nbytes)
+        yield ends
+        yield moved
 
 
 # Name, what it counts, the field of StoreCounters.

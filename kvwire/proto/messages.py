@@ -183,6 +183,11 @@ class Messages:
         """Return how many messages of each tag wait for a receive."""
         return {tag: len(queue) for tag, queue in self._waiting.items()}
 
+    @property
+    def oldest(self) -> dict[int, UnreceivedMessage]:
+        """Return the oldest message of each tag that waits for a receive."""
+        return {tag: next(iter(queue)) for tag, queue in self._waiting.items()}
+
     def provide(self, request: RequestRecord, buffer: BufferId) -> None:
         """Give a receive the memory it wanted for the message it has met."""
         if request.over:

@@ -38,7 +38,7 @@ _FILE_BYTES_MAX: Final = 1024 * 1024
 _BEGIN_CERTIFICATE: Final = "-----BEGIN CERTIFICATE-----"
 _END_CERTIFICATE: Final = "-----END CERTIFICATE-----"
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class Credentials:

@@ -14,6 +14,7 @@ whatever its layout and block size.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, TypeVar, overload
@@ -52,6 +53,8 @@ from kvwire.store.tiers.registry import ELSEWHERE, PASSAGE, open_tier
 from kvwire.store.tiers.slabs import Slabs
 
 T = TypeVar("T")
+logger: logging.Logger = logging.getLogger("kvwire.store")
+
 HashTokens = int | Mapping[str, int] | None
 Write = Literal["through", "back"]
 
@@ -81,6 +84,8 @@ class BlockStore:
         self._closing = asyncio.Lock()
         # The tiers below that are not closed yet.
         self._open = list(below)
+        # Asked once: a call of the store is too cheap to ask each time.
+        self._logs = logger.isEnabledFor(logging.DEBUG)
         show_store(self)
 
     @staticmethod
@@ -347,6 +352,11 @@ class BlockStore:
         task = asyncio.get_running_loop().create_task(run)
         self._live[task] = work
         task.add_done_callback(self._live.pop)
+        if self._logs:
+            logger.debug("%s: %s of %d blocks", self.name, work.verb, work.blocks)
+            task.add_done_callback(
+                lambda _: logger.debug("%s: over, %r", self.name, self.counters)
+            )
         if RINGS and task.get_loop() in RINGS:
             ring, key = RINGS[task.get_loop()], f"store {id(work):x}"
             ring.note("begin", key, f"{work.blocks} blocks", work.verb)

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from kvwire.transfers.matching import TransferRegistry
     from kvwire.transfers.ports import ObserverPort
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.transfers")
 
 # A peer that has nothing else to say says so once in an interval.
 SILENT_INTERVALS = 1.5

@@ -36,7 +36,7 @@ from kvwire.transfers.settle import SettleAttempt
 if TYPE_CHECKING:
     from kvwire.proto.requests import RequestRecord
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.transfers")
 
 End = OutgoingState | IncomingState
 # A producer and a consumer of one name may live in one communicator, in tests above

@@ -46,6 +46,7 @@ def test_what_waits_is_dropped_too() -> None:
     arrival = pair.server.header(header)
     assert arrival is not None
     assert pair.server.core.messages.unreceived == {TAG: 4, 8: 1}
+    assert pair.server.core.messages.oldest.keys() == {TAG, 8}
     assert pair.server.core.messages.discard(TAG) == 4
     assert pair.server.core.messages.unreceived == {TAG: 1, 8: 1}
     pair.server.body(arrival, body)

@@ -16,7 +16,7 @@ from kvwire.driver.counters import Counters
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
 from kvwire.types import PeerInfo, TransportReport, TrustMode
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
 # Between the end of a lane and that of its control link, when a peer dies, there are a
 # few turns of the loop; a warning that comes this much later is not missed.

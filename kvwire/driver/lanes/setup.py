@@ -25,7 +25,7 @@ from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpe
 from kvwire.proto.state import CloseState
 from kvwire.types import Address
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
 # A peer that has refused a lane so often in a row, for two minutes or so, will not have
 # it: its device is gone for good, or its system's limits are reached.
@@ -201,6 +201,9 @@ class LaneSetup:
             self._check_alive()
             raise BackendUnavailable(endpoint.reason or "it broke as soon as it was up")
         self._core.lanes.ready(number)
+        logger.debug(
+            "peer %s: lane %d is up: %s", self._core.agreement.peer, number, name
+        )
         self._ready(endpoint)
         self._run()
         return endpoint

@@ -31,7 +31,7 @@ with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 @dataclasses.dataclass

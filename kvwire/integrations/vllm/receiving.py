@@ -20,7 +20,7 @@ from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.topology import RankRoute
 from kvwire.kv.blocks import Ids
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # What prefill has answered for is published already; if not, it never will be: it was
 # fetched before, or is another process now.

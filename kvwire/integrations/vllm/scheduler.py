@@ -46,7 +46,7 @@ from kvwire.integrations.vllm.topology import check_ranks
 from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.hashing import HashScheme
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 @dataclass(slots=True)

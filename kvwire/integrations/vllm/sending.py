@@ -19,7 +19,7 @@ from kvwire.integrations.vllm.metadata import Blocks, SendPrompt
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.topology import RankRoute
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 class PromptSend:

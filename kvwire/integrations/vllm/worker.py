@@ -37,7 +37,7 @@ from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
 from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 from kvwire.kv.spec import KVSpec
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # vLLM takes a step a millisecond while all it does is wait for KV, and each takes the
 # interpreter from the thread that moves it. A new request waits for so long at most.

@@ -24,7 +24,7 @@ from kvwire import Communicator, Connection, Engine
 from kvwire.errors import KVWireError, UsageError
 from kvwire.integrations.vllm.peers import Peers
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 _QUESTIONS: Final = 1
 _NUMBER_BYTES: Final = 8

@@ -26,7 +26,7 @@ from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
 from kvwire.integrations.vllm_store.metadata import NamedBlocks, StoreStep
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # vLLM takes a step a millisecond while all it does is wait for KV, and each takes the
 # interpreter from the thread that moves it. A new request waits for so long at most.

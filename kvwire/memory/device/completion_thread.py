@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from kvwire.memory.device.ops import Event
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.devices")
 
 Done: TypeAlias = Callable[[Exception | None], None]
 """Told on the loop that an event has fired, or how the device failed."""

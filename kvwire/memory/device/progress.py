@@ -41,7 +41,7 @@ import numpy as np
 from kvwire.errors import RequestCancelled, UsageError
 from kvwire.limits import KV_LAYERS_MAX
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.devices")
 
 WORD_BYTES: Final = 8
 _LAYER_BITS: Final = 16

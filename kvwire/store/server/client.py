@@ -45,7 +45,7 @@ from kvwire.store.server.messages import (
 if TYPE_CHECKING:
     from kvwire import Communicator, Connection, Request
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 class ActiveConnection:

@@ -45,7 +45,7 @@ from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore
 from kvwire.types import Address
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 class StoreServer:

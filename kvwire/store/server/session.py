@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from kvwire import Connection
     from kvwire.store.server.served import ServedStore
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
 _LANDED: Final = np.uint8(BlockResult.LANDED)

@@ -37,7 +37,7 @@ from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import Slabs
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 Demote = Callable[[IndexedSlots], Awaitable[str]]
 """Gives blocks to the tiers below that lack them; why some of them were not taken."""

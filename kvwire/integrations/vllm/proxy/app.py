@@ -30,7 +30,7 @@ with needed_by("the proxy", extra="vllm"):
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # Of a request's headers; the others are about one hop of it, or the client's own.
 _PASSED_HEADERS: Final = ("authorization", "x-request-id", "traceparent", "tracestate")

@@ -39,7 +39,7 @@ from kvwire.integrations.vllm.references import UNSIGNED, References
 with needed_by("the proxy", extra="vllm"):
     import httpx
 
-logger: logging.Logger = logging.getLogger("kvwire")
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500

@@ -1,0 +1,71 @@
+"""Distributions of transfers: what is counted where, and how many peers are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire.observe.distributions import (
+    OTHER,
+    PEERS_MAX,
+    Distribution,
+    TransferDistributions,
+)
+from kvwire.testing import loopback
+
+SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
+
+
+def cache() -> kvwire.PagedCache:
+    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 4, 1, 8), np.float16)])
+
+
+def test_buckets_count_what_is_at_most_their_bound() -> None:
+    found = Distribution((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 3.0):
+        found.add(value)
+    assert found.buckets == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
+    assert found.total == 6.0
+
+
+async def test_an_end_is_in_each_of_them_once() -> None:
+    seen = TransferDistributions()
+    async with loopback() as pair:
+        pair.a.watchers.add(seen)
+        out = pair.b.publish("x", cache(), [0, 1])
+        out.ready()
+        out.finish()
+        outcome = await pair.ab.pull("x", cache(), [2, 3])
+        await out
+    for found in (seen.exposed, seen.queue, seen.nbytes):
+        assert sum(found.counts) == 1
+    assert seen.nbytes.total == outcome.nbytes
+    times = outcome.timings
+    assert seen.exposed.total + seen.queue.total + times.mark_wait_s == pytest.approx(
+        times.total_s
+    )
+    assert seen.peers == {("b", "consumer", "complete"): (1, outcome.nbytes)}
+
+
+async def test_peers_are_bounded() -> None:
+    seen = TransferDistributions()
+    async with loopback() as pair:
+        inc = pair.ab.pull("x", cache(), [2, 3])
+        inc.abort()
+        outcome = await inc
+
+        class Named:
+            """A connection with another peer."""
+
+            def __init__(self, name: str) -> None:
+                self.peer = replace(pair.ab.peer, name=name)
+
+        for number in range(PEERS_MAX + 3):
+            one: Any = Named(f"peer-{number}")
+            seen.ended(inc, outcome, (one, one))
+    assert len(seen.peers) == PEERS_MAX + 1
+    assert seen.peers[OTHER, "consumer", "failed"] == (6, 0)
