@@ -7,6 +7,7 @@ import re
 from typing import Any, Final
 
 import kvwire
+from kvwire.integrations.vllm.metrics import FIELDS
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from tests.support.tree import ROOT
 
@@ -33,6 +34,12 @@ async def test_every_metric_that_is_asked_for_is_exported() -> None:
         asked = set(_NAME.findall((FOLDER / file).read_text()))
         assert len(asked) > 5
         assert not asked - names, file
+
+
+def test_every_metric_of_the_connector_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "howto" / "vllm.md").read_text()
+    named = set(re.findall(r"`vllm:kvwire_(\w+)`", page))
+    assert named == set(FIELDS)
 
 
 def test_the_dashboard_is_one_that_grafana_reads() -> None:

@@ -20,7 +20,7 @@ FIELDS: Final = {
     "sent_bytes": "Bytes that a prompt's KV had when it was sent.",
     "received_bytes": "Bytes of a prompt's KV that were fetched.",
     "wait_s": "Seconds until the other engine was ready for a transfer.",
-    "wire_s": "Seconds from the first to the last byte of a transfer.",
+    "wire_s": "Seconds in which payload of a transfer was under way.",
     "missing_blocks": "Blocks of a fetched prompt that did not arrive.",
 }
 # Sizes double, seconds too: from one small block, and from what a loop can tell apart.
