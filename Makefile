@@ -32,7 +32,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache demo-agent
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -91,6 +91,11 @@ wheel: $(DEV_STAMP)
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
 demo: $(DEMO_STAMP)
 	@$(DEMO_VENV)/bin/python $(RUN) kvwire demo $(ARGS)
+
+# An agent whose prompt grows, with a store and without, across a restart.
+demo-agent: $(TORCH_STAMP)
+	@mkdir -p build
+	@$(TORCH_VENV)/bin/python examples/agent_loop.py --plot build/agent.svg $(ARGS)
 
 # The tests that need torch and transformers.
 test-torch: $(TORCH_STAMP)
