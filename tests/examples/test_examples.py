@@ -22,13 +22,13 @@ pytestmark = pytest.mark.timeout(60)
 EXAMPLES = ROOT / "examples"
 
 
-def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 50) -> str:
+def run_example(name: str, folder: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=50,
         check=False,
     )
     assert done.returncode == 0, done.stderr
