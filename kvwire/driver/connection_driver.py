@@ -107,6 +107,7 @@ class ConnectionDriver(LinkHandler):
         self.held: dict[BufferId, memoryview] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
         self._core = core
+        self._chunks = core.chunks
         self._on_event = on_event
         self._buffers = owner.buffers
         self._loop = loop
@@ -249,7 +250,7 @@ class ConnectionDriver(LinkHandler):
         if self._running:
             return  # called from inside a run, which goes on until nothing is left
         outbox = core.outbox
-        if outbox.events or outbox.frames or core.sending or self.staging.ready:
+        if outbox.events or outbox.frames or self._chunks.sending or self.staging.ready:
             self._drain(core, its_turn=its_turn)
         if self._buffers.holds.drained:
             self._buffers.collect()
@@ -294,7 +295,7 @@ class ConnectionDriver(LinkHandler):
                 if outbox.events:
                     woken |= self._dispatch_all(core)
                     continue
-                if queued or core.sending or self.staging.ready:
+                if queued or self._chunks.sending or self.staging.ready:
                     self._send(core, put_off=woken and not its_turn)
                     queued = False
                 if self._scheduler.dirty:
@@ -354,7 +355,7 @@ class ConnectionDriver(LinkHandler):
         moved_bytes = 0
         while True:
             queued_bytes = 0
-            if core.sending or self.staging.ready:
+            if self._chunks.sending or self.staging.ready:
                 if put_off and self._is_much(core, moved_bytes):
                     self._put_off()
                 if self._again is None:

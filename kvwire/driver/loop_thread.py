@@ -49,7 +49,8 @@ class LoopThread:
         Raises:
             UsageError: Names both threads or processes, and the way out.
         """
-        self.check_process(call)
+        if self.ident == FORKED:
+            self.check_process(call)
         running = asyncio._get_running_loop()  # noqa: SLF001 - None where none runs
         if running is self.loop:
             self.ident = threading.get_ident()  # the loop may have moved

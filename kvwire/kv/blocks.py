@@ -77,10 +77,10 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
             raise UsageError(
                 f"blocks: group {name!r} is missing; pass [] for no blocks"
             )
-    lists = BlockLists(
-        (name, _checked(blocks[name], name, pools[name])) for name in pools
-    )
-    total = sum([ids.size for ids in lists.values()])
+    lists, total = BlockLists(), 0
+    for name, num_blocks in pools.items():
+        lists[name] = _checked(blocks[name], name, num_blocks)
+        total += lists[name].size
     if not 0 < total <= limits.KV_BLOCKS_MAX:
         raise UsageError(
             f"blocks: {total} blocks; a transfer has 1 to {limits.KV_BLOCKS_MAX}"

@@ -142,7 +142,7 @@ class Fragments:
 
     def merged(self) -> Fragments:
         """Return the same stream, with touching fragments joined."""
-        if len(self) < 2:
+        if self.addresses.size < 2:
             return self
         touches = self.addresses[1:] == self.addresses[:-1] + self.lengths[:-1]
         if not np.logical_or.reduce(touches):

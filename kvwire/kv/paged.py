@@ -41,20 +41,22 @@ class PagedCache:
     Attributes:
         groups: The cache's groups by name; a plain cache has one, ``"kv"``.
         device: What its memory belongs to; None for host memory.
+        writable: Whether every tensor may be written to, so may receive.
 
     Raises:
         UsageError: A tensor does not fit spec or layout; names tensor and field.
     """
 
-    __slots__ = ("_known", "device", "groups")
+    __slots__ = ("_known", "device", "groups", "writable")
 
     groups: Mapping[str, CacheGroup]
     device: Device | None
+    writable: bool
 
     def __init__(self, spec: KVSpec, tensors: object, layout: Layout = "NHD") -> None:
         group = CacheGroup(DEFAULT_GROUP, spec, tensors, layout)
         self.groups = {DEFAULT_GROUP: group}
-        self.device = group.device
+        self.device, self.writable = group.device, group.writable
         self._known: dict[object, Any] = {}
 
     @classmethod
@@ -86,6 +88,7 @@ class PagedCache:
         for group in cache.groups.values():
             _check_device(group.device, first.device, f"group {group.name!r}", "group")
         cache.device = first.device
+        cache.writable = all(group.writable for group in cache.groups.values())
         cache._known = {}  # noqa: SLF001 - of its own class
         return cache
 
@@ -111,11 +114,6 @@ class PagedCache:
             UsageError: The cache has several groups.
         """
         return self._only().num_blocks
-
-    @property
-    def writable(self) -> bool:
-        """Tell whether every tensor may be written to, so may receive."""
-        return all(group.writable for group in self.groups.values())
 
     def block_lists(self, blocks: Blocks) -> BlockLists:
         """Check block ids against this cache; see :func:`kvwire.kv.blocks.block_lists`.

@@ -46,11 +46,10 @@ def checksum(payload: Payload) -> int:
 
 def is_scattered(payload: Payload) -> bool:
     """Tell whether a payload has to be gathered to make its checksum."""
-    return (
-        not isinstance(payload, memoryview)
-        and len(payload) >= _FEW_FRAGMENTS
-        and payload.nbytes < _GATHER_BELOW_BYTES * len(payload)
-    )
+    if isinstance(payload, memoryview):
+        return False
+    count = payload.addresses.size
+    return count >= _FEW_FRAGMENTS and payload.nbytes < _GATHER_BELOW_BYTES * count
 
 
 def _add_each(state: xxhash.xxh3_64, addresses: Array, lengths: Array) -> None:

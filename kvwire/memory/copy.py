@@ -157,14 +157,14 @@ def _places(payload: Payload, offsets: Array) -> Array:
     """Return where the bytes at these offsets of a payload lie in memory."""
     if isinstance(payload, memoryview):
         return offsets + np.uint64(_address(payload))
-    if offsets.size == len(payload):
+    if offsets.size == payload.addresses.size:
         return payload.addresses  # no border of the other side is within a fragment
     index = np.searchsorted(payload.starts, offsets, "right") - 1
     return payload.addresses[index] + (offsets - payload.starts[index])
 
 
 def _is_list(payload: Payload) -> bool:
-    return isinstance(payload, Fragments) and len(payload) > 1
+    return isinstance(payload, Fragments) and payload.addresses.size > 1
 
 
 def _numpy_is_faster(lengths: Array, knee_bytes: int) -> bool:

@@ -82,6 +82,7 @@ class ConnectionCore:
         agreement: What the handshake agreed on.
         outbox: Frames to send and events to deal with.
         holds: Shared by the connections of a communicator.
+        chunks: Payload under way.
         lanes: Data paths beside the control link.
         phase: How far the connection is.
         error: Why it is closed, once it is.
@@ -106,13 +107,13 @@ class ConnectionCore:
         self.phase: CloseState = CloseState.OPEN
         self.error: ConnectionClosed | None = None
         self._requests = RequestTable(role, self.outbox, holds)
-        self._chunks: ChunkMover = ChunkMover(
+        self.chunks: ChunkMover = ChunkMover(
             self._requests, holds, agreement.parameters.chunk_bytes
         )
         self.messages: Messages = Messages(
             self.outbox,
             self._requests,
-            self._chunks,
+            self.chunks,
             holds,
             mine=parameters,
             theirs=agreement.peer_parameters,
@@ -120,7 +121,7 @@ class ConnectionCore:
         self.transfers: Transfers = Transfers(
             self.outbox,
             self._requests,
-            self._chunks,
+            self.chunks,
             holds,
             agreement.parameters.chunk_bytes,
             brief=bool(agreement.parameters.features & BRIEF_TRANSFERS),
@@ -128,13 +129,13 @@ class ConnectionCore:
         self.lanes: LaneTable = LaneTable(
             role,
             self.outbox,
-            self._chunks,
+            self.chunks,
             place=self._data_header,
             landed=self._data_landed,
         )
         self._grants = Grants(agreement.keys.grant[role])
         self._onesided = OneSided(
-            self.outbox, self._requests, self._chunks, self._grants
+            self.outbox, self._requests, self.chunks, self._grants
         )
         self._liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
@@ -259,7 +260,7 @@ class ConnectionCore:
         if chunk.lane:
             dropped = self.lanes.payload_sent(chunk)
         else:
-            self._chunks.chunk_sent(chunk)
+            self.chunks.chunk_sent(chunk)
         self._settle()
         return dropped
 
@@ -270,7 +271,7 @@ class ConnectionCore:
 
     def link_lost(self, error: ConnectionClosed | None = None) -> None:
         """End the link, which touches no memory any more."""
-        self._chunks.link_gone()
+        self.chunks.link_gone()
         self.lanes.link_gone()
         self.messages.link_gone()
         if not self.closed:
@@ -284,17 +285,17 @@ class ConnectionCore:
         """Return the next piece of payload to send, if any."""
         if self.error is not None:
             return None
-        return self._chunks.next_chunk(burst)
+        return self.chunks.next_chunk(burst)
 
     @property
     def sending(self) -> bool:
         """Tell whether ``next_chunk`` may have something."""
-        return self.error is None and self._chunks.sending
+        return self.error is None and self.chunks.sending
 
     @property
     def due_bytes(self) -> int:
         """Return how much is unsent of what the next chunk is a part of."""
-        return 0 if self.error is not None else self._chunks.due_bytes
+        return 0 if self.error is not None else self.chunks.due_bytes
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """Return a chunk's header; frames are numbered as called."""
@@ -486,13 +487,13 @@ class ConnectionCore:
     def _data_header(self, header: Header) -> ChunkArrival:
         if header.segment:
             return self.transfers.data_header(header)
-        return self._chunks.data_header(header)
+        return self.chunks.data_header(header)
 
     def _data_landed(self, arrival: ChunkArrival, intact: bool) -> None:
         if arrival.header.segment:
             self.transfers.data_landed(arrival, intact=intact)
         else:
-            self._chunks.data_landed(arrival, intact=intact)
+            self.chunks.data_landed(arrival, intact=intact)
 
     def _peer_closed(self, body: Close) -> None:
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):

@@ -492,7 +492,8 @@ class KVTransfer:
         self._outcome = outcome
         self.communicator.counters.transfer_ended(outcome, received=self.receives)
         self._done.set_result(outcome)
-        self.stop_lease()
+        if self._lease is not None:
+            self.stop_lease()
         if self._expiry is not None:
             self._expiry.cancel()
         self._busy += 1
