@@ -421,7 +421,7 @@ class ConnectionDriver(LinkHandler):
             if chunk is None:
                 break
             queued_bytes += self._send_chunk(core, chunk, endpoint)
-            if one:
+            if one or not (ready or self._chunks.sending):
                 break
         return queued_bytes
 

@@ -391,9 +391,9 @@ class Transfers:
                 "KVW-TR-07", f"payload for segment {header.segment}, not marked"
             )
         numbers = self._chunks.chunk_numbers(header, segment.nbytes)
-        if any(segment.arrived[number] for number in numbers):
-            raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
         for number in numbers:
+            if segment.arrived[number]:
+                raise UnexpectedFrame("KVW-DT-03", f"chunk {header.offset} came twice")
             segment.arrived[number] = CHUNK_ARRIVING
         return self._chunks.land(header, segment.buffer, header.offset, segment=segment)
 

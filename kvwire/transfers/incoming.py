@@ -394,7 +394,7 @@ class IncomingState(KVTransfer):
         raise UsageError(f"layer {layer} is not in this cache")
 
     def _has(self, layer: int, group: str | None) -> bool:
-        return self.planned and self.landed.layer(layer, group)
+        return bool(self.peer_id) and self.landed.layer(layer, group)
 
     def _open_gates(self) -> None:
         for (layer, group), gates in list(self._gates.items()):
