@@ -22,21 +22,21 @@ pytestmark = pytest.mark.timeout(120)
 # commit; what makes it cheaper lowers its line. The last word of a transfer has a frame
 # of its own where the next transfer comes late.
 CEILINGS: Final = {
-    "first pull, 64 KiB, 16 layers": (675, 5),
-    "pull, 64 KiB, 16 layers": (800, 6),
-    "pull, 256 KiB, 16 layers": (800, 6),
-    "push, 256 KiB, 16 layers": (815, 6),
-    "push, 4 MiB, 32 layers": (1240, 9),
-    "ready of a layer, 64 KiB": (320, 3),
-    "round trip, 64 B": (184, 2),
-    "send, 64 KiB": (280, 3),
-    "send, 1 MiB": (275, 3),
-    "put, 64 KiB": (245, 3),
-    "get, 64 KiB": (213, 2),
-    "store put, 64 KiB": (1350, 8),
-    "store get, 64 KiB": (875, 4),
-    "store put, 1 MiB": (1800, 11),
-    "store get, 1 MiB": (1290, 7),
+    "first pull, 64 KiB, 16 layers": (640, 5),
+    "pull, 64 KiB, 16 layers": (760, 6),
+    "pull, 256 KiB, 16 layers": (760, 6),
+    "push, 256 KiB, 16 layers": (775, 6),
+    "push, 4 MiB, 32 layers": (1185, 9),
+    "ready of a layer, 64 KiB": (301, 3),
+    "round trip, 64 B": (181, 2),
+    "send, 64 KiB": (268, 3),
+    "send, 1 MiB": (263, 3),
+    "put, 64 KiB": (236, 3),
+    "get, 64 KiB": (203, 2),
+    "store put, 64 KiB": (1320, 8),
+    "store get, 64 KiB": (860, 4),
+    "store put, 1 MiB": (1760, 11),
+    "store get, 1 MiB": (1255, 7),
 }
 # A wake-up more or less; a ping.
 _MARGIN: Final = 1.03
