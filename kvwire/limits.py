@@ -250,6 +250,10 @@ CANCEL_AGAIN_S: Final = 0.2
 # member, and a resolver a round trip.
 FILE_INTERVAL_S: Final = 0.5
 DNS_INTERVAL_S: Final = 5.0
+# How often the endpoints of Kubernetes are listed anew; changes come at once.
+KUBERNETES_INTERVAL_S: Final = 30.0
+# What its API server may say at once: 1,000 endpoints have half a megabyte.
+KUBERNETES_ANSWER_BYTES_MAX: Final = 16 * MIB
 
 # Peers that one communicator knows by name; each may hold a connection.
 PEERS_MAX: Final = 4096

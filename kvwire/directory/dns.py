@@ -39,9 +39,9 @@ class DnsDirectory(Directory):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        where = Address.parse(f"dns://{self.url.netloc}")
+        where = Address.parse(f"{self.url.scheme}://{self.url.netloc}")
         if not where.host or not where.port:
-            raise UsageError(f'directory {self}: write "dns://name:port"')
+            raise UsageError(f'directory {self}: write "{self.url.scheme}://name:port"')
         self._host, self._port = where.host, where.port
         self._interval_s = self.seconds("interval_s")
         self._record("::1")  # whatever the URL says is checked here
@@ -78,12 +78,13 @@ class DnsDirectory(Directory):
             yield {record.key: record.encode() for record in records}
             await asyncio.sleep(self._interval_s)
 
-    def _record(self, host: str) -> Record:
+    def _record(self, host: str, name: str = "", node: str | None = None) -> Record:
         record = Record(
-            name=host,
+            name=name or host,
             address=str(Address(self.given["scheme"], host, self._port)),
             role=self.given["role"],
             model=self.given["model"],
+            labels={"node": node} if node else {},
             lease_s=3 * self._interval_s,
         )
         record.encode()

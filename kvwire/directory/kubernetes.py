@@ -1,0 +1,235 @@
+"""Kubernetes as a directory: the endpoints of a Service, as its API server tells them.
+
+Kubernetes says who is there and ready; what they do is said in the URL. The slices of
+the Service are listed, and then watched, so that a change arrives at once. Every
+``interval_s`` the watch ends and the list is read anew: that is the sign of life that
+renews a member, and it mends whatever a watch may have missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import ClassVar, Final
+
+import msgspec
+
+from kvwire.directory.base import Batch
+from kvwire.directory.dns import DnsDirectory
+from kvwire.errors import ConnectError, UsageError
+from kvwire.extras import needed_by
+from kvwire.limits import (
+    DIRECTORY_RETRY_S,
+    KUBERNETES_ANSWER_BYTES_MAX,
+    KUBERNETES_INTERVAL_S,
+)
+
+with needed_by("a directory in Kubernetes", extra="kubernetes"):
+    import httpx
+
+_CONNECT_S: Final = 5.0
+# The API server ends a watch itself; one that is silent for so long after is gone.
+_SILENCE_S: Final = 5.0
+_GONE: Final = 410
+
+
+class _Target(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+class _Conditions(msgspec.Struct, frozen=True):
+    ready: bool | None = None
+
+
+class _Endpoint(msgspec.Struct, frozen=True, rename="camel"):
+    addresses: list[str] = []
+    conditions: _Conditions = _Conditions()
+    target_ref: _Target = _Target()
+    node_name: str | None = None
+
+
+class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    name: str = ""
+    resource_version: str = ""
+
+
+class _Slice(msgspec.Struct, frozen=True):
+    metadata: _Metadata = _Metadata()
+    endpoints: list[_Endpoint] | None = None
+
+
+class _List(msgspec.Struct, frozen=True):
+    metadata: _Metadata
+    items: list[_Slice] | None = None
+
+
+class _Event(msgspec.Struct, frozen=True):
+    type: str
+    object: _Slice
+
+
+class KubernetesDirectory(DnsDirectory):
+    """Finds members by a Service: ``k8s://decode.default:7400?role=decode``.
+
+    The pod's service account has to be allowed to list and watch ``endpointslices``.
+
+    Raises:
+        UsageError: The URL is not ``k8s://service.namespace:port``, a value is not
+            allowed, or there is no API server: this is no pod, and ``api`` is not
+            given.
+    """
+
+    options: ClassVar[Mapping[str, str]] = {
+        **DnsDirectory.options,
+        "interval_s": str(KUBERNETES_INTERVAL_S),
+        "api": "",
+        "account": "/var/run/secrets/kubernetes.io/serviceaccount",
+    }
+    read_only = "Kubernetes"
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        service, _, namespace = self._host.partition(".")
+        if not namespace:
+            raise UsageError(f'directory {self}: write "k8s://service.namespace:port"')
+        self._api = self.given["api"] or _api_of_pod()
+        if not self._api.startswith(("https://", "http://")):
+            raise UsageError(f'directory {self}: outside a pod give "api=https://..."')
+        self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
+
+    async def follow(self) -> AsyncGenerator[Batch, None]:
+        """See :meth:`Directory.follow`.
+
+        Cancel safety: safe, it only looks.
+        """
+        async with self._reported(), self._client() as client:
+            known: dict[str, bytes] = {}
+            while True:
+                version, slices = await self._list(client)
+                known, batch = _changed(known, slices, renew=True)
+                yield batch
+                async with aclosing(self._watch(client, version)) as events:
+                    async for event in events:
+                        name = event.object.metadata.name
+                        slices.pop(name, None)
+                        if event.type != "DELETED":
+                            slices[name] = self._members(event.object)
+                        known, batch = _changed(known, slices, renew=False)
+                        yield batch
+                await asyncio.sleep(DIRECTORY_RETRY_S)
+
+    async def _list(
+        self, client: httpx.AsyncClient
+    ) -> tuple[str, dict[str, dict[str, bytes]]]:
+        """Return the version of the list, and the members of each slice."""
+        body = bytearray()
+        async with client.stream("GET", self._path, params=self._query) as answer:
+            await _accepted(answer)
+            async for part in answer.aiter_bytes():
+                body += part
+                _check_size(len(body))
+        found = msgspec.json.decode(body, type=_List)
+        slices = {s.metadata.name: self._members(s) for s in found.items or ()}
+        return found.metadata.resource_version, slices
+
+    async def _watch(
+        self, client: httpx.AsyncClient, version: str
+    ) -> AsyncGenerator[_Event, None]:
+        """Yield changes since a version, until the API server ends it."""
+        query = self._query | {
+            "watch": "1",
+            "resourceVersion": version,
+            "timeoutSeconds": str(max(1, round(self._interval_s))),
+        }
+        rest = bytearray()
+        async with client.stream("GET", self._path, params=query) as answer:
+            if answer.status_code == _GONE:
+                return
+            await _accepted(answer)
+            async for part in answer.aiter_bytes():
+                *lines, last = (rest + part).split(b"\n")
+                rest = bytearray(last)
+                _check_size(len(rest))
+                for line in filter(None, lines):
+                    event = msgspec.json.decode(line, type=_Event)
+                    if event.type == "ERROR":
+                        return  # the version is too old: everything is read anew
+                    if event.type != "BOOKMARK":
+                        yield event
+
+    def _members(self, found: _Slice) -> dict[str, bytes]:
+        """Return the records of a slice's endpoints that are ready."""
+        members: dict[str, bytes] = {}
+        for endpoint in found.endpoints or ():
+            host = next(iter(endpoint.addresses), "")
+            if not host or endpoint.conditions.ready is False:
+                continue
+            try:
+                record = self._record(
+                    host, endpoint.target_ref.name, endpoint.node_name
+                )
+            except UsageError:
+                members[host] = b""  # no record: it is counted, and passed over
+            else:
+                members[record.key] = record.encode()
+        return members
+
+    def _client(self) -> httpx.AsyncClient:
+        """Make a client with what the service account's folder has now."""
+        account = Path(self.given["account"])
+        token, ca = account / "token", account / "ca.crt"
+        return httpx.AsyncClient(
+            base_url=self._api,
+            headers=(
+                {"Authorization": f"Bearer {token.read_text().strip()}"}
+                if token.exists()
+                else {}
+            ),
+            verify=ssl.create_default_context(cafile=ca if ca.exists() else None),
+            timeout=httpx.Timeout(_CONNECT_S, read=self._interval_s + _SILENCE_S),
+            trust_env=False,
+        )
+
+    @asynccontextmanager
+    async def _reported(self) -> AsyncIterator[None]:
+        """Raise what the library raises as what this contract promises."""
+        try:
+            yield
+        except (httpx.HTTPError, msgspec.MsgspecError, UsageError, OSError) as exc:
+            text = str(exc) or type(exc).__name__
+            raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
+
+
+def _api_of_pod() -> str:
+    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"https://{f'[{host}]' if ':' in host else host}:{port}" if host else ""
+
+
+async def _accepted(answer: httpx.Response) -> None:
+    if answer.status_code != httpx.codes.OK:
+        raise OSError(f"the API server says {answer.status_code}")
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > KUBERNETES_ANSWER_BYTES_MAX:
+        raise OSError(f"an answer of more than {KUBERNETES_ANSWER_BYTES_MAX} bytes")
+
+
+def _changed(
+    known: dict[str, bytes], slices: Mapping[str, Mapping[str, bytes]], *, renew: bool
+) -> tuple[dict[str, bytes], dict[str, bytes | None]]:
+    """Return who is there now, and the batch that says what has changed.
+
+    An endpoint that moves from one slice to another is in both for a while, or in
+    neither; only the union of all slices counts.
+    """
+    now = {key: value for part in slices.values() for key, value in part.items()}
+    batch: dict[str, bytes | None] = dict.fromkeys(known.keys() - now.keys())
+    batch |= {k: v for k, v in now.items() if renew or known.get(k) != v}
+    return now, batch
