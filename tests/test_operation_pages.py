@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib.util
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +34,15 @@ def texts(tree: ast.AST) -> Iterator[str]:
 
 
 def code_texts() -> set[str]:
-    files = [*(ROOT / "kvwire").rglob("*.py"), *(ROOT / "backends").rglob("*.py")]
-    return {text for f in files for text in texts(ast.parse(f.read_text()))}
+    """Every text of the code that is installed."""
+    found: set[str] = set()
+    for package in ("kvwire", *(f"kvwire_{name}" for name in ("local", "tcp", "ucx"))):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        for folder in spec.submodule_search_locations or ():
+            for file in Path(folder).rglob("*.py"):
+                found.update(texts(ast.parse(file.read_text())))
+    return found
 
 
 def quoted_messages(page: str) -> list[str]:
