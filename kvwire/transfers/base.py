@@ -250,8 +250,8 @@ class KVTransfer:
     # Which end it is.
     receives = False
     # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
-    trace = b""
-    peer_trace = b""
+    trace: bytes = b""
+    peer_trace: bytes = b""
     _own_trace = False
     # It was open at the last look, and the log has named it.
     seen_open = False
