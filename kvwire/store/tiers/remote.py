@@ -73,6 +73,9 @@ class RemoteTier(Tier):
     async def open(cls, address: TierAddress) -> RemoteTier:
         """Open a tier: ``kvwire://HOST:PORT?psk_file=FILE&timeout=SECONDS``.
 
+        Instead of a key ``tls_cert_file``, ``tls_key_file``, ``tls_ca_file`` and
+        ``tls_peers`` (with commas between them), as in :class:`kvwire.Config`.
+
         ``KVWIRE_*`` environment variables count as for every communicator. A server
         that cannot be reached is no error: ``error`` says so, and it is dialled
         again.
@@ -85,7 +88,7 @@ class RemoteTier(Tier):
 
         Cancel safety: nothing stays open.
         """
-        address.require("psk_file", "timeout")
+        address.require("psk_file", *_CERTIFICATES, "timeout")
         if not address.place.startswith("//"):
             raise UsageError(f"tier {address.text!r}: write kvwire://HOST:PORT")
         timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
@@ -307,6 +310,8 @@ class RemoteTier(Tier):
         return results
 
 
+# The keys of Config by which a server and its clients know each other in mtls.
+_CERTIFICATES: Final = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 _Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[BlockResults]]
 _Asked = tuple[int, NamespaceText, Names, int]
 
@@ -321,6 +326,12 @@ def _config(address: TierAddress) -> Config:
     }
     if "psk_file" in address.options:
         arguments |= {"trust": "psk", "psk_file": address.options["psk_file"]}
+    given = {
+        key: address.options[key] for key in _CERTIFICATES if key in address.options
+    }
+    if given:
+        arguments |= {"trust": "mtls", **given}
+        arguments["tls_peers"] = given.get("tls_peers", "").split(",")
     return Config.load(None, **arguments)
 
 
