@@ -20,6 +20,9 @@ FORBIDDEN: Final = frozenset(
 # all that does not depend on the input.
 BYTES_PER_BYTE: Final = 4
 BYTES_ALWAYS: Final = 64 * KIB
+# What a target keeps of its own: the other side, and a record of all that happened. It
+# hangs on when garbage is collected.
+TARGET_BYTES: Final = 24 * KIB
 
 
 class Ran(BaseException):
@@ -69,4 +72,4 @@ def peak_bytes(run: Run, data: bytes) -> tuple[int, int]:
 
 def allowed_bytes(data: bytes, fed: int) -> int:
     """How much memory such a run may take."""
-    return BYTES_PER_BYTE * max(len(data), fed) + BYTES_ALWAYS
+    return BYTES_PER_BYTE * max(len(data), fed) + BYTES_ALWAYS + TARGET_BYTES

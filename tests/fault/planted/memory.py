@@ -14,7 +14,7 @@ BUGS: Final = (
         name="an abort frees memory without waiting for the link",
         module="kvwire.proto.connection",
         before="        self.outbox.shut = True\n",
-        after="        self.outbox.shut = True\n        self._chunks.link_gone()\n",
+        after="        self.outbox.shut = True\n        self.chunks.link_gone()\n",
         rules=_TOUCHED,
     ),
     Planted(
