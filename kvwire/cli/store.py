@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,7 @@ def serve(
     read_only: bool = False,
     berth: str = "",
     write: Literal["through", "back"] = "through",
+    metrics: str = "",
 ) -> None:
     """Serve a store to other processes, whose tier it is as kvwire://HOST:PORT.
 
@@ -52,6 +54,8 @@ def serve(
         berth: The most that one transfer moves, so the largest block; 16MiB.
         write: When a put is complete: "through", when a disk has it, or "back", when
             memory has it.
+        metrics: Answer GET of /metrics (Prometheus) and /health here, to anybody who
+            can reach it; such as 127.0.0.1:9400. Needs the extra `metrics`.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -61,7 +65,7 @@ def serve(
         if berth
         else STORE_BERTH_BYTES
     )
-    _run(_serve(listen, tier, write, settings), listen)
+    _run(_serve(listen, tier, write, metrics, settings), listen)
 
 
 @app.command
@@ -106,6 +110,7 @@ async def _serve(
     listen: str,
     tiers: list[str],
     write: Literal["through", "back"],
+    metrics: str,
     settings: dict[str, Any],
 ) -> None:
     stop = asyncio.Event()
@@ -118,8 +123,16 @@ async def _serve(
     ):
         # Not wrapped: scripts read the port from it.
         console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-        console.print(f"serving {', '.join(tiers)} on {server.address}; Ctrl-C ends")
-        await stop.wait()
+        also = ""
+        with contextlib.ExitStack() as stack:
+            if metrics:
+                from kvwire.observe.http import MetricsServer  # noqa: PLC0415 - an extra
+
+                monitored = stack.enter_context(MetricsServer(store, metrics))
+                also = f"; metrics at {monitored.url}"
+            served = f"{', '.join(tiers)} on {server.address}"
+            console.print(f"serving {served}{also}; Ctrl-C ends")
+            await stop.wait()
 
 
 def _show(report: StatsReport) -> None:

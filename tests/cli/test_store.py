@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import msgspec
 import pytest
@@ -75,6 +76,15 @@ async def test_read_only_and_with_a_key(tmp_path: Path, run: Run) -> None:
         async with BlockStore.open([f"{server.where}?psk_file={key}"]) as store:
             put = await store.put(chain(1), Filled(seed=1).cache, [0])
             assert "read-only" in put.missing["kv", 0]
+
+
+async def test_a_monitor_reads_numbers_and_health() -> None:
+    async with serving("--tier", "memory:1MiB", "--metrics", "127.0.0.1:0") as server:
+        url = server.said.partition("metrics at ")[2].partition(";")[0]
+        for path, expected in (("/metrics", "kvwire_store_puts"), ("/health", "ok")):
+            wanted = url.removesuffix("/metrics") + path
+            with await asyncio.to_thread(urlopen, wanted, timeout=10) as answer:
+                assert expected in answer.read().decode()
 
 
 def test_long_names_have_a_line_of_their_own(

@@ -18,9 +18,13 @@ class ServerProcess:
     Attributes:
         where: The tier that it is.
         port: Where it listens.
+        said: What it said when it listened.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, port: int, said: str
+    ) -> None:
+        self.said = said
         self.port = port
         self.where = f"kvwire://127.0.0.1:{port}"
         self._process = process
@@ -48,7 +52,7 @@ async def serving(*arguments: str, port: int = 0) -> AsyncIterator[ServerProcess
         said = (await process.stderr.readline()).decode()
         assert "serving" in said, said + (await process.stderr.read()).decode()
         address = said.partition(" on ")[2].partition(";")[0]
-        yield ServerProcess(process, int(address.rpartition(":")[2]))
+        yield ServerProcess(process, int(address.rpartition(":")[2]), said)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -1,0 +1,124 @@
+"""What a monitor asks of a served store over HTTP: ``/metrics`` and ``/health``.
+
+Answers come from a thread of their own, so that a loop that is stuck cannot keep them
+back: ``/health`` asks the loop for a turn and says 503 if it gets none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final, Self
+
+from kvwire import BlockStore, ListenError
+from kvwire.extras import needed_by
+from kvwire.observe.prometheus import StoreCollector
+from kvwire.types import Address
+
+with needed_by("kvwire.observe.http", extra="metrics"):
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+# A probe of Kubernetes waits 1 s by default, and is to read why.
+LOOP_TURN_S: Final = 0.5
+# Whoever connects and asks nothing holds a thread for so long.
+_SILENT_S: Final = 5.0
+
+
+class MetricsServer:
+    """Answers GET of ``/metrics`` and ``/health`` within ``with``, on the store's loop.
+
+    Args:
+        store: What is asked about.
+        address: Where to listen; ``"host:0"`` takes any free port. Whoever can reach it
+            can read it: names of tiers, and numbers.
+
+    Attributes:
+        url: Of ``/metrics``, with the real port.
+
+    Raises:
+        ListenError: It cannot listen there.
+        UsageError: No address.
+    """
+
+    def __init__(self, store: BlockStore, address: str | Address) -> None:
+        where = Address.parse(address)
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+        self._registry = CollectorRegistry()
+        self._registry.register(StoreCollector(store))
+        try:
+            self._server = _Server((where.host, where.port), _Request, self)
+        except OSError as exc:
+            raise ListenError(f"cannot listen at {where}: {exc}") from exc
+        host = f"[{where.host}]" if ":" in where.host else where.host
+        self.url: str = f"http://{host}:{self._server.server_port}/metrics"
+
+    def __enter__(self) -> Self:
+        """Begin to answer."""
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, name="kvwire metrics", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Answer nobody any more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
+        """Return status, content type and body of what is at a path."""
+        if path == "/metrics":
+            return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        if path != "/health":
+            said = b"there are /metrics and /health\n"
+            return HTTPStatus.NOT_FOUND, "text/plain", said
+        turns = self._loop_turns()
+        trouble = {name: said for name, said in self._store.report.items() if said}
+        state = ("degraded" if trouble else "ok") if turns else "stuck"
+        body = json.dumps({"status": state, "trouble": trouble}).encode() + b"\n"
+        status = HTTPStatus.OK if turns else HTTPStatus.SERVICE_UNAVAILABLE
+        return status, "application/json", body
+
+    def _loop_turns(self) -> bool:
+        turned = threading.Event()
+        try:
+            self._loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:  # it is closed
+            return False
+        return turned.wait(LOOP_TURN_S)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(
+        self,
+        where: tuple[str, int],
+        request: type[BaseHTTPRequestHandler],
+        owner: MetricsServer,
+    ) -> None:
+        if ":" in where[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(where, request)
+        self.owner = owner
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _SILENT_S
+
+    def do_GET(self) -> None:
+        """Answer one request."""
+        status, kind, body = self.server.owner.answer(self.path.partition("?")[0])
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Say nothing of each request."""

@@ -1,0 +1,65 @@
+"""``/metrics`` and ``/health`` of a store, read by a real client of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+
+import pytest
+
+from kvwire import BlockStore, ListenError
+from kvwire.observe.http import MetricsServer
+
+
+def fetched(server: MetricsServer, path: str) -> tuple[int, str]:
+    where = server.url.removesuffix("/metrics") + path
+    try:
+        with urllib.request.urlopen(where, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as exc:
+        with exc:
+            return exc.code, exc.read().decode()
+
+
+async def test_metrics_and_health_are_answered() -> None:
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            status, body = await asyncio.to_thread(fetched, server, "/metrics")
+            assert status == HTTPStatus.OK
+            assert "kvwire_store_puts_total" in body
+            status, body = await asyncio.to_thread(fetched, server, "/health?why")
+            assert (status, json.loads(body)["status"]) == (HTTPStatus.OK, "ok")
+            status, body = await asyncio.to_thread(fetched, server, "/")
+            assert (status, "/metrics" in body) == (HTTPStatus.NOT_FOUND, True)
+
+
+async def test_a_loop_that_is_stuck_is_not_healthy() -> None:
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            # Called from the loop itself, which so has no turn to give.
+            status, _, body = server.answer("/health")
+            assert status == HTTPStatus.SERVICE_UNAVAILABLE
+            assert json.loads(body)["status"] == "stuck"
+
+
+async def test_tiers_in_trouble_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        trouble = {"memory": "", "disk": "no space left"}
+        monkeypatch.setattr(BlockStore, "report", trouble)
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            status, body = await asyncio.to_thread(fetched, server, "/health")
+    assert status == HTTPStatus.OK
+    found = json.loads(body)
+    assert found == {"status": "degraded", "trouble": {"disk": "no space left"}}
+
+
+async def test_an_address_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        async with BlockStore.open(["memory:1MiB"]) as store:
+            with pytest.raises(ListenError, match=where):
+                MetricsServer(store, where)
