@@ -198,6 +198,8 @@ class Contender:
         ours: It is kvwire, where there are several.
         streams: It moves bytes side by side, which have no layout.
         note: A line that a reader of the table needs; "" for none.
+        beside: Whose processes do its work, if not its own; they are told by ``asks``.
+        asks: Fields of a work that are its own.
         options: For its sides.
     """
 
@@ -214,6 +216,8 @@ class Contender:
         ours: bool = False,
         streams: bool = False,
         note: str = "",
+        beside: Contender | None = None,
+        asks: Mapping[str, Any] | None = None,
         **options: object,
     ) -> None:
         self.name = name
@@ -226,6 +230,8 @@ class Contender:
         self.ours = ours
         self.streams = streams
         self.note = note
+        self.owner: Contender = beside or self
+        self.asks: Mapping[str, Any] = asks or {}
         self.options: dict[str, str] = {key: str(options[key]) for key in options}
 
     def start(self) -> Pair:

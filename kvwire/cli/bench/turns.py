@@ -11,7 +11,7 @@ its next one. If the case says nothing without it, the benchmark ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -245,15 +245,16 @@ class _Team:
     def take_turn(self, finding: CaseResult, contender: Contender, number: int) -> None:
         case = finding.case
         try:
-            pair = self._ready(contender)
+            pair = self._ready(contender.owner)
             finding.facts[contender.name] = pair.facts
+            work = replace(case.work, **contender.asks)
             if number < 0:
-                pair.check(case.work)
-            sample = pair.round(case.work)
+                pair.check(work)
+            sample = pair.round(work)
             if number >= 0:
                 finding.samples[contender.name].rounds.append(sample)
         except BenchError as exc:
-            if running := self._running.pop(contender, None):
+            if running := self._running.pop(contender.owner, None):
                 running.stop()
             if case.essential and contender is case.contenders[0]:
                 raise BenchError(f"{case.name}: {exc}") from exc

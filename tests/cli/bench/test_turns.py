@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.cli.bench.pair import BenchError
+from kvwire.cli.bench.pair import BenchError, Contender
 from kvwire.cli.bench.turns import steps, take_turns
-from tests.cli.bench.contenders import Log, Scripted, benchmark, case
+from tests.cli.bench.contenders import WORK, Log, Scripted, benchmark, case
 
 ROUNDS = 4
 
@@ -53,6 +53,16 @@ def test_a_contender_of_two_cases_is_started_once() -> None:
     a = Scripted("a", log=log)
     take_turns(benchmark(case(a), case(a)), 1, lambda _: None)
     assert [call for _, call in log].count("start") == 1
+
+
+def test_a_contender_beside_another_has_its_processes_and_a_work_of_its_own() -> None:
+    log: Log = []
+    a = Scripted("a", log=log)
+    b = Contender("b", "", beside=a, asks={"count": 2 * WORK.count})
+    (finding,) = take_turns(benchmark(case(a, b)), 1, lambda _: None)
+    assert log.count(("a", "start")) == log.count(("a", "stop")) == 1
+    moved = [finding.samples[name].rounds[0].moved_bytes for name in "ab"]
+    assert moved == [WORK.moved_bytes, 2 * WORK.moved_bytes]
 
 
 @pytest.mark.parametrize("failing", ["start", "check", "round"])
