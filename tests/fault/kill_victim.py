@@ -233,7 +233,11 @@ def main() -> None:
 
     def reap(*_: object) -> None:
         while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            # Handlers nest: the outer one may have reaped the last, and not noted it.
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if not pid:
                 return
             _say(children.pop(pid), status=os.waitstatus_to_exitcode(status))
