@@ -16,11 +16,10 @@ from rich.console import Console
 from kvwire import UsageError
 from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
 from kvwire.cli.demo.llama import CONTEXT, blocks_for
-from kvwire.cli.demo.picture import draw
 from kvwire.cli.demo.progress import Bars
 from kvwire.cli.demo.report import print_report, summary
 from kvwire.cli.demo.run import DemoRequest, run
-from kvwire.cli.demo.trace import trace
+from kvwire.cli.demo.show import draw, trace
 from kvwire.cli.plot import Plot, save
 from kvwire.extras import install_command
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 import kvwire
 from kvwire.cli.demo.lines import LayerSpan
 
@@ -98,3 +100,26 @@ def load(library: str, num_blocks: int) -> Llama:
     from kvwire.cli.demo.numpy_llama import NumpyLlama  # noqa: PLC0415
 
     return NumpyLlama(num_blocks)
+
+
+class FreeList:
+    """Holds the free blocks of a pool, shuffled.
+
+    So is the pool of an engine after an hour: the blocks of a request lie
+    scattered, and elsewhere on the other side.
+    """
+
+    def __init__(self, num_blocks: int, seed: int) -> None:
+        order = np.random.default_rng(seed).permutation(num_blocks)
+        self._free: list[int] = order.tolist()
+
+    def take(self, count: int) -> list[int]:
+        """Take any ``count`` free blocks."""
+        if count > len(self._free):
+            raise MemoryError(f"{count} blocks wanted, {len(self._free)} are free")
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Take them back: they are free again."""
+        self._free.extend(blocks)

@@ -20,19 +20,22 @@ from kvwire.cli.demo.lines import (
 
 
 class Bar(NamedTuple):
-    """What is drawn of a request, in a row of its own picture.
+    """What is drawn of a request.
 
     Attributes:
-        row: Index in ``RequestTimes.rows``.
-        kind: Computed by prefill, moved, or computed by decode because it was lost.
+        row: The layer, "sent" for layers that moved together, or the token.
+        kind: Computed by prefill, moved, computed by decode because it was lost, or
+            generated.
         start: When it began.
         stop: When it ended.
+        tokens: How many tokens were computed.
     """
 
-    row: int
-    kind: Literal["compute", "transfer", "recompute"]
+    row: str
+    kind: Literal["prefill", "transfer", "recompute", "decode"]
     start: float
     stop: float
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -100,21 +103,22 @@ class RequestTimes:
         return [*layers, "sent"] if self.arrived.missing else layers
 
     def bars(self) -> Iterator[Bar]:
-        """What its picture shows.
+        """Yield what its drawings show.
 
         A layer of which blocks are missing never lands as a whole. There what moved is
         one bar for all layers, from the first to the last byte.
         """
-        for span in self.spans:
-            yield Bar(span.layer, "compute", span.start, span.stop)
-        for span in self.recomputed:
-            yield Bar(span.layer, "recompute", span.start, span.stop)
+        for s in self.spans:
+            yield Bar(f"layer {s.layer}", "prefill", s.start, s.stop, s.tokens)
+        for s in self.recomputed:
+            yield Bar(f"layer {s.layer}", "recompute", s.start, s.stop, s.tokens)
         if self.arrived.missing:
             last = self.arrived.at - self.arrived.commit_s
-            first = last - self.arrived.wire_s
-            yield Bar(len(self.marked), "transfer", first, last)
+            yield Bar("sent", "transfer", last - self.arrived.wire_s, last)
         for layer, landed in self.landed.items():
-            yield Bar(layer, "transfer", self.marked[layer], landed)
+            yield Bar(f"layer {layer}", "transfer", self.marked[layer], landed)
+        for index, token in enumerate(self.tokens):
+            yield Bar(f"token {index}", "decode", token.start, token.stop, 1)
 
     @property
     def exposed_s(self) -> float:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvwire.cli.demo.lines import Arrived
 from kvwire.cli.demo.record import RequestTimes
-from kvwire.cli.demo.timeline import timeline
+from kvwire.cli.demo.show import timeline, title
 
 LEGEND: Final = (
     "upper half: computed, by prefill or, what was lost, by decode",
@@ -92,15 +92,6 @@ def _table(records: Sequence[RequestTimes]) -> Table:
             "[green]yes[/]" if record.equal else "[red]NO[/]",
         )
     return table
-
-
-def title(record: RequestTimes) -> str:
-    """A line above its picture."""
-    arrived = record.arrived
-    text = f"{record.request}: prompt of {arrived.tokens + 1} tokens"
-    if arrived.missing:
-        return f"{text}, {len(arrived.missing)} of {arrived.blocks} blocks lost"
-    return f"{text}, {arrived.nbytes / 1e6:.1f} MB of KV"
 
 
 def _shown(records: Sequence[RequestTimes]) -> Iterator[str]:

@@ -19,11 +19,10 @@ def main() -> None:
     parser.add_argument("role", choices=("prefill", "decode", "single"))
     parser.add_argument("--library", choices=("numpy", "torch"), default="numpy")
     options = parser.parse_args()
-    from kvwire.cli.demo import decode, prefill, single  # noqa: PLC0415
+    from kvwire.cli.demo import roles  # noqa: PLC0415
 
-    roles = {"prefill": prefill.run, "decode": decode.run, "single": single.run}
     try:
-        asyncio.run(roles[options.role](options.library))
+        asyncio.run(getattr(roles, options.role)(options.library))
     except* BrokenPipeError:
         # Nobody reads any more what this process says.
         sys.exit(1)

@@ -12,11 +12,9 @@ import pytest
 from rich.console import Console
 
 from kvwire.cli.demo.lines import Arrived, LayerSpan, NewToken, Prefilled, Recomputed
-from kvwire.cli.demo.picture import draw
 from kvwire.cli.demo.record import RequestTimes
 from kvwire.cli.demo.report import print_report, summary
-from kvwire.cli.demo.timeline import timeline
-from kvwire.cli.demo.trace import DECODE, PREFILL, trace
+from kvwire.cli.demo.show import DECODE, PREFILL, draw, timeline, trace
 from kvwire.cli.plot import save
 
 LAYERS = 4
@@ -104,15 +102,16 @@ def test_prefilling_anything_but_what_is_missing_is_a_fault(tokens: int) -> None
 
 def test_a_picture_shows_each_layer_and_what_moved_of_a_broken_request() -> None:
     assert Counter(bar.kind for bar in whole().bars()) == {
-        "compute": LAYERS,
+        "prefill": LAYERS,
         "transfer": LAYERS,
+        "decode": 1,
     }
     record = broken()
     assert record.rows == [*(f"layer {layer}" for layer in range(LAYERS)), "sent"]
     bars = list(record.bars())
-    assert [bar.row for bar in bars if bar.kind == "recompute"] == list(range(LAYERS))
+    assert [bar.row for bar in bars if bar.kind == "recompute"] == record.rows[:-1]
     (moved,) = (bar for bar in bars if bar.kind == "transfer")
-    assert record.rows[moved.row] == "sent"
+    assert moved.row == "sent"
     # It ended 1 ms before the outcome, and took 20 ms.
     assert (moved.start, moved.stop) == pytest.approx((100.059, 100.079))
 

@@ -1,0 +1,239 @@
+"""What the three processes of the demo do.
+
+``prefill`` computes prompts and publishes their KV while it computes: the library's
+side of it is :func:`publish`. ``decode`` pulls KV, computes what did not arrive, and
+generates: see :meth:`DecodeRole.fetch`. ``single`` does it all alone, with nothing of
+kvwire. Each takes orders on its standard input until that is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import kvwire
+from kvwire import PrefillRequest, plan_prefill
+from kvwire.cli.demo.lines import (
+    PATIENCE_S,
+    Arrived,
+    Connect,
+    Decode,
+    LayerLanded,
+    NewToken,
+    Prefill,
+    Prefilled,
+    Recomputed,
+    Single,
+    Up,
+    orders,
+    say,
+)
+from kvwire.cli.demo.llama import (
+    BLOCK_TOKENS,
+    Forward,
+    FreeList,
+    Llama,
+    blocks_for,
+    load,
+)
+from kvwire.integrations.marks import LayerMarks
+
+# Of the pools; 8 requests need 256, and decode generates into some more.
+NUM_BLOCKS = 320
+
+
+async def single(library: str) -> None:
+    """Generate everything alone."""
+    llama = load(library, num_blocks=2)
+    say(Up("single"))
+    async for order in orders():
+        assert isinstance(order, Decode)
+        say(Single(order.request, llama.generate(order.tokens, order.new)))
+
+
+async def prefill(library: str) -> None:
+    """Compute prompts, and publish their KV."""
+    llama = load(library, NUM_BLOCKS)
+    llama.warm_up()
+    free = FreeList(NUM_BLOCKS, seed=1)
+    # One prompt at a time: two at once on one core would only make both late.
+    with ThreadPoolExecutor(1) as compute:
+        async with (
+            kvwire.open(name="prefill", handshake_timeout_s=PATIENCE_S) as comm,
+            asyncio.TaskGroup() as tasks,
+        ):
+            say(Up("prefill", str(await comm.listen("127.0.0.1:0"))))
+            async for order in orders():
+                assert isinstance(order, Prefill)
+                tasks.create_task(publish(order, comm, llama, free, compute))
+
+
+async def publish(
+    order: Prefill,
+    comm: kvwire.Communicator,
+    llama: Llama,
+    free: FreeList,
+    compute: ThreadPoolExecutor,
+) -> None:
+    """Publish the blocks of a prompt, fill them, commit, and wait until they are free.
+
+    Prefill runs in a thread and marks each layer as soon as it is written.
+    """
+    # The last token of a prompt is the first that decode computes.
+    tokens = order.tokens[:-1]
+    blocks = free.take(blocks_for(len(tokens)))
+    # A layer of this small model is below the size at which layers travel alone.
+    out = comm.publish(
+        order.request, llama.cache, blocks, tokens=len(tokens), group_bytes=1
+    )
+    timed = TimedMarks(out, order.lose)
+    last_layer = llama.cache.spec.layer_indices[-1]
+    marks = LayerMarks(timed, len(tokens), BLOCK_TOKENS, last_layer=last_layer)
+    sequence = llama.sequence(blocks, on_written=marks)
+    loop = asyncio.get_running_loop()
+    try:
+        done = await loop.run_in_executor(compute, llama.forward, tokens, sequence)
+    except BaseException:
+        out.abort("prefill failed")
+        raise
+    say(Prefilled(order.request, done.spans, timed.at))
+    await out
+    await out.drained()
+    free.give_back(blocks)
+
+
+class TimedMarks:
+    """Passes marks on, notes when, and keeps some blocks back on purpose.
+
+    Args:
+        out: The transfer.
+        lose: Positions, first to before last, that are never marked.
+
+    Attributes:
+        at: For each layer when it was marked.
+    """
+
+    def __init__(self, out: kvwire.Outgoing, lose: tuple[int, int]) -> None:
+        self._out = out
+        self._lose = range(*lose)
+        self.at: list[float] = []
+
+    def ready(self, *, layers: int, blocks: slice) -> None:
+        """As Outgoing.ready, without the blocks that are to be lost."""
+        # Before the mark: the layer may land before this thread goes on.
+        self.at.append(time.monotonic())
+        lose = self._lose
+        for part in (
+            slice(blocks.start, min(blocks.stop, lose.start)),
+            slice(max(blocks.start, lose.stop), blocks.stop),
+        ):
+            if part.start < part.stop:
+                self._out.ready(layers=layers, blocks=part)
+
+    def finish(self) -> None:
+        """As Outgoing.finish; with gaps where blocks are to be lost."""
+        self._out.finish(partial=len(self._lose) > 0)
+
+
+async def decode(library: str) -> None:
+    """Pull the KV of prompts, and generate."""
+    llama = load(library, NUM_BLOCKS)
+    llama.warm_up()
+    todo = orders()
+    first = await anext(todo)
+    assert isinstance(first, Connect)
+    with ThreadPoolExecutor(1) as compute:
+        async with kvwire.open(name="decode", handshake_timeout_s=PATIENCE_S) as comm:
+            role = DecodeRole(await comm.connect(first.address), llama, compute)
+            say(Up("decode"))
+            async with asyncio.TaskGroup() as tasks:
+                async for order in todo:
+                    assert isinstance(order, Decode)
+                    tasks.create_task(role.serve(order))
+
+
+class DecodeRole:
+    """Serves requests at once; their forward passes take turns in one thread."""
+
+    def __init__(
+        self, conn: kvwire.Connection, llama: Llama, compute: ThreadPoolExecutor
+    ) -> None:
+        self._conn = conn
+        self._llama = llama
+        self._compute = compute
+        self._free = FreeList(NUM_BLOCKS, seed=2)
+
+    async def serve(self, order: Decode) -> None:
+        """Serve one request, from its KV to its last token."""
+        prompt = order.tokens
+        blocks = self._free.take(blocks_for(len(prompt) + order.new))
+        outcome, ranges = await self.fetch(order.request, len(prompt) - 1, blocks)
+        sequence = self._llama.sequence(blocks, length=outcome.usable_tokens)
+        for start, stop in ranges:
+            done = await self._forward(prompt[start:stop], sequence)
+            say(Recomputed(order.request, done.spans))
+        token = prompt[-1]
+        for _ in range(order.new):
+            token, spans = await self._forward([token], sequence)
+            say(NewToken(order.request, token, spans[0].start, spans[-1].stop))
+        self._free.give_back(blocks)
+
+    async def fetch(
+        self, request: str, tokens: int, blocks: list[int]
+    ) -> tuple[kvwire.Outcome, list[tuple[int, int]]]:
+        """Pull the KV of a prompt into blocks of this process, and plan the rest.
+
+        Returns:
+            How the transfer ended, and the token ranges that are left to compute.
+        """
+        pulled = blocks[: blocks_for(tokens)]
+        inc = self._conn.pull(request, self._llama.cache, pulled, tokens=tokens)
+        watching = asyncio.create_task(watch(inc, request, self._llama.cache))
+        outcome = await inc
+        at = time.monotonic()
+        await watching
+        asked = PrefillRequest(
+            id=request, num_tokens=tokens, blocks=pulled, block_tokens=BLOCK_TOKENS
+        )
+        plan = plan_prefill([asked], {request: outcome})
+        ranges = [(r.start, r.stop) for r in plan.prefill.get(request, ())]
+        missing = outcome.missing
+        say(
+            Arrived(
+                request=request,
+                at=at,
+                blocks=len(pulled),
+                missing=[pulled.index(block) for block in missing.ids().tolist()],
+                why=next(iter(missing.values()), ""),
+                tokens=tokens,
+                usable_tokens=outcome.usable_tokens,
+                to_prefill=ranges,
+                nbytes=outcome.nbytes,
+                wire_s=outcome.timings.wire_s + outcome.timings.mark_wait_s,
+                commit_s=outcome.timings.commit_s,
+                layers_grouped=outcome.layers_grouped,
+                transport=self._conn.transport,
+            )
+        )
+        # What landed may be read from here on. Decode also writes: to the blocks that
+        # did not land, and behind the prompt in the last one.
+        await inc.drained()
+        return outcome, ranges
+
+    async def _forward(self, tokens: list[int], sequence: Any) -> Forward:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._compute, self._llama.forward, tokens, sequence
+        )
+
+
+async def watch(inc: kvwire.Incoming, request: str, cache: kvwire.PagedCache) -> None:
+    """Say when each layer has landed, until one does not."""
+    for layer in cache.spec.layer_indices:
+        try:
+            await inc.layer(layer)
+        except kvwire.KVWireError:
+            return
+        say(LayerLanded(request, layer, time.monotonic()))
