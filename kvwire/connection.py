@@ -24,7 +24,80 @@ from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Deadline, Grant, PeerInfo, TransportReport
 
 
-class Connection(AsyncWith):
+class _TransferVerbs:
+    """KV transfers, of a connection and of a peer that may have none yet."""
+
+    __slots__ = ("_state",)
+
+    _state: ConnectionState | PeerState
+
+    def pull(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[ReceiveOptions],
+    ) -> Incoming:
+        """Ask the peer for a transfer that it publishes, now or later.
+
+        Args:
+            id: The name both applications know it by.
+            cache: Where it lands.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            deadline: As for ``send``; the outcome then is what has landed.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block; lets ``have`` name what is here already.
+            have: Hashes this side has, or a predicate: those blocks are not sent.
+            lease_s: How long to wait for another link after a lost one.
+
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent. What
+                a closed or lost connection does to it is its outcome.
+            ClosedOK: The communicator of a :class:`~kvwire.Peer` is closed.
+        """
+        self._state.thread.check(f"{type(self).__name__}.pull")
+        check_options("pull", options)
+        state = IncomingState(self._state.communicator, id, cache, blocks, options)
+        self._state.start(state)
+        return Incoming(state)
+
+    def push(
+        self,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[SendOptions],
+    ) -> Outgoing:
+        """Send the peer a transfer that it expects, now or later.
+
+        Args:
+            id: The name both applications know it by.
+            cache: Where it lies.
+            blocks: Block ids in token order, or ``{group: ids}``.
+            deadline: As for ``send``.
+            priority: 0 to 255; chunks of a higher one go first.
+            tokens: Valid tokens in the list, where the last block is not full.
+            hashes: One for each block.
+            lease_s: How long to wait for another link after a lost one.
+            group_bytes: Layers smaller than this together travel together; None for
+                the default, 1 for layer by layer.
+            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
+                prefill; ``extend`` names the rest.
+
+        Raises:
+            UsageError: The cache or the blocks cannot be used; nothing was sent. What
+                a closed or lost connection does to it is its outcome.
+            ClosedOK: The communicator of a :class:`~kvwire.Peer` is closed.
+        """
+        self._state.thread.check(f"{type(self).__name__}.push")
+        check_options("push", options)
+        state = OutgoingState(self._state.communicator, id, cache, blocks, options)
+        self._state.start(state)
+        return Outgoing(state)
+
+
+class Connection(_TransferVerbs, AsyncWith):
     """Joins two authenticated sides; made by ``connect``, or from ``connections``.
 
     All of it belongs to the loop it was made on: a call from another thread, or after a
@@ -32,7 +105,9 @@ class Connection(AsyncWith):
     :class:`~kvwire.Request` that has started already; await it for its result.
     """
 
-    __slots__ = ("__weakref__", "_state", "_thread")
+    __slots__ = ("__weakref__", "_thread")
+
+    _state: ConnectionState
 
     def __init__(self, state: ConnectionState) -> None:
         self._state = state
@@ -215,71 +290,6 @@ class Connection(AsyncWith):
             self._thread.check("Connection.get")
         return Request(self._state.get(grant, into, deadline))
 
-    # --- KV transfers -----------------------------------------------------------------
-
-    def pull(
-        self,
-        id: str | bytes | int,
-        cache: PagedCache,
-        blocks: Blocks,
-        **options: Unpack[ReceiveOptions],
-    ) -> Incoming:
-        """Ask the peer for a transfer that it publishes, now or later.
-
-        Args:
-            id: The name both applications know it by.
-            cache: Where it lands.
-            blocks: Block ids in token order, or ``{group: ids}``.
-            deadline: As for :meth:`send`; the outcome then is what has landed.
-            priority: 0 to 255; chunks of a higher one go first.
-            tokens: Valid tokens in the list, where the last block is not full.
-            hashes: One for each block; lets ``have`` name what is here already.
-            have: Hashes this side has, or a predicate: those blocks are not sent.
-            lease_s: How long to wait for another link after a lost one.
-
-        Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent. What
-                a closed or lost connection does to it is its outcome.
-        """
-        self._thread.check("Connection.pull")
-        check_options("pull", options)
-        state = IncomingState(self._state.communicator, id, cache, blocks, options)
-        self._state.start(state)
-        return Incoming(state)
-
-    def push(
-        self,
-        id: str | bytes | int,
-        cache: PagedCache,
-        blocks: Blocks,
-        **options: Unpack[SendOptions],
-    ) -> Outgoing:
-        """Send the peer a transfer that it expects, now or later.
-
-        Args:
-            id: The name both applications know it by.
-            cache: Where it lies.
-            blocks: Block ids in token order, or ``{group: ids}``.
-            deadline: As for :meth:`send`.
-            priority: 0 to 255; chunks of a higher one go first.
-            tokens: Valid tokens in the list, where the last block is not full.
-            hashes: One for each block.
-            lease_s: How long to wait for another link after a lost one.
-            group_bytes: Layers smaller than this together travel together; None for
-                the default, 1 for layer by layer.
-            growing: Not all blocks that ``tokens`` need are known yet, as in chunked
-                prefill; ``extend`` names the rest.
-
-        Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent. What
-                a closed or lost connection does to it is its outcome.
-        """
-        self._thread.check("Connection.push")
-        check_options("push", options)
-        state = OutgoingState(self._state.communicator, id, cache, blocks, options)
-        self._state.start(state)
-        return Outgoing(state)
-
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
@@ -318,7 +328,7 @@ class Connection(AsyncWith):
         await self.close()
 
 
-class Peer:
+class Peer(_TransferVerbs):
     """Stands for whoever is at an address, or is meant by a selector.
 
     Made by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled when it
@@ -330,7 +340,9 @@ class Peer:
     connection knows nothing of the one before.
     """
 
-    __slots__ = ("__weakref__", "_state")
+    __slots__ = ("__weakref__",)
+
+    _state: PeerState
 
     def __init__(self, state: PeerState) -> None:
         self._state = state
@@ -421,44 +433,6 @@ class Peer:
         Cancel safety: as there.
         """
         return self._request(lambda c, at: c.get(grant, into, at), deadline)
-
-    def pull(
-        self,
-        id: str | bytes | int,
-        cache: PagedCache,
-        blocks: Blocks,
-        **options: Unpack[ReceiveOptions],
-    ) -> Incoming:
-        """Ask for a transfer; see :meth:`Connection.pull <kvwire.Connection.pull>`.
-
-        Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ClosedOK: The communicator is closed.
-        """
-        self._state.thread.check("Peer.pull")
-        check_options("pull", options)
-        state = IncomingState(self._state.communicator, id, cache, blocks, options)
-        self._state.start(state)
-        return Incoming(state)
-
-    def push(
-        self,
-        id: str | bytes | int,
-        cache: PagedCache,
-        blocks: Blocks,
-        **options: Unpack[SendOptions],
-    ) -> Outgoing:
-        """Send a transfer; see :meth:`Connection.push <kvwire.Connection.push>`.
-
-        Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ClosedOK: The communicator is closed.
-        """
-        self._state.thread.check("Peer.push")
-        check_options("push", options)
-        state = OutgoingState(self._state.communicator, id, cache, blocks, options)
-        self._state.start(state)
-        return Outgoing(state)
 
     # --- the end ----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvwire.limits import WAKEUP_BYTES
 from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
-from kvwire_nccl.pipe import Move, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveProgress, Pipe
 
 _log = logging.getLogger("kvwire.nccl")
 
@@ -144,11 +144,11 @@ class Driver:
     def _watch(self) -> None:
         """Look at what is under way; on a stream it is done in its order."""
         newest = self._moves[-1].progress()
-        if newest is not Progress.QUEUED:
+        if newest is not MoveProgress.QUEUED:
             with self._changed:
                 self._state.launched()
         done: list[PayloadMove] = []
-        while self._moves and self._moves[0].progress() is Progress.DONE:
+        while self._moves and self._moves[0].progress() is MoveProgress.DONE:
             del self._moves[0]
             with self._changed:
                 done.append(self._state.done(self._clock()))

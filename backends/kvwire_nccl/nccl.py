@@ -19,7 +19,7 @@ from kvwire.memory.cuda.external import DeviceArray
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, device_ops
 from kvwire.types import Device, MemoryKind
 from kvwire_nccl.library import CollectiveLibrary
-from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
 
 # ncclResult_t of nccl.h.
 _SUCCESS: Final = 0
@@ -180,12 +180,12 @@ class NcclMove(Move):
         if sends and payload is not None:
             stream.gather(payload, self.packed)
 
-    def progress(self) -> Progress:
+    def progress(self) -> MoveProgress:
         """See Move."""
         if self._event is None:
             if not self._pipe.taken():
-                return Progress.QUEUED
+                return MoveProgress.QUEUED
             if self._into is not None:
                 self._stream.scatter(self.packed, self._into)
             self._event = self._stream.record()
-        return Progress.DONE if self._event.query() else Progress.LAUNCHED
+        return MoveProgress.DONE if self._event.query() else MoveProgress.LAUNCHED

@@ -23,7 +23,7 @@ class MoveFailed(KVWireError):
     """Reports an error of the communicator, which is undefined from then on."""
 
 
-class Progress(enum.Enum):
+class MoveProgress(enum.Enum):
     """Names how far one movement is."""
 
     QUEUED = "queued"
@@ -36,7 +36,7 @@ class Move(ABC):
     """Follows one payload under way."""
 
     @abstractmethod
-    def progress(self) -> Progress:
+    def progress(self) -> MoveProgress:
         """Return how far it is; never blocks.
 
         Raises:

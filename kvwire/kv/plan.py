@@ -49,7 +49,7 @@ GATHER_BELOW_BYTES: Final = 16 * limits.KIB
 that was measured spends its time on descriptors and not on bytes."""
 
 
-class Side(enum.Enum):
+class PlanSide(enum.Enum):
     """Names the end of a transfer that a plan is for."""
 
     PRODUCER = "producer"
@@ -125,10 +125,10 @@ class PlanTemplate:
     )
 
     def __init__(
-        self, cache: PagedCache, local: Geometry, peer: Geometry, side: Side
+        self, cache: PagedCache, local: Geometry, peer: Geometry, side: PlanSide
     ) -> None:
         self.ends: tuple[Geometry, Geometry] = local, peer
-        producer = side is Side.PRODUCER
+        producer = side is PlanSide.PRODUCER
         self.groups: tuple[Canonical, ...] = (
             negotiate(local, peer) if producer else negotiate(peer, local)
         )
@@ -157,7 +157,7 @@ class PlanTemplate:
 
 
 def template_of(
-    cache: PagedCache, local: Geometry, peer: Geometry, side: Side
+    cache: PagedCache, local: Geometry, peer: Geometry, side: PlanSide
 ) -> PlanTemplate:
     """Return what two descriptions settle, computed when they meet first.
 
@@ -165,7 +165,7 @@ def template_of(
         ProfileMismatch: The two sides cannot exchange this; names the fields.
     """
     # The template keeps both alive, so no other description has one of these numbers.
-    key = id(local), id(peer), side is Side.PRODUCER
+    key = id(local), id(peer), side is PlanSide.PRODUCER
     return computed_once(cache, key, lambda: PlanTemplate(cache, local, peer, side))
 
 
@@ -213,13 +213,13 @@ class TransferPlan:
         cache: PagedCache,
         blocks: Blocks,
         peer: Geometry,
-        side: Side,
+        side: PlanSide,
         *,
         tokens: Tokens = None,
         have: Mapping[str, Bits] | None = None,
         local: Geometry | None = None,
     ) -> None:
-        if side is Side.CONSUMER and not cache.writable:
+        if side is PlanSide.CONSUMER and not cache.writable:
             raise UsageError(
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
@@ -232,7 +232,7 @@ class TransferPlan:
         self.indices: dict[str, int] = template.indices
         wanted = template.wanted
         if have:
-            consumer = peer if side is Side.PRODUCER else self.local
+            consumer = peer if side is PlanSide.PRODUCER else self.local
             wanted = _wanted(self.groups, consumer, have)
         self._whole = not have
         self._maps = tuple(

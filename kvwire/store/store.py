@@ -29,7 +29,7 @@ from kvwire.errors import ClosedOK, UsageError, nearest
 from kvwire.kv.blocks import Bits, Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
-from kvwire.kv.plan import Side, TransferPlan
+from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
@@ -212,7 +212,9 @@ class BlockStore:
         Cancel safety: cancelling the await stops the waiting and not the put; its
             blocks are free when ``drained()`` of the request returns.
         """
-        plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.PRODUCER)
+        plan, requests = self._plan(
+            hashes, cache, blocks, hash_tokens, PlanSide.PRODUCER
+        )
         work = PutOperation(self._tiers, requests)
         return StoreRequest(work, self._begin(work, work.run_as(plan)))
 
@@ -243,7 +245,9 @@ class BlockStore:
         Cancel safety: cancelling the await stops the waiting and not the get; its
             blocks are free when ``drained()`` of the request returns.
         """
-        plan, requests = self._plan(hashes, cache, blocks, hash_tokens, Side.CONSUMER)
+        plan, requests = self._plan(
+            hashes, cache, blocks, hash_tokens, PlanSide.CONSUMER
+        )
         work = GetOperation(self._tiers, requests)
         return StoreRequest(work, self._begin(work, work.run_as(plan)))
 
@@ -329,7 +333,7 @@ class BlockStore:
         cache: PagedCache,
         blocks: Blocks,
         hash_tokens: HashTokens,
-        side: Side,
+        side: PlanSide,
     ) -> tuple[TransferPlan, tuple[GroupRequest, ...]]:
         """Return the call as a transfer from or to a peer that has the images."""
         self._check_open()

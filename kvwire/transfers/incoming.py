@@ -21,7 +21,7 @@ from kvwire.kv.blocks import Blocks
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.limits import LANDED_BOXES_MAX
 from kvwire.proto.records import SegmentRecord
 from kvwire.transfers.base import (
@@ -290,7 +290,7 @@ class IncomingState(KVTransfer):
             self.cache,
             self.lists,
             description.read_geometry(),
-            Side.CONSUMER,
+            PlanSide.CONSUMER,
             tokens=self.tokens,
             have=self.have if comparable else None,
             local=self.geometry,

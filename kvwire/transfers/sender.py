@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import KVWireError, UsageError, WireCode
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
-from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.transfers.base import Attempt, TransferEvent, damaged_of, note_silence
@@ -104,7 +104,7 @@ class SendAttempt(Attempt):
             out.cache,
             out.lists,
             peer,
-            Side.PRODUCER,
+            PlanSide.PRODUCER,
             tokens=out.tokens,
             have=description.read_have(peer) if comparable else None,
             local=out.geometry,

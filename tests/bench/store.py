@@ -8,7 +8,7 @@ for the transfer, checksums; so the ratio is what that costs.
 from __future__ import annotations
 
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.store import DISK, MEMORY, OBJECT, SERVER, Choice
+from kvwire.cli.bench.store import DISK, MEMORY, OBJECT, SERVER, StoreChoice
 from kvwire.cli.bench.turns import Others
 from tests.bench import redis
 from tests.bench.store_pairs import BlockSocketsSide, TransferSide
@@ -21,7 +21,7 @@ NOTES = (
 )
 
 
-def beside(choice: Choice) -> Others:
+def beside(choice: StoreChoice) -> Others:
     """Return everybody who is installed here."""
     of, place = Contender, choice.directory
     memcpy = of("memcpy", CopySide, alone=True)

@@ -17,7 +17,7 @@ import pytest
 from kvwire.cli.bench.fragments import (
     LEFT,
     RIGHT,
-    Choice,
+    FragmentsChoice,
     FragmentWork,
     Pool,
     fragments,
@@ -35,7 +35,7 @@ from tests.cli.bench.test_fragments import WORKS, does_every_work
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
 
-CHOICE = Choice(
+CHOICE = FragmentsChoice(
     transports=["tcp"], layer_bytes=[4 * KIB], round_bytes=1 * MIB, loop="asyncio"
 )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import Joined
+from kvwire.cli.bench.side import JoinedSide
 from kvwire.cli.bench.store import (
     FIRST_PUT,
     FLUSHED_PUT,
@@ -103,7 +103,7 @@ async def test_transfers_do_every_work(verb: str) -> None:
     done = work(verb)
     pool_bytes = str(done.transfer.pool_bytes)
     options = {"transport": "tcp", "pool_bytes": pool_bytes}
-    both = Joined(TransferSide(options), TransferSide(options))
+    both = JoinedSide(TransferSide(options), TransferSide(options))
     try:
         await both.connect(None)
         await both.use(done, None)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import kvwire
 from kvwire import UsageError
 from kvwire.directory import ChangeKind, open_directory
+from tests.directory.finding import found_by
 
 
 class Zone:
@@ -70,13 +70,10 @@ async def test_nobody_and_no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_peer_by_a_name() -> None:
-    async with kvwire.open(name="far") as far:
-        port = (await far.listen("127.0.0.1:0")).port
-        where = f"dns://localhost:{port}?role=decode"
-        async with kvwire.open(directory=where) as near:
-            assert (await near.peer("role=decode").connect()).peer.name == "far"
-            with pytest.raises(UsageError, match="who keeps the zone"):
-                near.announce(address="127.0.0.1:1")
+    where = "dns://localhost:{port}?role=decode"
+    name, refused = await found_by(where)
+    assert name == "far"
+    assert "who keeps the zone" in refused
 
 
 @pytest.mark.parametrize(
@@ -88,8 +85,13 @@ async def test_a_peer_by_a_name() -> None:
         "dns://name:7400?interval_s=0.01",
         "dns://name:7400?interval_s=5000",
         "dns://name:7400?role=%0A",
+        "k8s:",
+        "k8s://service:7400?api=http://a",
+        "k8s://service.namespace?api=http://a",
+        "k8s://service.namespace:7400?api=ftp://a",
+        "k8s://service.namespace:7400?api=http://a&interval_s=0.01",
     ],
 )
-def test_what_is_no_name(url: str) -> None:
+def test_what_is_no_name_and_no_service(url: str) -> None:
     with pytest.raises(UsageError):
         open_directory(url)

@@ -16,6 +16,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.directory import Change, Directory, open_directory
 from kvwire.limits import KUBERNETES_ANSWER_BYTES_MAX
+from tests.directory.finding import found_by
 
 pytest.importorskip("httpx", reason="httpx is not installed")
 
@@ -190,29 +191,11 @@ async def test_an_endpoint_that_cannot_be_is_counted(host: str, api: ApiServer) 
 
 
 async def test_a_peer_by_a_service(api: ApiServer) -> None:
-    async with kvwire.open(name="far") as far:
-        port = (await far.listen("127.0.0.1:0")).port
-        api.slices = [pods("a", "127.0.0.1")]
-        where = f"k8s://decode.prod:{port}?role=decode&api={api.url}"
-        async with kvwire.open(directory=where) as near:
-            assert (await near.peer("role=decode").connect()).peer.name == "far"
-            with pytest.raises(UsageError, match="Kubernetes"):
-                near.announce(address="127.0.0.1:1")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "k8s:",
-        "k8s://service:7400?api=http://a",
-        "k8s://service.namespace?api=http://a",
-        "k8s://service.namespace:7400?api=ftp://a",
-        "k8s://service.namespace:7400?api=http://a&interval_s=0.01",
-    ],
-)
-def test_what_is_no_service(url: str) -> None:
-    with pytest.raises(UsageError):
-        open_directory(url)
+    api.slices = [pods("a", "127.0.0.1")]
+    where = f"k8s://decode.prod:{{port}}?role=decode&api={api.url}"
+    name, refused = await found_by(where)
+    assert name == "far"
+    assert "Kubernetes" in refused
 
 
 def test_a_pod_knows_its_api_server(monkeypatch: pytest.MonkeyPatch) -> None:

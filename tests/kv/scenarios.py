@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, describe
-from kvwire.kv.plan import Side, TransferPlan
+from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import STORED_AS, Shape, Store, shapes
 
@@ -45,12 +45,12 @@ class Scenario:
     ) -> tuple[TransferPlan, TransferPlan]:
         """The producer's and the consumer's plan."""
         return (
-            self._plan(self.producer, self.consumer, Side.PRODUCER, have),
-            self._plan(self.consumer, self.producer, Side.CONSUMER, have),
+            self._plan(self.producer, self.consumer, PlanSide.PRODUCER, have),
+            self._plan(self.consumer, self.producer, PlanSide.CONSUMER, have),
         )
 
     def _plan(
-        self, end: End, peer: End, side: Side, have: Mapping[str, Bits] | None
+        self, end: End, peer: End, side: PlanSide, have: Mapping[str, Bits] | None
     ) -> TransferPlan:
         return TransferPlan(
             end.store.cache(),

@@ -11,7 +11,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.geometry import describe
 from kvwire.kv.landed import Landed
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import Store, plain_shape, walk_elements
 from tests.kv.scenarios import Scenario, scenarios
@@ -69,7 +69,7 @@ def plan_of(
     blocks = {name: ids for name, (_, ids) in groups.items()}
     peer = describe(cache, cache.block_lists(blocks))
     bits = {name: np.array(held, np.bool_) for name, held in have.items()}
-    return TransferPlan(cache, blocks, peer, Side.CONSUMER, have=bits)
+    return TransferPlan(cache, blocks, peer, PlanSide.CONSUMER, have=bits)
 
 
 def test_a_state_is_all_or_nothing() -> None:

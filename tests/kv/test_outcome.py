@@ -19,7 +19,7 @@ from kvwire.kv.outcome import (
     outcome_of,
 )
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import Store, plain_shape
 from tests.support.depth import examples
@@ -41,7 +41,7 @@ def landed_of(
     here = cache()
     peer = describe(here, here.block_lists(blocks))
     bits = {name: np.array(held, np.bool_) for name, held in (have or {}).items()}
-    return Landed(TransferPlan(here, blocks, peer, Side.CONSUMER, have=bits))
+    return Landed(TransferPlan(here, blocks, peer, PlanSide.CONSUMER, have=bits))
 
 
 def bits(*values: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -17,7 +17,7 @@ from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Bits, Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry, describe
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import (
     Shape,
@@ -157,7 +157,7 @@ def test_marks_of_groups_name_their_group() -> None:
     spec = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=2)
     groups = {name: (spec, Store(spec, 3, LAYOUTS["NHD"]).tensors()) for name in "ab"}
     cache = PagedCache.grouped(groups)
-    plan = plan_for(cache, {"a": [0, 2], "b": [1]}, cache, Side.PRODUCER)
+    plan = plan_for(cache, {"a": [0, 2], "b": [1]}, cache, PlanSide.PRODUCER)
     assert plan.segments(1, slice(1, 2), group="a") == (Segment(0, 1, 1, 1, 1),)
     assert plan.segments(group="b") == (Segment(1, 0, 2, 0, 1),)
     with pytest.raises(UsageError, match="pass group= one of a, b"):
@@ -235,9 +235,9 @@ def test_a_cache_that_cannot_be_written_receives_nothing() -> None:
     for tensor in (tensors := store.tensors()):
         tensor.flags.writeable = False
     cache = PagedCache(SPEC4, tensors)
-    plan_for(cache, [0], cache, Side.PRODUCER)
+    plan_for(cache, [0], cache, PlanSide.PRODUCER)
     with pytest.raises(UsageError, match="not writable"):
-        plan_for(cache, [0], cache, Side.CONSUMER)
+        plan_for(cache, [0], cache, PlanSide.CONSUMER)
 
 
 def test_a_transfer_larger_than_a_request_is_refused(
@@ -248,10 +248,10 @@ def test_a_transfer_larger_than_a_request_is_refused(
         plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
 
 
-@pytest.mark.parametrize("side", Side)
+@pytest.mark.parametrize("side", PlanSide)
 @pytest.mark.parametrize("blocks", [15, 17])
 def test_a_peer_whose_order_would_make_crumbs_of_our_memory(
-    side: Side, blocks: int
+    side: PlanSide, blocks: int
 ) -> None:
     """Tables of single elements are a dozen times as large as what they describe."""
     spec = KVSpec(layers=8, kv_heads=8, head_dim=128, block_tokens=4)
@@ -289,7 +289,7 @@ def test_have_names_groups_and_fits_the_list() -> None:
     ]
     for have, message in wrong:
         with pytest.raises(UsageError, match=message):
-            plan_for(cache, [0], cache, Side.CONSUMER, have=have)
+            plan_for(cache, [0], cache, PlanSide.CONSUMER, have=have)
 
 
 def test_the_digest_tells_walks_apart() -> None:
@@ -323,12 +323,12 @@ def test_describe_says_what_and_how() -> None:
 def test_describe_of_large_blocks_and_of_nothing() -> None:
     spec = KVSpec(layers=1, kv_heads=8, head_dim=64, block_tokens=16)
     cache = Store(spec, 2, LAYOUTS["NHD"]).cache()
-    plan = plan_for(cache, [1, 0], cache, Side.PRODUCER)
+    plan = plan_for(cache, [1, 0], cache, PlanSide.PRODUCER)
     assert "2 fragments, median 32768, merged over kv token head dim: direct" in (
         plan.describe()
     )
     held = {"kv": np.ones(2, np.bool_)}
-    nothing = plan_for(cache, [1, 0], cache, Side.PRODUCER, have=held)
+    nothing = plan_for(cache, [1, 0], cache, PlanSide.PRODUCER, have=held)
     assert nothing.nbytes == 0
     assert "0 of 2 granules move" in nothing.describe()
     (segment,) = nothing.segments()
@@ -405,8 +405,8 @@ def plans_of(
     """The plans of two caches of four tokens a block, one list of blocks for both."""
     caches = [Store(SPEC4, 5, shape).cache() for shape in (producer, consumer)]
     return (
-        plan_for(caches[0], ids, caches[1], Side.PRODUCER),
-        plan_for(caches[1], ids, caches[0], Side.CONSUMER),
+        plan_for(caches[0], ids, caches[1], PlanSide.PRODUCER),
+        plan_for(caches[1], ids, caches[0], PlanSide.CONSUMER),
     )
 
 
@@ -414,7 +414,7 @@ def plan_for(
     cache: PagedCache,
     blocks: Blocks,
     peer: PagedCache,
-    side: Side,
+    side: PlanSide,
     *,
     have: Mapping[str, Bits] | None = None,
 ) -> TransferPlan:

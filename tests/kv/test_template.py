@@ -13,7 +13,7 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.mapping import Steps
 from kvwire.kv.outcome import outcome_of
 from kvwire.kv.paged import PagedCache, computed_once
-from kvwire.kv.plan import Side, TransferPlan
+from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.kv.spec import KVSpec
 
 SPEC = KVSpec(layers=3, kv_heads=2, head_dim=4, block_tokens=4, dtype="float16")
@@ -32,7 +32,7 @@ def said(peer: PagedCache, blocks: int) -> Geometry:
 
 
 def plan(here: PagedCache, ids: list[int], peer: Geometry) -> TransferPlan:
-    return TransferPlan(here, ids, peer, Side.CONSUMER)
+    return TransferPlan(here, ids, peer, PlanSide.CONSUMER)
 
 
 def test_transfers_of_one_size_share_a_template() -> None:
@@ -42,7 +42,7 @@ def test_transfers_of_one_size_share_a_template() -> None:
     assert again.template is first.template
     assert again.digest == first.digest
     assert plan(here, [5, 9, 11], said(there, 3)).template is not first.template
-    other = TransferPlan(here, [1, 3], said(there, 2), Side.PRODUCER)
+    other = TransferPlan(here, [1, 3], said(there, 2), PlanSide.PRODUCER)
     assert other.template is not first.template
 
 
@@ -86,7 +86,7 @@ def test_the_outcome_of_everything() -> None:
     assert (outcome.usable_prefix, outcome.usable_tokens) == (2, 8)
     assert outcome.nbytes == 2 * SPEC.block_bytes
     half = TransferPlan(
-        here, [4, 2], peer, Side.CONSUMER, have={"kv": np.array([True, False])}
+        here, [4, 2], peer, PlanSide.CONSUMER, have={"kv": np.array([True, False])}
     )
     assert half.digest != whole.plan.digest
     landed = Landed(half)

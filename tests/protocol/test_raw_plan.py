@@ -13,7 +13,7 @@ import kvwire
 from kvwire.errors import ProfileMismatch
 from kvwire.kv.canonical import negotiate
 from kvwire.kv.geometry import Geometry, describe
-from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import DTYPE_BYTES
 from kvwire.transfers.dedup import digest
 from kvwire.transfers.description import pack_have
@@ -82,7 +82,7 @@ def test_several_groups() -> None:
     ends = [describe(c, ids, 4) for c, ids in zip(caches, lists, strict=True)]
     have = {"window": np.array([True, False])}
     plan = TransferPlan(
-        *(caches[0], lists[0], ends[1], Side.PRODUCER), tokens=4, have=have
+        *(caches[0], lists[0], ends[1], PlanSide.PRODUCER), tokens=4, have=have
     )
     packed = {"window": bitmap([True, False])}
     assert plan_digest(carried(shares(ends[0]), shares(ends[1]), packed)) == plan.digest

@@ -40,7 +40,7 @@ from kvwire.cli.bench.side import (
     Bytes,
     ConnectedSide,
     End,
-    Joined,
+    JoinedSide,
     Side,
     digest,
     fill,
@@ -240,7 +240,7 @@ class FragmentsSide(ConnectedSide[FragmentWork]):
             self._work = work
 
 
-class InprocSide(Joined[FragmentWork]):
+class InprocSide(JoinedSide[FragmentWork]):
     """Two communicators of one loop."""
 
     work_type: ClassVar[type[Work]] = FragmentWork
@@ -281,7 +281,7 @@ class MemcpySide(Side[FragmentWork]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class FragmentsChoice:
     """What the user wants to see; layouts are true for blocks across layers."""
 
     transports: Sequence[str]
@@ -329,7 +329,7 @@ def why_not(transport: str) -> str:
     return ""
 
 
-def fragments(choice: Choice, join: Join | None = None) -> Benchmark:
+def fragments(choice: FragmentsChoice, join: Join | None = None) -> Benchmark:
     """Make the benchmark.
 
     Args:
@@ -455,7 +455,7 @@ def command(
         1 if a transport of kvwire that was asked for by name failed.
     """
     layouts = {"per-layer": (False,), "cross-layer": (True,), "both": (False, True)}
-    choice = Choice(
+    choice = FragmentsChoice(
         transports=registered() if transport == "all" else transport.split(","),
         layer_bytes=[kib * KIB for kib in sizes_kib],
         verbs=VERBS if verb == "both" else (verb,),

@@ -367,7 +367,7 @@ class OpsSide(ConnectedSide[OpsWork]):
         return f"{server.address.host}:{server.address.port}"
 
 
-class BareSide(StreamsSide):
+class BareOpsSide(StreamsSide):
     """The streams of asyncio, with the works of this benchmark."""
 
     work_type: ClassVar[type[Work]] = OpsWork
@@ -381,7 +381,7 @@ def ops(*, transport: str, loop: str) -> Benchmark:
     """
     report.require_known([transport])
     ours = Contender(f"kvwire {transport}", OpsSide, transport=transport, loop=loop)
-    streams = Contender(f"{loop} streams", BareSide, loop=loop)
+    streams = Contender(f"{loop} streams", BareOpsSide, loop=loop)
     return Benchmark(
         name="ops",
         cases=[

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvwire.cli.bench.ops import Meter, OpsSide, OpsWork
-from kvwire.cli.bench.side import Joined
+from kvwire.cli.bench.side import JoinedSide
 from kvwire.proto.framing import Framing
 from kvwire.wire.header import FrameType
 
@@ -102,7 +102,7 @@ def count(works: Sequence[OpsWork], transport: str) -> list[Counts]:
 async def _count(works: Sequence[OpsWork], transport: str) -> list[Counts]:
     options = {"transport": transport}
     left = OpsSide(options, CountMeter)
-    both = Joined(left, OpsSide(options))
+    both = JoinedSide(left, OpsSide(options))
     found = []
     try:
         await both.connect(None)

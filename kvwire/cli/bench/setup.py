@@ -82,7 +82,7 @@ class SetupSide(ConnectedSide[Work]):
         return np.diff(times).tolist()
 
 
-class BareSide(StreamsSide):
+class BareSetupSide(StreamsSide):
     """The streams of asyncio: a connection, and a byte that is answered with as many.
 
     What cannot be less: no handshake above that of TCP, no plan, no checksum.
@@ -134,7 +134,7 @@ def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
         UsageError: A transport that nobody knows.
     """
     require_known(transports)
-    streams = Contender(f"{loop} streams", BareSide, loop=loop)
+    streams = Contender(f"{loop} streams", BareSetupSide, loop=loop)
     pairs = {
         name: Contender(f"kvwire {name}", SetupSide, transport=name, loop=loop)
         for name in transports

@@ -101,7 +101,7 @@ class Side(Generic[W]):
 CALLS: Final = frozenset(n for n in vars(Side) if n[0] != "_") - {"close", "work_type"}
 
 
-class Joined(Side[W]):
+class JoinedSide(Side[W]):
     """Two sides on one loop, as one that needs no other."""
 
     def __init__(self, left: Side[W], right: Side[W]) -> None:

@@ -150,7 +150,7 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class StoreChoice:
     """What the user wants to see."""
 
     tiers: Sequence[str]
@@ -166,7 +166,7 @@ class Choice:
         return [work_of(DISK, PUT, shape, self.round_bytes) for shape in self.shapes]
 
 
-def store(choice: Choice, others: Others | None = None) -> Benchmark:
+def store(choice: StoreChoice, others: Others | None = None) -> Benchmark:
     """Make the benchmark.
 
     Args:
@@ -197,7 +197,7 @@ def store(choice: Choice, others: Others | None = None) -> Benchmark:
     )
 
 
-def _kvwire(choice: Choice, tier: str, name: str) -> Contender:
+def _kvwire(choice: StoreChoice, tier: str, name: str) -> Contender:
     """A store in one process, or in two where a server is its tier."""
     from kvwire.cli.bench.store_side import (  # noqa: PLC0415 - it imports this
         StoreServerSide,
@@ -219,7 +219,7 @@ def _kvwire(choice: Choice, tier: str, name: str) -> Contender:
     )
 
 
-def _cases(choice: Choice, tier: str, name: str, others: Others) -> list[Case]:
+def _cases(choice: StoreChoice, tier: str, name: str, others: Others) -> list[Case]:
     """The rows of one tier, shape by shape, and the match at the end."""
     from kvwire.cli.bench.store_side import can_drop  # noqa: PLC0415 - it imports this
 
@@ -252,7 +252,7 @@ def _cases(choice: Choice, tier: str, name: str, others: Others) -> list[Case]:
     return cases
 
 
-def _require_known(choice: Choice) -> None:
+def _require_known(choice: StoreChoice) -> None:
     for tier in choice.tiers:
         if tier not in TIERS:
             raise UsageError(f"--tiers {tier}: there are {', '.join(TIERS)}")
@@ -267,7 +267,7 @@ def _require_known(choice: Choice) -> None:
         )
 
 
-def _notes(choice: Choice) -> list[str]:
+def _notes(choice: StoreChoice) -> list[str]:
     from kvwire.cli.bench.store_side import can_drop  # noqa: PLC0415 - it imports this
 
     notes = [
@@ -302,7 +302,7 @@ def filesystem(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str
     return found[max(around, key=lambda place: len(place.parts))]
 
 
-def nobody(choice: Choice) -> Others:
+def nobody(choice: StoreChoice) -> Others:
     """Return nobody who stands beside kvwire."""
     del choice
     return Others()
@@ -320,7 +320,7 @@ def command(
     quick: bool = False,
     json: Output = None,
     plot: Plot = None,
-    beside: Annotated[Callable[[Choice], Others], Parameter(parse=False)] = nobody,
+    beside: Annotated[Callable[[StoreChoice], Others], Parameter(parse=False)] = nobody,
 ) -> None:
     """Blocks into each tier of a store, and out of it: put, get, one block, match.
 
@@ -348,7 +348,7 @@ def command(
     if quick:
         rounds, round_mib = QUICK_ROUNDS, QUICK_MIB
     with _within(directory) as place:
-        choice = Choice(
+        choice = StoreChoice(
             tiers=list(TIERS) if tiers == "all" else tiers.split(","),
             transports=transport.split(","),
             shapes=list(SHAPES) if blocks == "both" else [blocks],

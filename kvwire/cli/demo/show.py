@@ -7,7 +7,7 @@ are asynchronous events, with a track for each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rich.console import Console
@@ -61,11 +61,11 @@ def timeline(record: RequestTimes, console: Console) -> Text:
     return text
 
 
-def _letter(kinds: set[str], console: Console) -> tuple[str, str]:
+def _letter(kinds: Collection[str], console: Console) -> tuple[str, str]:
     """Compute is the upper half of a letter, a transfer the lower one."""
     upper, lower, both = "▀▄█" if console.encoding.startswith("utf") else "=~#"
     moving = _LOOKS["transfer"].letter_color
-    computing = [_LOOKS[kind].letter_color for kind in kinds - {"transfer"}]
+    computing = [_LOOKS[kind].letter_color for kind in kinds if kind != "transfer"]
     if not computing:
         return (lower, moving) if kinds else (" ", "")
     if "transfer" not in kinds:

@@ -13,7 +13,7 @@ from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import CollectiveLibrary
-from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
 
 _names = itertools.count()
 _lock = threading.Lock()
@@ -132,18 +132,18 @@ class FakeMove(Move):
         self.nbytes = nbytes
         self.copied = False
 
-    def progress(self) -> Progress:
+    def progress(self) -> MoveProgress:
         with _lock:
             return self._progress()
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> MoveProgress:
         peer = self.pipe.peer
         if self.pipe.dead or peer is None or not self.pipe.faults.moves.is_set():
-            return Progress.LAUNCHED
+            return MoveProgress.LAUNCHED
         if self.copied:
-            return Progress.DONE
+            return MoveProgress.DONE
         if self.pipe.sends or peer.dead or self.index >= len(peer.moves):
-            return Progress.LAUNCHED
+            return MoveProgress.LAUNCHED
         sent = peer.moves[self.index]
         assert sent.nbytes == self.nbytes, "the two sides have another order"
         if self.payload is not None and sent.payload is not None:
@@ -151,7 +151,7 @@ class FakeMove(Move):
         self.copied = sent.copied = True
         # From now on the memory is the lane's no more.
         self.payload = sent.payload = None
-        return Progress.DONE
+        return MoveProgress.DONE
 
 
 class Notes(LaneHandler):

@@ -18,7 +18,7 @@ from kvwire.extras import install_command
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.library import CollectiveLibrary
-from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
 
 _HOST = "127.0.0.1"
 
@@ -159,14 +159,14 @@ class GlooMove(Move):
         self._packed = packed
         self._into = into
 
-    def progress(self) -> Progress:
+    def progress(self) -> MoveProgress:
         """See Move."""
         if not self.over.is_set():
-            return Progress.LAUNCHED
+            return MoveProgress.LAUNCHED
         if self.error:
             raise MoveFailed(f"gloo: {self.error}")
         if self._into is not None:
             # Here, in the direction's own thread: after an abort it is not touched.
             copy(self._packed, self._into)
             self._into = None
-        return Progress.DONE
+        return MoveProgress.DONE

@@ -17,7 +17,7 @@ from kvwire.backend import Payload
 from kvwire.limits import WAKEUP_BYTES
 from kvwire_nccl.direction_state import MOVES_MAX, DirectionState, PayloadMove
 from kvwire_nccl.driver import Driver
-from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
 from tests.support.logs import logged
 
 # Below the timeout of a test, which would end the whole run.
@@ -123,8 +123,12 @@ class WireMove(Move):
         self.wire = wire
         self.number = number
 
-    def progress(self) -> Progress:
-        return Progress.DONE if self.number <= self.wire.done else Progress.LAUNCHED
+    def progress(self) -> MoveProgress:
+        return (
+            MoveProgress.DONE
+            if self.number <= self.wire.done
+            else MoveProgress.LAUNCHED
+        )
 
 
 class Driven:

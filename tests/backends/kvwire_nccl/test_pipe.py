@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvwire_nccl.library import CollectiveLibrary
-from kvwire_nccl.pipe import Move, MoveFailed, Pipe, Progress
+from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
 from tests.backends.kvwire_nccl.fake import FakeLibrary
 from tests.backends.kvwire_nccl.gloo import Gloo
 
@@ -75,7 +75,7 @@ def until(condition: Callable[[], bool]) -> None:
 def end(moves: list[Move]) -> None:
     """See each of them done, oldest first."""
     for move in moves:
-        until(lambda move=move: move.progress() is Progress.DONE)  # type: ignore[misc]
+        until(lambda move=move: move.progress() is MoveProgress.DONE)  # type: ignore[misc]
 
 
 def test_payloads_arrive_in_the_order_in_which_they_were_given(
@@ -110,7 +110,7 @@ def test_nothing_is_done_before_its_other_half_is_there(
     sending, receiving = ends
     into = bytearray(1000)
     receive = receiving.move(memoryview(into), 1000)
-    assert receive.progress() is not Progress.DONE
+    assert receive.progress() is not MoveProgress.DONE
     send = sending.move(memoryview(PAYLOADS[0]), 1000)
     end([receive])
     end([send])
@@ -135,7 +135,7 @@ def send_until_lost(sending: Pipe) -> None:
 
     def looked() -> bool:
         sending.check()
-        assert move.progress() is not Progress.DONE
+        assert move.progress() is not MoveProgress.DONE
         return False
 
     until(looked)

@@ -20,7 +20,7 @@ from kvwire.cli.bench.fragments import (
     RIGHT,
     SAME_HOST,
     TCP,
-    Choice,
+    FragmentsChoice,
     FragmentsSide,
     FragmentWork,
     InprocSide,
@@ -119,8 +119,8 @@ def test_local_takes_part_with_and_without_arenas() -> None:
     assert everybody == ["kvwire local", "kvwire local arena", "memcpy"]
 
 
-def choice(transport: str) -> Choice:
-    return Choice(
+def choice(transport: str) -> FragmentsChoice:
+    return FragmentsChoice(
         transports=[transport], layer_bytes=[4 * KIB], round_bytes=MIB, loop="asyncio"
     )
 

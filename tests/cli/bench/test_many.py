@@ -21,7 +21,7 @@ from kvwire.cli.bench.many import (
     ManySide,
     ManyWork,
 )
-from kvwire.cli.bench.side import Joined
+from kvwire.cli.bench.side import JoinedSide
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import MIB
 
@@ -111,7 +111,7 @@ async def test_what_is_timed_is_what_was_asked_for() -> None:
     beside = ManyWork(verb=BESIDE, nbytes=MIB, count=2, others=3, other_bytes=MIB)
     alone = ManyWork(verb=ONE_BY_ONE, nbytes=SMALL_BYTES, count=2)
     left, right = ManySide(ONE), ManySide(ONE)
-    both = Joined(left, right)
+    both = JoinedSide(left, right)
     try:
         await both.connect(None)
         for work in (beside, alone, beside):

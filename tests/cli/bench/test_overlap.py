@@ -19,7 +19,7 @@ from kvwire.cli.bench.overlap import (
     OverlapWork,
     efficiency,
 )
-from kvwire.cli.bench.side import Joined
+from kvwire.cli.bench.side import JoinedSide
 from kvwire.cli.main import CALLED_WRONG, main
 from tests.cli.bench.contenders import Scripted, case, measured
 
@@ -96,7 +96,7 @@ def test_a_small_real_run(
 async def test_every_way_moves_its_bytes(way: str, layers: int, nbytes: int) -> None:
     """Real blocks, and those of a toy model of which the payload is next to nothing."""
     options = {"transport": "tcp", "way": way}
-    both = Joined(OverlapSide(options), OverlapSide(options))
+    both = JoinedSide(OverlapSide(options), OverlapSide(options))
     work = OverlapWork(verb=EXPOSED, nbytes=nbytes, count=layers, repeat=2)
     try:
         await both.connect(None)

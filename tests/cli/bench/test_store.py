@@ -12,7 +12,7 @@ import pytest
 
 from kvwire.cli.bench import store as plan
 from kvwire.cli.bench import store_side
-from kvwire.cli.bench.store import TIERS, Choice, filesystem, store
+from kvwire.cli.bench.store import TIERS, StoreChoice, filesystem, store
 from kvwire.cli.bench.store_side import can_drop
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.extras import install_command
@@ -141,7 +141,7 @@ def test_a_disk_without_room_is_told_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def choice(directory: Path, **changed: Any) -> Choice:
+def choice(directory: Path, **changed: Any) -> StoreChoice:
     options: dict[str, Any] = {
         "tiers": list(TIERS),
         "transports": ["tcp"],
@@ -151,7 +151,7 @@ def choice(directory: Path, **changed: Any) -> Choice:
         "loop": "asyncio",
         **changed,
     }
-    return Choice(**options)
+    return StoreChoice(**options)
 
 
 LINE = "{} {} {} rw,noatime 0 0"

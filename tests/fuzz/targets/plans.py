@@ -19,7 +19,7 @@ from kvwire.kv.geometry import Geometry
 from kvwire.kv.landed import Landed
 from kvwire.kv.layout import AXES
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import Segment, Side, TransferPlan
+from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from kvwire.proto.records import SegmentRecord
 from kvwire.transfers.description import TransferOffer
@@ -37,12 +37,12 @@ def run(data: bytes) -> int:
     """Bit 0 of the first byte is our side, bit 1 how the rest is read."""
     reader = Reader(data)
     options = reader.byte()
-    side = Side.PRODUCER if options & 1 else Side.CONSUMER
+    side = PlanSide.PRODUCER if options & 1 else PlanSide.CONSUMER
     said = data[1:] if options & 2 else _written(reader)
     try:
         description = TransferOffer.decode(said)
         peer = description.read_geometry()
-        have = description.read_have(peer if side is Side.PRODUCER else _mine())
+        have = description.read_have(peer if side is PlanSide.PRODUCER else _mine())
         plan = TransferPlan(_cache(), _LIST, peer, side, have=have)
     except (ProfileMismatch, UsageError):
         return len(data) + len(said)
@@ -73,7 +73,7 @@ def _cache() -> PagedCache:
 
 
 def _mine() -> Geometry:
-    plan = TransferPlan(_cache(), _LIST, _own(), Side.CONSUMER)
+    plan = TransferPlan(_cache(), _LIST, _own(), PlanSide.CONSUMER)
     return plan.local
 
 
