@@ -15,11 +15,9 @@ from rich.console import Console, RenderableType
 
 import kvwire
 from kvwire import Address, Config, Connection, UsageError
-from kvwire.cli.doctor.attendant import PROFILE, attend
 from kvwire.cli.doctor.examination import Examination, examine
-from kvwire.cli.doctor.probe import examine_peer
+from kvwire.cli.doctor.peer import PROFILE, PeerReport, attend, examine_peer
 from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
-from kvwire.cli.doctor.trial import PeerReport
 
 # What the configuration requires is missing, or a measurement has failed.
 UNWELL: Final = 1

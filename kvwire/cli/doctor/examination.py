@@ -1,21 +1,42 @@
-"""One host as the doctor sees it: everything that is shown, and sent as JSON."""
+"""One host as the doctor sees it: everything that is shown, and sent as JSON.
+
+Every installed backend is asked whether it can run, and what it says of this machine.
+The exit status is about what the configuration asks for: a transport of ``require`` has
+to run, or one of them if there are several, and so have the key files of the trust
+mode. ``prefer`` and ``forbid`` ask for nothing, but a name that nobody offers is
+refused wherever it stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvwire.backend import Finding
-from kvwire.cli.doctor import findings, machine, process, requirements, transports
+from kvwire.backend import Finding, registry
+from kvwire.backend.selection import check_transports
+from kvwire.cli.doctor import findings, machine, process
 from kvwire.cli.doctor.machine import Machine
 from kvwire.cli.doctor.process import Process
-from kvwire.cli.doctor.transports import Transport
 from kvwire.config import Config
+from kvwire.errors import BackendUnavailable, KVWireError, UsageError
+from kvwire.security.keys import load_keys
+from kvwire.security.tls import Credentials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """Tells of one backend; most is of :class:`~kvwire.backend.Availability`."""
+
+    name: str
+    available: bool
+    reason: str
+    remedy: str = ""
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was found on one host.
+    """Holds what was found on one host.
 
     Attributes:
         machine: The facts of the machine.
@@ -33,11 +54,11 @@ class Examination:
 
     @property
     def well(self) -> bool:
-        """Nothing is missing that the configuration asks for."""
+        """Tell whether nothing is missing that the configuration asks for."""
         return not any(self.missing())
 
     def missing(self) -> Iterator[Finding]:
-        """What the configuration asks for and is not here."""
+        """Yield what the configuration asks for and is not here."""
         return (finding for finding in self.asked if finding.state == "missing")
 
 
@@ -49,12 +70,91 @@ def examine(config: Config, pid: int = 0) -> Examination:
         pid: The process to look at; 0 for this one.
     """
     # First: it loads the libraries that the process is then seen to have.
-    backends = transports.installed()
+    backends = installed()
     host, seen = machine.look_at(), process.look_at(pid)
     return Examination(
         machine=host,
         process=seen,
         transports=backends,
         findings=findings.judged(host, seen),
-        asked=requirements.asked(config, backends),
+        asked=asked(config, backends),
+    )
+
+
+def installed() -> tuple[Transport, ...]:
+    """Ask all that some distribution offers, sorted by name."""
+    return tuple(
+        Transport(
+            name=name,
+            available=found.available,
+            reason=found.reason,
+            remedy=found.remedy,
+            findings=_findings(name),
+        )
+        for name in registry.names()
+        for found in (registry.availability(name),)
+    )
+
+
+def _findings(name: str) -> tuple[Finding, ...]:
+    try:
+        backend = registry.load(name)
+    except BackendUnavailable:
+        return ()  # that is the reason already
+    try:
+        return backend.diagnose()
+    # The doctor's screen has to come up whatever a third party's backend does.
+    except Exception as exc:  # noqa: BLE001
+        text = f"diagnose() raised {type(exc).__name__}: {exc}"
+        return (Finding(name="its own check", state="warn", text=text),)
+
+
+def asked(config: Config, transports: Sequence[Transport]) -> tuple[Finding, ...]:
+    """Make a finding for each thing that a configuration asks for."""
+    return (*_transports(config, transports), _settings(config), _trust(config))
+
+
+def _transports(config: Config, transports: Sequence[Transport]) -> Iterator[Finding]:
+    runs = {t.name: t.available for t in transports if t.name not in config.forbid}
+    wanted = config.require or tuple(runs)
+    usable = [name for name in wanted if runs.get(name)]
+    name = "require" if config.require else "transports"
+    if usable:
+        yield Finding(name=name, state="ok", text=f"can run: {', '.join(usable)}")
+    else:
+        remedies = [t.remedy for t in transports if t.name in wanted and t.remedy]
+        yield Finding(
+            name=name,
+            state="missing",
+            text=f"cannot run here: {', '.join(wanted) or 'there is none'}",
+            remedy="; ".join(remedies),
+        )
+    for named in config.prefer:
+        if runs.get(named) is False and named not in config.require:
+            text = f"{named} cannot run here: what comes after it is used"
+            yield Finding(name="prefer", state="warn", text=text)
+
+
+def _settings(config: Config) -> Finding:
+    try:
+        check_transports(config)
+    except KVWireError as exc:
+        return Finding(name="names", state="missing", text=str(exc))
+    return Finding(name="names", state="ok", text="every transport and setting exists")
+
+
+def _trust(config: Config) -> Finding:
+    try:
+        load_keys(config)
+        if config.trust == "mtls":
+            Credentials(config)
+    except UsageError as exc:
+        return Finding(name="trust", state="missing", text=str(exc))
+    found = {
+        "loopback": "this host only",
+        "psk": "the key can be read",
+        "mtls": "the certificate, its key and the CAs can be used",
+    }
+    return Finding(
+        name="trust", state="ok", text=f"{config.trust}: {found[config.trust]}"
     )

@@ -27,179 +27,182 @@ _FILES_MIN: Final = 1024
 # Containers commonly get 64 MiB: less than the queues of a few UCX peers and NCCL need.
 _SHARED_BYTES_MIN: Final = 256 * MIB
 _EXPANDABLE: Final = re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE)
+# What is the matter, or is not; and what to do about it, or "".
+Judgement = tuple[str, str]
 _ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def judged(machine: Machine, process: Process) -> tuple[Finding, ...]:
-    """Every finding, in the order they are shown."""
-    return tuple(judge(machine, process) for judge in _JUDGES)
+    """Make every finding, in the order they are shown."""
+    return tuple(judged_by(name, machine, process) for name in _JUDGES)
 
 
-def rdma(machine: Machine, process: Process) -> Finding:
+def judged_by(name: str, machine: Machine, process: Process) -> Finding:
+    """Make one finding: what has a remedy is a warning."""
+    text, remedy = _JUDGES[name](machine, process)
+    return Finding(
+        name=name, state="warn" if remedy else "ok", text=text, remedy=remedy
+    )
+
+
+def rdma(machine: Machine, process: Process) -> Judgement:
     """RDMA devices, whether a port is up, and whether this process can open them."""
-    del process
-    name = "RDMA"
     if not machine.rdma:
         text = "no device: UCX uses shared memory and TCP, and asking it for RDMA fails"
-        return _ok(name, text)
+        return text, ""
     ports = ", ".join(str(port) for port in machine.rdma)
     if not machine.rdma_nodes:
-        return _warn(
-            name,
+        return (
             f"{ports}; but no /dev/infiniband/uverbs*, so no program here can use it",
             "docker run --device /dev/infiniband ..., or load the module ib_uverbs",
         )
     if not any(port.state == "ACTIVE" for port in machine.rdma):
-        return _warn(
-            name,
+        return (
             f"{ports}: no port is up",
             "check cable and switch; InfiniBand also needs a subnet manager",
         )
-    return _ok(name, ports)
+    return ports, ""
 
 
-def locked_memory(machine: Machine, process: Process) -> Finding:
+def locked_memory(machine: Machine, process: Process) -> Judgement:
     """RDMA pins the memory it reaches, and the kernel counts that."""
-    name, limit = "locked memory", process.locked_bytes
+    limit = process.locked_bytes
     if limit is None:
-        return _ok(name, "limit is not known here")
+        return "limit is not known here", ""
     if limit == UNLIMITED or process.may(CAP_IPC_LOCK):
         why = "" if limit == UNLIMITED else ": this process has CAP_IPC_LOCK"
-        return _ok(name, f"unlimited{why}")
+        return f"unlimited{why}", ""
     if not machine.rdma:
-        return _ok(name, f"{in_bytes(limit)}; only RDMA would need more")
-    return _warn(
-        name,
+        return f"{in_bytes(limit)}; only RDMA would need more", ""
+    return (
         f"at most {in_bytes(limit)}: RDMA pins a whole KV cache, and fails beyond it",
         "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity",
     )
 
 
-def gpus(machine: Machine, process: Process) -> Finding:
+def gpus(machine: Machine, process: Process) -> Judgement:
     """NVIDIA GPUs, and whether this process can open them."""
-    name = "GPU"
     if not machine.gpu_driver:
-        return _ok(name, "no NVIDIA driver: KV caches lie in host memory")
+        return "no NVIDIA driver: KV caches lie in host memory", ""
     found = f"{_counted(machine.gpus)}, driver {machine.gpu_driver}"
     # Under WSL there are no such files, and the driver is not in /proc either.
     if machine.gpus and not machine.gpu_nodes and "microsoft" not in machine.system:
-        return _warn(
-            name,
+        return (
             f"{found}; but no /dev/nvidia*, so no program here can use it",
             "docker run --gpus all ...",
         )
     visible = process.settings.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         found += f"; CUDA_VISIBLE_DEVICES={visible!r}"
-    return _ok(name, found)
+    return found, ""
 
 
-def expandable_segments(machine: Machine, process: Process) -> Finding:
+def expandable_segments(machine: Machine, process: Process) -> Judgement:
     """Memory from cuMemMap has no CUDA IPC handle, and not every stack registers it.
 
     openucx/ucx #11548, ai-dynamo/nixl #1754: registering succeeds, and the bytes then
     go through the host.
     """
-    del machine
-    name = "torch allocator"
     said = {key: process.settings.get(key, "") for key in _ALLOCATOR}
     on = [key for key, value in said.items() if _EXPANDABLE.search(value)]
     if not on:
-        return _ok(name, "no expandable_segments in this environment")
-    return _warn(
-        name,
-        f"{on[0]} sets expandable_segments: CUDA IPC (UCX before 1.22) and some RDMA "
-        f"drivers cannot reach such memory, and become slow or fail",
+        return "no expandable_segments in this environment", ""
+    return (
+        (
+            f"{on[0]} sets expandable_segments: CUDA IPC (UCX before 1.22) and some "
+            "RDMA drivers cannot reach such memory, and become slow or fail"
+        ),
         "unset it, or allocate the KV cache from a pool of its own",
     )
 
 
-def ptrace(machine: Machine, process: Process) -> Finding:
+def ptrace(machine: Machine, process: Process) -> Judgement:
     """Reading another process's memory, which is what ``local`` does, is tracing it.
 
     Scopes as in Documentation/admin-guide/LSM/Yama.rst of the kernel.
     """
-    name, scope = "ptrace scope", machine.ptrace_scope
+    scope = machine.ptrace_scope
     if scope is None or scope == 0:
         where = "no Yama module" if scope is None else "0"
-        return _ok(name, f"{where}: processes of one user may read each other's memory")
+        return f"{where}: processes of one user may read each other's memory", ""
     if scope < 3 and process.may(CAP_SYS_PTRACE):
-        return _ok(name, f"{scope}, but this process has CAP_SYS_PTRACE")
+        return f"{scope}, but this process has CAP_SYS_PTRACE", ""
     if scope == 1:
-        return _ok(name, "1: a process is read by its parents and by whom it names")
+        return "1: a process is read by its parents and by whom it names", ""
     who = "only with CAP_SYS_PTRACE" if scope == 2 else "nobody, until a reboot"
-    return _warn(
-        name,
-        f"{scope}: who may read another process's memory: {who}; `local` then copies "
-        f"through shared memory",
+    return (
+        (
+            f"{scope}: who may read another process's memory: {who}; `local` then "
+            "copies through shared memory"
+        ),
         "sysctl kernel.yama.ptrace_scope=1"
         if scope == 2
         else "set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot",
     )
 
 
-def namespaces(machine: Machine, process: Process) -> Finding:
+def namespaces(machine: Machine, process: Process) -> Judgement:
     """Processes of two PID namespaces cannot name each other."""
-    name, container = "PID namespace", machine.container
+    container = machine.container
     inside = f"in a container ({container})" if container else "in no known container"
     if process.own_pid_namespace:
-        return _warn(
-            name,
-            f"one of its own, {inside}: same-host memory reaches only the processes "
-            f"in it",
-            "docker run --pid host, or --pid container:NAME on one side; in a pod, "
-            "shareProcessNamespace: true",
+        return (
+            (
+                f"one of its own, {inside}: same-host memory reaches only the "
+                "processes in it"
+            ),
+            (
+                "docker run --pid host, or --pid container:NAME on one side; in a pod, "
+                "shareProcessNamespace: true"
+            ),
         )
     if process.own_pid_namespace is None:
-        return _ok(name, f"not known here; {inside}")
-    return _ok(name, f"the host's; {inside}")
+        return f"not known here; {inside}", ""
+    return f"the host's; {inside}", ""
 
 
-def shared_memory(machine: Machine, process: Process) -> Finding:
+def shared_memory(machine: Machine, process: Process) -> Judgement:
     """What UCX, NCCL and `local` share between processes of one host lies there."""
-    del process
-    name, size = "shared memory", machine.shared_bytes
+    size = machine.shared_bytes
     if size is None:
-        return _ok(name, "there is no /dev/shm")
+        return "there is no /dev/shm", ""
     if size < _SHARED_BYTES_MIN:
-        return _warn(
-            name,
+        return (
             f"{in_bytes(size)} in /dev/shm: UCX and NCCL may run out of it",
-            "docker run --shm-size 1g, or --ipc host; in a pod, an emptyDir of medium "
-            "Memory at /dev/shm",
+            (
+                "docker run --shm-size 1g, or --ipc host; in a pod, an emptyDir of "
+                "medium Memory at /dev/shm"
+            ),
         )
-    return _ok(name, f"{in_bytes(size)} in /dev/shm")
+    return f"{in_bytes(size)} in /dev/shm", ""
 
 
-def copies(machine: Machine, process: Process) -> Finding:
+def copies(machine: Machine, process: Process) -> Judgement:
     """Two copies of one library in a process: ai-dynamo/nixl #1668, vLLM #32379."""
-    del machine
-    name = "UCX and NCCL"
     twice = {k: paths for k, paths in process.libraries.items() if len(paths) > 1}
     if twice:
         said = "; ".join(
             f"{library}: {' and '.join(paths)}" for library, paths in twice.items()
         )
-        return _warn(
-            name,
+        return (
             f"loaded more than once, which hangs or crashes: {said}",
             "keep one of them: the system's, or that of one wheel",
         )
     loaded = [path for paths in process.libraries.values() for path in paths]
-    return _ok(name, f"loaded: {', '.join(loaded) or 'none'}")
+    return f"loaded: {', '.join(loaded) or 'none'}", ""
 
 
-def descriptors(machine: Machine, process: Process) -> Finding:
+def descriptors(machine: Machine, process: Process) -> Judgement:
     """A connection is a socket, and a lane may be another."""
-    del machine
-    name, limit = "descriptors", process.files
+    limit = process.files
     if limit is None or limit == UNLIMITED or limit >= _FILES_MIN:
         shown = {None: "limit is not known here", UNLIMITED: "unlimited"}.get(limit)
-        return _ok(name, shown or f"{limit:,}")
-    return _warn(
-        name,
-        f"at most {limit}: a connection takes one, and one for each of up to "
-        f"{LANES_MAX} lanes",
+        return shown or f"{limit:,}", ""
+    return (
+        (
+            f"at most {limit}: a connection takes one, and one for each of up to "
+            f"{LANES_MAX} lanes"
+        ),
         "ulimit -n 65536; docker run --ulimit nofile=65536; LimitNOFILE=65536",
     )
 
@@ -220,22 +223,14 @@ def _counted(models: tuple[str, ...]) -> str:
     return ", ".join(f"{models.count(kind)} x {kind}" for kind in kinds)
 
 
-def _ok(name: str, text: str) -> Finding:
-    return Finding(name=name, state="ok", text=text)
-
-
-def _warn(name: str, text: str, remedy: str) -> Finding:
-    return Finding(name=name, state="warn", text=text, remedy=remedy)
-
-
-_JUDGES: Final[tuple[Callable[[Machine, Process], Finding], ...]] = (
-    gpus,
-    expandable_segments,
-    rdma,
-    locked_memory,
-    namespaces,
-    ptrace,
-    shared_memory,
-    copies,
-    descriptors,
-)
+_JUDGES: Final[dict[str, Callable[[Machine, Process], Judgement]]] = {
+    "GPU": gpus,
+    "torch allocator": expandable_segments,
+    "RDMA": rdma,
+    "locked memory": locked_memory,
+    "PID namespace": namespaces,
+    "ptrace scope": ptrace,
+    "shared memory": shared_memory,
+    "UCX and NCCL": copies,
+    "descriptors": descriptors,
+}

@@ -16,10 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvwire.backend import Finding
-from kvwire.cli.doctor.examination import Examination
+from kvwire.cli.doctor.examination import Examination, Transport
 from kvwire.cli.doctor.findings import in_bytes
-from kvwire.cli.doctor.transports import Transport
-from kvwire.cli.doctor.trial import PeerReport, Rate, Trial
+from kvwire.cli.doctor.peer import PeerReport, Rate, Trial
 
 ROWS_MAX: Final = 40
 COLUMNS_MAX: Final = 80

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvwire.cli.doctor.attendant import FRAGMENT_BYTES
 from kvwire.cli.doctor.command import UNWELL
+from kvwire.cli.doctor.peer import FRAGMENT_BYTES
 from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, main
 from tests.cli.doctor.two import ward
 

@@ -9,6 +9,8 @@ from rich.console import Console, RenderableType
 
 from kvwire.backend import Finding
 from kvwire.cli.doctor import findings
+from kvwire.cli.doctor.examination import Transport
+from kvwire.cli.doctor.peer import PeerReport, Rate, Trial
 from kvwire.cli.doctor.process import Process
 from kvwire.cli.doctor.screen import (
     COLUMNS_MAX,
@@ -17,8 +19,6 @@ from kvwire.cli.doctor.screen import (
     negotiated,
     written,
 )
-from kvwire.cli.doctor.transports import Transport
-from kvwire.cli.doctor.trial import PeerReport, Rate, Trial
 from kvwire.types import Candidate
 from tests.cli.doctor.trees import examination, machine, port
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kvwire.backend import Finding
-from kvwire.cli.doctor.examination import Examination
+from kvwire.cli.doctor.examination import Examination, Transport
 from kvwire.cli.doctor.machine import Machine, RdmaPort
 from kvwire.cli.doctor.process import Process
-from kvwire.cli.doctor.transports import Transport
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 
 import kvwire
 from kvwire import Address, Communicator, Connection
-from kvwire.cli.doctor.attendant import PROFILE, attend
 from kvwire.cli.doctor.examination import Examination
-from kvwire.cli.doctor.trial import PeerReport
+from kvwire.cli.doctor.peer import PROFILE, SEED, PeerReport, ProbeMemory, attend
 from kvwire.limits import MIB
 from tests.cli.doctor.trees import examination, machine
 
@@ -34,8 +33,10 @@ class Ward:
 
 
 @asynccontextmanager
-async def ward(pass_bytes: int = MIB) -> AsyncIterator[Ward]:
-    """An attendant that lends ``pass_bytes``."""
+async def ward(
+    pass_bytes: int = MIB, kind: type[ProbeMemory] = ProbeMemory
+) -> AsyncIterator[Ward]:
+    """An attendant that lends ``pass_bytes`` of a kind of memory."""
     async with (
         kvwire.open(profile=PROFILE, require=("tcp",)) as there,
         kvwire.open(profile=PROFILE, require=("tcp",)) as here,
@@ -46,7 +47,7 @@ async def ward(pass_bytes: int = MIB) -> AsyncIterator[Ward]:
             found.heard.append(report)
 
         serving = asyncio.create_task(
-            attend(there, THERE, heard, pass_bytes=pass_bytes)
+            attend(there, THERE, heard, lend=lambda: kind(pass_bytes, SEED))
         )
         yield found
         await there.close()

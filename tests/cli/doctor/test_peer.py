@@ -1,0 +1,252 @@
+"""Two doctors: what one serves, and what the other finds out and notices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import Address, Connection, Grant
+from kvwire.cli.doctor import peer
+from kvwire.cli.doctor.peer import (
+    ANSWER_TAG,
+    ASK_TAG,
+    DIGEST,
+    ECHO,
+    FRAGMENT_BYTES,
+    GREETING_TAG,
+    PROFILE,
+    SEED,
+    Greeting,
+    PeerReport,
+    ProbeMemory,
+    Rate,
+    Trial,
+    examine_peer,
+    try_out,
+)
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB, MIB
+from kvwire.types import Candidate
+from tests.cli.doctor.trees import examination
+from tests.cli.doctor.two import THERE, ward
+
+
+async def greeted(connection: Connection) -> Greeting:
+    return msgspec.json.decode(await connection.recv(GREETING_TAG), type=Greeting)
+
+
+async def test_it_says_what_its_host_is_like() -> None:
+    async with ward() as found:
+        connection = await found.prober.connect(found.address)
+        assert (await greeted(connection)).examination == THERE
+
+
+async def test_echoes_come_back() -> None:
+    async with ward() as found:
+        connection = await found.prober.connect(found.address)
+        for text in (ECHO + b"a" * 63, ECHO):
+            await connection.send(ASK_TAG, text)
+            assert await connection.recv(ANSWER_TAG) == text
+
+
+async def test_it_lends_memory_that_it_filled_at_every_size() -> None:
+    async with ward(2 * MIB) as found:
+        connection = await found.prober.connect(found.address)
+        grants = (await greeted(connection)).grants
+        there = ProbeMemory(2 * MIB, SEED)
+        for size, grant in zip(FRAGMENT_BYTES, grants, strict=True):
+            here = ProbeMemory(2 * MIB, 7)
+            await connection.get(Grant.from_bytes(grant), into=here.fragments(size))
+            assert np.array_equal(here.slots(size)[:, 0], there.slots(size)[:, 0])
+        await connection.send(ASK_TAG, DIGEST)
+        assert await connection.recv(ANSWER_TAG) == there.digest()
+
+
+def test_fragments_lie_apart_and_make_up_the_total() -> None:
+    fragments = ProbeMemory(64, 1).fragments(16)
+    assert fragments.nbytes == 64
+    assert np.diff(fragments.addresses.astype(np.int64)).tolist() == [32] * 3
+
+
+async def test_a_report_reaches_whoever_runs_it() -> None:
+    said: list[str] = []
+    here = examination()
+    async with ward() as found:
+        report = await examine_peer(found.prober, found.address, here, said.append)
+        await greeted(await found.prober.connect(found.address))
+        assert found.heard == [None, None, report]
+    assert report.well
+    assert (report.here, report.there) == (here, THERE)
+    assert said == ["what both sides choose", "transport tcp"]
+    assert [trial.asked for trial in report.trials] == ["", "tcp"]
+    assert {rate.fragment_bytes for rate in report.trials[1].rates} == set(
+        FRAGMENT_BYTES
+    )
+    reasons = {c.name: c.reason for c in report.trials[0].candidates}
+    assert "not among `require`" in reasons["inproc"]
+
+
+async def test_nonsense_ends_the_visit_and_not_the_attendant(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ward() as found:
+        connection = await found.prober.connect(found.address)
+        await connection.send(ASK_TAG, b'r{"address": 1}')
+        await connection.wait_closed()
+        again = await found.prober.connect(found.address)
+        assert (await greeted(again)).examination == THERE
+    assert "another version" in caplog.text
+
+
+async def test_who_asks_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "PATIENCE_S", 0)
+    async with ward() as found:
+        connection = await found.prober.connect(found.address)
+        await connection.wait_closed()
+        assert found.heard == [None]
+
+
+def test_sizes_divide_what_is_lent() -> None:
+    assert all(MIB % size == 0 for size in FRAGMENT_BYTES)
+    assert FRAGMENT_BYTES[0] == 4 * KIB
+
+
+async def test_a_whole_trial() -> None:
+    async with ward() as found:
+        trial, _ = await try_out(found.prober, found.address, (32 * KIB, MIB))
+    assert trial.error == ""
+    assert trial.damaged == ()
+    assert trial.taken == "tcp"
+    assert trial.round_trip_s is not None
+    assert [(rate.verb, rate.fragment_bytes) for rate in trial.rates] == [
+        *(("get", 32 * KIB), ("put", 32 * KIB)),
+        *(("get", MIB), ("put", MIB)),
+    ]
+    assert all(rate.bytes_per_s > 0 for rate in trial.rates)
+
+
+async def test_without_sizes_the_choice_alone() -> None:
+    async with ward() as found:
+        trial, _ = await try_out(found.prober, found.address, ())
+    assert (trial.taken, trial.rates) == ("tcp", ())
+
+
+async def test_on_a_slow_wire_one_pass_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_BUDGET_S", 1e-9)
+    async with ward() as found:
+        trial, _ = await try_out(found.prober, found.address, (MIB,))
+    assert [rate.passes for rate in trial.rates] == [1, 1]
+
+
+class _OtherBytes(ProbeMemory):
+    def __init__(self, pass_bytes: int, seed: int) -> None:
+        super().__init__(pass_bytes, seed)
+        self.bytes[0] ^= 1
+
+
+class _OtherBytesBetween(ProbeMemory):
+    def __init__(self, pass_bytes: int, seed: int) -> None:
+        super().__init__(pass_bytes, seed)
+        self.bytes[MIB] ^= 1
+
+
+GET_DAMAGED = "get of 1048576 B fragments: other bytes than were sent"
+PUT_DAMAGED = "put of 1048576 B fragments: other bytes than were sent, or beside them"
+
+
+@pytest.mark.parametrize(
+    ("kind", "damaged"),
+    [(_OtherBytes, (GET_DAMAGED,)), (_OtherBytesBetween, (PUT_DAMAGED,))],
+)
+async def test_damage_is_named(
+    kind: type[ProbeMemory], damaged: tuple[str, ...]
+) -> None:
+    """A put repairs what was wrong in a fragment, and not what is between them."""
+    async with ward(kind=kind) as found:
+        trial, _ = await try_out(found.prober, found.address, (MIB,))
+    assert trial.damaged == damaged
+
+
+async def test_bytes_beside_the_fragments_are_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rate = peer._rate
+
+    async def rate_beside(verb: Any, fragments: Fragments, once: Any) -> Rate:
+        found = await rate(verb, fragments, once)
+        if verb == "get":
+            assert isinstance(fragments.owner, np.ndarray)
+            fragments.owner[MIB] ^= 1
+        return found
+
+    monkeypatch.setattr(peer, "_rate", rate_beside)
+    async with ward() as found:
+        trial, _ = await try_out(found.prober, found.address, (MIB,))
+    assert trial.damaged == ("get of 1048576 B fragments: written beside them",)
+
+
+async def test_a_peer_that_lends_more_than_was_agreed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer, "PASS_BYTES", MIB)
+    async with ward(2 * MIB) as found:
+        trial, _ = await try_out(found.prober, found.address, (MIB,))
+    assert "lends 2097152 bytes" in trial.error
+
+
+async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
+    async with kvwire.open() as there, kvwire.open(require=("tcp",)) as here:
+        address = await there.listen("127.0.0.1:0")
+        trial, _ = await try_out(here, address, (MIB,))
+        assert "no `kvwire doctor --listen`" in trial.error
+        assert trial.taken == "tcp"
+        report = await examine_peer(here, address, examination(), lambda _: None)
+        assert len(report.trials) == 1
+        assert not report.well
+
+
+async def test_nobody_there() -> None:
+    async with kvwire.open() as here, kvwire.open() as there:
+        address = await there.listen("127.0.0.1:0")
+        await there.close()
+        trial, _ = await try_out(here, address, (MIB,))
+    assert trial.error.startswith("ConnectError")
+
+
+async def test_a_transport_that_is_not_there_is_the_reason() -> None:
+    async with kvwire.open() as here:
+        address = Address("tcp", "127.0.0.1", 1)
+        trial, _ = await try_out(here, address, (MIB,), transport="carrier-pigeon")
+    assert trial.asked == "carrier-pigeon"
+    assert "no backend called 'carrier-pigeon'" in trial.error
+
+
+async def test_a_peer_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "TRIAL_TIMEOUT_S", 0.05)
+    async with kvwire.open(profile=PROFILE) as there, kvwire.open() as here:
+        address = await there.listen("127.0.0.1:0")
+        trial, greeted = await try_out(here, address, ())
+    assert trial.error == "not done within 0.05 s"
+    assert greeted is None
+
+
+RATE = Rate(verb="put", fragment_bytes=4096, bytes_per_s=1e9, passes=1)
+GOOD = Trial(candidates=(Candidate("tcp", True, ""),), rates=(RATE,))
+
+
+def report(*trials: Trial) -> PeerReport:
+    return PeerReport(address="", here=examination(), there=None, trials=trials)
+
+
+def test_one_good_trial_is_enough_and_damage_is_never_well() -> None:
+    assert GOOD.taken == "tcp"
+    assert Trial(candidates=(Candidate("ucx", False, ""),)).taken == ""
+    assert report(Trial(error="no libucp"), GOOD).well
+    assert not report().well
+    assert not report(replace(GOOD, error="lost")).well
+    assert not report(GOOD, replace(GOOD, damaged=("put",))).well
