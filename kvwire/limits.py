@@ -184,6 +184,12 @@ STORE_HEADROOM_BYTES: Final = 64 * MIB
 STORE_UNASKED_BYTES: Final = 2 * MIB
 # Of models, shards and groups that a disk has descriptions of.
 STORE_NAMESPACES_MAX: Final = 4096
+# Tenants of a store: each is a label's value in metrics, and a byte for each slot.
+STORE_TENANTS_MAX: Final = 64
+# The share of a tier that may be pinned, of all tenants together: what is pinned makes
+# no room, so most of a tier must not be.
+STORE_PINNED_SHARE: Final = 4
+STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
 
 # --- store servers --------------------------------------------------------------------
 # Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
@@ -99,6 +99,19 @@ class TierAddress:
                 f"tier {self.text!r}: {name}={shown(text)}: a number up to {most:g}"
             )
         return number
+
+    def choice(self, name: str, known: Collection[str], otherwise: str) -> str:
+        """Return one of some words among the options.
+
+        Raises:
+            UsageError: It is none of them.
+        """
+        text = self.options.get(name, otherwise)
+        if text not in known:
+            raise UsageError(
+                f"tier {self.text!r}: {name}={shown(text)}: {' or '.join(known)}"
+            )
+        return text
 
     def slab_bytes(self, nbytes: int) -> int:
         """Return a slab's bytes: as the user says, or by the tier's size.

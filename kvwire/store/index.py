@@ -7,24 +7,30 @@ its hash. A slot is *free*, *taken* (somebody is filling it: it has no name yet)
 *named*. A slot that is taken, read or written back is *pinned*, as often as there are
 users of it, and is not evicted meanwhile.
 
-Named slots that nobody has pinned are in a list for each slot size, the one to go first
-in front. A slot goes to the back when its last user lets go of it: using is touching.
-What a call lets go of goes back in reverse order of its keys, which are those of a
-chain from the head on. So of one chain the tail is evicted before the head, without
-which it is worth nothing.
+Named slots that nobody has pinned are in a queue for each tenant and slot size, the one
+to go first in front; :mod:`kvwire.store.eviction` has the kinds of queues. What a call
+lets go of goes there in reverse order of its keys, which are those of a chain from the
+head on. So of one chain the tail is evicted before the head, without which it is worth
+nothing.
 
 A size that has no slot left takes a slab of another size when the whole slab is older
 than anything of its own. So a model that is no longer used makes room, and one that is
 used does not lose a slab for a single block of another.
 
-The list is an ``OrderedDict``, and every call goes over its keys within C: a ``map``
-into a ``deque`` of length 0. Each is O(1) a block, whatever the tier holds.
+Queues are ``OrderedDict``, and every call goes over its keys within C: a ``map`` into a
+``deque`` of length 0. Each is O(1) a block, whatever the tier holds.
+
+Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). One with a quota
+takes no slot beyond it, but evicts what is its own. A block that is older than its
+tenant's time to live is deleted when somebody looks for it, or room is needed. A *kept*
+slot has one pin more, until it is not kept or deleted. A deleted slot has no name; one
+that is in use then is *doomed*, and free when its last user lets go of it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
@@ -32,11 +38,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids
+from kvwire.store.eviction import EVICTIONS, EvictionQueue, Key, Keys, SlotState, each
+from kvwire.store.tenants import Shares
 from kvwire.store.tiers.slabs import Slabs, rounded
 
-Key: TypeAlias = bytes
-Keys: TypeAlias = npt.NDArray[np.object_]
+__all__ = ["NO_SLOT", "Index", "IndexedSlots", "Key", "Keys", "Orders"]
+
 Orders: TypeAlias = npt.NDArray[np.uint8]
+
+Times: TypeAlias = npt.NDArray[np.float64]
 
 NO_SLOT = -1
 """What :meth:`Index.find` says of a block that is not there."""
@@ -71,42 +81,79 @@ class Index:
 
     Args:
         slabs: The room.
+        evict: Which kind of queue says what goes next; see ``EVICTIONS``.
+        shares: What each tenant may have here.
+        clock: Says how late it is, in seconds since 1970.
 
     Attributes:
-        evicted: Blocks forgotten to make room.
+        evicted_blocks: Blocks forgotten to make room, by the number of their tenant.
+        used_bytes: Bytes of the slots of each tenant.
+        kept_bytes: Of those, the bytes that are kept.
     """
 
     __slots__ = (
+        "_born",
         "_clock",
-        "_lists",
+        "_doomed",
+        "_kept",
         "_newest",
+        "_now",
         "_orders",
-        "_pins",
+        "_owner",
+        "_queue",
+        "_queues",
         "_slots",
+        "_state",
         "_used_at",
-        "evicted",
+        "evicted_blocks",
+        "kept_bytes",
+        "shares",
         "slabs",
+        "used_bytes",
     )
 
-    def __init__(self, slabs: Slabs) -> None:
+    def __init__(
+        self,
+        slabs: Slabs,
+        evict: str = "lru",
+        shares: Shares | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.slabs: Slabs = slabs
-        self.evicted: int = 0
+        self.shares: Shares = shares or Shares.of_all(len(slabs) * slabs.slab_bytes)
+        tenants = len(self.shares)
+        self.evicted_blocks: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
+        self.used_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
+        self.kept_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self._slots: dict[Key, int] = {}
-        self._lists: dict[int, OrderedDict[Key, int]] = {}
-        self._pins = np.zeros(slabs.slots, np.int32)
+        self._queue = EVICTIONS[evict]
+        # By the size of slots, then by tenant.
+        self._queues: dict[int, dict[int, EvictionQueue]] = {}
+        self._state = SlotState(slabs.slots)
         self._orders = np.zeros(slabs.slots, np.uint8)
+        self._owner = np.zeros(slabs.slots, np.uint8)
+        self._kept = np.zeros(slabs.slots, np.bool_)
+        self._doomed = np.zeros(slabs.slots, np.bool_)
+        # When its block was put; 0 while it has none.
+        self._born = np.zeros(slabs.slots, np.float64)
         self._used_at = np.zeros(slabs.slots, np.int64)
         self._newest = np.zeros(len(slabs), np.int64)
         self._clock = 0
+        self._now = clock
 
     def __len__(self) -> int:
         """Return the number of blocks that have a name."""
         return len(self._slots)
 
     @property
+    def evicted(self) -> int:
+        """Return how many blocks were forgotten to make room."""
+        return int(self.evicted_blocks.sum())
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Return the sizes of slots that there have been."""
-        return tuple(self._lists)
+        return tuple(self._queues)
 
     def named(self) -> IndexedSlots:
         """Return every block that has a name, and where it is."""
@@ -114,91 +161,145 @@ class Index:
         return IndexedSlots(as_keys(self._slots), slots)
 
     def find(self, keys: Keys) -> Ids:
-        """Return the slot of each block, or ``NO_SLOT``."""
+        """Return the slot of each block, or ``NO_SLOT``; delete what is too old."""
         found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))
-        return np.fromiter(found, np.int64, keys.size)
+        slots = np.fromiter(found, np.int64, keys.size)
+        if self.shares.expire and keys.size:
+            late = (slots >= 0) & self._late(slots)
+            if late.any():
+                self.delete(keys[late])
+                slots[late] = NO_SLOT
+        return slots
 
     def orders(self, slots: Ids) -> Orders:
         """Return the order of each image; see :mod:`kvwire.store.namespace`."""
         return self._orders[slots]
 
-    def take(self, nbytes: int, count: int) -> Ids:
+    def born(self, slots: Ids) -> Times:
+        """Return when the block of each slot was put, in seconds since 1970."""
+        return self._born[slots]
+
+    def fits(self, nbytes: int, tenant: int = 0) -> bool:
+        """Tell whether a block has room at all, beside what a tenant may keep."""
+        half = int(self.shares.quota_bytes[tenant]) // 2
+        return self.slabs.capacity(nbytes) > 0 and rounded(nbytes) <= half
+
+    def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take up to so many free slots for blocks of ``nbytes``; each is pinned."""
-        slots = self.slabs.take(nbytes, count)
-        self._pins[slots] = 1
+        size = rounded(nbytes)
+        slots = self.slabs.take(nbytes, min(count, self._left(size, tenant)))
+        if slots.size < count and self.shares.expire and self._delete_late():
+            more = min(count - slots.size, self._left(size, tenant, slots.size))
+            slots = np.concatenate((slots, self.slabs.take(nbytes, more)))
+            slots.sort()
+        self._state.pins[slots] = 1
+        self._owner[slots] = tenant
+        self.used_bytes[tenant] += slots.size * size
         return slots
 
     def give_back(self, slots: Ids) -> None:
         """Free taken slots that are not going to be named."""
-        self._pins[slots] = 0
+        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
+        np.subtract.at(self.used_bytes, self._owner[slots], sizes)
+        self._state.pins[slots] = 0
+        self._state.uses[slots] = 0
+        self._born[slots] = 0.0
+        self._doomed[slots] = False
         self.slabs.give(slots)
 
     def mark(self, slots: Ids, orders: Orders) -> None:
         """Say in which order the images in taken slots are."""
         self._orders[slots] = orders
 
-    def name(self, keys: Keys, slots: Ids) -> None:
-        """Say what taken slots hold. Whoever took them has them pinned still."""
+    def name(self, keys: Keys, slots: Ids, born: Times | None = None) -> None:
+        """Say what taken slots hold. Whoever took them has them pinned still.
+
+        Args:
+            keys: Their blocks.
+            slots: The slots.
+            born: When each was put; now, if nobody says it.
+        """
+        self._born[slots] = self._now() if born is None else born
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
 
-    def adopt(self, keys: Keys, slots: Ids, orders: Orders) -> None:
+    def adopt(
+        self,
+        keys: Keys,
+        slots: Ids,
+        orders: Orders,
+        owners: Ids | None = None,
+        born: Times | None = None,
+    ) -> None:
         """Name slots of one size that were taken before, those used last in front."""
-        self._pins[slots] = 1
+        self._state.pins[slots] = 1
+        self._owner[slots] = 0 if owners is None else owners
+        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
+        np.add.at(self.used_bytes, self._owner[slots], sizes)
         self.mark(slots, orders)
-        self.name(keys, slots)
+        self.name(keys, slots, born)
         self.unpin(keys, slots)
 
     @property
     def pinned(self) -> int:
-        """Return how many slots are pinned now."""
-        return int(np.count_nonzero(self._pins))
+        """Return how many slots are in use now."""
+        return int(np.count_nonzero(self._state.pins > self._kept))
 
     def pin(self, keys: Keys, slots: Ids) -> None:
         """Hold named slots; one that is there twice is held twice."""
-        np.add.at(self._pins, slots, 1)
-        # A pinned slot is in no list, so `victims` cannot choose it.
-        for listed, which in self._lists_of(slots):
-            _each(map(listed.pop, keys[which].tolist(), repeat(None)))
+        np.add.at(self._state.pins, slots, 1)
+        for queue, which in self._queues_of(slots):
+            queue.hold(keys[which], slots[which])
 
     def unpin(self, keys: Keys, slots: Ids) -> None:
         """Let go of named slots; they are now the ones used last, the head last."""
-        assert self._pins[slots].all(), "somebody has let go twice"
-        np.subtract.at(self._pins, slots, 1)
-        left = self._pins[slots] == 0
+        pins = self._state.pins
+        assert pins[slots].all(), "somebody has let go twice"
+        np.subtract.at(pins, slots, 1)
+        left = pins[slots] == 0
         names, numbers = keys[left][::-1], slots[left][::-1]
-        for listed, which in self._lists_of(numbers):
-            pairs = zip(names[which].tolist(), numbers[which].tolist(), strict=True)
-            listed.update(pairs)
+        doomed = self._doomed[numbers]
+        if doomed.any():
+            self.give_back(np.unique(numbers[doomed]))
+            names, numbers = names[~doomed], numbers[~doomed]
+        for queue, which in self._queues_of(numbers):
+            queue.release(names[which], numbers[which])
         # The head of a chain is a moment younger than what follows it.
         self._clock += numbers.size
         self._used_at[numbers] = self._clock - np.arange(numbers.size)[::-1]
         self._newest[numbers // self.slabs.stride] = self._clock
 
+    def used(self, slots: Ids) -> None:
+        """Count a use of named slots, which whoever lets go of them has not."""
+        if self._queue.counts:
+            for queue, which in self._queues_of(slots):
+                queue.used(slots[which])
+
     def touch(self, keys: Keys, slots: Ids) -> None:
         """Make named slots the last used; each is there once or more."""
+        self.used(slots)
         self.pin(keys, slots)
         self.unpin(keys, slots)
 
-    def victims(self, nbytes: int, count: int) -> IndexedSlots:
+    def victims(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Pin and return the blocks to go first to make room for ``nbytes``.
 
         Returns:
-            Up to ``count`` of that size, or all of a slab of another size; none if
-            everything is pinned.
+            Up to ``count`` of that size, or all of a slab of another size; the tenant's
+            own, if it is its quota that has no room; none if everything is pinned.
         """
-        own = self._lists.setdefault(rounded(nbytes), OrderedDict())
-        slab = self._older_slab(rounded(nbytes), own)
+        size = rounded(nbytes)
+        queues = self._queues.setdefault(size, {})
+        left = self._left(size, tenant)
+        if not left:
+            return self._own_victims(size, count, tenant)
+        count = min(count, left)
+        queue = self._first(queues.values())
+        slab = self._older_slab(size, queue)
         if slab is not None:
-            size = self._lists[int(self.slabs.slot_bytes[slab])]
-            numbers = np.fromiter(size.values(), np.int64, len(size))
-            inside = numbers // self.slabs.stride == slab
-            named = IndexedSlots(as_keys(size)[inside], numbers[inside])
+            named = self._named_in(slab)
             self.pin(*named)
             return named
-        pairs = list(map(own.popitem, repeat(False, min(count, len(own)))))
-        slots = np.fromiter((slot for _, slot in pairs), np.int64, len(pairs))
-        self._pins[slots] = 1
-        return IndexedSlots(as_keys(key for key, _ in pairs), slots)
+        return self._pinned(queue, count)
 
     def forget(self, keys: Keys, slots: Ids) -> Bits:
         """Take the names of pinned blocks that nobody else has pinned.
@@ -207,8 +308,11 @@ class Index:
             Those without a name now, which are still taken; the others were let go of.
         """
         # A second pin is a reader's: its slot keeps name and image until it lets go.
-        alone: Bits = self._pins[slots] == 1
-        _each(map(self._slots.pop, keys[alone].tolist()))
+        self._unkeep(slots[self._kept[slots] & (self._state.pins[slots] == 2)])
+        alone: Bits = (self._state.pins[slots] == 1) & ~self._doomed[slots]
+        for queue, which in self._queues_of(slots[alone]):
+            queue.remove(keys[alone][which], slots[alone][which])
+        each(map(self._slots.pop, keys[alone].tolist()))
         self.unpin(keys[~alone], slots[~alone])
         return alone
 
@@ -222,39 +326,168 @@ class Index:
         self.give_back(slots[alone])
         return alone
 
-    def evict(self, nbytes: int, count: int) -> IndexedSlots:
+    def evict(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Forget the blocks that go first; their slots are free."""
-        named = self.victims(nbytes, count)
+        named = self.victims(nbytes, count, tenant)
+        self.count_evicted(named.slots)
         self.drop(*named)
-        self.evicted += named.slots.size
         return named
 
-    def _lists_of(
-        self, slots: Ids
-    ) -> Iterator[tuple[OrderedDict[Key, int], Bits | slice]]:
-        """Return the lists of slots by size, and which belongs to each."""
-        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
-        several = bool(sizes.size and (sizes != sizes[0]).any())
-        for size in set(sizes.tolist()) if several else sizes[:1].tolist():
-            listed = self._lists.setdefault(size, OrderedDict())
-            yield listed, sizes == size if several else slice(None)
+    def count_evicted(self, slots: Ids) -> None:
+        """Count blocks that are forgotten to make room, while their slots are taken."""
+        np.add.at(self.evicted_blocks, self._owner[slots], 1)
 
-    def _older_slab(self, slot: int, own: OrderedDict[Key, int]) -> int | None:
+    # --- what users say of blocks -----------------------------------------------------
+
+    def delete(self, keys: Keys) -> Ids:
+        """Take the names of blocks, whoever uses them.
+
+        Returns:
+            The slots they were in: free, or doomed while somebody uses them.
+        """
+        found = map(self._slots.pop, keys.tolist(), repeat(NO_SLOT))
+        slots = np.fromiter(found, np.int64, keys.size)
+        keys, slots = keys[slots >= 0], slots[slots >= 0]
+        for queue, which in self._queues_of(slots):
+            queue.remove(keys[which], slots[which])
+        self._unkeep(slots[self._kept[slots]])
+        used = self._state.pins[slots] > 0
+        self._doomed[slots[used]] = True
+        self.give_back(slots[~used])
+        return slots
+
+    def doomed(self, slots: Ids) -> bool:
+        """Tell whether any of these is deleted and still in use."""
+        return bool(self._doomed[slots].any())
+
+    def keep(self, keys: Keys, slots: Ids) -> Bits:
+        """Keep named blocks, each once, from being evicted, as far as a tenant may.
+
+        Returns:
+            Which are kept now.
+        """
+        kept = self._kept[slots]
+        new = np.flatnonzero(~kept)
+        sizes = self.slabs.slot_bytes[slots[new] // self.slabs.stride]
+        owners = self._owner[slots[new]]
+        for tenant in np.unique(owners).tolist():
+            mine = owners == tenant
+            left = self.shares.pinned_bytes[tenant] - self.kept_bytes[tenant]
+            all_left = self.shares.pinned_bytes.max() - self.kept_bytes.sum()
+            room = sizes[mine].cumsum() <= min(left, all_left)
+            some = new[mine][room]
+            self.kept_bytes[tenant] += sizes[mine][room].sum()
+            self._kept[slots[some]] = kept[some] = True
+            self.pin(keys[some], slots[some])
+        return kept
+
+    def unkeep(self, keys: Keys, slots: Ids) -> None:
+        """Let blocks go that were kept; each is there once."""
+        kept = self._kept[slots]
+        self._state.pins[slots[kept]] += 1
+        self._unkeep(slots[kept])
+        self.unpin(keys[kept], slots[kept])
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _unkeep(self, slots: Ids) -> None:
+        """Take the pin of kept slots, and say nothing to their queues."""
+        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
+        np.subtract.at(self.kept_bytes, self._owner[slots], sizes)
+        self._kept[slots] = False
+        self._state.pins[slots] -= 1
+
+    def _left(self, size: int, tenant: int, taken: int = 0) -> int:
+        """Return how many more slots of a size a tenant may have."""
+        used = int(self.used_bytes[tenant]) + taken * size
+        return max(0, (int(self.shares.quota_bytes[tenant]) - used) // size)
+
+    def _late(self, slots: Ids) -> Bits:
+        born, ttl_s = self._born[slots], self.shares.ttl_s[self._owner[slots]]
+        late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self._now())
+        return late
+
+    def _delete_late(self) -> bool:
+        """Delete every block that is too old; whether there was one."""
+        late = self._late(np.arange(self.slabs.slots)) & ~self._doomed
+        if not late.any():
+            return False
+        named = self.named()
+        return bool(self.delete(named.keys[late[named.slots]]).size)
+
+    def _own_victims(self, size: int, count: int, tenant: int) -> IndexedSlots:
+        """Pin and return what a tenant has, to make as much room in its quota."""
+        mine = {at: by[tenant] for at, by in self._queues.items() if tenant in by}
+        own = mine.get(size)
+        if own is not None and own.oldest() is not None:
+            return self._pinned(own, count)
+        queue = self._first(mine.values())
+        of_size = next((at for at, one in mine.items() if one is queue), size)
+        return self._pinned(queue, -(-count * size // of_size))
+
+    def _first(self, queues: Iterable[EvictionQueue]) -> EvictionQueue | None:
+        """Return the queue in front of which is what was used least recently."""
+        fronts = [(queue.oldest(), queue) for queue in queues]
+        aged = [
+            (int(self._used_at[at]), queue) for at, queue in fronts if at is not None
+        ]
+        return min(aged, key=lambda pair: pair[0])[1] if aged else None
+
+    def _pinned(self, queue: EvictionQueue | None, count: int) -> IndexedSlots:
+        """Pin and return what goes first of a queue."""
+        if queue is None:
+            return IndexedSlots(as_keys(()), np.empty(0, np.int64))
+        named = IndexedSlots(*queue.pop(count))
+        self._state.pins[named.slots] = 1
+        return named
+
+    def _queues_of(self, slots: Ids) -> Iterator[tuple[EvictionQueue, Bits | slice]]:
+        """Return the queues of slots, and which belongs to each."""
+        if not slots.size:
+            return
+        sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
+        owners = self._owner[slots]
+        if (sizes == sizes[0]).all() and (owners == owners[0]).all():
+            yield self._queue_of(int(sizes[0]), int(owners[0])), slice(None)
+            return
+        for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True)):
+            yield self._queue_of(size, owner), (sizes == size) & (owners == owner)
+
+    def _queue_of(self, size: int, tenant: int) -> EvictionQueue:
+        queues = self._queues.setdefault(size, {})
+        if tenant not in queues:
+            queues[tenant] = self._queue(self._state)
+        return queues[tenant]
+
+    def _older_slab(self, slot: int, own: EvictionQueue | None) -> int | None:
         """Return a slab of another size older than all of this one."""
-        slabs = self.slabs
+        slabs, pins = self.slabs, self._state.pins
         others = np.flatnonzero((slabs.slot_bytes != slot) & (slabs.slot_bytes > 0))
         if not others.size or not slabs.capacity(slot):
             return None
-        oldest = self._used_at[next(iter(own.values()))] if own else self._clock + 1
+        front = own.oldest() if own is not None else None
+        oldest = self._clock + 1 if front is None else self._used_at[front]
         older = others[self._newest[others] < oldest]
-        for slab in older[np.argsort(self._newest[older])].tolist():
+        ordered = older[np.argsort(self._newest[older])].tolist()
+        for slab in ordered:
             # A slab changes its size as a whole: one pinned slot keeps all of it.
             begin = slab * slabs.stride
-            if not self._pins[begin : begin + slabs.stride].any():
+            if not pins[begin : begin + slabs.stride].any():
+                return int(slab)
+        if (slabs.slot_bytes == slot).any():
+            return None
+        # What is kept does not keep a size from its first slab: that would wait for
+        # ever.
+        for slab in ordered:
+            inside = slice(slab * slabs.stride, (slab + 1) * slabs.stride)
+            if (pins[inside] == self._kept[inside]).all():
+                named = self._named_in(slab)
+                self.unkeep(*named)
                 return int(slab)
         return None
 
-
-def _each(calls: Iterable[object]) -> None:
-    """Make every call of a ``map``, without a bytecode for each."""
-    deque(calls, maxlen=0)
+    def _named_in(self, slab: int) -> IndexedSlots:
+        """Return the named blocks of a slab."""
+        named = self.named()
+        inside = named.slots // self.slabs.stride == slab
+        return IndexedSlots(named.keys[inside], named.slots[inside])

@@ -45,18 +45,21 @@ class Namespace:
     Attributes:
         group: The group's name.
         spec: What it holds; its ``block_tokens`` are those that a hash stands for.
-        digest: 16 bytes that are equal exactly if group and spec are.
+        tenant: Whose they are; "" where nobody is told from others.
+        digest: 16 bytes that are equal exactly if group, spec and tenant are.
         image_bytes: Bytes of one block.
     """
 
     group: str = field(compare=False)
     spec: KVSpec = field(compare=False)
+    tenant: str = field(default="", compare=False)
     digest: bytes = field(init=False)
     image_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         named = sha256(repr((self.group, self.spec.to_pairs())).encode())
-        object.__setattr__(self, "digest", named.digest()[:DIGEST_BYTES])
+        digest = of_tenant(named.digest()[:DIGEST_BYTES], self.tenant)
+        object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "image_bytes", self.spec.block_bytes)
 
     def differing(self, other: Namespace) -> tuple[str, ...]:
@@ -66,20 +69,30 @@ class Namespace:
         return fields if self.group == other.group else ("group", *fields)
 
 
-def namespace_of(group: CacheGroup, hash_tokens: int | None) -> Namespace:
+def of_tenant(digest: bytes, tenant: str) -> bytes:
+    """Return the digest of a tenant's namespace, by that of nobody's."""
+    if not tenant:
+        return digest
+    return sha256(digest + tenant.encode()).digest()[:DIGEST_BYTES]
+
+
+def namespace_of(
+    group: CacheGroup, hash_tokens: int | None, tenant: str = ""
+) -> Namespace:
     """Return the namespace of the blocks of a cache group.
 
     Args:
         group: The group.
         hash_tokens: Tokens that a hash stands for; None for those of a block.
+        tenant: Whose they are.
 
     Raises:
         UsageError: ``hash_tokens`` is out of range.
     """
     if hash_tokens is None:
-        return _namespace(group.name, group.spec, group.spec.block_tokens)
+        return _namespace(group.name, group.spec, group.spec.block_tokens, tenant)
     try:
-        return _namespace(group.name, group.spec, hash_tokens)
+        return _namespace(group.name, group.spec, hash_tokens, tenant)
     except (UsageError, TypeError):
         raise UsageError(f"hash_tokens={hash_tokens!r}: tokens of one hash") from None
 
@@ -91,10 +104,10 @@ def order_of(group: CacheGroup) -> int:
 
 # Each call of a store names those of its caches, which are few.
 @lru_cache(256)
-def _namespace(name: str, spec: KVSpec, block_tokens: int) -> Namespace:
+def _namespace(name: str, spec: KVSpec, block_tokens: int, tenant: str) -> Namespace:
     if block_tokens != spec.block_tokens:
         spec = replace(spec, block_tokens=block_tokens)
-    return Namespace(name, spec)
+    return Namespace(name, spec, tenant)
 
 
 @lru_cache(len(ORDERS) * 6)

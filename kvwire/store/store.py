@@ -33,7 +33,8 @@ from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import as_keys
+from kvwire.store.eviction import EVICTIONS
+from kvwire.store.index import Index, as_keys
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
@@ -46,6 +47,7 @@ from kvwire.store.operations.group_request import (
 )
 from kvwire.store.operations.put import PutOperation
 from kvwire.store.request import StoreRequest
+from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import Tier, TierStats
@@ -66,18 +68,25 @@ class BlockStore:
     """
 
     def __init__(
-        self, memory: TierAddress, below: Sequence[Tier], write: Write
+        self,
+        memory: TierAddress,
+        below: Sequence[Tier],
+        write: Write,
+        tenants: Tenants | None = None,
     ) -> None:
-        memory.require("slab")
+        memory.require("slab", "evict")
         nbytes = memory.size(memory.place)
         slab = memory.slab_bytes(nbytes)
+        evict = memory.choice("evict", EVICTIONS, "lru")
+        tenants = tenants or Tenants()
         self._name = memory.text
         self._threads = Threads()
         self._tiers = TierStack(
-            Slabs(nbytes // slab, slab),
+            Index(Slabs(nbytes // slab, slab), evict, tenants.shares("memory", nbytes)),
             below,
             through=write == "through",
             threads=self._threads,
+            tenants=tenants,
         )
         self._live: dict[asyncio.Task[Any], Operation] = {}
         self._closed = False
@@ -89,7 +98,12 @@ class BlockStore:
         show_store(self)
 
     @staticmethod
-    def open(tiers: Sequence[str], *, write: Write = "through") -> OpeningStore:
+    def open(
+        tiers: Sequence[str],
+        *,
+        write: Write = "through",
+        tenants: Sequence[str] = (),
+    ) -> OpeningStore:
         """Open a store: ``await`` it, or use it as ``async with``.
 
         Args:
@@ -97,11 +111,13 @@ class BlockStore:
             write: When a put is complete. ``"through"``: when a tier that survives a
                 restart has the blocks, if there is one. ``"back"``: when memory has
                 them; they go down when memory needs the room, or at the end.
+            tenants: Who shares it, such as ``"acme?disk=100GiB&ttl=3600"``; see
+                :class:`kvwire.store.tenants.Tenant`.
 
         Raises:
-            UsageError: A tier is not written like one, or cannot be used, and why.
+            UsageError: A tier or tenant is not written like one, or cannot be used.
         """
-        return OpeningStore(tiers, write)
+        return OpeningStore(tiers, write, tenants)
 
     def __repr__(self) -> str:
         state = (
@@ -437,7 +453,10 @@ def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
 class OpeningStore:
     """Opens a store: await it, or use it as ``async with``."""
 
-    def __init__(self, tiers: Sequence[str], write: Write) -> None:
+    def __init__(
+        self, tiers: Sequence[str], write: Write, tenants: Sequence[str]
+    ) -> None:
+        self._tenants = Tenants(tenants)
         if write not in ("through", "back"):
             hint = nearest(write, ("through", "back"))
             raise UsageError(f'write={write!r}: "through" or "back"; {hint}')
@@ -472,8 +491,8 @@ class OpeningStore:
         below: list[Tier] = []
         async with AsyncExitStack() as opened:
             for address in self._tiers[1:]:
-                below.append(await open_tier(address))
+                below.append(await open_tier(address, self._tenants))
                 opened.push_async_callback(below[-1].close)
-            store = BlockStore(self._tiers[0], below, self._write)
+            store = BlockStore(self._tiers[0], below, self._write, self._tenants)
             opened.pop_all()  # they are the store's now
         return store

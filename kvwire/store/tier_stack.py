@@ -7,15 +7,15 @@ from operator import itemgetter
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.store.cleanup import gather_all
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import IndexedSlots, Keys, Orders
+from kvwire.store.index import Index, IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
+from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
-from kvwire.store.tiers.slabs import Slabs
 
 _digest = itemgetter(slice(DIGEST_BYTES))
 
@@ -24,25 +24,38 @@ class TierStack:
     """Knows which tier has a block, and moves blocks from one to the next.
 
     Args:
-        slabs: The room of the memory tier.
+        index: What the memory tier has.
         below: The tiers below it, fastest first.
         through: Whether a put is complete only when a durable tier has its blocks.
         threads: Where copies are made.
+        tenants: Who shares it.
 
     Attributes:
         counters: What has happened so far.
+        by_tenant: The same by the number of each tenant, where there are tenants.
         memory: The first tier.
         below: The others.
         namespaces: The namespaces of blocks that are or were here, by digest.
         through: Whether a put waits for a durable tier; False without one.
         threads: Where copies are made.
+        tenants: Who shares it.
     """
 
     def __init__(
-        self, slabs: Slabs, below: Sequence[Tier], *, through: bool, threads: Threads
+        self,
+        index: Index,
+        below: Sequence[Tier],
+        *,
+        through: bool,
+        threads: Threads,
+        tenants: Tenants | None = None,
     ) -> None:
+        self.tenants: Tenants = tenants or Tenants()
+        self.by_tenant: tuple[StoreCounters, ...] = tuple(
+            StoreCounters() for _ in self.tenants.listed
+        )
         self.counters: StoreCounters = StoreCounters()
-        self.memory: MemoryTier = MemoryTier(slabs, self._demote if below else None)
+        self.memory: MemoryTier = MemoryTier(index, self._demote if below else None)
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
         self.threads = threads
@@ -87,13 +100,22 @@ class TierStack:
         for tier in self.below:
             tier.touch(keys)
 
-    def got(self, keys: Keys, image_bytes: int) -> None:
+    def got(self, keys: Keys, slots: Ids, namespace: Namespace) -> None:
         """Note a get of blocks that were all in memory, and were not copied."""
+        self.memory.index.used(slots)
         for tier in self.below:
             tier.touch(keys)
         self.memory.counts.read_blocks += keys.size
-        count = self.counters.get_ended
-        count(keys.size * image_bytes, there=keys.size, blocks=keys.size)
+        nbytes, count = keys.size * namespace.image_bytes, int(keys.size)
+        for counters in self.counters_of(namespace):
+            counters.get_ended(nbytes, there=count, blocks=count)
+
+    def counters_of(self, namespace: Namespace) -> tuple[StoreCounters, ...]:
+        """Return what counts the ends of a call about some namespace."""
+        if not len(self.tenants):
+            return (self.counters,)
+        number = self.tenants.number(namespace.tenant)
+        return self.counters, self.by_tenant[number]
 
     async def source(
         self, keys: Keys, first: int, *, ask: bool = True

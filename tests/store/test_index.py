@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from kvwire.kv.blocks import Ids
+from kvwire.store.eviction import EVICTIONS
 from kvwire.store.index import NO_SLOT, Index, Keys, as_keys, once
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.support.depth import examples
@@ -242,11 +244,12 @@ def test_slots_of_several_sizes_are_held_and_used_as_one() -> None:
     assert not index.slabs.used.any()
 
 
-def test_no_call_has_bytecode_for_each_block() -> None:
+@pytest.mark.parametrize("evict", EVICTIONS)
+def test_no_call_has_bytecode_for_each_block(evict: str) -> None:
     """As many steps for 400 blocks as for 4, and among 3,000 as among 30."""
     steps = set()
     for blocks, used in ((30, 4), (3_000, 4), (3_000, 400)):
-        index = Index(Slabs(blocks // 10, 16 * GRAIN_BYTES))
+        index = Index(Slabs(blocks // 10, 16 * GRAIN_BYTES), evict)
         names = [b"%d" % i for i in range(blocks)]
         filled(index, 1, names)
         some = as_keys(names[:used])

@@ -13,6 +13,7 @@ from kvwire.kv import plan as plan_module
 from kvwire.kv.layout import Layout
 from kvwire.store import store as store_module
 from kvwire.store.address import TierAddress
+from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Tier
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.fakes import FakeTier
@@ -139,7 +140,7 @@ async def test_an_open_that_fails_closes_every_tier_that_is_open(
     tiers[slow].closing = asyncio.Event()
     left = iter(tiers)
 
-    async def open_next(address: TierAddress) -> Tier:
+    async def open_next(address: TierAddress, _: Tenants) -> Tier:
         for tier in left:
             return tier
         raise UsageError(f"{address.text} cannot be opened")

@@ -13,7 +13,7 @@ import pytest
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.index import Index, Keys, as_keys
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
@@ -31,7 +31,9 @@ OTHER = Namespace("kv", replace(SPEC, layers=1))
 async def hierarchy(*below: FakeTier, through: bool = True) -> AsyncIterator[TierStack]:
     """Sixteen slots of memory, and what is below."""
     threads = Threads()
-    tiers = TierStack(Slabs(1, 64 * KIB), below, through=through, threads=threads)
+    tiers = TierStack(
+        Index(Slabs(1, 64 * KIB)), below, through=through, threads=threads
+    )
     yield tiers
     await tiers.memory.settle()
     await asyncio.sleep(0)  # the loop still has what woke the test

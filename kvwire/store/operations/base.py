@@ -18,6 +18,7 @@ from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
 from kvwire.store.cleanup import gather_all
+from kvwire.store.counters import StoreCounters
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.threads import TURN_BYTES, copy_in_turns
 from kvwire.store.tier_stack import TierStack
@@ -85,6 +86,17 @@ class Operation(ABC):
         """Return which blocks of a request have landed."""
         here: Bits = self._codes[request] == _LANDED
         return here
+
+    @property
+    def counters(self) -> tuple[StoreCounters, ...]:
+        """Return what counts its end."""
+        if not self._requests:
+            return (self.tiers.counters,)
+        return self.tiers.counters_of(self._requests[0].namespace)
+
+    def tenant_of(self, request: BlockRequest) -> int:
+        """Return the number of whose the blocks of a request are."""
+        return self.tiers.tenants.number(request.namespace.tenant)
 
     @property
     def verb(self) -> str:

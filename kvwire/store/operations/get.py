@@ -34,7 +34,8 @@ class GetOperation(Operation):
 
     def count(self, nbytes: int, there: int, blocks: int) -> None:
         """See Work."""
-        self.tiers.counters.get_ended(nbytes, there=there, blocks=blocks)
+        for counters in self.counters:
+            counters.get_ended(nbytes, there=there, blocks=blocks)
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
         """Put first what is in memory, before others take its room."""
@@ -68,7 +69,9 @@ class GetOperation(Operation):
         for request in self._requests:
             positions = self.lacking(request, NOT_THERE)
             namespaces = [
-                s for s in self.tiers.namespaces.values() if s != request.namespace
+                s
+                for s in self.tiers.namespaces.values()
+                if s != request.namespace and s.tenant == request.namespace.tenant
             ]
             namespaces = namespaces[:_NAMESPACES_TRIED]
             if not positions.size:
@@ -131,10 +134,11 @@ class GetOperation(Operation):
             The positions that have landed, and those that this tier does not give.
         """
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
-        if not memory.fits(nbytes):
+        tenant = self.tenant_of(request)
+        if not memory.index.fits(nbytes, tenant):
             self.lost(request, positions, f"a block of {nbytes} bytes has no room here")
             return positions[:0], positions
-        taken = await memory.take(nbytes, positions.size)
+        taken = await memory.take(nbytes, positions.size, tenant)
         keys = request.keys[positions]
         # Taking may have waited: somebody else may have brought some of them.
         free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)

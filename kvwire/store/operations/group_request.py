@@ -93,6 +93,7 @@ class GroupRequest(BlockRequest):
         ids: Its block ids, in token order.
         hashes: The names of the blocks; as many tokens as the blocks hold.
         hash_tokens: Tokens that each hash stands for; None for those of a block.
+        tenant: Whose they are.
 
     Attributes:
         group: The group of the caller's cache.
@@ -110,11 +111,12 @@ class GroupRequest(BlockRequest):
         ids: Ids,
         hashes: Sequence[bytes],
         hash_tokens: int | None,
+        tenant: str,
     ) -> None:
         self._cache = cache
         self.group: CacheGroup = cache.groups[name]
         group = self.group
-        self.namespace = namespace_of(group, hash_tokens)
+        self.namespace = namespace_of(group, hash_tokens, tenant)
         self.order = order_of(group)
         self.keys = as_keys(keys_of(hashes, self.namespace))
         self._ids = ids
@@ -178,6 +180,7 @@ def group_requests(
     lists: BlockLists,
     hashes: Hashes,
     hash_tokens: int | Mapping[str, int] | None,
+    tenant: str = "",
 ) -> tuple[GroupRequest, ...]:
     """Return what a call asks of each group of a cache that has blocks.
 
@@ -190,7 +193,9 @@ def group_requests(
     if isinstance(hash_tokens, Mapping) and hash_tokens.keys() - cache.groups.keys():
         raise UsageError(f"hash_tokens: the groups are {', '.join(cache.groups)}")
     return tuple(
-        GroupRequest(cache, name, lists[name], named[name], _of(hash_tokens, name))
+        GroupRequest(
+            cache, name, lists[name], named[name], _of(hash_tokens, name), tenant
+        )
         for name in cache.groups
     )
 

@@ -44,9 +44,10 @@ class PutOperation(Operation):
 
     def count(self, nbytes: int, there: int, blocks: int) -> None:
         """See Work."""
-        self.tiers.counters.put_ended(
-            nbytes, there=there, blocks=blocks, present=self._present
-        )
+        for counters in self.counters:
+            counters.put_ended(
+                nbytes, there=there, blocks=blocks, present=self._present
+            )
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy what is not in memory there, then write it below.
@@ -64,8 +65,9 @@ class PutOperation(Operation):
             self._present += int(done.sum())
             self.settled(int(done.sum()))
             return done
-        if not memory.fits(nbytes):
-            self.lost(request, positions, _too_large(nbytes))
+        tenant = self.tenant_of(request)
+        if not memory.index.fits(nbytes, tenant):
+            self.lost(request, positions, _too_large(nbytes, tenant))
             self.settled(positions.size)
             return ~done
         lacking = (slots < 0) & once(keys)
@@ -75,7 +77,7 @@ class PutOperation(Operation):
         count = int(lacking.sum())
         slots = _NO_SLOTS
         if count and not self._arrived.size:
-            slots = await memory.take(nbytes, count)
+            slots = await memory.take(nbytes, count, tenant)
         return await self._fill(request, positions, slots)
 
     async def _fill(self, request: BlockRequest, positions: Ids, taken: Ids) -> Bits:
@@ -136,7 +138,12 @@ class PutOperation(Operation):
             self.lost(request, positions[lost], f"it is in memory only: {error}")
 
 
-def _too_large(nbytes: int) -> str:
+def _too_large(nbytes: int, tenant: int) -> str:
+    if tenant:
+        return (
+            f"a block of {nbytes} bytes is more than half of what its tenant may have "
+            f"in memory, or has no room in a slab"
+        )
     return (
         f"a block of {nbytes} bytes has no room in a slab of the memory tier; give it "
         f"memory:SIZE?slab= of several blocks"

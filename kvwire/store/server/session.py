@@ -226,13 +226,14 @@ class ClientSession:
         """Take slots for new blocks; none if they have to come by way of a berth."""
         memory, nbytes = self._tiers.memory, namespace.image_bytes
         none, lent = np.empty(0, np.int64), keys.size * rounded(nbytes)
-        if not memory.fits(nbytes) or not once(keys).all():
+        tenant = self._tiers.tenants.number(namespace.tenant)
+        if not memory.index.fits(nbytes, tenant) or not once(keys).all():
             return none
         if (memory.index.find(keys) >= 0).any() or not self._served.lend(lent):
             return none
         slots = none
         try:
-            slots = await memory.take(nbytes, keys.size)
+            slots = await memory.take(nbytes, keys.size, tenant)
             if slots.size == keys.size:
                 return slots
             memory.give_back(slots)
@@ -279,7 +280,7 @@ class ClientSession:
                 finally:
                     memory.unpin(keys, slots)
                     self._served.lend(-nbytes)
-                self._tiers.got(keys, namespace.image_bytes)
+                self._tiers.got(keys, slots, namespace)
                 return
             images = images_in(berth, namespace.image_bytes, keys.size)
             blocks = ImageRequest(namespace, keys, images)

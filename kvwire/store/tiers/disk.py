@@ -28,11 +28,13 @@ from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
+from kvwire.store.eviction import EVICTIONS
 from kvwire.store.images import images_in, views_of
 from kvwire.store.index import Index, Keys, Orders, once
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.sums import Sums, image_sums, named_sums
+from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 from kvwire.store.tiers.directory import TierDirectory
@@ -49,14 +51,23 @@ class DiskTier(Tier):
 
     durable = True
 
-    def __init__(self, name: str, directory: TierDirectory, threads: Threads) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: TierDirectory,
+        threads: Threads,
+        tenants: Tenants,
+        evict: str,
+    ) -> None:
         self.name = name
         self.error = ""
         self._directory = directory
         self._rows = directory.index
         self._file = directory.file
         self._slabs = Slabs(directory.slabs, directory.index.slab_bytes)
-        self._index = Index(self._slabs)
+        nbytes = len(self._slabs) * self._slabs.slab_bytes
+        self._tenants = tenants
+        self._index = Index(self._slabs, evict, tenants.shares("disk", nbytes))
         self._sums = np.zeros(self._slabs.slots, np.uint64)
         self._trusted = np.zeros(self._slabs.slots, np.bool_)
         # The size of slots that the rows of each slab are of; 0 without any.
@@ -64,7 +75,7 @@ class DiskTier(Tier):
         # Slots whose rows name what is not there any more.
         self._stale: set[int] = set()
         self._serial = 0
-        self._counts = TierStats(size_bytes=len(self._slabs) * self._slabs.slab_bytes)
+        self._counts = TierStats(size_bytes=nbytes)
         self._in_flight = InFlightFills()
         self._writing = asyncio.Lock()
         self._threads = threads
@@ -74,12 +85,17 @@ class DiskTier(Tier):
 
     @classmethod
     async def open(
-        cls, address: TierAddress, *, file_type: type[File] = File
+        cls,
+        address: TierAddress,
+        tenants: Tenants | None = None,
+        *,
+        file_type: type[File] = File,
     ) -> DiskTier:
-        """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=flush|put``.
+        """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=...&evict=...``.
 
         Args:
             address: As the user has written it.
+            tenants: Who shares it.
             file_type: How images are read and written.
 
         Raises:
@@ -88,14 +104,13 @@ class DiskTier(Tier):
 
         Cancel safety: the directory is let go of again.
         """
-        address.require("size", "slab", "sync")
+        address.require("size", "slab", "sync", "evict")
         if not address.place or "size" not in address.options:
             raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
         nbytes = address.size(address.options["size"])
         slab_bytes = address.slab_bytes(nbytes)
-        sync = address.options.get("sync", "flush")
-        if sync not in _SYNCS:
-            raise UsageError(f"tier {address.text!r}: sync={sync!r}: flush or put")
+        sync = address.choice("sync", _SYNCS, "flush")
+        evict = address.choice("evict", EVICTIONS, "lru")
         place, threads = Path(address.place), Threads()
         opened: list[TierDirectory] = []
 
@@ -103,7 +118,8 @@ class DiskTier(Tier):
             opened.append(
                 TierDirectory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
-            return cls(address.text, opened[0], threads)
+            known = tenants or Tenants()
+            return cls(address.text, opened[0], threads, known, evict)
 
         try:
             return await threads.run(open_it)
@@ -152,12 +168,18 @@ class DiskTier(Tier):
         """
         results = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
         nbytes = namespace.image_bytes
-        if not self._slabs.capacity(nbytes):
+        tenant = self._tenants.number(namespace.tenant)
+        if not self._index.fits(nbytes, tenant):
             self.error = (
                 f"a block of {nbytes} bytes has no room in a slab of "
                 f"{self._slabs.slab_bytes}; open an empty directory with ?slab= of "
                 f"several blocks"
             )
+            if self._slabs.capacity(nbytes):
+                self.error = (
+                    f"a block of {nbytes} bytes is more than half of what tenant "
+                    f"{namespace.tenant} may have on this disk"
+                )
             return results
         held = await self._look(namespace, batch.keys)
         self.touch(batch.keys[held])
@@ -165,7 +187,7 @@ class DiskTier(Tier):
         lacking = np.flatnonzero(~held)
         if not lacking.size:
             return results
-        slots = self._room(nbytes, lacking.size)
+        slots = self._room(nbytes, lacking.size, tenant)
         mine = lacking[: slots.size]
         if mine.size:
             results[mine] = await self._write(namespace, batch.selected(mine), slots)
@@ -282,16 +304,16 @@ class DiskTier(Tier):
         self._index.pin(failed, slots)
         self._stale.update(slots[self._index.drop(failed, slots)].tolist())
 
-    def _room(self, nbytes: int, count: int) -> Ids:
+    def _room(self, nbytes: int, count: int, tenant: int) -> Ids:
         """Return slots for some blocks, as many as there are, none in use."""
-        slots = self._index.take(nbytes, count)
+        slots = self._index.take(nbytes, count, tenant)
         while slots.size < count:
-            evicted = self._index.evict(nbytes, count - slots.size).slots
+            evicted = self._index.evict(nbytes, count - slots.size, tenant).slots
             if not evicted.size:
                 break
             # Their rows may be of images that are there no more, and stay.
             self._stale.update(evicted[~self._trusted[evicted]].tolist())
-            more = self._index.take(nbytes, count - slots.size)
+            more = self._index.take(nbytes, count - slots.size, tenant)
             slots = np.concatenate((slots, more))
         return np.sort(slots)
 

@@ -35,7 +35,6 @@ from kvwire.memory.arena import Arena
 from kvwire.store.index import Index, IndexedSlots, Keys
 from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.tiers.base import TierStats
-from kvwire.store.tiers.slabs import Slabs
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
@@ -47,18 +46,19 @@ class MemoryTier:
     """Manages the slots of a store's memory. One event loop.
 
     Args:
-        slabs: The room, as many bytes of memory.
+        index: What is in which slot, of as many bytes of memory.
         demote: What is done with blocks before they go; None for nothing.
 
     Attributes:
-        index: What is in which slot.
+        index: The index.
         in_flight: The fills that are on their way in.
         counts: Blocks read and written.
         below: Shape (slots,): whether a tier below had the block when it came.
     """
 
-    def __init__(self, slabs: Slabs, demote: Demote | None) -> None:
-        self.index: Index = Index(slabs)
+    def __init__(self, index: Index, demote: Demote | None) -> None:
+        self.index: Index = index
+        slabs = index.slabs
         self.in_flight: InFlightFills = InFlightFills()
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
@@ -67,10 +67,6 @@ class MemoryTier:
         self._demote = demote
         self._changed = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
-
-    def fits(self, nbytes: int) -> bool:
-        """Tell whether a block of so many bytes has room at all."""
-        return self.index.slabs.capacity(nbytes) > 0
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots, one fragment each."""
@@ -82,8 +78,13 @@ class MemoryTier:
             writable=True,
         )
 
-    async def take(self, nbytes: int, count: int) -> Ids:
+    async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
+
+        Args:
+            nbytes: Of one block.
+            count: Of the blocks.
+            tenant: The number of whose they are.
 
         Returns:
             1 to ``count`` slots, ascending, each pinned.
@@ -91,18 +92,18 @@ class MemoryTier:
         Cancel safety: safe, nothing stays taken, and what was to go stays.
         """
         while True:
-            slots = self.index.take(nbytes, count)
+            slots = self.index.take(nbytes, count, tenant)
             if slots.size == count:
                 break
             # Taken before looking: room that becomes free meanwhile sets it.
             changed = self._changed
             try:
-                more = await self._evict(nbytes, count - slots.size)
+                more = await self._evict(nbytes, count - slots.size, tenant)
             except BaseException:
                 self.give_back(slots)
                 raise
             if more:
-                rest = self.index.take(nbytes, count - slots.size)
+                rest = self.index.take(nbytes, count - slots.size, tenant)
                 slots = np.sort(np.concatenate((slots, rest)))
             if slots.size:
                 break
@@ -184,17 +185,20 @@ class MemoryTier:
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _evict(self, nbytes: int, count: int, *, lose: bool = True) -> bool:
+    async def _evict(
+        self, nbytes: int, count: int, tenant: int = 0, *, lose: bool = True
+    ) -> bool:
         """Make room for some blocks; whether any slot may have become free.
 
         Args:
             nbytes: Of one block.
             count: Of the blocks.
+            tenant: The number of whose they are.
             lose: Whether blocks go that no tier below has taken.
         """
         # Pinned until their images are below or dropped: nobody reuses the slots while
         # a tier reads them.
-        named = self.index.victims(nbytes, count)
+        named = self.index.victims(nbytes, count, tenant)
         if not named.slots.size:
             return False
         kept = True
@@ -207,7 +211,7 @@ class MemoryTier:
         if kept:
             return False
         gone = self.index.drop(*named)
-        self.index.evicted += int(np.count_nonzero(gone))
+        self.index.count_evicted(named.slots[gone])
         self._notify()
         return True
 

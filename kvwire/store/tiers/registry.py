@@ -7,6 +7,7 @@ from typing import Final
 
 from kvwire.errors import UsageError
 from kvwire.store.address import TierAddress
+from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Tier
 from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.object import ObjectTier
@@ -17,15 +18,16 @@ ELSEWHERE: Final = frozenset({"kvwire", "object"})
 PASSAGE: Final = "memory:256MiB"
 """What blocks pass through where there is no memory tier: a few batches each way."""
 
-_KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
+_KINDS: Final[dict[str, Callable[[TierAddress, Tenants], Awaitable[Tier]]]] = {
     "disk": DiskTier.open,
-    "kvwire": RemoteTier.open,
-    "object": ObjectTier.open,
+    # Those that keep blocks elsewhere bound nobody: who is there does.
+    "kvwire": lambda address, _: RemoteTier.open(address),
+    "object": lambda address, _: ObjectTier.open(address),
 }
 
 
-async def open_tier(address: TierAddress) -> Tier:
-    """Open one tier.
+async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:
+    """Open one tier, which tenants share.
 
     Raises:
         UsageError: There is no such kind, or the tier cannot be opened, and why.
@@ -38,4 +40,4 @@ async def open_tier(address: TierAddress) -> Tier:
         raise UsageError(
             f"tier {address.text!r}: no kind {address.scheme!r}; there is {known}"
         )
-    return await kind(address)
+    return await kind(address, tenants)

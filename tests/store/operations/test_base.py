@@ -45,7 +45,7 @@ def nothing_held(store: BlockStore) -> bool:
     memory = store._tiers.memory
     named = len(memory.index) * 4096
     return (
-        not memory.index._pins.any()
+        not memory.index.pinned
         and not len(memory.in_flight)
         and memory.stats().used_bytes == named
     )

@@ -67,7 +67,8 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     source.fill(ids)
     cache = source.cache()
     group = cache.groups["kv"]
-    request = GroupRequest(cache, "kv", np.array(ids), chain(int(units)), hash_tokens)
+    hashes = chain(int(units))
+    request = GroupRequest(cache, "kv", np.array(ids), hashes, hash_tokens, "")
     order = data.draw(st.integers(0, len(ORDERS) - 1))
     some = sorted(data.draw(st.sets(st.integers(0, int(units) - 1), min_size=1)))
 
@@ -80,9 +81,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     assert 0 <= order_of(group) < len(ORDERS)
 
     target = Store(spec, blocks + 1, data.draw(shapes(spec)))
-    there = GroupRequest(
-        target.cache(), "kv", np.array(ids), chain(int(units)), hash_tokens
-    )
+    there = GroupRequest(target.cache(), "kv", np.array(ids), hashes, hash_tokens, "")
     into = there.fragments(np.array(some), order)
     assert isinstance(into, Fragments)
     copy(memoryview(images), into)

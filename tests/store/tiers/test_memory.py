@@ -11,7 +11,7 @@ import pytest
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
-from kvwire.store.index import IndexedSlots, Keys, as_keys
+from kvwire.store.index import Index, IndexedSlots, Keys, as_keys
 from kvwire.store.tiers.memory import MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.store.caches import chain
@@ -45,7 +45,7 @@ def below() -> Below:
 @pytest.fixture
 def memory(below: Below) -> Iterator[MemoryTier]:
     """Sixteen slots in one slab, above a tier."""
-    made = MemoryTier(Slabs(1, SLOTS * GRAIN_BYTES), below.demote)
+    made = MemoryTier(Index(Slabs(1, SLOTS * GRAIN_BYTES)), below.demote)
     yield made
     made.close()
 
@@ -87,8 +87,8 @@ async def test_images_lie_where_their_slots_are(memory: MemoryTier) -> None:
 
 
 async def test_what_does_not_fit_is_known(memory: MemoryTier) -> None:
-    assert memory.fits(SLOTS * GRAIN_BYTES)
-    assert not memory.fits(SLOTS * GRAIN_BYTES + 1)
+    assert memory.index.fits(SLOTS * GRAIN_BYTES)
+    assert not memory.index.fits(SLOTS * GRAIN_BYTES + 1)
 
 
 async def test_who_waits_is_woken_by_a_slot(memory: MemoryTier) -> None:
@@ -233,7 +233,7 @@ async def test_a_demotion_that_raises_loses_nothing(
 async def test_some_room_is_cleared_in_the_background() -> None:
     """So that the next put need not wait for the tier below."""
     below = Below()
-    memory = MemoryTier(Slabs(16, 64 * KIB), below.demote)
+    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below.demote)
     keys = as_keys(chain(256))
     slots = memory.index.take(BYTES, 256)
     name(memory, keys, slots)
@@ -252,7 +252,7 @@ async def test_some_room_is_cleared_in_the_background() -> None:
 async def test_memory_that_somebody_keeps_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    memory = MemoryTier(Slabs(1, SLOTS * GRAIN_BYTES), None)
+    memory = MemoryTier(Index(Slabs(1, SLOTS * GRAIN_BYTES)), None)
     memory.index.take(BYTES, 1)
     images = memory.images(np.array([0]), BYTES)
     with caplog.at_level(logging.WARNING, "kvwire"):

@@ -1,0 +1,230 @@
+"""Which block of one size goes next: by least recent use, or by S3-FIFO.
+
+Least recently used (``lru``): a block that was used goes to the back. One scan, of
+documents that nobody asks for again, pushes everything else out.
+
+S3-FIFO (``s3fifo``; Yang, Zhang, Qiu, Yue, Rashmi: *FIFO queues are all you need for
+cache eviction*, SOSP 2023): what is new is in a small queue of a tenth, and leaves the
+tier from there unless it was used again; then it goes to the main queue, in which each
+use is one more round, of three at most. Of what has left the small queue the names stay
+for a while: a block that comes back by then goes to the main queue. So a scan passes
+through a tenth. A queue is never reordered by a use, which only counts.
+
+Both are O(1) a block, and calls go over blocks within C; see
+:mod:`kvwire.store.index`. Blocks of a chain come in tail first, and leave so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from itertools import repeat
+from typing import ClassVar, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.kv.blocks import Bits, Ids
+
+Key: TypeAlias = bytes
+Keys: TypeAlias = npt.NDArray[np.object_]
+
+# As in the paper: a tenth is small, and three uses are as good as any number.
+_SMALL_SHARE: Final = 10
+_USES_MAX: Final = 3
+
+
+def each(calls: Iterable[object]) -> None:
+    """Make every call of a ``map``, without a bytecode for each."""
+    deque(calls, maxlen=0)
+
+
+class SlotState:
+    """Holds what eviction knows of each slot of a tier.
+
+    Args:
+        slots: How many slot numbers there are.
+
+    Attributes:
+        pins: How often it is in use.
+        uses: How often it was used since its block came, 3 at most.
+    """
+
+    __slots__ = ("pins", "uses")
+
+    def __init__(self, slots: int) -> None:
+        self.pins: npt.NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.uses: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)
+
+
+class EvictionQueue(ABC):
+    """Orders blocks of one size that may go.
+
+    Args:
+        state: Of the slots; shared by all queues of a tier.
+    """
+
+    __slots__ = ("state",)
+
+    counts: ClassVar[bool] = False
+    """Whether it wants to be told of each use."""
+
+    def __init__(self, state: SlotState) -> None:
+        self.state = state
+
+    @abstractmethod
+    def hold(self, keys: Keys, slots: Ids) -> None:
+        """Note that these are in use: they may not go."""
+
+    @abstractmethod
+    def release(self, keys: Keys, slots: Ids) -> None:
+        """Note that nobody uses these any more, the tail of a chain first."""
+
+    def used(self, slots: Ids) -> None:  # noqa: B027 - not every kind counts
+        """Count one use of some blocks."""
+
+    @abstractmethod
+    def pop(self, count: int) -> tuple[Keys, Ids]:
+        """Take out up to so many that are to go, the first in front."""
+
+    @abstractmethod
+    def remove(self, keys: Keys, slots: Ids) -> None:
+        """Take out some, whether they are in it or not."""
+
+    @abstractmethod
+    def oldest(self) -> int | None:
+        """Return the slot in front; None if there is nothing."""
+
+
+class LruQueue(EvictionQueue):
+    """Lets go first what was not used for the longest time."""
+
+    __slots__ = ("_list",)
+
+    def __init__(self, state: SlotState) -> None:
+        super().__init__(state)
+        self._list: OrderedDict[Key, int] = OrderedDict()
+
+    def hold(self, keys: Keys, slots: Ids) -> None:
+        """See EvictionQueue; what is released again is at the back."""
+        each(map(self._list.pop, keys.tolist(), repeat(None)))
+
+    def release(self, keys: Keys, slots: Ids) -> None:
+        """See EvictionQueue."""
+        self._list.update(zip(keys.tolist(), slots.tolist(), strict=True))
+
+    def pop(self, count: int) -> tuple[Keys, Ids]:
+        """See EvictionQueue."""
+        return _popped(self._list, count)
+
+    def remove(self, keys: Keys, slots: Ids) -> None:
+        """See EvictionQueue."""
+        self.hold(keys, slots)
+
+    def oldest(self) -> int | None:
+        """See EvictionQueue."""
+        return next(iter(self._list.values()), None)
+
+
+class S3FifoQueue(EvictionQueue):
+    """Lets go first what was not used again soon after it came."""
+
+    __slots__ = ("_ghosts", "_main", "_small")
+
+    counts = True
+
+    def __init__(self, state: SlotState) -> None:
+        super().__init__(state)
+        self._small: OrderedDict[Key, int] = OrderedDict()
+        self._main: OrderedDict[Key, int] = OrderedDict()
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+
+    def hold(self, keys: Keys, slots: Ids) -> None:
+        """Do nothing: what is in use keeps its place, and is passed over."""
+
+    def release(self, keys: Keys, slots: Ids) -> None:
+        """See EvictionQueue; what is in a queue keeps its place."""
+        names = keys.tolist()
+        new = ~(_among(names, self._small) | _among(names, self._main))
+        if not new.any():
+            return
+        keys, slots = keys[new], slots[new]
+        names = keys.tolist()
+        hot = _among(names, self._ghosts) | (self.state.uses[slots] > 1)
+        each(map(self._ghosts.pop, names, repeat(None)))
+        _append(self._main, keys, slots, hot)
+        _append(self._small, keys, slots, ~hot)
+
+    def used(self, slots: Ids) -> None:
+        """See EvictionQueue."""
+        uses = self.state.uses
+        uses[slots] = np.minimum(uses[slots] + 1, _USES_MAX)
+
+    def pop(self, count: int) -> tuple[Keys, Ids]:
+        """See EvictionQueue. Each block is looked at four times at most."""
+        found: list[tuple[Keys, Ids]] = []
+        uses, pins = self.state.uses, self.state.pins
+        while count and (self._small or self._main):
+            total = len(self._small) + len(self._main)
+            excess = len(self._small) - total // _SMALL_SHARE
+            if excess > 0 or not self._main:
+                keys, slots = _popped(self._small, min(count, max(1, excess)))
+                free = pins[slots] == 0
+                stays = free & (uses[slots] > 1)
+                uses[slots[stays]] = 0
+                ghosts = keys[free & ~stays].tolist()
+                self._ghosts.update(zip(ghosts, repeat(None)))
+            else:
+                keys, slots = _popped(self._main, count)
+                free = pins[slots] == 0
+                stays = free & (uses[slots] > 0)
+                uses[slots[stays]] -= 1
+            # What is in use is in no queue now, and comes back when it is released.
+            _append(self._main, keys, slots, stays)
+            gone = free & ~stays
+            found.append((keys[gone], slots[gone]))
+            count -= int(gone.sum())
+        most = len(self._small) + len(self._main)
+        while len(self._ghosts) > most:
+            self._ghosts.popitem(last=False)
+        if not found:
+            return np.empty(0, np.object_), np.empty(0, np.int64)
+        return (
+            np.concatenate([keys for keys, _ in found]),
+            np.concatenate([slots for _, slots in found]),
+        )
+
+    def remove(self, keys: Keys, slots: Ids) -> None:
+        """See EvictionQueue."""
+        names = keys.tolist()
+        each(map(self._small.pop, names, repeat(None)))
+        each(map(self._main.pop, names, repeat(None)))
+
+    def oldest(self) -> int | None:
+        """See EvictionQueue."""
+        return next(iter((self._small or self._main).values()), None)
+
+
+EVICTIONS: Final[dict[str, type[EvictionQueue]]] = {
+    "lru": LruQueue,
+    "s3fifo": S3FifoQueue,
+}
+"""By the name that a tier's ``?evict=`` has."""
+
+
+def _popped(listed: OrderedDict[Key, int], count: int) -> tuple[Keys, Ids]:
+    pairs = dict(map(listed.popitem, repeat(False, min(count, len(listed)))))
+    keys = np.empty(len(pairs), np.object_)
+    keys[:] = list(pairs)
+    return keys, np.fromiter(pairs.values(), np.int64, len(pairs))
+
+
+def _among(
+    names: list[Key], known: OrderedDict[Key, int] | OrderedDict[Key, None]
+) -> Bits:
+    return np.fromiter(map(known.__contains__, names), np.bool_, len(names))
+
+
+def _append(listed: OrderedDict[Key, int], keys: Keys, slots: Ids, which: Bits) -> None:
+    listed.update(zip(keys[which].tolist(), slots[which].tolist(), strict=True))

@@ -1,0 +1,180 @@
+"""Who shares a store, and what each may have: ``acme?disk=100GiB&ttl=3600``.
+
+A tenant's blocks have keys of their own, into which its name goes
+(:mod:`kvwire.store.namespace`), so that none is ever found for another. What it may
+have is counted in each tier by itself: a memory tier and a disk keep to their own
+quotas. A quota bounds, and reserves nothing: tenants whose quotas are less than a tier
+together are never evicted for each other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import UsageError, shown
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    STORE_PINNED_SHARE,
+    STORE_TENANTS_MAX,
+    STORE_TIER_BYTES_MAX,
+    STORE_TTL_S_MAX,
+)
+from kvwire.store.address import TierAddress
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_QUOTAS: Final = ("memory", "disk")
+_OPTIONS: Final = ("quota", *_QUOTAS, "ttl", "pinned", "key", "identity")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Says who one tenant is, and what it may have.
+
+    Attributes:
+        name: Its name.
+        quotas: The most bytes it may have, by the kind of tier; none without a bound.
+        ttl_s: Seconds after which a block of it is gone; 0 for never.
+        pinned_bytes: The most that may be pinned of its blocks in a tier; 0 for half of
+            its quota, or a quarter of the tier, whichever is less.
+        key_file: The key that proves it to a server; "" if none does.
+        identity: The name in a certificate that proves it; "" if none does.
+    """
+
+    name: str
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    ttl_s: float = 0.0
+    pinned_bytes: int = 0
+    key_file: str = ""
+    identity: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Tenant:
+        """Read a tenant.
+
+        Args:
+            text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE`` and
+                for a server ``key=FILE`` or ``identity=NAME``.
+
+        Raises:
+            UsageError: It is not written like one.
+        """
+        if not isinstance(text, str):
+            raise UsageError(f"tenant {text!r}: write 'acme?disk=100GiB&ttl=3600'")
+        address = TierAddress.parse(f"tenant:{text}")
+        name, options = address.place, address.options
+        if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
+            raise UsageError(
+                f"tenant {shown(name)}: letters, digits, '.', '_' and '-', at most "
+                f"{NAME_CHARS_MAX}"
+            )
+        address.require(*_OPTIONS)
+        quotas = {
+            kind: address.size(options.get(kind) or options["quota"], kind)
+            for kind in _QUOTAS
+            if kind in options or "quota" in options
+        }
+        return cls(
+            name,
+            quotas,
+            address.number("ttl", 1, STORE_TTL_S_MAX) if "ttl" in options else 0.0,
+            address.size(options["pinned"], "pinned") if "pinned" in options else 0,
+            options.get("key", ""),
+            options.get("identity", ""),
+        )
+
+
+class Shares:
+    """Holds what each tenant may have in one tier, by the tenant's number.
+
+    Args:
+        quota_bytes: The most bytes of its blocks.
+        pinned_bytes: The most of them that are pinned.
+        ttl_s: After how long a block of it is gone; 0 for never.
+
+    Attributes:
+        expire: Whether any block is ever gone by its age.
+    """
+
+    __slots__ = ("expire", "pinned_bytes", "quota_bytes", "ttl_s")
+
+    def __init__(
+        self,
+        quota_bytes: Sequence[int],
+        pinned_bytes: Sequence[int],
+        ttl_s: Sequence[float],
+    ) -> None:
+        self.quota_bytes: npt.NDArray[np.int64] = np.array(quota_bytes, np.int64)
+        self.pinned_bytes: npt.NDArray[np.int64] = np.array(pinned_bytes, np.int64)
+        self.ttl_s: npt.NDArray[np.float64] = np.array(ttl_s, np.float64)
+        self.expire: bool = bool(self.ttl_s.any())
+
+    def __len__(self) -> int:
+        """Return the number of tenants, with those who are none."""
+        return self.quota_bytes.size
+
+    @classmethod
+    def of_all(cls, size_bytes: int) -> Shares:
+        """Return the shares of a tier without tenants."""
+        return Tenants().shares("", size_bytes)
+
+
+class Tenants:
+    """Knows the tenants of one store. Number 0 is for everybody else, named ``""``.
+
+    Args:
+        tenants: Each as text, or read already.
+
+    Raises:
+        UsageError: One is not written like one, is there twice, or there are too many.
+    """
+
+    __slots__ = ("_numbers", "listed")
+
+    def __init__(self, tenants: Iterable[str | Tenant] = ()) -> None:
+        read = (
+            one if isinstance(one, Tenant) else Tenant.parse(one) for one in tenants
+        )
+        self.listed: tuple[Tenant, ...] = (Tenant(""), *read)
+        names = [tenant.name for tenant in self.listed]
+        self._numbers = dict(zip(names, range(len(names)), strict=True))
+        if len(self._numbers) < len(names):
+            raise UsageError("tenants: one is there twice; write its options in one")
+        if len(names) - 1 > STORE_TENANTS_MAX:
+            raise UsageError(f"tenants: {len(names) - 1}; at most {STORE_TENANTS_MAX}")
+
+    def __len__(self) -> int:
+        """Return how many there are, without those who are none."""
+        return len(self.listed) - 1
+
+    def number(self, name: str) -> int:
+        """Return a tenant's number; 0 of one that there is not."""
+        return self._numbers.get(name, 0)
+
+    def require(self, name: str) -> None:
+        """Refuse a tenant that there is not.
+
+        Raises:
+            UsageError: Names those that there are.
+        """
+        if name not in self._numbers:
+            known = ", ".join(t.name for t in self.listed[1:]) or "none"
+            raise UsageError(
+                f"tenant={shown(name)}: there is {known}; name it in tenants= of "
+                f"BlockStore.open"
+            )
+
+    def shares(self, kind: str, size_bytes: int) -> Shares:
+        """Return what each may have in a tier of a kind and size."""
+        quotas = [one.quotas.get(kind, STORE_TIER_BYTES_MAX) for one in self.listed]
+        most = [min(size_bytes // STORE_PINNED_SHARE, quota // 2) for quota in quotas]
+        pinned = [
+            min(bound, one.pinned_bytes or bound)
+            for bound, one in zip(most, self.listed, strict=True)
+        ]
+        return Shares(quotas, pinned, [one.ttl_s for one in self.listed])

@@ -1,0 +1,92 @@
+"""Which block goes next: what each kind of queue keeps, and what hits that makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvwire.kv.blocks import Ids
+from kvwire.store.eviction import EVICTIONS, EvictionQueue, Keys, SlotState
+from kvwire.store.index import as_keys
+from tests.store.traces import agents, hit_share
+
+
+class Queued:
+    """A queue whose keys are the numbers of their slots."""
+
+    def __init__(self, evict: str) -> None:
+        self.state = SlotState(64)
+        self.queue: EvictionQueue = EVICTIONS[evict](self.state)
+
+    def add(self, *slots: int) -> None:
+        self.queue.release(*named(*slots))
+
+    def use(self, *slots: int) -> None:
+        self.queue.used(named(*slots)[1])
+
+    def pop(self, count: int) -> list[int]:
+        keys, slots = self.queue.pop(count)
+        listed: list[int] = slots.tolist()
+        assert [int(key) for key in keys] == listed
+        return listed
+
+
+def named(*slots: int) -> tuple[Keys, Ids]:
+    return as_keys(b"%d" % slot for slot in slots), np.array(slots, np.int64)
+
+
+def test_what_was_used_twice_is_not_pushed_out_by_a_scan() -> None:
+    some = Queued("s3fifo")
+    some.add(*range(20))
+    some.use(3, 4)
+    some.use(3, 4)
+    assert some.pop(10) == [0, 1, 2, 5, 6, 7, 8, 9, 10, 11]
+    some.add(*range(30, 50))
+    gone = some.pop(26)
+    assert gone == [*range(12, 20), *range(30, 48)]
+    assert some.queue.oldest() == 48
+    assert some.pop(9) == [48, 49, 3, 4]
+    assert some.queue.oldest() is None
+
+
+def test_what_comes_back_soon_is_kept_and_each_use_is_a_round() -> None:
+    some = Queued("s3fifo")
+    some.add(*range(20))
+    assert some.pop(2) == [0, 1]
+    some.add(0)  # its name was kept
+    some.use(0)
+    assert some.pop(25) == [*range(2, 20), 0]
+
+
+def test_what_is_in_use_is_passed_over_and_comes_back() -> None:
+    some = Queued("s3fifo")
+    some.add(1, 2, 3)
+    some.state.pins[[1, 2]] = 1
+    assert some.pop(3) == [3]
+    some.state.pins[[1, 2]] = 0
+    some.add(2, 1)
+    some.queue.remove(*named(2))
+    assert some.pop(3) == [1]
+
+
+@pytest.mark.parametrize("evict", EVICTIONS)
+def test_each_block_goes_once(evict: str) -> None:
+    some, rng = Queued(evict), np.random.default_rng(1)
+    inside: set[int] = set()
+    for _ in range(300):
+        new = sorted(set(range(64)) - inside)[: rng.integers(1, 9)]
+        some.add(*new)
+        inside |= set(new)
+        some.use(*rng.choice(sorted(inside), 3))
+        gone = some.pop(int(rng.integers(0, 9)))
+        assert len(set(gone)) == len(gone)
+        assert set(gone) <= inside
+        inside -= set(gone)
+        some.state.uses[gone] = 0
+    assert sorted(some.pop(64)) == sorted(inside)
+
+
+def test_scans_cost_s3fifo_fewer_hits() -> None:
+    scans = list(agents(scans=True, prompts=400))
+    lru, s3fifo = (hit_share(kind, 700, scans) for kind in ("lru", "s3fifo"))
+    assert s3fifo > lru + 0.05
