@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,16 +22,74 @@ def call(name: str, do: Any, words: str, error: type = UsageError) -> WrongUse:
     return WrongUse(f"`{name}`", do, error, words)
 
 
+class StandIn(NamedTuple):
+    """An argument that is made when its row is done."""
+
+    name: str
+    make: Callable[[Any], Any]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+CACHE: Final = StandIn("cache", lambda t: t.kv)
+GRANT: Final = StandIn("grant", steps.grant)
+# What a path begins with.
+_OBJECTS: Final[dict[str, Callable[[Any], Any]]] = {
+    "conn": lambda t: t.conn,
+    "comm": lambda t: t.b,
+    "out": lambda t: t.b.publish("x", t.kv, [0]),
+    "inc": lambda t: t.b.expect("x", t.kv, [0]),
+    "kvwire": lambda _: kvwire,
+    "Grant": lambda _: kvwire.Grant,
+    "KVSpec": lambda _: steps.spec,
+}
+
+
+class Arguments:
+    """What a call is given."""
+
+    def __init__(self, given: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.given, self.options = given, options
+
+    def __repr__(self) -> str:
+        options = (f"{key}={value!r}" for key, value in self.options.items())
+        return f"({', '.join([*map(repr, self.given), *options])})"
+
+    def on(self, path: str, t: Any) -> Any:
+        """Call what a path such as ``await inc.layer`` means."""
+        first, *names = path.removeprefix("await ").split(".")
+        found = _OBJECTS[first](t)
+        for name in names:
+            found = getattr(found, name)
+        given = [one.make(t) if isinstance(one, StandIn) else one for one in self.given]
+        return found(*given, **self.options)
+
+
+def a(*given: Any, **options: Any) -> Arguments:
+    """Keep arguments for the row they stand in."""
+    return Arguments(given, options)
+
+
+def calls(path: str, *rows: tuple[Arguments, str]) -> list[WrongUse]:
+    """Make a row for each list of arguments."""
+    return [
+        call(f"{path}{given!r}", partial(given.on, path), words)
+        for given, words in rows
+    ]
+
+
 MESSAGES: Final = [
-    call(
-        "conn.send(-1, b'x')",
-        lambda t: t.conn.send(-1, b"x"),
-        "tag=-1: an integer from 0 to 2**64 - 1 is needed",
-    ),
-    call(
-        "conn.send('1', b'x')",
-        lambda t: t.conn.send("1", b"x"),
-        "tag='1': an integer from 0 to 2**64 - 1 is needed",
+    *calls(
+        "conn.send",
+        (a(-1, b"x"), "tag=-1: an integer from 0 to 2**64 - 1 is needed"),
+        (a("1", b"x"), "tag='1': an integer from 0 to 2**64 - 1 is needed"),
+        (a(True, b"x"), "tag=True: an integer from 0 to 2**64 - 1 is needed"),
+        (a(1, "text"), "buffer: str is no memory that kvwire can use; pass its bytes"),
+        (a(1, None), "buffer: NoneType is no memory that kvwire can use; pass"),
+        (a(1, [1, 2]), "buffer: list is no memory that kvwire can use; pass bytes, a"),
+        (a(1, b"x", deadline="soon"), "deadline='soon': pass a time of the loop's"),
+        (a(1, b"x", deadline=-1), "deadline=-1: pass a time of the loop's clock"),
     ),
     call(
         "conn.send(2**64, b'x')",
@@ -37,84 +97,35 @@ MESSAGES: Final = [
         "tag=18446744073709551616: an integer from 0 to 2**64 - 1 is",
     ),
     call(
-        "conn.send(True, b'x')",
-        lambda t: t.conn.send(True, b"x"),
-        "tag=True: an integer from 0 to 2**64 - 1 is needed",
-    ),
-    call(
-        "conn.send(1, 'text')",
-        lambda t: t.conn.send(1, "text"),
-        "buffer: str is no memory that kvwire can use; pass its bytes",
-    ),
-    call(
-        "conn.send(1, None)",
-        lambda t: t.conn.send(1, None),
-        "buffer: NoneType is no memory that kvwire can use; pass",
-    ),
-    call(
-        "conn.send(1, [1, 2])",
-        lambda t: t.conn.send(1, [1, 2]),
-        "buffer: list is no memory that kvwire can use; pass bytes, a",
-    ),
-    call(
         "conn.send(1, array[::2])",
         lambda t: t.conn.send(1, np.zeros(8)[::2]),
         "buffer: the memory is not C-contiguous (shape (4,), strides",
-    ),
-    call(
-        "conn.send(1, b'x', deadline='soon')",
-        lambda t: t.conn.send(1, b"x", deadline="soon"),
-        "deadline='soon': pass a time of the loop's clock (loop.time()",
     ),
     call(
         "conn.send(1, b'x', deadline=nan)",
         lambda t: t.conn.send(1, b"x", deadline=math.nan),
         "deadline=nan: pass a time of the loop's clock (loop.time() +",
     ),
-    call(
-        "conn.send(1, b'x', deadline=-1)",
-        lambda t: t.conn.send(1, b"x", deadline=-1),
-        "deadline=-1: pass a time of the loop's clock (loop.time() +",
+    *calls(
+        "conn.recv",
+        (a(1.5), "tag=1.5: an integer from 0 to 2**64 - 1 is needed"),
+        (a(1, into=b"read-only"), "into: bytes is read-only; pass a bytearray, a"),
+        (a(1, into="text"), "into: str is no memory that kvwire can use; pass its"),
+        (a(1, into=100), "into: int is no memory that kvwire can use; pass bytes, a"),
     ),
-    call(
-        "conn.recv(1.5)",
-        lambda t: t.conn.recv(1.5),
-        "tag=1.5: an integer from 0 to 2**64 - 1 is needed",
-    ),
-    call(
-        "conn.recv(1, into=b'read-only')",
-        lambda t: t.conn.recv(1, into=b"read-only"),
-        "into: bytes is read-only; pass a bytearray, a writable NumPy",
-    ),
-    call(
-        "conn.recv(1, into='text')",
-        lambda t: t.conn.recv(1, into="text"),
-        "into: str is no memory that kvwire can use; pass its bytes",
-    ),
-    call(
-        "conn.recv(1, into=100)",
-        lambda t: t.conn.recv(1, into=100),
-        "into: int is no memory that kvwire can use; pass bytes, a",
-    ),
-    call(
-        "conn.put(b'x', 'grant')",
-        lambda t: t.conn.put(b"x", "grant"),
-        "grant: a kvwire.Grant of the peer is needed, and this is a str",
-    ),
-    call(
-        "conn.put(b'x', None)",
-        lambda t: t.conn.put(b"x", None),
-        "grant: a kvwire.Grant of the peer is needed, and this is a",
+    *calls(
+        "conn.put",
+        (a(b"x", "grant"), "grant: a kvwire.Grant of the peer is needed, and this is"),
+        (a(b"x", None), "grant: a kvwire.Grant of the peer is needed, and this is a"),
     ),
     call(
         "conn.put(b'x', grant of 8 bytes)",
         lambda t: t.conn.put(b"x", steps.grant(t)),
         "the buffer has 1 bytes and the grant 8; pass grant[a:b] of",
     ),
-    call(
-        "conn.get(grant, into=b'read-only')",
-        lambda t: t.conn.get(steps.grant(t), b"12345678"),
-        "into: bytes is read-only; pass a bytearray, a writable NumPy",
+    *calls(
+        "conn.get",
+        (a(GRANT, b"12345678"), "into: bytes is read-only; pass a bytearray, a"),
     ),
     call(
         "back.get(grant of conn, ...)",
@@ -130,25 +141,15 @@ MESSAGES: Final = [
     call(
         "grant[::2]", lambda t: steps.grant(t)[::2], "grant[0:8:2]: the step must be 1"
     ),
-    call(
-        "Grant.from_bytes(b'short')",
-        lambda t: untyped.Grant.from_bytes(b"short"),
-        "a grant has 72 bytes, these are 5",
+    *calls(
+        "Grant.from_bytes",
+        (a(b"short"), "a grant has 72 bytes, these are 5"),
+        (a("text"), "a grant has 72 bytes, these are 4"),
     ),
-    call(
-        "Grant.from_bytes('text')",
-        lambda t: untyped.Grant.from_bytes("text"),
-        "a grant has 72 bytes, these are 4",
-    ),
-    call(
-        "comm.register('text')",
-        lambda t: t.a.register("text"),
-        "buffer: str is no memory that kvwire can use; pass its bytes",
-    ),
-    call(
-        "comm.register(b'read-only', 'write')",
-        lambda t: t.a.register(b"x", "write"),
-        "buffer: bytes is read-only; pass a bytearray, a writable",
+    *calls(
+        "comm.register",
+        (a("text"), "buffer: str is no memory that kvwire can use; pass its bytes"),
+        (a(b"x", "write"), "buffer: bytes is read-only; pass a bytearray, a writable"),
     ),
     call(
         "comm.register(buffer, 'reed')",
@@ -188,39 +189,14 @@ MESSAGES: Final = [
 ]
 
 
-def _pull(name: str, words: str, **options: Any) -> WrongUse:
-    return call(
-        f"conn.pull('x', cache, [0], {name})",
-        lambda t: t.conn.pull("x", t.kv, [0], **options),
-        words,
-    )
-
-
 CACHES: Final = [
-    call(
-        "KVSpec(layers=0)",
-        lambda t: steps.spec(layers=0),
-        "KVSpec: layers=0: a number from 1 to 4096",
-    ),
-    call(
-        "KVSpec(head_dim=-1)",
-        lambda t: steps.spec(head_dim=-1),
-        "KVSpec: head_dim=-1: a number from 1 to 65536",
-    ),
-    call(
-        "KVSpec(dtype='flot16')",
-        lambda t: steps.spec(dtype="flot16"),
-        "KVSpec: dtype='flot16' is none of bfloat16, float16, float32",
-    ),
-    call(
-        "KVSpec(block_tokens='16')",
-        lambda t: steps.spec(block_tokens="16"),
-        "KVSpec: block_tokens='16': a number from 1 to 65536",
-    ),
-    call(
-        "KVSpec(shard=(2, 2))",
-        lambda t: steps.spec(shard=(2, 2)),
-        "KVSpec: shard rank=2: a number from 0 to 1",
+    *calls(
+        "KVSpec",
+        (a(layers=0), "KVSpec: layers=0: a number from 1 to 4096"),
+        (a(head_dim=-1), "KVSpec: head_dim=-1: a number from 1 to 65536"),
+        (a(dtype="flot16"), "KVSpec: dtype='flot16' is none of bfloat16, float16"),
+        (a(block_tokens="16"), "KVSpec: block_tokens='16': a number from 1 to 65536"),
+        (a(shard=(2, 2)), "KVSpec: shard rank=2: a number from 0 to 1"),
     ),
     call(
         "PagedCache(spec, [])",
@@ -249,45 +225,27 @@ CACHES: Final = [
         lambda t: t.conn.pull("x", [np.zeros(4)], [0]),
         "cache: a kvwire.PagedCache is needed, and this is a list",
     ),
-    call(
-        "conn.pull('x', cache, [-1])",
-        lambda t: t.conn.pull("x", t.kv, [-1]),
-        "blocks of group 'kv': block id -1 at position 0 is out of",
-    ),
-    call(
-        "conn.pull('x', cache, [99])",
-        lambda t: t.conn.pull("x", t.kv, [99]),
-        "blocks of group 'kv': block id 99 at position 0 is out of",
-    ),
-    call(
-        "conn.pull('x', cache, [0, 0])",
-        lambda t: t.conn.pull("x", t.kv, [0, 0]),
-        "blocks of group 'kv': block id 0 is there twice, again at",
-    ),
-    call(
-        "conn.pull('x', cache, [])",
-        lambda t: t.conn.pull("x", t.kv, []),
-        "blocks: 0 blocks; a transfer has 1 to 4194304",
-    ),
-    call(
-        "conn.pull('x', cache, [0.5])",
-        lambda t: t.conn.pull("x", t.kv, [0.5]),
-        "blocks of group 'kv': a flat sequence of block ids, not",
-    ),
-    call(
-        "conn.pull('x', cache, None)",
-        lambda t: t.conn.pull("x", t.kv, None),
-        "blocks of group 'kv': a flat sequence of block ids, not",
-    ),
-    call(
-        "conn.pull('x', cache, {'group': [0]})",
-        lambda t: t.conn.pull("x", t.kv, {"group": [0]}),
-        "blocks: no group 'group'; this cache has kv",
-    ),
-    call(
-        "conn.pull('', cache, [0])",
-        lambda t: t.conn.pull("", t.kv, [0]),
-        "a transfer id of 0 bytes; 1 to 255 are allowed",
+    *calls(
+        "conn.pull",
+        (a("x", CACHE, [-1]), "blocks of group 'kv': block id -1 at position 0 is out"),
+        (a("x", CACHE, [99]), "blocks of group 'kv': block id 99 at position 0 is out"),
+        (a("x", CACHE, [0, 0]), "blocks of group 'kv': block id 0 is there twice"),
+        (a("x", CACHE, []), "blocks: 0 blocks; a transfer has 1 to 4194304"),
+        (a("x", CACHE, [0.5]), "blocks of group 'kv': a flat sequence of block ids"),
+        (a("x", CACHE, None), "blocks of group 'kv': a flat sequence of block ids"),
+        (a("x", CACHE, {"group": [0]}), "blocks: no group 'group'; this cache has kv"),
+        (a("", CACHE, [0]), "a transfer id of 0 bytes; 1 to 255 are allowed"),
+        (a(1.5, CACHE, [0]), "transfer id 1.5: pass a str, bytes or int"),
+        (a("x", CACHE, [0], prioriy=3), "pull: no option 'prioriy'; did you mean"),
+        (a("x", CACHE, [0], priority=256), "priority=256: 0 to 255; a higher one goes"),
+        (a("x", CACHE, [0], lease_s=0), "lease_s=0: a number of seconds above 0"),
+        (a("x", CACHE, [0], lease_s="soon"), "lease_s='soon': a number of seconds"),
+        (a("x", CACHE, [0], tokens=0), "group 'kv': tokens=0 is 0 blocks of 2 tokens"),
+        (a("x", CACHE, [0], tokens=99), "group 'kv': tokens=99 is 50 blocks of 2"),
+        (a("x", CACHE, [0], hashes=[b"a", b"b"]), "hashes: 2 for the 1 blocks of"),
+        (a("x", CACHE, [0], hashes=["a"]), "hashes: one of group 'kv' is not bytes; a"),
+        (a("x", CACHE, [0], deadline="soon"), "deadline='soon': pass a time of the"),
+        (a("x", CACHE, [0], consumers=2), "pull: no option 'consumers'; known are"),
     ),
     call(
         "conn.pull('x' * 300, cache, [0])",
@@ -295,71 +253,15 @@ CACHES: Final = [
         "a transfer id of 300 bytes; 1 to 255 are allowed",
     ),
     call(
-        "conn.pull(1.5, cache, [0])",
-        lambda t: t.conn.pull(1.5, t.kv, [0]),
-        "transfer id 1.5: pass a str, bytes or int",
-    ),
-    call(
         "conn.pull('x', read-only cache, [0])",
         lambda t: t.conn.pull("x", cache(writable=False), [0]),
         "this cache has a tensor that is not writable: nothing can",
     ),
-    _pull(
-        "prioriy=3",
-        "pull: no option 'prioriy'; did you mean 'priority'? known are",
-        prioriy=3,
-    ),
-    _pull(
-        "priority=256", "priority=256: 0 to 255; a higher one goes first", priority=256
-    ),
-    _pull("lease_s=0", "lease_s=0: a number of seconds above 0", lease_s=0),
-    _pull(
-        "lease_s='soon'", "lease_s='soon': a number of seconds above 0", lease_s="soon"
-    ),
-    _pull(
-        "tokens=0",
-        "group 'kv': tokens=0 is 0 blocks of 2 tokens, but the list",
-        tokens=0,
-    ),
-    _pull(
-        "tokens=99",
-        "group 'kv': tokens=99 is 50 blocks of 2 tokens, but the list",
-        tokens=99,
-    ),
-    _pull(
-        "hashes=[b'a', b'b']",
-        "hashes: 2 for the 1 blocks of group 'kv'",
-        hashes=[b"a", b"b"],
-    ),
-    _pull(
-        "hashes=['a']",
-        "hashes: one of group 'kv' is not bytes; a hash is bytes, the",
-        hashes=["a"],
-    ),
-    _pull(
-        "deadline='soon'",
-        "deadline='soon': pass a time of the loop's clock (loop.time()",
-        deadline="soon",
-    ),
-    _pull(
-        "consumers=2",
-        "pull: no option 'consumers'; known are deadline, hashes",
-        consumers=2,
-    ),
-    call(
-        "comm.publish('x', cache, [0], consumers=0)",
-        lambda t: t.b.publish("x", t.kv, [0], consumers=0),
-        "consumers=0: a number, at least 1",
-    ),
-    call(
-        "comm.publish('x', cache, [0], consumers='2')",
-        lambda t: t.b.publish("x", t.kv, [0], consumers="2"),
-        "consumers='2': a number, at least 1",
-    ),
-    call(
-        "comm.publish('x', cache, [0], group_bytes=0)",
-        lambda t: t.b.publish("x", t.kv, [0], group_bytes=0),
-        "group_bytes=0: at least 1, for layer by layer",
+    *calls(
+        "comm.publish",
+        (a("x", CACHE, [0], consumers=0), "consumers=0: a number, at least 1"),
+        (a("x", CACHE, [0], consumers="2"), "consumers='2': a number, at least 1"),
+        (a("x", CACHE, [0], group_bytes=0), "group_bytes=0: at least 1, for layer by"),
     ),
     call(
         "comm.publish('x', cache, [0], growing=True), without tokens",
@@ -376,15 +278,12 @@ CACHES: Final = [
         lambda t: [t.b.expect("x", t.kv, [n]) for n in (0, 1)],
         "transfer 'x' is expected already, and has not ended; ids may",
     ),
-    call(
-        "out.ready(layers=9)",
-        lambda t: t.b.publish("x", t.kv, [0]).ready(layers=9),
-        "ready: layers of group 'kv': 9 is not one of 0 to 1",
-    ),
-    call(
-        "out.ready(layers='0')",
-        lambda t: t.b.publish("x", t.kv, [0]).ready(layers="0"),
-        "ready: layers of group 'kv': '0' is neither a number nor a",
+    *calls(
+        "out.ready",
+        (a(layers=9), "ready: layers of group 'kv': 9 is not one of 0 to 1"),
+        (a(layers="0"), "ready: layers of group 'kv': '0' is neither a number nor a"),
+        (a(group="full"), "ready: no group 'full'; there is kv"),
+        (a(after="event"), "after=str: pass a future, a torch.cuda.Event, a"),
     ),
     call(
         "out.ready(blocks=7), a block id and no position",
@@ -397,16 +296,6 @@ CACHES: Final = [
         "ready: part of layers 0 to 0 x blocks 0 to 0 of group 'kv'",
     ),
     call(
-        "out.ready(group='full')",
-        lambda t: t.b.publish("x", t.kv, [0]).ready(group="full"),
-        "ready: no group 'full'; there is kv",
-    ),
-    call(
-        "out.ready(after='event')",
-        lambda t: t.b.publish("x", t.kv, [0]).ready(after="event"),
-        "after=str: pass a future, a torch.cuda.Event, a",
-    ),
-    call(
         "out.finish(), with marks missing",
         lambda t: t.b.publish("x", t.kv, [0]).finish(),
         "finish: layer 0 of block position 0 of group",
@@ -416,35 +305,28 @@ CACHES: Final = [
         lambda t: t.b.publish("x", t.kv, [0]).extend([1]),
         "extend: this transfer was not begun with growing=True",
     ),
-    call(
-        "await inc.layer(9)",
-        lambda t: t.b.expect("x", t.kv, [0]).layer(9),
-        "layer 9 is not in this cache",
-    ),
-    call(
-        "await inc.layer(0, 'full')",
-        lambda t: t.b.expect("x", t.kv, [0]).layer(0, "full"),
-        "no group 'full'; there is kv",
+    *calls(
+        "await inc.layer",
+        (a(9), "layer 9 is not in this cache"),
+        (a(0, "full"), "no group 'full'; there is kv"),
     ),
     call(
         "inc.layer_event(0), in host memory",
         lambda t: t.b.expect("x", t.kv, [0]).layer_event(0),
         "layer_event: this cache lies in host memory; await layer(n)",
     ),
-    call(
-        "kvwire.join()",
-        lambda t: untyped.join(),
-        "join: pass the Incoming of each producer",
+    *calls(
+        "kvwire.join",
+        (a(), "join: pass the Incoming of each producer"),
     ),
     call(
         "kvwire.join(of other blocks)",
         lambda t: untyped.join(t.b.expect("x", t.kv, [0]), t.b.expect("y", t.kv, [1])),
         "join: the block lists of 'x' and 'y' differ in group 'kv'",
     ),
-    call(
-        "await comm.fired('event')",
-        lambda t: t.b.fired("event"),
-        "after=str: pass a future, a torch.cuda.Event, a",
+    *calls(
+        "await comm.fired",
+        (a("event"), "after=str: pass a future, a torch.cuda.Event, a"),
     ),
     WrongUse(
         "pull what nobody publishes, with a deadline",
