@@ -1,0 +1,133 @@
+"""The entry point: an agent of NIXL for each lane."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Final, NoReturn
+
+from kvwire.backend import (
+    Availability,
+    Backend,
+    Capabilities,
+    Finding,
+    Link,
+    Listener,
+)
+from kvwire.backend.lane import Lane, LaneContext
+from kvwire.errors import BackendUnavailable
+from kvwire.extras import install_command
+from kvwire.limits import CLOSE_TIMEOUT_S
+from kvwire.types import Address
+from kvwire_nixl import library
+from kvwire_nixl.lane import NixlLane
+from kvwire_nixl.settings import parse
+
+_log: Final = logging.getLogger("kvwire.nixl")
+
+# Behind TCP: it must be asked for. What it brings depends on the plug-in and the
+# fabric, of which the installation of NIXL says nothing.
+_RANK: Final = 80
+
+
+class NixlBackend(Backend):
+    """Moves payload by an agent of NIXL, beside another transport's control link."""
+
+    scheme: ClassVar[str] = "nixl"
+    capabilities: ClassVar[Capabilities] = Capabilities(links=False, lanes=True)
+
+    def __init__(self) -> None:
+        self._lanes: set[NixlLane] = set()
+
+    @classmethod
+    def check_settings(cls, given: Mapping[str, str]) -> None:
+        """See :class:`~kvwire.backend.Backend`; a plug-in knows its parameters."""
+        parse(given)
+
+    @classmethod
+    def rank(cls) -> int:
+        """See :class:`~kvwire.backend.Backend`."""
+        return _RANK
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """See :class:`~kvwire.backend.Backend`; looks, and loads nothing."""
+        if not library.installed():
+            return Availability(
+                available=False,
+                reason="NIXL is not installed",
+                remedy=install_command("nixl"),
+            )
+        return Availability(available=True, reason=f"NIXL {library.version()}")
+
+    @classmethod
+    def diagnose(cls) -> tuple[Finding, ...]:
+        """See :class:`~kvwire.backend.Backend`: what its plug-ins are."""
+        found = cls.availability()
+        if not found.available:
+            return (
+                Finding(
+                    name="NIXL", state="missing", text=found.reason, remedy=found.remedy
+                ),
+            )
+        try:
+            plugins = ", ".join(sorted(library.plugins()))
+        except BackendUnavailable as exc:
+            return (Finding(name="NIXL", state="missing", text=str(exc)),)
+        return (
+            Finding(name="NIXL", state="ok", text=found.reason),
+            Finding(name="plug-ins", state="ok", text=f"found {plugins}"),
+        )
+
+    async def listen(
+        self, address: Address, accept: Callable[[Link], None]
+    ) -> Listener:
+        """Refuse: NIXL listens nowhere.
+
+        Raises:
+            BackendUnavailable: Always.
+
+        Cancel safety: safe.
+        """
+        _no_links(address)
+
+    async def connect(self, address: Address) -> Link:
+        """Refuse: NIXL listens nowhere.
+
+        Raises:
+            BackendUnavailable: Always.
+
+        Cancel safety: safe.
+        """
+        _no_links(address)
+
+    def open_lane(self, context: LaneContext) -> Lane:
+        """See :class:`~kvwire.backend.Backend`.
+
+        Raises:
+            BackendUnavailable: There is no NIXL, or the plug-in does not come up.
+        """
+        lane = NixlLane(context, self._lanes.discard)
+        self._lanes.add(lane)  # bounded: LANES_MAX for each connection
+        return lane
+
+    async def aclose(self) -> None:
+        """See :class:`~kvwire.backend.Backend`; waits until reads are over.
+
+        Cancel safety: safe.
+        """
+        for lane in list(self._lanes):
+            lane.abort()
+        endings = [lane.ended for lane in self._lanes]
+        if endings:
+            await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
+        if self._lanes:
+            _log.error("%d lanes have reads that are not over", len(self._lanes))
+
+
+def _no_links(address: Address) -> NoReturn:
+    raise BackendUnavailable(
+        f"{address}: nixl carries data beside a control link and has no addresses of "
+        f'its own; listen on and connect to tcp://..., with transport="nixl"'
+    )

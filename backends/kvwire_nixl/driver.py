@@ -1,0 +1,426 @@
+"""The thread of a lane: reads what the peer has offered, and hears what it has read.
+
+::
+
+    waiting --post--> reading --all there--> read --word read, and alive--> told
+
+*A sender may end its half at any time*, and reuse its memory at once. The reader cannot
+be stopped. It is made to notice: a half has a word in its memory that says it is alive,
+and wipes it *before* it ends. The reader reads payloads, *then* the word, and reports
+the payloads if the word is alive: all of their bytes were read while the sender still
+kept them. This is a sequence lock over any fabric, and tells of a peer that has died.
+
+*Nothing is under way: the thread sleeps* until something is said to it. Otherwise it
+looks, with pauses that grow while nothing moves: NIXL has no call that waits.
+
+*An end waits for our own reads.* NIXL cannot cancel one, so what it may still write to
+is given back when it is over, and then only with the agent closed. A peer that stands
+still keeps such memory in quarantine until it goes on or dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from kvwire.backend import Landing
+from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
+from kvwire.limits import WAKEUP_BYTES
+from kvwire.memory.copy import as_fragments, copy
+from kvwire_nixl.library import NixlAgent, Rows, rows
+from kvwire_nixl.ranges import NixlRange, NixlSlot, NixlSlots
+from kvwire_nixl.wire import WORD_BYTES, LaneProofs, NixlBootstrap, NixlPlace
+
+_log = logging.getLogger("kvwire.nixl")
+
+# Reads at NIXL at once: the next one is there when one is over, and an end has little
+# to wait for.
+READS_MAX: Final = 4
+# Between two looks at what is under way: from a fraction of what a small read takes, up
+# to where looking costs a percent of a core.
+_LOOK_S: Final = 20e-6
+_LOOK_S_MAX: Final = 2e-3
+# While the peer has payloads of ours to read, its word is looked at so often.
+_WORD_S: Final = 0.1
+
+_PAGE_BYTES: Final = 4096
+# Our word lies at the page's beginning; the peer's is read to here.
+_THEIRS: Final = 64
+
+
+class NixlRead:
+    """Is a payload of the peer's on its way here.
+
+    Attributes:
+        landing: Where it belongs.
+        place: Where it lies.
+        is_direct: NIXL may write to the landing itself.
+        slot: Where it goes first, if not.
+        handle: NIXL's name for it, once it is posted.
+    """
+
+    __slots__ = ("handle", "is_direct", "landing", "place", "slot")
+
+    def __init__(self, landing: Landing, place: NixlPlace, *, is_direct: bool) -> None:
+        self.landing: Landing = landing
+        self.place: NixlPlace = place
+        self.is_direct: bool = is_direct
+        self.slot: NixlSlot | None = None
+        self.handle: int | None = None
+
+
+class NixlDriver:
+    """Runs one half of a lane.
+
+    Args:
+        agent: Which is the driver's from now on, but for registering memory.
+        proofs: Of the lane's secret.
+        name: Of the thread.
+        call_soon: Calls something on the loop, from any thread; raises RuntimeError
+            once the loop is closed.
+        joined: Told on the loop that the peer is reached; or why it is not.
+        received: Told on the loop of payloads that are in place.
+        sent: Told on the loop how many payloads the peer has read in all.
+        gone: Told on the loop, last of all, that no memory is touched any more, and why
+            it ended; None if it was asked to.
+
+    Raises:
+        ConnectionLost: The agent does not take the driver's own memory.
+    """
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        proofs: LaneProofs,
+        name: str,
+        *,
+        call_soon: Callable[[Callable[[], None]], object],
+        joined: Callable[[Exception | None], None],
+        received: Callable[[list[Landing]], None],
+        sent: Callable[[int], None],
+        gone: Callable[[Exception | None], None],
+    ) -> None:
+        self._agent = agent
+        self._proofs = proofs
+        self._call_soon = call_soon
+        self._tell_joined = joined
+        self._tell_received = received
+        self._tell_sent = sent
+        self._tell_gone = gone
+        self._page = NixlSlot(_PAGE_BYTES)
+        agent.register(self._page.range.address, _PAGE_BYTES)
+        self._page.memory[:WORD_BYTES] = proofs.word()
+        self._slots = NixlSlots(agent)
+        # Guards what both threads use; notified when something was said.
+        self._changed = threading.Condition()
+        self._inbox: deque[NixlRead] = deque()
+        self._outbox: deque[NixlRead] = deque()
+        self._offered = 0
+        self._closing = False
+        self._ending = False
+        self._error: Exception | None = None
+        # The thread's own.
+        self._peer: NixlBootstrap | None = None
+        self._hello = False
+        self._joined = False
+        self._waiting: deque[NixlRead] = deque()
+        self._reading: deque[NixlRead] = deque()
+        self._read: list[NixlRead] = []
+        self._confirming: list[NixlRead] = []
+        self._confirmed = 0
+        self._taken = 0
+        self._word_handle: int | None = None
+        self._word_posted = False
+        self._word_at = 0.0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def word(self) -> NixlRange:
+        """Return where the word lies that the peer reads."""
+        return self._page.range
+
+    # --- what the lane says -----------------------------------------------------------
+
+    def start(self, peer: NixlBootstrap | None, *, hello: bool = False) -> None:
+        """Begin with this peer; without one, only to end.
+
+        Args:
+            peer: What it has said.
+            hello: Read its word before ``joined`` is told.
+
+        Raises:
+            RuntimeError: The system has no more threads.
+        """
+        self._peer, self._hello = peer, hello
+        self._thread.start()
+
+    def read(self, reads: list[NixlRead], offered: int) -> None:
+        """Fetch these payloads too; the peer has been offered so many in all."""
+        with self._changed:
+            self._inbox += reads  # bounded: LANE_PAYLOADS_MAX
+            self._offered = offered
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End once nothing is left to do; ``gone`` tells."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def end(self, error: Exception | None = None) -> None:
+        """End now; ``gone`` tells when memory is free. The first error counts."""
+        with self._changed:
+            if not self._ending:
+                self._ending, self._error = True, error
+                self._changed.notify()
+
+    # --- the thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._join()
+            pause = _LOOK_S
+            while self._is_busy():
+                if self._turn():
+                    pause = _LOOK_S
+                else:
+                    self._rest(pause)
+                    pause = min(pause * 1.5, _LOOK_S_MAX)
+        except Exception as exc:  # noqa: BLE001 - whatever NIXL raises
+            self.end(exc)
+        self._quiesce()
+        self._on_loop(self._leave)
+
+    def _join(self) -> None:
+        peer = self._peer
+        if peer is None:
+            return
+        self._agent.learn(peer.metadata, peer.agent)
+        self._word_handle = self._agent.prepare(
+            _one_row(self._page.range.address + _THEIRS), _one_row(peer.word)
+        )
+        if self._hello:
+            self._post_word()
+            while not self._ending and not self._word_is_there():
+                self._rest(_LOOK_S)
+        if not self._ending:
+            self._joined = True
+            self._on_loop(lambda: self._tell_joined(None))
+
+    def _is_busy(self) -> bool:
+        """Sleep while there is nothing to do; return False once it is over."""
+        with self._changed:
+            while not self._ending:
+                self._waiting += self._inbox  # bounded: LANE_PAYLOADS_MAX
+                self._inbox.clear()
+                ours = self._waiting or self._reading or self._read or self._word_posted
+                if ours or self._taken < self._offered:
+                    return True
+                if self._closing:
+                    self._ending = True
+                else:
+                    self._changed.wait()
+            return False
+
+    def _turn(self) -> bool:
+        """Move what can be moved; return whether anything did."""
+        moved = self._post_reads()
+        moved |= self._collect()
+        moved |= self._confirm()
+        return moved | self._hear()
+
+    def _post_reads(self) -> bool:
+        posted = False
+        while self._waiting and len(self._reading) < READS_MAX and not posted:
+            read = self._waiting.popleft()
+            self._reading.append(read)  # bounded: READS_MAX
+            self._post(read)
+            posted = True
+        return posted
+
+    def _post(self, read: NixlRead) -> None:
+        assert self._peer is not None
+        for news in read.place.news:
+            self._agent.learn(news, self._peer.agent)
+        nbytes = read.landing.length
+        if read.landing.payload is None or not nbytes:
+            return
+        if read.is_direct:
+            pieces = as_fragments(read.landing.payload)
+            local, remote = _paired(pieces.addresses, pieces.lengths, read.place)
+        else:
+            read.slot = self._slots.take(nbytes)
+            remote = rows(read.place.addresses, read.place.lengths)
+            local = remote.copy()
+            ends = np.cumsum(read.place.lengths, dtype=np.uint64)
+            local[:, 0] = np.uint64(read.slot.range.address) + ends - local[:, 1]
+        handle = self._agent.prepare(local, remote)
+        read.handle = handle
+        self._agent.post(handle)
+
+    def _collect(self) -> bool:
+        """Take in reads that are over, in the order of sending."""
+        moved = False
+        while self._reading:
+            read = self._reading[0]
+            if read.handle is not None:
+                if not self._agent.is_done(read.handle):
+                    break
+                self._agent.release(read.handle)
+                read.handle = None
+            if read.slot is not None and read.landing.payload is not None:
+                copy(read.slot.memory[: read.landing.length], read.landing.payload)
+                self._slots.give_back(read.slot)
+            self._read.append(self._reading.popleft())  # bounded: LANE_PAYLOADS_MAX
+            moved = True
+        return moved
+
+    def _confirm(self) -> bool:
+        """See to it that the peer was alive when its payloads had been read."""
+        if self._word_posted:
+            if not self._word_is_there():
+                return False
+            done, self._confirming = self._confirming, []
+            self._report(done)
+            return True
+        if self._read or time.monotonic() > self._word_at + _WORD_S:
+            self._confirming, self._read = self._read, []
+            self._confirmed += len(self._confirming)
+            self._post_word(self._proofs.note(self._confirmed))
+            return True
+        return False
+
+    def _post_word(self, note: bytes = b"") -> None:
+        assert self._word_handle is not None
+        self._word_posted = True
+        self._word_at = time.monotonic()
+        self._agent.post(self._word_handle, note)
+
+    def _word_is_there(self) -> bool:
+        """Return whether the peer's word has been read.
+
+        Raises:
+            ConnectionLost: The peer has wiped it.
+        """
+        assert self._word_handle is not None
+        if not self._agent.is_done(self._word_handle):
+            return False
+        self._word_posted = False
+        said = bytes(self._page.memory[_THEIRS : _THEIRS + WORD_BYTES])
+        if said != self._proofs.word(of_peer=True):
+            raise ConnectionLost("nixl: the peer has ended its half of the lane")
+        return True
+
+    def _hear(self) -> bool:
+        """Take in what the peer has read of ours."""
+        if self._taken >= self._offered:
+            return False
+        taken = self._proofs.read_notes(self._agent.notes())
+        if not self._taken < taken <= self._offered:
+            return False
+        self._taken = taken
+        self._on_loop(lambda: self._tell_sent(taken))
+        return True
+
+    def _rest(self, seconds: float) -> None:
+        with self._changed:
+            if not (self._ending or self._inbox):
+                self._changed.wait(seconds)
+
+    # --- the end ----------------------------------------------------------------------
+
+    def _quiesce(self) -> None:
+        """Let go of all memory: ours wiped, reads waited out, the agent closed."""
+        self._page.memory[:WORD_BYTES] = bytes(WORD_BYTES)
+        began, warned = time.monotonic(), False
+        for read in self._reading:
+            while read.handle is not None and not self._is_over(read.handle):
+                if not warned and time.monotonic() > began + 1:
+                    warned = True
+                    _log.warning(
+                        "%s: a read from a peer that does not answer cannot be "
+                        "cancelled; its memory stays in quarantine until it is over",
+                        self._thread.name,
+                    )
+                time.sleep(_LOOK_S_MAX)
+        # What the word is read to is the driver's own: nobody waits for that.
+        if self._word_handle is not None:
+            with contextlib.suppress(KVWireError):
+                self._agent.release(self._word_handle)
+        self._agent.close()
+
+    def _is_over(self, handle: int) -> bool:
+        try:
+            return self._agent.is_done(handle)
+        except KVWireError:
+            return True  # failed: the agent's end is what proves that it is quiet
+
+    # --- to the loop ------------------------------------------------------------------
+
+    def _report(self, done: list[NixlRead]) -> None:
+        with self._changed:
+            awake = bool(self._outbox)
+            self._outbox += done  # bounded: LANE_PAYLOADS_MAX
+        if done and not awake:
+            self._on_loop(self._deliver)
+
+    def _deliver(self) -> None:
+        """Tell of what is in place, and let the loop do something else in between."""
+        landings: list[Landing] = []
+        budget = WAKEUP_BYTES
+        with self._changed:
+            while self._outbox and budget > 0:
+                landings.append(self._outbox.popleft().landing)
+                budget -= landings[-1].length
+            more = bool(self._outbox)
+        if landings:
+            self._tell_received(landings)
+        if more:
+            self._on_loop(self._deliver)
+
+    def _leave(self) -> None:
+        """Say the last word, once everything before it is said."""
+        if self._outbox:
+            self._deliver()
+            self._on_loop(self._leave)
+            return
+        if not self._joined:
+            error = self._error or BackendUnavailable("the lane was aborted")
+            self._tell_joined(error)
+        self._tell_gone(self._error)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        try:
+            self._call_soon(call)
+        except RuntimeError:
+            # The loop is closed: whoever waited for this is gone with it.
+            return
+
+
+def _one_row(address: int) -> Rows:
+    return np.array([[address, WORD_BYTES, 0]], np.uint64)
+
+
+def _paired(
+    addresses: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    lengths: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    place: NixlPlace,
+) -> tuple[Rows, Rows]:
+    """Cut two lists of pieces where either is cut; return both as descriptors."""
+    ours, theirs = np.cumsum(lengths), np.cumsum(place.lengths)
+    ends = np.union1d(ours, theirs)
+    starts = np.concatenate((np.zeros(1, np.uint64), ends[:-1]))
+
+    def cut(places: Rows, sizes: Rows, borders: Rows) -> Rows:
+        at = borders.searchsorted(starts, "right")
+        begins = borders[at] - sizes[at]
+        return rows(places[at] + starts - begins, ends - starts)
+
+    return cut(addresses, lengths, ours), cut(place.addresses, place.lengths, theirs)

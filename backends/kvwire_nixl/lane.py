@@ -1,0 +1,332 @@
+"""A lane over NIXL: the receiver reads what the sender has offered.
+
+::
+
+    OPENED --join()--> UP --close(), all read--> ENDING --quiet--> ENDED
+       |                |                           ^
+       +--- abort() ----+--- abort(), peer gone ----+
+
+Nothing is written to a peer: who ends need not wait for anybody else's hand to leave
+its memory (:mod:`kvwire_nixl.driver` has how a reader notices). Each lane has an agent
+of its own. With it go its sockets, its keys, and whatever else a peer could reach our
+memory by.
+
+**Who may read what.** Metadata and addresses travel on the control link, under its
+authentication. A peer is told of the arrays that its payloads lie in, or of staging
+slots alone (``expose = "staging"``); the lane's secret proves whom a read has reached.
+NIXL itself does not authenticate: over UCX and TCP whoever reaches the agent's port can
+read this process. Such a network is to be trusted, as NIXL asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from kvwire.backend import Landing, Payload
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.errors import BackendUnavailable, KVWireError
+from kvwire.limits import KIB, MIB
+from kvwire.memory.copy import as_fragments, copy
+from kvwire.types import Role
+from kvwire_nixl.driver import NixlDriver, NixlRead
+from kvwire_nixl.library import NixlAgent
+from kvwire_nixl.ranges import NixlRange, NixlSlot, NixlSlots, Ranges
+from kvwire_nixl.settings import parse
+from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
+
+_log = logging.getLogger("kvwire.nixl")
+
+# A read costs two round trips and a wake-up of two threads beside its bytes: smaller
+# payloads are faster on the control link.
+_BYTES_MIN = 32 * KIB
+_SPAN_BYTES = 4 * MIB
+_WINDOW_BYTES = 4 * _SPAN_BYTES
+
+
+class _Offer:
+    """Is a payload that the peer may read.
+
+    Attributes:
+        token: What the core knows it by; None once the core has it back.
+        payload: Its memory, kept alive.
+        slot: Where it was copied to, if it was.
+    """
+
+    __slots__ = ("payload", "slot", "token")
+
+    def __init__(self, token: object, payload: Payload, slot: NixlSlot | None) -> None:
+        self.token: object = token
+        self.payload: Payload | None = payload
+        self.slot: NixlSlot | None = slot
+
+
+class NixlLane(Lane):
+    """Implements one endpoint of a lane.
+
+    Args:
+        context: What the core says of it.
+        on_ended: Called when it touches no memory any more.
+
+    Attributes:
+        ended: Done then.
+
+    Raises:
+        BackendUnavailable: NIXL or its plug-in does not work here.
+    """
+
+    bytes_min = _BYTES_MIN
+    span_bytes = _SPAN_BYTES
+    window_bytes = _WINDOW_BYTES
+
+    def __init__(
+        self, context: LaneContext, on_ended: Callable[[NixlLane], None]
+    ) -> None:
+        settings = parse(context.settings)
+        self._loop = asyncio.get_running_loop()
+        self._role = context.role
+        self._on_ended = on_ended
+        self._agent = agent = NixlAgent(settings)
+        self._proofs = LaneProofs(context.secret, context.role)
+        try:
+            self._driver = NixlDriver(
+                agent,
+                self._proofs,
+                f"kvwire nixl {context.number}",
+                call_soon=self._loop.call_soon_threadsafe,
+                joined=self._peer_is_reached,
+                received=self._received,
+                sent=self._sent,
+                gone=self._gone,
+            )
+            word = self._driver.word
+            self._own = NixlBootstrap(
+                version=agent.version,
+                plugin=settings.plugin,
+                agent=agent.name,
+                word=word.address,
+                metadata=agent.describe(word.address, word.nbytes, connection=True),
+            )
+            self._bootstrap = self._own.encode()
+        except KVWireError as exc:
+            agent.close()
+            raise BackendUnavailable(str(exc)) from exc
+        self._exposes = settings.exposes_caches
+        self._ranges = Ranges(agent)
+        self._slots = NixlSlots(agent)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._came_up: asyncio.Future[None] = self._loop.create_future()
+        self._handler: LaneHandler | None = None
+        self._started = False
+        self._offers: deque[_Offer] = deque()
+        # Were copied to a slot: the core has them back with the next turn of the loop.
+        self._copied: list[_Offer] = []
+        self._offered = 0
+        self._given_back = 0
+        self._reads: list[NixlRead] = []
+        self._received_bytes = 0
+        self._closing = False
+        self._ending = False
+        self._error: Exception | None = None
+
+    # --- coming up --------------------------------------------------------------------
+
+    @property
+    def bootstrap(self) -> bytes:
+        """See :class:`~kvwire.backend.lane.Lane`."""
+        return self._bootstrap
+
+    @property
+    def description(self) -> str:
+        """See :class:`~kvwire.backend.lane.Lane`."""
+        return f"NIXL {self._own.version}: {self._own.plugin}"
+
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        """See :class:`~kvwire.backend.lane.Lane`; a client reads the server's word.
+
+        Raises:
+            BackendUnavailable: The peer has another NIXL, or is not reached by it.
+
+        Cancel safety: safe, the lane is then closed without ``lane_closed``.
+        """
+        try:
+            if self._ending:
+                raise BackendUnavailable("the lane was aborted")
+            peer = NixlBootstrap.decode(bootstrap)
+            peer.require_same(self._own)
+            self._started = True
+            self._driver.start(peer, hello=self._role is Role.CLIENT)
+            await asyncio.shield(self._came_up)
+            if self._ending:  # between its coming up and this turn
+                raise BackendUnavailable("the lane was aborted")
+        except BaseException:
+            self.abort()
+            raise
+        self._handler = handler
+
+    def _peer_is_reached(self, error: Exception | None) -> None:
+        if self._came_up.done():
+            return
+        if error is None:
+            self._came_up.set_result(None)
+        else:
+            self._came_up.set_exception(BackendUnavailable(str(error)))
+            self._came_up.exception()  # the join may have been cancelled
+
+    # --- payloads ---------------------------------------------------------------------
+
+    @property
+    def queued_bytes(self) -> int:
+        """See :class:`~kvwire.backend.lane.Lane`: everything is offered at once."""
+        return 0
+
+    @property
+    def received_bytes(self) -> int:
+        """See :class:`~kvwire.backend.lane.Lane`."""
+        return self._received_bytes
+
+    def send(self, payload: Payload, token: object) -> bytes:
+        """See :class:`~kvwire.backend.lane.Lane`."""
+        if self._ending or self._closing:
+            return b""
+        try:
+            descriptor = self._offer_in_place(payload, token)
+            if not descriptor:
+                descriptor = self._offer_copy(payload, token)
+        except (KVWireError, OSError) as exc:
+            self._loop.call_soon(self._end, exc)
+            return b""
+        self._offered += 1
+        return descriptor
+
+    def _offer_in_place(self, payload: Payload, token: object) -> bytes:
+        ranges = self._ranges.covering(payload) if self._exposes else []
+        if not ranges:
+            return b""
+        descriptor = self._describe(payload, ranges)
+        if descriptor:
+            self._offers.append(  # bounded: LANE_PAYLOADS_MAX
+                _Offer(token, payload, None)
+            )
+        return descriptor
+
+    def _offer_copy(self, payload: Payload, token: object) -> bytes:
+        slot = self._slots.take(max(1, payload.nbytes))
+        copied = slot.memory[: payload.nbytes]
+        copy(payload, copied)
+        offer = _Offer(token, copied, slot)
+        self._offers.append(offer)  # bounded: LANE_PAYLOADS_MAX
+        self._copied.append(offer)  # bounded: LANE_PAYLOADS_MAX
+        return self._describe(copied, [slot.range])
+
+    def _describe(self, payload: Payload, ranges: list[NixlRange]) -> bytes:
+        pieces = as_fragments(payload)
+        fresh = [each for each in ranges if not each.is_told]
+        news = tuple(self._agent.describe(r.address, r.nbytes) for r in fresh)
+        place = NixlPlace(pieces.addresses, pieces.lengths, news)
+        descriptor = self._proofs.place(place)
+        if descriptor:
+            for each in fresh:
+                each.is_told = True
+        return descriptor
+
+    def receive(self, descriptor: bytes, landing: Landing) -> None:
+        """See :class:`~kvwire.backend.lane.Lane`.
+
+        Raises:
+            ProtocolError: The descriptor is not one that the peer's lane would make.
+        """
+        place = self._proofs.read_place(descriptor, landing.length)
+        if self._ending:
+            return
+        payload = landing.payload
+        is_direct = payload is not None and bool(self._ranges.covering(payload))
+        self._reads.append(  # bounded: LANE_PAYLOADS_MAX
+            NixlRead(landing, place, is_direct=is_direct)
+        )
+
+    def flush(self) -> None:
+        """See :class:`~kvwire.backend.lane.Lane`."""
+        if self._ending:
+            return
+        if self._copied:
+            self._loop.call_soon(self._give_back_copied)
+        reads, self._reads = self._reads, []
+        self._driver.read(reads, self._offered)
+
+    def _received(self, landings: list[Landing]) -> None:
+        for landing in landings:
+            if self._ending or self._handler is None:
+                return
+            self._received_bytes += landing.length
+            self._tell(self._handler.payload_received, landing)
+
+    def _give_back_copied(self) -> None:
+        copied, self._copied = self._copied, []
+        for offer in copied:
+            self._give_back(offer)
+
+    def _sent(self, count: int) -> None:
+        """Take back what the peer has read, in the order of sending."""
+        while self._given_back < count and self._offers:
+            self._given_back += 1
+            offer = self._offers.popleft()
+            offer.payload = None
+            if offer.slot is not None:
+                self._slots.give_back(offer.slot)
+            self._give_back(offer)
+
+    def _give_back(self, offer: _Offer) -> None:
+        token, offer.token = offer.token, None
+        if token is not None and not self._ending and self._handler is not None:
+            self._tell(self._handler.payload_sent, token)
+
+    # --- ending -----------------------------------------------------------------------
+
+    def close(self) -> None:
+        """See :class:`~kvwire.backend.lane.Lane`."""
+        if self._handler is None:
+            self.abort()
+            return
+        self.flush()
+        self._closing = True
+        self._driver.close()
+
+    def abort(self) -> None:
+        """See :class:`~kvwire.backend.lane.Lane`."""
+        self._end(None)
+
+    def _tell(self, call: Callable[..., None], what: object) -> None:
+        try:
+            call(self, what)
+        except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
+            _log.error("a lane's handler raised; the lane is aborted", exc_info=exc)
+            self._end(exc)
+
+    def _end(self, error: Exception | None) -> None:
+        """End it now; `lane_closed` follows when the driver is through."""
+        if self._ending:
+            return
+        self._ending, self._error = True, error
+        self._driver.end(error)
+        if not self._started:
+            self._started = True
+            self._driver.start(None)
+
+    def _gone(self, error: Exception | None) -> None:
+        if not self._ending:
+            self._ending, self._error = True, error
+        self._offers.clear()
+        self._copied.clear()
+        self._reads.clear()
+        self.ended.set_result(None)
+        self._on_ended(self)
+        handler, self._handler = self._handler, None
+        if handler is None:
+            return
+        try:
+            handler.lane_closed(self, self._error)
+        except Exception:  # noqa: BLE001 - there is no more to end
+            _log.exception("a lane's handler raised in lane_closed")

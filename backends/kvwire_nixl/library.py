@@ -1,0 +1,223 @@
+"""NIXL as installed, and an agent of it that one lane has for itself.
+
+The wheels are called ``nixl_cu12`` and ``nixl_cu13``; both move host memory without a
+GPU. Only the compiled module of them is imported: what is above it in Python unpickles
+what peers send, and opens listeners.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import secrets
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import metadata
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
+from kvwire_nixl.settings import NixlSettings
+
+_WHEELS: Final = ("nixl_cu12", "nixl_cu13")
+# NIXL's own thread serves the peer when UCX wakes it; at this pace it looks by itself
+# as well, for wake-ups that UCX may lose. 0, the default of NIXL, would be to poll
+# without a pause: one core for each agent.
+_WAKEUP_US: Final = 100_000
+
+Rows = npt.NDArray[np.uint64]
+
+
+@lru_cache(maxsize=1)
+def installed() -> str:
+    """Return the name of the wheel that is installed; "" if there is none."""
+    return next((name for name in _WHEELS if importlib.util.find_spec(name)), "")
+
+
+def version() -> str:
+    """Return the version of NIXL that is installed."""
+    return metadata.version(installed().replace("_", "-"))
+
+
+def load() -> Any:
+    """Import the compiled module of NIXL.
+
+    Raises:
+        BackendUnavailable: There is none, or it cannot be loaded.
+    """
+    name = installed()
+    if not name:
+        raise BackendUnavailable("NIXL is not installed")
+    try:
+        return importlib.import_module(f"{name}._bindings")
+    except ImportError as exc:
+        raise BackendUnavailable(f"{name} cannot be loaded: {exc}") from exc
+
+
+def plugins() -> list[str]:
+    """Return the plug-ins that NIXL finds.
+
+    Raises:
+        BackendUnavailable: There is no NIXL.
+    """
+    bindings = load()
+    found: list[str] = _bare_agent(bindings).getAvailPlugins()
+    return found
+
+
+def rows(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Rows:
+    """Return descriptors as NIXL takes them: address, length, device."""
+    table = np.zeros((addresses.size, 3), np.uint64)
+    table[:, 0] = addresses
+    table[:, 1] = lengths
+    return table
+
+
+class NixlAgent:
+    """Wraps an agent with one plug-in; its calls may come from any thread.
+
+    Args:
+        settings: Which plug-in, and its parameters.
+
+    Attributes:
+        name: What the peer's agent knows it by; random, and so nobody else's.
+        version: Of NIXL.
+
+    Raises:
+        BackendUnavailable: There is no such plug-in, or it does not come up.
+    """
+
+    def __init__(self, settings: NixlSettings) -> None:
+        self._bindings: Any = load()
+        self.version: str = version()
+        self.name: str = secrets.token_hex(16)
+        self._peer = ""
+        # Guards `_agent`: memory may be freed, and so deregistered, on any thread.
+        self._lock: threading.RLock = threading.RLock()
+        self._agent: Any = _bare_agent(self._bindings, self.name)
+        found: list[str] = self._agent.getAvailPlugins()
+        if settings.plugin not in found:
+            raise BackendUnavailable(
+                f"NIXL {self.version} finds no plug-in {settings.plugin!r} that works "
+                f"here; there are {', '.join(sorted(found))}"
+            )
+        try:
+            listed: Mapping[str, str] = self._agent.getPluginParams(settings.plugin)[0]
+            settings.require_known(listed)
+            params = dict(settings.params)
+            self._plugin: list[int] = [
+                self._agent.createBackend(settings.plugin, params)
+            ]
+        except UsageError:
+            raise
+        except Exception as exc:
+            raise BackendUnavailable(
+                f"NIXL's plug-in {settings.plugin} does not come up: {exc}"
+            ) from exc
+
+    # --- memory -----------------------------------------------------------------------
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Make memory known to the plug-in.
+
+        Raises:
+            ConnectionLost: It refuses.
+        """
+        self._checked("registerMem", self._region(address, nbytes), self._plugin)
+
+    def deregister(self, address: int, nbytes: int) -> None:
+        """Take memory back; nothing happens once the agent is closed."""
+        with self._lock:
+            if self._agent is not None:
+                region = self._region(address, nbytes)
+                self._checked("deregisterMem", region, self._plugin)
+
+    def describe(self, address: int, nbytes: int, *, connection: bool = False) -> bytes:
+        """Return what a peer's agent must know to read this memory."""
+        region = self._region(address, nbytes)
+        said = self._checked("getLocalPartialMD", region, connection, self._plugin)
+        return bytes(said)
+
+    def learn(self, said: bytes, name: str) -> None:
+        """Take in what the peer's agent of that name has described.
+
+        Raises:
+            ConnectionLost: It describes somebody else's memory, or is not readable.
+        """
+        heard = self._checked("loadRemoteMD", said)
+        if heard.decode(errors="replace") != name:
+            raise ConnectionLost("nixl: the peer describes memory of another agent")
+        self._peer = name
+
+    # --- moving -----------------------------------------------------------------------
+
+    def prepare(self, local: Rows, remote: Rows) -> int:
+        """Prepare to read the peer's memory into our own; both lists pair up."""
+        kind, make = self._bindings.DRAM_SEG, self._bindings.nixlXferDList
+        handle: int = self._checked(
+            "createXferReq",
+            self._bindings.NIXL_READ,
+            make(kind, local),
+            make(kind, remote),
+            self._peer,
+            b"",
+            self._plugin,
+        )
+        return handle
+
+    def post(self, handle: int, note: bytes = b"") -> bool:
+        """Begin to read; return whether that was all. The peer is told ``note`` after.
+
+        Raises:
+            ConnectionLost: The peer is gone, or its memory is.
+        """
+        state = self._checked("postXferReq", handle, note)
+        return bool(state == self._bindings.NIXL_SUCCESS)
+
+    def is_done(self, handle: int) -> bool:
+        """Return whether a read is over, and its note sent.
+
+        Raises:
+            ConnectionLost: It has failed.
+        """
+        state = self._checked("getXferStatus", handle)
+        return bool(state == self._bindings.NIXL_SUCCESS)
+
+    def release(self, handle: int) -> None:
+        """Forget a read that is over."""
+        self._checked("releaseXferReq", handle)
+
+    def notes(self) -> list[bytes]:
+        """Return what the peer has sent with its reads since the last call."""
+        heard: dict[str, list[bytes]] = self._checked("getNotifs", {}, self._plugin)
+        return heard.get(self._peer, [])
+
+    def close(self) -> None:
+        """End the agent: from here on nobody reaches memory by it."""
+        with self._lock:
+            self._agent = None
+
+    def _checked(self, call: str, *args: object) -> Any:
+        # No variable holds the agent: the error's traceback would, and so keep it open.
+        if self._agent is None:
+            raise ConnectionLost("nixl: the agent is closed")
+        try:
+            return getattr(self._agent, call)(*args)
+        except Exception as exc:
+            raise ConnectionLost(f"nixl: {call}: {exc}") from exc
+
+    def _region(self, address: int, nbytes: int) -> Any:
+        table = np.array([[address, nbytes, 0]], np.uint64)
+        return self._bindings.nixlRegDList(self._bindings.DRAM_SEG, table)
+
+
+def _bare_agent(bindings: Any, name: str = "kvwire") -> Any:
+    config = bindings.nixlAgentConfig()
+    config.useProgThread = True
+    config.useListenThread = False
+    config.pthrDelay = _WAKEUP_US
+    config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
+    return bindings.nixlAgent(name, config)

@@ -1,0 +1,94 @@
+"""The settings of NIXL lanes: which plug-in moves the bytes, and what it is told.
+
+A user writes ``backends = {nixl = {plugin = "UCX", "param.num_workers" = "2"}}``. A
+name that nobody knows is an error: NIXL itself ignores parameters that it has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvwire.errors import UsageError, nearest
+
+PLUGIN: Final = "plugin"
+EXPOSE: Final = "expose"
+PARAM: Final = "param."
+CACHES: Final = "caches"
+STAGING: Final = "staging"
+
+_UCX: Final = "UCX"
+# UCX's own interval leaves a dead peer unnoticed for 20 s; kvwire allows a third.
+_UCX_DEFAULTS: Final[Mapping[str, str]] = {"engine_config": "KEEPALIVE_INTERVAL=2s"}
+# What the UCX plug-in takes beside what it lists.
+_UCX_UNLISTED: Final = frozenset(
+    {"engine_config", "num_threads", "device_list", "split_batch_size"}
+)
+# They move to files, objects and disks, and know no other process.
+_STORAGE: Final = frozenset(
+    {"POSIX", "GDS", "GDS_MT", "OBJ", "AZURE_BLOB", "GUSLI", "HF3FS", "INFINIA"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NixlSettings:
+    """Holds what an agent is made with.
+
+    Attributes:
+        plugin: The plug-in's name, such as "UCX", "LIBFABRIC" or "Mooncake".
+        params: Its parameters.
+        exposes_caches: The peer may read caches in place, and not staging alone.
+    """
+
+    plugin: str
+    params: Mapping[str, str]
+    exposes_caches: bool
+
+    def require_known(self, listed: Mapping[str, str]) -> None:
+        """Refuse a parameter that the plug-in does not have.
+
+        Raises:
+            UsageError: There is one; names the nearest. A plug-in that lists none is
+                believed to know its own.
+        """
+        known = {*listed, *(_UCX_UNLISTED if self.plugin == _UCX else ())}
+        for name in self.params:
+            if listed and name not in known:
+                raise UsageError(
+                    f"backends.nixl: plug-in {self.plugin} has no parameter {name!r}; "
+                    f"{nearest(name, known)}"
+                )
+
+
+def parse(given: Mapping[str, str]) -> NixlSettings:
+    """Return the settings that a user gave, with defaults for the rest.
+
+    Raises:
+        UsageError: A name or a value is none of ours, or the plug-in is for storage.
+    """
+    params = {
+        name.removeprefix(PARAM): value
+        for name, value in given.items()
+        if name.startswith(PARAM)
+    }
+    for name in given:
+        if not name.startswith(PARAM) and name not in (PLUGIN, EXPOSE):
+            raise UsageError(
+                f"backends.nixl: there is no setting {name!r}; "
+                f"{nearest(name, (PLUGIN, EXPOSE))}, and the plug-in's own parameters "
+                f'as "{PARAM}NAME"'
+            )
+    plugin = given.get(PLUGIN, _UCX)
+    if plugin in _STORAGE:
+        raise UsageError(
+            f"backends.nixl: plug-in {plugin} moves data to storage; a lane goes to "
+            f"another process, as with UCX, LIBFABRIC or Mooncake"
+        )
+    expose = given.get(EXPOSE, CACHES)
+    if expose not in (CACHES, STAGING):
+        raise UsageError(
+            f"backends.nixl: {EXPOSE}={expose!r}; {nearest(expose, (CACHES, STAGING))}"
+        )
+    defaults = _UCX_DEFAULTS if plugin == _UCX else {}
+    return NixlSettings(plugin, {**defaults, **params}, expose == CACHES)

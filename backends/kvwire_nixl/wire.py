@@ -1,0 +1,220 @@
+"""What the two halves of a lane tell each other, on the control link and by NIXL.
+
+A *bootstrap* names the agent and what a peer needs to reach it. A *descriptor* says
+where a payload lies, and describes registered memory that the peer has not heard of. A
+*note* comes back with a read and says how many payloads have been read. All of these
+carry a proof of the lane's secret, but the first, which the control link seals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import BackendUnavailable, MalformedFrame
+from kvwire.limits import BOOTSTRAP_BYTES_MAX, DESCRIPTOR_BYTES_MAX, SPAN_PIECES_MAX
+from kvwire.types import Role
+
+RULE: Final = "KVW-LN-07"
+WORD_BYTES: Final = 8
+PROOF_BYTES: Final = 8
+
+Array = npt.NDArray[np.uint64]
+
+_MAGIC: Final = b"KVNIXL01"
+# magic, address of the word, lengths of version, plug-in, agent's name, metadata
+_HEAD: Final = struct.Struct("<8sQBBBH")
+# pieces, descriptions of memory
+_PLACE: Final = struct.Struct("<HH")
+_LENGTH: Final = struct.Struct("<H")
+_COUNT: Final = struct.Struct("<Q")
+_PIECE_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NixlBootstrap:
+    """Holds what one half of a lane tells the other before anything moves.
+
+    Attributes:
+        version: Of NIXL.
+        plugin: What moves the bytes.
+        agent: The name of the half's agent.
+        word: Where the half's word of life lies.
+        metadata: What NIXL needs to reach the agent and to read the word.
+    """
+
+    version: str
+    plugin: str
+    agent: str
+    word: int
+    metadata: bytes
+
+    def encode(self) -> bytes:
+        """Encode it.
+
+        Raises:
+            BackendUnavailable: NIXL's part is longer than a bootstrap may be.
+        """
+        texts = [text.encode() for text in (self.version, self.plugin, self.agent)]
+        lengths = (*map(len, texts), len(self.metadata))
+        size = _HEAD.size + sum(lengths)
+        if size > BOOTSTRAP_BYTES_MAX:
+            raise BackendUnavailable(
+                f"NIXL needs {size} bytes to describe its {self.plugin} devices, and a "
+                f"bootstrap has {BOOTSTRAP_BYTES_MAX}; name fewer of them, such as "
+                f'with "param.device_list"'
+            )
+        head = _HEAD.pack(_MAGIC, self.word, *lengths)
+        return head + b"".join(texts) + self.metadata
+
+    @classmethod
+    def decode(cls, raw: bytes) -> NixlBootstrap:
+        """Read what a peer has sent.
+
+        Raises:
+            BackendUnavailable: It is nothing that this version understands.
+        """
+        if not _HEAD.size <= len(raw) <= BOOTSTRAP_BYTES_MAX:
+            raise _unreadable(f"{len(raw)} bytes")
+        magic, word, *lengths = _HEAD.unpack_from(raw)
+        if magic != _MAGIC:
+            raise _unreadable("of another version of kvwire")
+        if len(raw) != _HEAD.size + sum(lengths):
+            raise _unreadable(f"of {len(raw)} bytes, which are not what it says")
+        parts, begin = [], _HEAD.size
+        for length in lengths:
+            parts.append(raw[begin : begin + length])
+            begin += length
+        try:
+            version, plugin, agent = (part.decode("ascii") for part in parts[:3])
+        except UnicodeDecodeError:
+            raise _unreadable("with a name that is no text") from None
+        return cls(version, plugin, agent, word, parts[3])
+
+    def require_same(self, own: NixlBootstrap) -> None:
+        """Refuse a peer whose NIXL may not understand ours.
+
+        Raises:
+            BackendUnavailable: It has another version or plug-in; names both.
+        """
+        theirs = f"NIXL {self.version} with {self.plugin}"
+        ours = f"NIXL {own.version} with {own.plugin}"
+        if (_minor(self.version), self.plugin) != (_minor(own.version), own.plugin):
+            raise BackendUnavailable(
+                f"the peer has {theirs[:80]} and this side {ours}: both sides need the "
+                f"same plug-in and the same minor version"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class NixlPlace:
+    """Says where a payload lies at its sender.
+
+    Attributes:
+        addresses: Of its pieces, in order.
+        lengths: Of each.
+        news: Descriptions of registered memory, for a peer that has not heard them.
+    """
+
+    addresses: Array
+    lengths: Array
+    news: tuple[bytes, ...] = ()
+
+
+class LaneProofs:
+    """Proves the lane's secret in all that its halves tell each other.
+
+    Args:
+        secret: Of the lane.
+        role: Of this side.
+    """
+
+    def __init__(self, secret: bytes, role: Role) -> None:
+        self._secret = secret
+        self._role = role
+
+    def word(self, *, of_peer: bool = False) -> bytes:
+        """Return what the memory of a side says for as long as its half lives."""
+        return self._proof(b"alive", of_peer)
+
+    def place(self, place: NixlPlace) -> bytes:
+        """Return the descriptor of a payload; b"" if it is too long for one."""
+        body = [_PLACE.pack(place.addresses.size, len(place.news))]
+        for news in place.news:
+            body += (_LENGTH.pack(len(news)), news)
+        body += (place.addresses.tobytes(), place.lengths.tobytes())
+        raw = b"".join(body)
+        if len(raw) + PROOF_BYTES > DESCRIPTOR_BYTES_MAX:
+            return b""
+        return raw + self._proof(b"place" + raw, False)
+
+    def read_place(self, raw: bytes, nbytes: int) -> NixlPlace:
+        """Read a peer's descriptor of a payload of so many bytes.
+
+        Raises:
+            MalformedFrame: The peer's lane would not have made it.
+        """
+        body, proof = raw[:-PROOF_BYTES], raw[-PROOF_BYTES:]
+        if not _PLACE.size + PROOF_BYTES <= len(raw) <= DESCRIPTOR_BYTES_MAX:
+            raise _malformed(f"a descriptor of {len(raw)} bytes")
+        if not hmac.compare_digest(proof, self._proof(b"place" + body, True)):
+            raise _malformed("a descriptor that does not prove the lane's secret")
+        pieces, count = _PLACE.unpack_from(body)
+        news, begin = [], _PLACE.size
+        for _ in range(count):
+            if begin + _LENGTH.size > len(body):
+                raise _malformed("a descriptor that ends too early")
+            (length,) = _LENGTH.unpack_from(body, begin)
+            begin += _LENGTH.size
+            news.append(body[begin : begin + length])
+            begin += length
+        if pieces > SPAN_PIECES_MAX or len(body) != begin + pieces * _PIECE_BYTES:
+            raise _malformed(f"a descriptor of {len(raw)} bytes for {pieces} pieces")
+        addresses, lengths = np.frombuffer(body, np.uint64, 2 * pieces, begin).reshape(
+            2, pieces
+        )
+        # Each is compared before they are added up, which would wrap.
+        if (lengths > nbytes).any() or not lengths.all() or lengths.sum() != nbytes:
+            raise _malformed(f"pieces that are not the {nbytes} bytes of the payload")
+        return NixlPlace(addresses, lengths, tuple(news))
+
+    def note(self, count: int) -> bytes:
+        """Return what tells the peer that so many of its payloads have been read."""
+        said = _COUNT.pack(count)
+        return said + self._proof(b"read" + said, False)
+
+    def read_notes(self, notes: Iterable[bytes]) -> int:
+        """Return how many payloads the peer has read, by its newest note; 0 without.
+
+        What does not prove the secret is not the peer's, and counts for nothing.
+        """
+        most = 0
+        for note in notes:
+            said, proof = note[: _COUNT.size], note[_COUNT.size :]
+            if hmac.compare_digest(proof, self._proof(b"read" + said, True)):
+                most = max(most, *_COUNT.unpack(said))
+        return most
+
+    def _proof(self, text: bytes, of_peer: bool) -> bytes:
+        role = self._role.other if of_peer else self._role
+        text = b"kvwire nixl %d " % role + text
+        return hmac.digest(self._secret, text, hashlib.sha256)[:PROOF_BYTES]
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _unreadable(what: str) -> BackendUnavailable:
+    return BackendUnavailable(f"the peer's bootstrap cannot be read: {what}")
+
+
+def _malformed(what: str) -> MalformedFrame:
+    return MalformedFrame(RULE, f"nixl: {what}")

@@ -1,0 +1,44 @@
+"""Settings: defaults, the plug-in's own, and typos that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvwire
+from kvwire.errors import UsageError
+from kvwire_nixl.settings import parse
+
+
+def test_without_any_it_is_ucx_that_notices_the_dead() -> None:
+    found = parse({})
+    assert (found.plugin, found.exposes_caches) == ("UCX", True)
+    assert found.params == {"engine_config": "KEEPALIVE_INTERVAL=2s"}
+    assert parse({"plugin": "LIBFABRIC"}).params == {}
+
+
+def test_a_plugin_gets_its_own_parameters() -> None:
+    found = parse({"param.num_workers": "2", "param.engine_config": "TLS=tcp"})
+    assert found.params == {"num_workers": "2", "engine_config": "TLS=tcp"}
+    found.require_known({"num_workers": "1"})
+    with pytest.raises(UsageError, match=r"no parameter 'num_worker'.*num_workers"):
+        parse({"param.num_worker": "2"}).require_known({"num_workers": "1"})
+    # Of one that lists none, nobody can say.
+    parse({"plugin": "LIBFABRIC", "param.x": "2"}).require_known({})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"plugins": "UCX"}, "no setting 'plugins'.*plugin"),
+        ({"expose": "all"}, "expose='all'"),
+        ({"plugin": "POSIX"}, "moves data to storage"),
+    ],
+)
+def test_what_is_refused(given: dict[str, str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse(given)
+
+
+async def test_a_communicator_refuses_them_at_once() -> None:
+    with pytest.raises(UsageError, match="no setting 'plugn'"):
+        await kvwire.open(backends={"nixl": {"plugn": "UCX"}}).__aenter__()
