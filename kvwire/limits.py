@@ -160,6 +160,10 @@ DESCRIPTION_BYTES_MAX: Final = 48 * KIB
 # others: a fraction of what a wake-up of both sides costs a busy loop.
 LAST_WORD_DELAY_S: Final = 0.02
 LAST_WORDS_MAX: Final = 64
+# Segments that one SEGMENT_ACK waits for, as long as a last word does: a frame for each
+# would be a third of what a small layer costs. As many small layers at most are under
+# way by themselves, before those behind them go together.
+SEGMENTS_TOGETHER: Final = 8
 
 # --- stores ---------------------------------------------------------------------------
 # A tier's room is cut into slabs, each of blocks of one size: a sixteenth, so that a

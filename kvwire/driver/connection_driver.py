@@ -194,8 +194,6 @@ class ConnectionDriver(LinkHandler):
             if arrival.place is ChunkPlace.CONTROL:
                 assert isinstance(payload, memoryview)
                 core.body_received(arrival, now, body=bytes(payload))
-                if core.speak_by is not None and core.speak_by < self._timer_at:
-                    self.set_timer()
             else:
                 header = arrival.header
                 if payload is landing.place:
@@ -252,6 +250,9 @@ class ConnectionDriver(LinkHandler):
         outbox = core.outbox
         if outbox.events or outbox.frames or self._chunks.sending or self.staging.ready:
             self._drain(core, its_turn=its_turn)
+        speak_by = core.speak_by
+        if speak_by is not None and speak_by < self._timer_at and self._timer:
+            self.set_timer()
         if self._buffers.holds.drained:
             self._buffers.collect()
 

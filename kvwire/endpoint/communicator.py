@@ -69,6 +69,7 @@ from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Access, AccessName, Address
 from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import (
+    BRIEF_LAYERS,
     BRIEF_TRANSFERS,
     NONCE_BYTES,
     ConnectionParameters,
@@ -141,7 +142,7 @@ class CommunicatorState:
                 eager_bytes=config.eager_bytes,
                 window_bytes=config.window_bytes,
                 window_messages=config.window_messages,
-                features=BRIEF_TRANSFERS,
+                features=BRIEF_TRANSFERS | BRIEF_LAYERS,
             ),
             profile=tuple(sorted(config.profile.items())),
         )

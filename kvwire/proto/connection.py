@@ -60,7 +60,7 @@ from kvwire.wire.control import (
     Ping,
     decode_body,
 )
-from kvwire.wire.handshake_messages import BRIEF_TRANSFERS, ConnectionParameters
+from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FIRST_PAYLOAD_TYPE, FrameType, Header
 
 # The frame types that may follow the handshake and have a control body.
@@ -86,7 +86,7 @@ class ConnectionCore:
         lanes: Data paths beside the control link.
         phase: How far the connection is.
         error: Why it is closed, once it is.
-        speak_by: When the last words of transfers are said at the latest, if any wait.
+        speak_by: When what transfers have to say is said at the latest, if any waits.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ConnectionCore:
             self.chunks,
             holds,
             agreement.parameters.chunk_bytes,
-            brief=bool(agreement.parameters.features & BRIEF_TRANSFERS),
+            features=agreement.parameters.features,
         )
         self.lanes: LaneTable = LaneTable(
             role,
@@ -234,9 +234,7 @@ class ConnectionCore:
             plain = self.outbox.framing.open(header, arrival.raw, body)
             body_read = decode_body(header.type, plain)
             self._dispatch.control(header, body_read, now)
-            if self.speak_by is None and self.transfers.last_words:
-                self.speak_by = now + LAST_WORD_DELAY_S
-        self._settle()
+        self._settle(now)
 
     def payload_landed(
         self, arrival: ChunkArrival, now: float, *, intact: bool
@@ -244,7 +242,7 @@ class ConnectionCore:
         """Note a payload that a lane has put in place."""
         self._liveness.heard(now)
         self.lanes.payload_landed(arrival, intact=intact)
-        self._settle()
+        self._settle(now)
 
     def heard(self, now: float) -> None:
         """Note bytes that do not make a frame yet: a sign of life."""
@@ -332,7 +330,7 @@ class ConnectionCore:
             return
         if self.speak_by is not None and now >= self.speak_by:
             self.speak_by = None
-            self.transfers.say_last_words()
+            self.transfers.speak()
         verdict = self._liveness.look(now)
         if verdict is LivenessVerdict.DEAD:
             silence_s = self._liveness.silence_s(now)
@@ -510,10 +508,14 @@ class ConnectionCore:
         if self.closed:
             self._end(closed, graceful=True)
 
-    def _settle(self) -> None:
-        """Take the step to the end when nothing is left to deliver."""
-        if self.transfers.unacknowledged:
-            self.transfers.acknowledge()
+    def _settle(self, now: float | None = None) -> None:
+        """Say what is due, and end when nothing is left to deliver."""
+        transfers = self.transfers
+        if transfers.unacknowledged:
+            transfers.acknowledge()
+        waits = transfers.last_words or transfers.unhurried
+        if waits and self.speak_by is None and now is not None:
+            self.speak_by = now + LAST_WORD_DELAY_S
         if self.lanes.unreported:
             self.lanes.acknowledge()
         if self.phase is CloseState.OPEN or self.phase not in _DELIVERING:
@@ -549,6 +551,8 @@ class ConnectionCore:
         self, request: RequestRecord, error: KVWireError, tell: WireCode | None
     ) -> None:
         self.messages.withdraw(request)
+        if request in self.transfers.unhurried:
+            self.transfers.speak()  # what has landed, landed
         self._requests.fail(request, error, tell=tell)
 
     def _turn(self, turn: CloseInput) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -61,6 +62,7 @@ class TransferRecord:
         segments: By number.
         open_segments: How many are not over.
         sending: Producer: how many the link is not through with.
+        on_sent: Producer: called when there are none of these; calls no core.
         committed: COMMIT was sent or received.
         acknowledge: Segments to name in the next SEGMENT_ACK.
         damaged: Segments that arrived damaged; on the producer, once it is told.
@@ -71,6 +73,7 @@ class TransferRecord:
     segments: dict[int, SegmentRecord] = field(default_factory=dict)
     open_segments: int = 0
     sending: int = 0
+    on_sent: Callable[[], None] | None = None
     committed: bool = False
     acknowledge: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)

@@ -37,6 +37,7 @@ from kvwire.errors import (
 from kvwire.limits import (
     LANDED_MAX,
     LAST_WORDS_MAX,
+    SEGMENTS_TOGETHER,
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
 )
@@ -71,6 +72,7 @@ from kvwire.wire.control import (
     SegmentAck,
     SegmentBody,
 )
+from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
 from kvwire.wire.header import FrameType, Header
 
 
@@ -80,7 +82,9 @@ class Transfers:
     Attributes:
         brief: Both sides know how to say them in fewer frames.
         last_words: Requests whose FIN waits for a frame that it can ride on.
+        brief_layers: They know how to say layers by themselves in fewer frames.
         unacknowledged: Those with segments that :meth:`acknowledge` will name.
+        unhurried: Those that wait for more segments, or for :meth:`speak`.
     """
 
     def __init__(
@@ -91,20 +95,22 @@ class Transfers:
         holds: Holds,
         chunk_bytes: int,
         *,
-        brief: bool = False,
+        features: int = 0,
     ) -> None:
         self._outbox = outbox
         self._requests = requests
         self._chunks = chunks
         self._holds = holds
         self._chunk_bytes = chunk_bytes
-        self.brief: bool = brief
+        self.brief: bool = bool(features & BRIEF_TRANSFERS)
+        self.brief_layers: bool = bool(features & BRIEF_LAYERS)
         self.last_words: list[int] = []
         self._transfers: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
         self._asked: dict[RequestRecord, None] = {}
         self._unanswered: dict[RequestRecord, None] = {}
         self.unacknowledged: dict[RequestRecord, None] = {}
+        self.unhurried: dict[RequestRecord, None] = {}
         chunks.on_segment_sent(self.sent)
 
     # --- meeting ----------------------------------------------------------------------
@@ -219,7 +225,12 @@ class Transfers:
 
     def sent(self, segment: SegmentRecord) -> None:
         """Note a whole segment that the link is through with."""
-        self._transfers[segment.request].sending -= 1
+        transfer = self._transfers[segment.request]
+        transfer.sending -= 1
+        if transfer.sending:
+            return
+        if transfer.on_sent is not None:
+            transfer.on_sent()
         self.settle(segment.request)
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
@@ -426,7 +437,9 @@ class Transfers:
         if transfer.committed and not transfer.open_segments:
             self._finish_incoming(request, transfer)
         elif not segment.damaged:
-            self.unacknowledged[request] = None  # bounded: REQUESTS_MAX
+            late = self.brief_layers and len(transfer.acknowledge) < SEGMENTS_TOGETHER
+            due = self.unhurried if late else self.unacknowledged
+            due[request] = None  # bounded: REQUESTS_MAX
 
     def acknowledge(self) -> None:
         """Send SEGMENT_ACK for what has landed since the last time."""
@@ -435,6 +448,13 @@ class Transfers:
         self.unacknowledged.clear()
 
     # --- both -------------------------------------------------------------------------
+
+    def speak(self) -> None:
+        """Say all that waits for a frame that it can ride on, or for more."""
+        self.say_last_words()
+        self.unacknowledged |= self.unhurried
+        self.unhurried.clear()
+        self.acknowledge()
 
     def say_last_words(self) -> None:
         """Send each FIN that waits in a frame of its own."""
@@ -475,6 +495,7 @@ class Transfers:
         self._asked.pop(request, None)
         self._unanswered.pop(request, None)
         self.unacknowledged.pop(request, None)
+        self.unhurried.pop(request, None)
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
         """Name the buffers of a transfer, whose memory nobody needs more."""

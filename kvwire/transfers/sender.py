@@ -6,13 +6,14 @@ something is (as Nagle's algorithm has it for small packets); large marks are cu
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KVWireError, UsageError, WireCode
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
-from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX
+from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX, SEGMENTS_TOGETHER
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.transfers.base import Attempt, TransferEvent, damaged_of, note_silence
 from kvwire.transfers.description import TransferOffer
@@ -57,6 +58,8 @@ class SendAttempt(Attempt):
         # What the last of them is.
         self._held_as: Segment | None = None
         self._under_way = 0
+        # Sends what is held back, in a turn of the loop of its own.
+        self._turn: asyncio.Handle | None = None
         # To be sent in this turn.
         self._pieces: list[tuple[Segment, int]] = []
         self._sent: dict[int, Segment] = {}
@@ -76,6 +79,10 @@ class SendAttempt(Attempt):
     def begin(self, *, settled: bool) -> None:
         """Send what was marked, as agreed, unless the consumer has all of it."""
         self.advance(AttemptInput.AGREE)
+        transfers = self.connection.transfers
+        if transfers.brief_layers:
+            assert self.core is not None
+            transfers.transfer(self.core).on_sent = self._link_sent
         if settled:
             self.advance(AttemptInput.SETTLE)
         self.send_ready()
@@ -120,11 +127,12 @@ class SendAttempt(Attempt):
                 out.renew_lease()
         self._phases.enter("mark_wait")
 
-    def send_ready(self) -> None:
+    def send_ready(self, *, in_turn: bool = False) -> None:
         """Turn the marks that have come since the last time into segments."""
         if self.state not in (AttemptState.MOVING, AttemptState.SETTLED):
             return
         core, marks = self.core, self.outgoing.ready_log
+        transfers = self.connection.transfers
         assert core is not None
         if core.over:  # and this attempt is about to hear of it
             return
@@ -134,12 +142,14 @@ class SendAttempt(Attempt):
             while self._cursor < len(marks.log):
                 self._take(marks.log[self._cursor])
                 self._cursor += 1
-            if all_in or not self._under_way:
+            if all_in or in_turn or not self._under_way:
                 self._flush()
+            elif self._held and transfers.brief_layers:
+                self._take_turn()
         except UsageError as exc:
             self.outgoing.stop(exc, WireCode.TOO_LARGE)
             return
-        transfers, complete = self.connection.transfers, all_in and marks.complete
+        complete = all_in and marks.complete
         # The last segment says that it is the last one, where the peer knows how.
         rides = all_in and transfers.brief and bool(self._pieces)
         last = len(self._pieces) - 1
@@ -148,8 +158,7 @@ class SendAttempt(Attempt):
         self._pieces = []
         if all_in:
             self.advance(AttemptInput.COMMIT)
-            if not self._under_way:
-                self._phases.enter("commit")
+            self._phases.enter("wire" if self._under_way else "commit")
             if not rides:
                 transfers.commit(core, complete=complete)
         self.connection.run()
@@ -168,6 +177,28 @@ class SendAttempt(Attempt):
             committed = self.state is AttemptState.COMMITTED
             self._phases.enter("commit" if committed else "mark_wait")
         self.send_ready()
+
+    def _link_sent(self) -> None:
+        """Wait for marks: the link has all there was, and its word comes later."""
+        if self.state is AttemptState.MOVING:
+            self._phases.enter("mark_wait")
+            if self._held:
+                self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Send what is held back after this turn of the loop, if not too much is sent.
+
+        The marks of one turn go together.
+        """
+        assert self.core is not None
+        if self._turn is not None or self._under_way >= SEGMENTS_TOGETHER:
+            return
+        if not self.connection.transfers.transfer(self.core).sending:
+            self._turn = self.outgoing.loop.call_soon(self._in_turn)
+
+    def _in_turn(self) -> None:
+        self._turn = None
+        self.send_ready(in_turn=True)
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""
@@ -243,7 +274,7 @@ class SendAttempt(Attempt):
 
     def _send(self, segment: Segment, nbytes: int, commit: int) -> None:
         assert self.core is not None
-        if not self._under_way:
+        if self._phases.phase != "wire":
             self._phases.enter("wire")
         self._grouped = max(self._grouped, segment.layers)
         lent = self.outgoing.lend(self.plan.fragments(segment))

@@ -36,6 +36,8 @@ _REFUSE: Final = struct.Struct("<8sHHHB")
 
 # A bit of ``features``: short transfers in fewer frames.
 BRIEF_TRANSFERS: Final = 1
+# Another: layers that travel by themselves, in fewer frames.
+BRIEF_LAYERS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from kvwire.proto.events import (
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.types import BufferId
-from kvwire.wire.handshake_messages import BRIEF_TRANSFERS
+from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
 from kvwire.wire.header import FrameType
 from tests.proto.expect import on_the_wire
 from tests.support.core_pair.handshakes import SMALL, identity
@@ -116,14 +116,15 @@ def events_of(peer: Peer, kind: type[T]) -> list[T]:
     return [event for event in peer.events if isinstance(event, kind)]
 
 
-def moved(*, pull: bool = False, brief: bool = False) -> Moved:
+def moved(*, pull: bool = False, brief: bool = False, layers: bool = False) -> Moved:
     """A transfer that both sides have agreed on."""
-    return Moved(brief_pair() if brief else ConnectionPair(), pull).agree()
+    features = BRIEF_TRANSFERS * brief | BRIEF_LAYERS * layers
+    return Moved(brief_pair(features), pull).agree()
 
 
-def brief_pair() -> ConnectionPair:
-    """A pair that says short transfers in fewer frames."""
-    parameters = replace(SMALL, features=BRIEF_TRANSFERS)
+def brief_pair(features: int = BRIEF_TRANSFERS) -> ConnectionPair:
+    """A pair that says the same in fewer frames."""
+    parameters = replace(SMALL, features=features)
     client, server = (
         identity(name, parameters=parameters) for name in ("client", "server")
     )

@@ -151,6 +151,8 @@ def test_r45_a_layer_fails_and_the_last_one_succeeds(play: Play) -> None:
             out.ready(layers=layer)
         out.ready(layers=2, after=kernel)
         await inc.layer(3)
+        # SEGMENT_ACK may come later than the layer.
+        await w.until(lambda: out._state.progress.landed == LAYERS - 1)
         out.finish()
         kernel.set_exception(ValueError("the kernel failed"))
         for end, blocks in ((inc, DEST), (out, LIST)):

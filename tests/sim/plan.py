@@ -24,7 +24,11 @@ from kvwire.limits import (
     PING_MISSES_MIN,
 )
 from kvwire.types import TrustMode
-from kvwire.wire.handshake_messages import BRIEF_TRANSFERS, ConnectionParameters
+from kvwire.wire.handshake_messages import (
+    BRIEF_LAYERS,
+    BRIEF_TRANSFERS,
+    ConnectionParameters,
+)
 
 T = TypeVar("T")
 
@@ -287,5 +291,5 @@ def _make_terms(rng: random.Random, chunk_bytes: int) -> ConnectionParameters:
         eager_bytes=eager_bytes,
         window_bytes=eager_bytes * rng.choice((1, 2, 8)),
         window_messages=rng.choice((1, 2, 3, 64)),
-        features=rng.choice((0, BRIEF_TRANSFERS, BRIEF_TRANSFERS)),
+        features=rng.choice((0, BRIEF_TRANSFERS, BRIEF_TRANSFERS | BRIEF_LAYERS)),
     )

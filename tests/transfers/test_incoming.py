@@ -58,8 +58,10 @@ def test_a_gate_waits_for_every_block() -> None:
                 lambda: not out._state.attempts or not out._state.attempts[0]._held
             )
             await w.turns_until(
-                lambda: inc._state.planned and not out._state.attempts[0]._under_way
+                lambda: inc._state.planned and not out._state.attempts[0]._held
             )
+            nbytes = (position + 1) * inc._state.plan.nbytes // LAYERS // len(LIST)
+            await w.turns_until(lambda n=nbytes: inc._state.progress.landed_bytes == n)  # type: ignore[misc]
         await gate
         out.abort()
         await inc.layer(0)
