@@ -25,9 +25,14 @@ def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragmen
 
 
 def views_of(images: Fragments) -> list[memoryview]:
-    """Return the memory of each image, one fragment each, all of one length."""
-    view = (ctypes.c_char * int(images.lengths[0])).from_address
-    return [memoryview(view(at)).cast("B") for at in images.addresses.tolist()]
+    """Return the memory of each image, one fragment each."""
+    lengths = images.lengths.tolist()
+    # In general all are of one length, and so of one type.
+    types = {length: ctypes.c_char * length for length in set(lengths)}
+    return [
+        memoryview(types[length].from_address(at)).cast("B")
+        for at, length in zip(images.addresses.tolist(), lengths, strict=True)
+    ]
 
 
 def message_of(images: Fragments) -> memoryview | Fragments:

@@ -51,7 +51,13 @@ from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import Tier, TierStats
-from kvwire.store.tiers.registry import ELSEWHERE, PASSAGE, open_tier
+from kvwire.store.tiers.registry import (
+    ELSEWHERE,
+    PASSAGE,
+    codec_of,
+    open_tier,
+    require_one_loss,
+)
 from kvwire.store.tiers.slabs import Slabs
 
 T = TypeVar("T")
@@ -470,6 +476,8 @@ class OpeningStore:
                 f"tiers: {self._tiers[0].text!r} is first; every block passes through "
                 f"memory, so begin with memory:SIZE"
             )
+        codec_of(self._tiers[0])
+        require_one_loss(self._tiers[1:])
         self._write: Write = write
         self._store: BlockStore | None = None
 

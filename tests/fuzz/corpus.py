@@ -16,6 +16,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from kvwire.kv.codecs.entry import HEAD_BYTES, encode_entry
+from kvwire.kv.codecs.registry import CODECS
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.layout import AXES
 from kvwire.kv.spec import KVSpec
@@ -43,13 +45,14 @@ from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.library import Version
 from kvwire_ucx.pieces import descriptor
 from tests.fuzz.guard import Run
+from tests.fuzz.targets.codecs import FORMS
 from tests.fuzz.targets.frames import BUILT
 from tests.support.core_pair.transcripts import Transcript
 from tests.support.tree import ROOT
 
 TARGETS: Final = (
     *("header", "frames", "handshake", "connection", "grants"),
-    *("plans", "backends", "store"),
+    *("plans", "backends", "store", "codecs"),
 )
 FOLDER: Final = Path(__file__).with_name("inputs")
 _GOLDEN: Final = ROOT / "tests" / "support" / "core_pair" / "golden"
@@ -94,6 +97,8 @@ def seeds(name: str) -> Iterator[bytes]:
             yield from _backends()
         case "store":
             yield from _store()
+        case "codecs":
+            yield from _codecs()
         case _:
             yield from _grants()
 
@@ -213,6 +218,18 @@ def _store() -> Iterator[bytes]:
         StoreDone(1, b"\x00\x01", "why", b"\x03\xff"),
     ):
         yield b"\xff" + requests.encode(reply)
+
+
+def _codecs() -> Iterator[bytes]:
+    """Each codec's entry of an image of each form, and its payload."""
+    for number, form in enumerate(FORMS):
+        image = np.arange(form.nbytes, dtype=np.uint8) // 16 + 48
+        room = np.empty(form.nbytes, np.uint8)
+        for index, codec in enumerate(CODECS.values()):
+            if size := encode_entry(codec, image, form, room):
+                entry = room[:size].tobytes()
+                yield bytes([number, len(CODECS) * 2 + index]) + entry
+                yield bytes([number, index]) + entry[HEAD_BYTES:]
 
 
 if __name__ == "__main__":

@@ -88,6 +88,12 @@ class StoreServer:
                 f"berth_bytes={berth_bytes}: 1 to {STORE_TIER_BYTES_MAX}; a block of "
                 f"every client has to fit"
             )
+        for tier in store._tiers.below:  # noqa: SLF001 - the library's own
+            if tier.lossy:
+                raise UsageError(
+                    f"tier {tier.name!r}: codec={tier.lossy} loses bits, and clients "
+                    f"have not agreed to that; serve it with another codec or none"
+                )
         self._served = ServedStore(store, read_only, berths, berth_bytes, self._report)
         self._where = Address.parse(address)
         self._config = _config(config, arguments)

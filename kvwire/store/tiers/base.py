@@ -67,15 +67,47 @@ class Batch(NamedTuple):
         orders: The order of each image, or ``UNKNOWN`` if it is to be read and nobody
             has asked; see :mod:`kvwire.store.namespace`.
         images: Exactly one fragment for each image, all of one length, in host memory.
+            Of a write they may be entries of a codec, which are shorter than images.
+        sizes: Of a read, where the bytes of what was stored are told; None if nothing
+            but whole images is of use.
     """
 
     keys: Keys
     orders: Orders
     images: Fragments
+    sizes: Ids | None = None
 
     def selected(self, which: Ids | Bits) -> Batch:
         """Return some of the blocks, by position or by a mask."""
-        return Batch(self.keys[which], self.orders[which], self.images.selected(which))
+        sizes = None if self.sizes is None else self.sizes[which]
+        images = self.images.selected(which)
+        return Batch(self.keys[which], self.orders[which], images, sizes)
+
+    def tell(self, which: Ids, part: Batch) -> None:
+        """Take the sizes of some of the blocks, which were read as a part."""
+        if self.sizes is not None:
+            assert part.sizes is not None
+            self.sizes[which] = part.sizes
+
+    def stored(self, sizes: Ids) -> tuple[Batch, Bits]:
+        """Return the blocks as so many stored bytes each, and which of them fit.
+
+        Those that do not have their whole memory; nothing of use goes there.
+        """
+        most = self.images.lengths.astype(np.int64)
+        fit = (sizes > 0) & (sizes <= most)
+        if self.sizes is None:
+            fit &= sizes == most
+        else:
+            self.sizes[:] = np.where(fit, sizes, 0)
+        lengths = np.where(fit, sizes, most).astype(np.uint64)
+        images = Fragments(
+            self.images.addresses,
+            lengths,
+            owner=self.images.owner,
+            writable=self.images.writable,
+        )
+        return self._replace(images=images), fit
 
 
 class TierStats(msgspec.Struct, kw_only=True):
@@ -121,6 +153,7 @@ class Tier(ABC):
         error: Why it takes no blocks, or what failed last; empty if all is well.
         unavailable_reason: Why ``find`` cannot say what is there; empty while it can.
         asks: Whether ``find`` and ``holds`` are a round trip, at the moment.
+        lossy: The codec by which it keeps blocks, if that loses bits; or empty.
     """
 
     name: str
@@ -128,6 +161,7 @@ class Tier(ABC):
     error: str = ""
     unavailable_reason: str = ""
     asks: bool = False
+    lossy: str = ""
 
     @property
     def taking(self) -> bool:

@@ -69,6 +69,7 @@ class DiskTier(Tier):
         self._tenants = tenants
         self._index = Index(self._slabs, evict, tenants.shares("disk", nbytes))
         self._sums = np.zeros(self._slabs.slots, np.uint64)
+        self._nbytes = np.zeros(self._slabs.slots, np.int64)
         self._trusted = np.zeros(self._slabs.slots, np.bool_)
         # The size of slots that the rows of each slab are of; 0 without any.
         self._named_bytes = np.zeros(len(self._slabs), np.int64)
@@ -167,7 +168,7 @@ class DiskTier(Tier):
         Cancel safety: the write is finished first.
         """
         results = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
-        nbytes = namespace.image_bytes
+        nbytes = int(batch.images.lengths[0])
         tenant = self._tenants.number(namespace.tenant)
         if not self._index.fits(nbytes, tenant):
             self.error = (
@@ -212,6 +213,7 @@ class DiskTier(Tier):
         try:
             got = await self._threads.run(partial(self._read_slots, part, slots))
             results[here] = got
+            batch.tell(here, part)
             self._trusted[slots[got == BlockResult.LANDED]] = True
             # One that could not be read may be whole, and be read the next time.
             self._trusted[slots[got == BlockResult.FAILED]] = False
@@ -295,8 +297,9 @@ class DiskTier(Tier):
         """Read blocks that may be damaged; those that cannot be read are forgotten."""
         scratch = np.empty(keys.size * namespace.image_bytes, np.uint8)
         images = images_in(scratch, namespace.image_bytes, keys.size)
+        sizes = np.zeros(keys.size, np.int64)
         results = await self.read(
-            namespace, Batch(keys, self._index.orders(slots), images)
+            namespace, Batch(keys, self._index.orders(slots), images, sizes)
         )
         failed = keys[results == BlockResult.FAILED]
         slots = self._index.find(failed)
@@ -397,6 +400,7 @@ class DiskTier(Tier):
     def _adopt(self, rows: DiskRows, sizes: Ids) -> None:
         """Take up rows that fit each other, the newest first."""
         self._sums[rows.slots] = rows.sums
+        self._nbytes[rows.slots] = rows.nbytes
         self._trusted[rows.slots] = self._directory.whole
         slots = np.sort(rows.slots)
         borders = np.flatnonzero(np.diff(slots // self._slabs.stride)) + 1
@@ -411,7 +415,8 @@ class DiskTier(Tier):
     def _write_slots(self, namespace: Namespace, batch: Batch, slots: Ids) -> None:
         """Write images, and then their rows."""
         self._rows.dirty()
-        size = rounded(namespace.image_bytes)
+        nbytes = batch.images.lengths.astype(np.int64)
+        size = rounded(int(nbytes[0]))
         slabs = np.unique(slots // self._slabs.stride)
         before = self._named_bytes[slabs]
         moved = slabs[(before != size) & (before > 0)]
@@ -421,17 +426,16 @@ class DiskTier(Tier):
             self._rows.erase(range(at, at + self._slabs.stride) for at in begins)
         self._named_bytes[slabs] = size
         sums = _sums_of(batch)
-        for run, offset in self._runs(slots, namespace.image_bytes):
+        for run, offset in self._runs(slots, nbytes):
             self._file.write(_padded(batch.images.selected(run)), offset)
         if self._directory.synced:
             self._file.sync()
         # The head of a chain is younger than what follows it; see Index.unpin.
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
-        nbytes = np.full(slots.size, namespace.image_bytes)
         rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)
         self._rows.record(namespace, rows)
-        self._sums[slots] = sums
+        self._sums[slots], self._nbytes[slots] = sums, nbytes
 
     def _sync(self) -> None:
         self._file.sync()
@@ -439,10 +443,13 @@ class DiskTier(Tier):
 
     def _read_slots(self, batch: Batch, slots: Ids) -> BlockResults:
         """Read images, and say of each whether it is what was written."""
-        order = np.argsort(slots)
+        batch, fit = batch.stored(self._nbytes[slots])
         results = np.full(slots.size, BlockResult.LANDED, np.uint8)
-        nbytes = int(batch.images.lengths[0])
-        for run, offset in self._runs(slots[order], nbytes):
+        results[~fit] = BlockResult.DAMAGED
+        nbytes = batch.images.lengths.astype(np.int64)
+        order = np.argsort(slots)
+        order = order[fit[order]]
+        for run, offset in self._runs(slots[order], nbytes[order]):
             part = order[run]
             try:
                 self._file.read(_padded(batch.images.selected(part)), offset)
@@ -453,11 +460,11 @@ class DiskTier(Tier):
         results[(results == BlockResult.LANDED) & ~whole] = BlockResult.DAMAGED
         return results
 
-    def _runs(self, slots: Ids, nbytes: int) -> Iterable[tuple[Ids, int]]:
+    def _runs(self, slots: Ids, nbytes: Ids) -> Iterable[tuple[Ids, int]]:
         """Yield slots whose images lie side by side in the file, and their place."""
         offsets = self._slabs.offsets(slots)
-        breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes)) + 1
-        for run in np.split(np.arange(slots.size), breaks):
+        breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes[:-1])) + 1
+        for run in np.split(np.arange(slots.size), breaks) if slots.size else ():
             yield run, int(offsets[run[0]])
 
 
@@ -477,6 +484,9 @@ _PAD: Final = memoryview(bytearray(GRAIN_BYTES))
 
 def _padded(images: Fragments) -> Sequence[memoryview]:
     """Return the images, each with what fills its slot behind it."""
-    views = views_of(images)
-    pad = _PAD[: rounded(views[0].nbytes) - views[0].nbytes]
-    return [piece for view in views for piece in (view, pad)] if pad else views
+    views: list[memoryview] = []
+    for view in views_of(images):
+        views.append(view)
+        if pad := -view.nbytes % GRAIN_BYTES:
+            views.append(_PAD[:pad])
+    return views

@@ -211,7 +211,7 @@ class ObjectTier(Tier):
                 lambda: self._obstore.put_async(
                     self._bucket,
                     path_of(key),
-                    memoryview(objects[at]),
+                    objects[at].data,
                     use_multipart=False,
                 )
             )
@@ -237,8 +237,10 @@ class ObjectTier(Tier):
         await self._each(get, range(batch.keys.size))
         came = np.flatnonzero(results == BlockResult.LANDED)
         if came.size:
-            job = partial(unpacked, batch.selected(came), [raws[at] for at in came])
+            part = batch.selected(came)
+            job = partial(unpacked, part, [raws[at] for at in came])
             results[came] = await self._threads.run(job)
+            batch.tell(came, part)
         for key, result in zip(batch.keys.tolist(), results.tolist(), strict=True):
             if result == BlockResult.DAMAGED:
                 self._lacks(key, math.inf)

@@ -74,16 +74,15 @@ def path_of(key: Key) -> str:
     return f"{key[:DIGEST_BYTES].hex()}/{key[DIGEST_BYTES:].hex()}"
 
 
-def packed(batch: Batch) -> npt.NDArray[np.uint8]:
-    """Return the objects of a batch, one in each row. On a thread."""
-    nbytes = int(batch.images.lengths[0])
-    rows = np.empty((batch.keys.size, HEAD_BYTES + nbytes), np.uint8)
-    copy_in_turns(batch.images, _behind_heads([row.data for row in rows], nbytes))
-    sums = image_sums(batch.images)
-    for row, key, order, total in zip(
-        rows, batch.keys.tolist(), batch.orders.tolist(), sums.tolist(), strict=True
-    ):
-        head = ObjectHead(key, order, nbytes, total).to_bytes()
+def packed(batch: Batch) -> list[npt.NDArray[np.uint8]]:
+    """Return the objects of a batch. On a thread."""
+    lengths = batch.images.lengths
+    rows = [np.empty(HEAD_BYTES + nbytes, np.uint8) for nbytes in lengths.tolist()]
+    copy_in_turns(batch.images, _behind_heads([row.data for row in rows], lengths))
+    columns = (batch.keys, batch.orders, lengths, image_sums(batch.images))
+    listed = (column.tolist() for column in columns)
+    for row, *fields in zip(rows, *listed, strict=True):
+        head = ObjectHead(*fields).to_bytes()
         row[:HEAD_BYTES] = np.frombuffer(head, np.uint8)
     return rows
 
@@ -93,12 +92,13 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
 
     On a thread. An image that is not LANDED may hold anything.
     """
-    nbytes = int(batch.images.lengths[0])
     results = np.full(batch.keys.size, BlockResult.DAMAGED, np.uint8)
     sums = np.zeros(batch.keys.size, np.uint64)
+    behind = np.array([raw.nbytes for raw in raws], np.int64) - HEAD_BYTES
+    batch, fit = batch.stored(behind)
     for at, raw in enumerate(raws):
         head = ObjectHead.read(raw)
-        if head is None or raw.nbytes != HEAD_BYTES + nbytes or head.nbytes != nbytes:
+        if head is None or not fit[at] or head.nbytes != behind[at]:
             continue
         ours = head.key == batch.keys[at] and head.order == batch.orders[at]
         results[at], sums[at] = (
@@ -108,18 +108,21 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
     whole = np.flatnonzero(results == BlockResult.LANDED)
     if whole.size:
         images = batch.images.selected(whole)
-        copy_in_turns(_behind_heads([raws[at] for at in whole], nbytes), images)
+        objects = _behind_heads([raws[at] for at in whole], images.lengths)
+        copy_in_turns(objects, images)
         results[whole[image_sums(images) != sums[whole]]] = BlockResult.DAMAGED
     return results
 
 
-def _behind_heads(objects: list[memoryview], nbytes: int) -> Fragments:
+def _behind_heads(
+    objects: list[memoryview], lengths: npt.NDArray[np.uint64]
+) -> Fragments:
     """Return where the images of objects lie."""
     arrays = [np.frombuffer(one, np.uint8) for one in objects]
     begins = [array.ctypes.data + HEAD_BYTES for array in arrays]
     return Fragments(
         np.array(begins, np.uint64),
-        np.full(len(arrays), nbytes, np.uint64),
+        lengths,
         owner=arrays,
         writable=not objects[0].readonly,
     )

@@ -22,6 +22,7 @@ from kvwire.clock import Backoff
 from kvwire.extras import install_command
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.tiers.coded import CodedTier
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from tests.store.caches import SPEC, Filled, chain
@@ -40,9 +41,10 @@ def objects_in(folder: Path) -> list[Path]:
 
 def tier_of(store: BlockStore) -> ObjectTier:
     """The tier below memory."""
-    (tier,) = store._tiers.below
-    assert isinstance(tier, ObjectTier)
-    return tier
+    (coded,) = store._tiers.below
+    assert isinstance(coded, CodedTier)
+    assert isinstance(coded.inner, ObjectTier)
+    return coded.inner
 
 
 def file_of(folder: Path, one: bytes) -> Path:

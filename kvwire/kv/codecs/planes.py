@@ -1,0 +1,164 @@
+"""Byte planes: all first bytes of the elements, then all second ones, each compressed.
+
+KV in floating point hardly repeats, so a general compressor finds nothing in it as it
+lies. The exponents of a block are close together, though, and most of what can be saved
+without loss is there (ZipNN, https://arxiv.org/abs/2411.05239). So the bytes with the
+exponents are brought together. In bfloat16 and float32 the sign stands in front of
+eight bits of exponent; elements are turned left by one bit, so that a byte is exactly
+the exponent. A plane that does not shrink is stored as it is.
+
+The payload is a length for each plane, 32 bits little-endian and the highest plane
+first, and the planes. A plane of its full length is one stored as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from kvwire.errors import IntegrityError
+from kvwire.extras import needed_by
+from kvwire.kv.codecs.base import Bytes, ImageForm
+
+_LENGTH: Final = np.dtype("<u4")
+# Those whose sign bit stands between two bytes' worth of exponent.
+_TURNED: Final[dict[str, tuple[np.dtype[Any], int]]] = {
+    "bfloat16": (np.dtype(np.uint16), 15),
+    "float32": (np.dtype(np.uint32), 31),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanesCodec:
+    """Compresses byte planes without loss; see :class:`BlockCodec`."""
+
+    name: str
+    number: int
+    library: Literal["zstd", "lz4"]
+
+    @property
+    def lossy(self) -> bool:
+        """Tell that no bit is lost."""
+        return False
+
+    def require(self) -> None:
+        """See BlockCodec."""
+        (_zstd if self.library == "zstd" else _lz4)()
+
+    def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
+        """See BlockCodec."""
+        rows = _turned(image, form).reshape(-1, form.item_bytes)
+        lengths = np.zeros(form.item_bytes, _LENGTH)
+        at = lengths.nbytes
+        compress = _zstd_packed if self.library == "zstd" else _lz4_packed
+        for number, column in enumerate(rows.T[::-1]):
+            plane = np.ascontiguousarray(column)
+            packed = np.frombuffer(compress(plane), np.uint8)
+            stored = packed if packed.size < plane.size else plane
+            if at + stored.size > into.size:
+                return 0
+            into[at : at + stored.size] = stored
+            lengths[number] = stored.size
+            at += stored.size
+        into[: lengths.nbytes] = lengths.view(np.uint8)
+        return at
+
+    def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
+        """See BlockCodec."""
+        planes, size = form.item_bytes, form.elements
+        head = planes * _LENGTH.itemsize
+        if payload.size < head:
+            raise IntegrityError(f"{payload.size} bytes, and the lengths take {head}")
+        lengths = payload[:head].view(_LENGTH).astype(np.int64)
+        if int(lengths.sum()) != payload.size - head or (lengths > size).any():
+            raise IntegrityError(
+                f"planes of {lengths.tolist()} bytes in {payload.size - head}, each of "
+                f"at most {size}"
+            )
+        unpack = _zstd_unpacked if self.library == "zstd" else _lz4_unpacked
+        rows, at = into.reshape(-1, planes), head
+        for length, column in zip(lengths.tolist(), rows.T[::-1], strict=True):
+            stored = payload[at : at + length]
+            plane = stored if length == size else unpack(stored, size)
+            column[:] = plane
+            at += length
+        _turn_back(into, form)
+
+
+def _turned(image: Bytes, form: ImageForm) -> Bytes:
+    """Return the image, or a copy with each element turned left by a bit."""
+    if form.dtype not in _TURNED:
+        return image
+    word, high = _TURNED[form.dtype]
+    words = image.view(word)
+    turned = words << word.type(1)
+    turned |= words >> word.type(high)
+    as_bytes: Bytes = turned.view(np.uint8)
+    return as_bytes
+
+
+def _turn_back(image: Bytes, form: ImageForm) -> None:
+    if form.dtype in _TURNED:
+        word, high = _TURNED[form.dtype]
+        words = image.view(word)
+        sign = words << word.type(high)
+        words >>= word.type(1)
+        words |= sign
+
+
+# --- the libraries --------------------------------------------------------------------
+
+
+def _zstd() -> Any:
+    with needed_by("codec zstd-planes", extra="codecs"):
+        import zstandard  # noqa: PLC0415 - an extra
+    return zstandard
+
+
+def _lz4() -> Any:
+    with needed_by("codec lz4-planes", extra="codecs"):
+        import lz4.block  # noqa: PLC0415 - an extra
+    return lz4.block
+
+
+def _zstd_packed(plane: Bytes) -> bytes:
+    # Level 1: exponents are coded by their frequency; deeper levels search for
+    # repetitions, which there are not, and take longer for less.
+    packed: bytes = _zstd().ZstdCompressor(level=1).compress(plane)
+    return packed
+
+
+def _zstd_unpacked(stored: Bytes, size: int) -> Bytes:
+    """Return a plane of exactly ``size`` bytes; nothing larger is allocated."""
+    zstd = _zstd()
+    try:
+        # The library makes room for what the frame claims, so that is looked at first.
+        claimed = zstd.frame_content_size(stored)
+        if claimed != size:
+            raise IntegrityError(f"a zstd frame of {claimed} bytes for {size}")
+        plane = zstd.ZstdDecompressor().decompress(stored, allow_extra_data=False)
+    except zstd.ZstdError as exc:
+        raise IntegrityError(f"zstd: {exc}") from None
+    return _exactly(plane, size)
+
+
+def _lz4_packed(plane: Bytes) -> bytes:
+    packed: bytes = _lz4().compress(plane, store_size=False)
+    return packed
+
+
+def _lz4_unpacked(stored: Bytes, size: int) -> Bytes:
+    lz4 = _lz4()
+    try:
+        plane = lz4.decompress(stored, uncompressed_size=size)
+    except lz4.LZ4BlockError as exc:
+        raise IntegrityError(f"lz4: {exc}") from None
+    return _exactly(plane, size)
+
+
+def _exactly(plane: bytes, size: int) -> Bytes:
+    if len(plane) != size:
+        raise IntegrityError(f"a plane of {len(plane)} bytes for {size}")
+    return np.frombuffer(plane, np.uint8)

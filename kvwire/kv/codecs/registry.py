@@ -1,0 +1,34 @@
+"""The codecs there are, by name. Their numbers are in what is stored, for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from kvwire.errors import UsageError, nearest, shown
+from kvwire.kv.codecs.base import BlockCodec
+from kvwire.kv.codecs.planes import PlanesCodec
+from kvwire.kv.codecs.scaled import NibbleCodec, ScaledCodec
+
+CODECS: Final[Mapping[str, BlockCodec]] = {
+    codec.name: codec
+    for codec in (
+        PlanesCodec("zstd-planes", 1, "zstd"),
+        PlanesCodec("lz4-planes", 2, "lz4"),
+        ScaledCodec("fp8", 3),
+        ScaledCodec("int8", 4),
+        NibbleCodec("int4", 5),
+    )
+}
+
+
+def codec_named(name: str) -> BlockCodec:
+    """Return a codec by the name that a user has written.
+
+    Raises:
+        UsageError: There is none of that name; with the nearest one.
+    """
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise UsageError(f"codec={shown(name)}: {nearest(name, CODECS)}") from None

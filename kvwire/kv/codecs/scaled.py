@@ -1,0 +1,216 @@
+"""Codecs that lose bits: fewer bits for each element, and scales for groups of them.
+
+``fp8`` and ``int8`` have one scale for each layer, component and head of a block: the
+largest magnitude there becomes the largest number of the type.
+
+``int4`` has a least value and a step for each group, which is 16 numbers between the
+least and the largest. Keys have a few channels that are large for every token, so a
+group of keys is one channel over the block's tokens; values have no such channels, so a
+group of values is one token's head (KIVI, https://arxiv.org/abs/2402.02750, and
+KVQuant, https://arxiv.org/abs/2401.18079). MLA's latent is grouped like values.
+
+Elements that are no floating point of two or four bytes, and blocks with a number that
+is not finite or a group that float16 cannot describe, are left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.errors import IntegrityError
+from kvwire.kv.codecs.base import Bytes, ImageForm
+from kvwire.kv.codecs.floats import (
+    E4M3_MAX,
+    FLOATS,
+    Floats,
+    as_floats,
+    of_e4m3,
+    put_floats,
+    to_e4m3,
+)
+
+Halves: TypeAlias = npt.NDArray[np.float16]
+
+_INT8_MAX: Final = 127.0
+_INT4_MAX: Final = 15
+# Smaller ones would make a division overflow; what they lose is nothing.
+_SCALE_MIN: Final = np.float32(2.0**-100)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCodec:
+    """Keeps 8 bits of each element, and scales; see :class:`BlockCodec`."""
+
+    name: str
+    number: int
+
+    @property
+    def lossy(self) -> bool:
+        """Tell that bits are lost."""
+        return True
+
+    def require(self) -> None:
+        """Need nothing but NumPy."""
+
+    def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
+        """See BlockCodec."""
+        scales = _scales_shape(form)
+        head = int(np.prod(scales)) * 4
+        nbytes = head + form.elements
+        if form.dtype not in FLOATS or nbytes > into.size:
+            return 0
+        values = as_floats(image, form.dtype).reshape(form.shape)
+        over = form.places("token", "dim")
+        peak = np.maximum(
+            values.max(over, keepdims=True), -values.min(over, keepdims=True)
+        )
+        if not np.isfinite(peak).all():
+            return 0
+        largest = E4M3_MAX if self.name == "fp8" else _INT8_MAX
+        scale = np.maximum(peak / np.float32(largest), _SCALE_MIN)
+        values /= scale
+        into[:head] = scale.reshape(-1).view(np.uint8)
+        np.clip(values, -largest, largest, out=values)
+        if self.name == "fp8":
+            codes = to_e4m3(values)
+        else:
+            codes = np.rint(values, out=values).astype(np.int8).view(np.uint8)
+        into[head:nbytes] = codes.reshape(-1)
+        return nbytes
+
+    def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
+        """See BlockCodec."""
+        shape = _scales_shape(form)
+        head = int(np.prod(shape)) * 4
+        _require(payload, form, head + form.elements)
+        codes = payload[head:].reshape(form.shape)
+        is_fp8 = self.name == "fp8"
+        values = of_e4m3(codes) if is_fp8 else codes.view(np.int8).astype(np.float32)
+        with np.errstate(all="ignore"):
+            values *= payload[:head].view(np.float32).reshape(shape)
+        put_floats(values, form.dtype, into)
+
+
+@dataclass(frozen=True, slots=True)
+class NibbleCodec:
+    """Keeps 4 bits of each element, and two numbers a group; see BlockCodec."""
+
+    name: str
+    number: int
+
+    @property
+    def lossy(self) -> bool:
+        """Tell that bits are lost."""
+        return True
+
+    def require(self) -> None:
+        """Need nothing but NumPy."""
+
+    def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
+        """See BlockCodec."""
+        nbytes = _nibbles_bytes(form)
+        if form.dtype not in FLOATS or nbytes > into.size:
+            return 0
+        values = as_floats(image, form.dtype).reshape(form.shape)
+        codes = np.empty(form.shape, np.uint8)
+        at = 0
+        for part, over in _components(form):
+            found = _least_and_step(values[part], over)
+            if found is None:
+                return 0
+            least, step = found
+            part_codes = values[part] - least.astype(np.float32)
+            part_codes /= step.astype(np.float32)
+            np.rint(part_codes, out=part_codes)
+            codes[part] = np.clip(part_codes, 0, _INT4_MAX, out=part_codes)
+            for numbers in found:
+                into[at : at + numbers.nbytes] = numbers.reshape(-1).view(np.uint8)
+                at += numbers.nbytes
+        flat = codes.reshape(-1)
+        packed = into[at:nbytes]
+        packed[:] = flat[::2]
+        packed[: flat.size // 2] |= flat[1::2] << np.uint8(4)
+        return nbytes
+
+    def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
+        """See BlockCodec."""
+        _require(payload, form, _nibbles_bytes(form))
+        packed = payload[payload.size - (form.elements + 1) // 2 :]
+        values = np.empty(form.elements, np.float32)
+        values[::2] = packed & np.uint8(15)
+        values[1::2] = (packed >> np.uint8(4))[: form.elements // 2]
+        values = values.reshape(form.shape)
+        at = 0
+        for part, over in _components(form):
+            shape = _reduced(values[part].shape, over)
+            size = int(np.prod(shape))
+            halves = payload[at : at + 4 * size].view(np.float16).astype(np.float32)
+            least, step = halves.reshape(2, *shape)
+            with np.errstate(all="ignore"):
+                values[part] *= step
+                values[part] += least
+            at += 4 * size
+        put_floats(values, form.dtype, into)
+
+
+_Part: TypeAlias = tuple[Any, ...]
+
+
+def _components(form: ImageForm) -> list[tuple[_Part, int]]:
+    """Return each component's part of an image, and the axis a group goes over."""
+    (kv,) = form.places("kv")
+    count = form.shape[kv]
+    parts: list[tuple[_Part, int]] = []
+    for component in range(count):
+        part = (*[slice(None)] * kv, slice(component, component + 1))
+        is_key = count == 2 and component == 0
+        (over,) = form.places("token" if is_key else "dim")
+        parts.append((part, over))
+    return parts
+
+
+def _least_and_step(values: Floats, over: int) -> tuple[Halves, Halves] | None:
+    """Return float16 numbers with ``least <= v <= least + 15 * step``, if there are."""
+    low, high = values.min(over, keepdims=True), values.max(over, keepdims=True)
+    with np.errstate(all="ignore"):
+        least = low.astype(np.float16)
+        least = np.where(least > low, np.nextafter(least, -_INFINITE), least)
+        wide = (high - least.astype(np.float32)) / np.float32(_INT4_MAX)
+        step = wide.astype(np.float16)
+        step = np.where(step < wide, np.nextafter(step, _INFINITE), step)
+    step[step == 0] = 1
+    finite = np.isfinite(least).all() and np.isfinite(step).all()
+    return (least, step) if finite else None
+
+
+_INFINITE: Final = np.float16(np.inf)
+
+
+def _nibbles_bytes(form: ImageForm) -> int:
+    """Return the bytes of a payload: two numbers of 2 bytes a group, and the codes."""
+    groups = 0
+    for _, over in _components(form):
+        (kv,) = form.places("kv")
+        groups += form.elements // form.shape[kv] // form.shape[over]
+    return 4 * groups + (form.elements + 1) // 2
+
+
+def _scales_shape(form: ImageForm) -> tuple[int, ...]:
+    token, dim = form.places("token", "dim")
+    return _reduced(_reduced(form.shape, token), dim)
+
+
+def _reduced(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], 1, *shape[axis + 1 :])
+
+
+def _require(payload: Bytes, form: ImageForm, nbytes: int) -> None:
+    if form.dtype not in FLOATS or payload.size != nbytes:
+        raise IntegrityError(
+            f"{payload.size} bytes for {form.elements} elements of {form.dtype}, which "
+            f"take {nbytes}"
+        )

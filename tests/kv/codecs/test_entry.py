@@ -1,0 +1,110 @@
+"""Entries: exact for any form without loss, refused when anything of them is wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvwire.errors import IntegrityError
+from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
+from kvwire.kv.codecs.entry import HEAD_BYTES, decode_entry, encode_entry
+from kvwire.kv.codecs.registry import CODECS
+from tests.kv.codecs.images import DTYPES, ORDERS, form, image
+from tests.support.depth import examples
+
+LOSSLESS = [codec for codec in CODECS.values() if not codec.lossy]
+every = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+
+
+def encoded(codec: BlockCodec, given_: Bytes, of: ImageForm) -> Bytes:
+    room = np.empty(of.nbytes, np.uint8)
+    return room[: encode_entry(codec, given_, of, room)]
+
+
+def decoded(entry: Bytes, of: ImageForm, lossy: str = "") -> Bytes:
+    into = np.full(of.nbytes, 0xEE, np.uint8)
+    decode_entry(entry, of, into, lossy)
+    return into
+
+
+@settings(max_examples=examples(150))
+@given(
+    codec=st.sampled_from(LOSSLESS),
+    dtype=st.sampled_from(DTYPES),
+    order=st.integers(0, len(ORDERS) - 1),
+    components=st.integers(1, 2),
+    head_dim=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+    bits=st.integers(1, 8),
+)
+def test_nothing_is_lost(
+    codec: BlockCodec,
+    dtype: str,
+    order: int,
+    components: int,
+    head_dim: int,
+    seed: int,
+    bits: int,
+) -> None:
+    of = form(dtype, order, components, head_dim)
+    random = np.random.default_rng(seed).integers(0, 2**bits, of.nbytes, np.uint8)
+    for given_ in (image(of, seed), random, np.zeros(of.nbytes, np.uint8)):
+        entry = encoded(codec, given_, of)
+        if entry.size:
+            assert entry.size < of.nbytes
+            padded = np.concatenate((entry, np.zeros(17, np.uint8)))
+            assert (decoded(padded, of) == given_).all()
+
+
+@every
+def test_damage_at_every_byte_is_refused(codec: BlockCodec) -> None:
+    of = form(head_dim=16)
+    given_ = image(of)
+    entry = encoded(codec, given_, of)
+    lossy = codec.name if codec.lossy else ""
+    whole = decoded(entry, of, lossy)
+    for at in range(entry.size):
+        bad = entry.copy()
+        bad[at] ^= 1 << at % 8
+        try:
+            got = decoded(bad, of, lossy)
+        except IntegrityError:
+            continue
+        # A compressor has bits that mean nothing; what comes out is exact even so.
+        assert not codec.lossy
+        assert at > HEAD_BYTES
+        assert (got == whole).all()
+    for size in (0, HEAD_BYTES - 1, HEAD_BYTES, entry.size - 1):
+        with pytest.raises(IntegrityError):
+            decoded(entry[:size], of, lossy)
+
+
+@every
+def test_an_entry_is_decoded_only_into_what_it_is_of(codec: BlockCodec) -> None:
+    entry = encoded(codec, image(form()), form())
+    lossy = codec.name if codec.lossy else ""
+    for other in (form("float16"), form(order=3)):
+        with pytest.raises(IntegrityError, match="and another form"):
+            decoded(entry, other, lossy)
+    with pytest.raises(IntegrityError, match="4096 bytes for one of 8192"):
+        decoded(entry, form(head_dim=64), lossy)
+    if codec.lossy:
+        for unasked in ("", "zstd-planes", "fp4"):
+            with pytest.raises(IntegrityError, match=f"{codec.name}, which nobody"):
+                decoded(entry, form(), unasked)
+
+
+def test_a_codec_of_a_later_version_is_not_known() -> None:
+    entry = encoded(LOSSLESS[0], image(form()), form())
+    entry[4] = 77
+    with pytest.raises(IntegrityError, match="codec 77, which is not known"):
+        decoded(entry, form())
+
+
+@every
+def test_an_image_too_small_for_a_head_is_kept(codec: BlockCodec) -> None:
+    of = form("int8", components=1, head_dim=1)
+    assert of.nbytes == 32
+    assert not encoded(codec, np.zeros(32, np.uint8), of).size
