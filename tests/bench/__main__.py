@@ -14,9 +14,16 @@ from cyclopts import App, Parameter
 from kvwire.cli.bench import fragments as ours
 from kvwire.cli.bench import messages
 from kvwire.cli.bench import store as stores
-from kvwire.cli.bench.report import Loop, Mebibytes, Output, Rounds, progress_bar, show
+from kvwire.cli.bench.report import (
+    COMMON,
+    Common,
+    Mebibytes,
+    Output,
+    Rounds,
+    progress_bar,
+    show,
+)
 from kvwire.cli.main import main
-from kvwire.cli.plot import Plot
 from kvwire.limits import MIB
 from tests.bench import cost as costs
 from tests.bench import iperf3, store
@@ -55,11 +62,9 @@ def fragments(
     sizes_kib: ours.Kibibytes = ours.SIZES_KIB,
     verb: Literal["push", "pull", "both"] = "both",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
-    loop: Loop = "uvloop",
     rounds: Rounds = 5,
     round_mib: Mebibytes = 64,
-    json: Output = None,
-    plot: Plot = None,
+    common: Common = COMMON,
 ) -> None:
     """``kvwire bench fragments`` beside other libraries; see there for its options.
 
@@ -71,11 +76,9 @@ def fragments(
         sizes_kib: Sizes of one layer of one block.
         verb: Which side asks.
         layout: A tensor for each layer, or blocks across layers.
-        loop: The event loop of kvwire.
-        rounds: How often everybody does their work.
         round_mib: MiB that each moves in a round.
-        json: Write every sample to this file; - is the output.
-        plot: Write a picture to this file.
+        rounds: How often everybody does their work.
+        common: Options that every benchmark has.
     """
     names = {"all": ALL_PEERS, "none": ()}.get(peers, tuple(peers.split(",")))
     ours.command(
@@ -83,11 +86,9 @@ def fragments(
         sizes_kib=sizes_kib,
         verb=verb,
         layout=layout,
-        loop=loop,
-        rounds=rounds,
         round_mib=round_mib,
-        json=json,
-        plot=plot,
+        rounds=rounds,
+        common=common,
         join=joining(names, interpreters(peer_python)),
         shown={
             "below": lambda found: list(targets(judge(Rates(found)))),

@@ -27,13 +27,12 @@ import kvwire
 from kvwire.backend import registry
 from kvwire.cli.bench.pair import Contender, Work
 from kvwire.cli.bench.report import (
-    Loop,
+    COMMON,
+    Common,
     Mebibytes,
-    Output,
     Rounds,
     registered,
     require_known,
-    run,
     size_name,
 )
 from kvwire.cli.bench.side import (
@@ -55,7 +54,6 @@ from kvwire.cli.bench.turns import (
     Case,
     Missing,
 )
-from kvwire.cli.plot import Plot
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena
 from kvwire.types import MemoryKind
@@ -425,13 +423,11 @@ def command(
     sizes_kib: Kibibytes = SIZES_KIB,
     verb: Literal["push", "pull", "both"] = "both",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
-    loop: Loop = "uvloop",
-    rounds: Rounds = 5,
     round_mib: Mebibytes = 64,
-    json: Output = None,
-    plot: Plot = None,
     join: Annotated[Join | None, Parameter(parse=False)] = None,
     shown: Annotated[Mapping[str, Any] | None, Parameter(parse=False)] = None,
+    rounds: Rounds = 5,
+    common: Common = COMMON,
 ) -> int:
     """Blocks of a paged cache, scattered on both sides: push and pull, 4 KiB to 16 MiB.
 
@@ -443,13 +439,11 @@ def command(
         verb: Which side asks.
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
             KiB a layer.
-        loop: The event loop of kvwire.
-        rounds: How often everybody does their work; more rounds, firmer medians.
         round_mib: MiB that each moves in a round.
-        json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
         join: Adds who stands beside kvwire; no option of the command.
         shown: More of it, for ``report.run``; no option of the command.
+        rounds: How often everybody does their work; more rounds, firmer medians.
+        common: Options of every benchmark.
 
     Returns:
         1 if a transport of kvwire that was asked for by name failed.
@@ -461,17 +455,16 @@ def command(
         verbs=VERBS if verb == "both" else (verb,),
         layouts=layouts[layout],
         round_bytes=round_mib * MIB,
-        loop=loop,
+        loop=common.loop,
     )
     benchmark = fragments(choice, join)
     settings: dict[str, Any] = {
         "transport": list(choice.transports),
         "sizes_kib": list(sizes_kib),
-        "loop": loop,
         "rounds": rounds,
         "round_mib": round_mib,
     }
-    found = run(benchmark, settings, json=json, plot=plot, **(shown or {}))
+    found = common.run(benchmark, settings, **(shown or {}))
     failed = any(
         one.ours and one.name in f.failures for f in found for one in f.case.contenders
     )

@@ -25,7 +25,14 @@ from rich.text import Text
 import kvwire
 from kvwire.cli.bench import report
 from kvwire.cli.bench.pair import Contender, Sample, Work
-from kvwire.cli.bench.report import Findings, Loop, Mebibytes, Output, Rounds, size_name
+from kvwire.cli.bench.report import (
+    COMMON,
+    Common,
+    Findings,
+    Mebibytes,
+    Rounds,
+    size_name,
+)
 from kvwire.cli.bench.side import HOST, Side, digest, fill, mark_all, over, paged
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Samples
 from kvwire.limits import KIB, MIB
@@ -407,14 +414,13 @@ def to_alone(findings: Findings) -> list[RenderableType]:
 def command(
     *,
     transport: str = "tcp",
-    loop: Loop = "uvloop",
     endpoints: Endpoints = 16,
     transfers: Transfers = 1000,
     large_mib: Mebibytes = 4,
     others: Others = 8,
     other_mib: Mebibytes = 16,
     rounds: Rounds = 3,
-    json: Output = None,
+    common: Common = COMMON,
 ) -> int:
     """Many transfers at once over many connections, and a small one beside large ones.
 
@@ -423,21 +429,19 @@ def command(
 
     Args:
         transport: Of kvwire, separated by commas; those that join two processes.
-        loop: The event loop of both processes.
         endpoints: Communicators on each side; each is connected to each.
         transfers: How many begin at once: 80 of 100 have 64 KiB, 18 have 1 MiB.
         large_mib: MiB of the other two of 100.
         others: How many are always under way beside the one that is timed.
         other_mib: MiB of each of them.
         rounds: How often everything is measured; percentiles are of all rounds.
-        json: Write every sample, and what ran where, to this file; - is the output.
+        common: Options of every benchmark.
 
     Returns:
         1 if a transport failed.
     """
     settings = {
         "transport": transport.split(","),
-        "loop": loop,
         "endpoints": endpoints,
         "transfers": transfers,
         "large_mib": large_mib,
@@ -447,12 +451,12 @@ def command(
     }
     benchmark = many(
         transports=transport.split(","),
-        loop=loop,
+        loop=common.loop,
         endpoints=endpoints,
         transfers=transfers,
         others=others,
         other_bytes=other_mib * MIB,
         large_bytes=large_mib * MIB,
     )
-    found = report.run(benchmark, settings, json=json, below=to_alone, split=by_size)
+    found = common.run(benchmark, settings, below=to_alone, split=by_size)
     return int(any(finding.failures for finding in found))

@@ -14,12 +14,11 @@ from cyclopts import Parameter
 import kvwire
 from kvwire.cli.bench.pair import Contender, Work
 from kvwire.cli.bench.report import (
-    Loop,
+    COMMON,
+    Common,
     Mebibytes,
-    Output,
     Rounds,
     require_known,
-    run,
     size_name,
 )
 from kvwire.cli.bench.side import HOST, ConnectedSide, Side, digest, fill
@@ -30,7 +29,6 @@ from kvwire.cli.bench.turns import (
     Case,
     Others,
 )
-from kvwire.cli.plot import Plot
 from kvwire.limits import MIB
 
 PING_BYTES: Final = 64
@@ -355,12 +353,10 @@ def messages(
 def command(
     *,
     transport: str = "tcp",
-    loop: Loop = "uvloop",
-    rounds: Rounds = 10,
     round_mib: Mebibytes = 256,
-    json: Output = None,
-    plot: Plot = None,
     others: Annotated[Callable[[], Others], Parameter(parse=False)] = Others,
+    rounds: Rounds = 10,
+    common: Common = COMMON,
 ) -> None:
     """Round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
 
@@ -368,14 +364,17 @@ def command(
 
     Args:
         transport: The transport of kvwire.
-        loop: The event loop of kvwire and of the bare streams.
-        rounds: How often everybody does their work; more rounds, firmer medians.
         round_mib: MiB that each contender of a rate moves in a round.
-        json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
         others: Returns who stands beside kvwire as well; no option of the command.
+        rounds: How often everybody does their work; more rounds, firmer medians.
+        common: Options of every benchmark.
     """
-    settings = {"transport": transport, "loop": loop}
-    settings_of = {**settings, "rounds": rounds, "round_mib": round_mib}
-    benchmark = messages(**settings, round_bytes=round_mib * MIB, others=others())
-    run(benchmark, settings_of, json=json, plot=plot)
+    benchmark = messages(
+        transport=transport,
+        loop=common.loop,
+        round_bytes=round_mib * MIB,
+        others=others(),
+    )
+    common.run(
+        benchmark, {"transport": transport, "rounds": rounds, "round_mib": round_mib}
+    )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import median
 from typing import Any, ClassVar, Final
 
@@ -20,7 +21,7 @@ from kvwire.cli.bench import report
 from kvwire.cli.bench.fragments import LEFT, RIGHT, FragmentWork, Pool
 from kvwire.cli.bench.messages import StreamsSide
 from kvwire.cli.bench.pair import Contender, Work
-from kvwire.cli.bench.report import Findings, Loop, Output, Rounds, size_name
+from kvwire.cli.bench.report import COMMON, Common, Findings, Rounds, size_name
 from kvwire.cli.bench.side import (
     HOST,
     ConnectedSide,
@@ -32,7 +33,7 @@ from kvwire.cli.bench.side import (
     require_complete,
     require_same,
 )
-from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, compare
+from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, CaseResult, compare
 from kvwire.limits import KIB, MIB
 
 PULL: Final = "pull"
@@ -447,9 +448,8 @@ def _frames(frames: Mapping[str, float]) -> str:
 def command(
     *,
     transport: str = "tcp",
-    loop: Loop = "uvloop",
     rounds: Rounds = 5,
-    json: Output = None,
+    common: Common = COMMON,
 ) -> None:
     """One operation: its time, the CPU of each side, its calls and its frames.
 
@@ -458,23 +458,20 @@ def command(
 
     Args:
         transport: The transport of kvwire; of a store, what its server offers.
-        loop: The event loop of both processes.
         rounds: How often everything is measured.
-        json: Write every sample, and what ran where, to this file; - is the output.
+        common: Options of every benchmark.
     """
     from kvwire.cli.bench.ops_counts import count  # noqa: PLC0415 - it counts this
 
-    benchmark = ops(transport=transport, loop=loop)
-    settings = {"transport": transport, "loop": loop, "rounds": rounds}
-    findings = report.measure(benchmark, rounds)
-    counted = count(operations(), transport)
+    counted = cache(lambda: count(operations(), transport))
+    common.run(
+        ops(transport=transport, loop=common.loop),
+        {"transport": transport, "rounds": rounds},
+        table=lambda benchmark, found: render(benchmark, found, counted()),
+        more=lambda found: {"cases": list(map(_row, found, counted()))},
+    )
 
-    def document() -> dict[str, Any]:
-        found = report.document(benchmark, findings, settings)
-        for row, finding, counts in zip(found["cases"], findings, counted, strict=True):
-            name = finding.case.contenders[0].name
-            row["cpu_s"] = {name: sides_cpu_s(finding)}
-            row["counts"] = asdict(counts)
-        return found
 
-    report.show(render(benchmark, findings, counted), document, json=json)
+def _row(finding: CaseResult, counts: Any) -> dict[str, Any]:
+    cpu_s = {finding.case.contenders[0].name: sides_cpu_s(finding)}
+    return {**report.row_of(finding), "cpu_s": cpu_s, "counts": asdict(counts)}

@@ -39,10 +39,9 @@ from rich.text import Text
 import kvwire
 from kvwire.cli.bench import report
 from kvwire.cli.bench.pair import Contender, Work
-from kvwire.cli.bench.report import Findings, Loop, Output, Rounds
+from kvwire.cli.bench.report import COMMON, Common, Findings, Rounds
 from kvwire.cli.bench.side import Bytes, ConnectedSide, digest, fill, paged
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult
-from kvwire.cli.plot import Plot
 from kvwire.limits import KIB, MIB
 
 LAYERS: Final = (8, 32, 80)
@@ -363,12 +362,10 @@ def judged(findings: Findings) -> list[RenderableType]:
 def command(
     *,
     transport: str = "tcp",
-    loop: Loop = "uvloop",
     layers: Layers = LAYERS,
     layer_kib: Kibibytes = LAYER_BYTES // KIB,
     rounds: Rounds = 15,
-    json: Output = None,
-    plot: Plot = None,
+    common: Common = COMMON,
 ) -> None:
     """How much of a transfer hides behind the compute that makes its bytes.
 
@@ -379,12 +376,10 @@ def command(
 
     Args:
         transport: The transport.
-        loop: The event loop of both processes.
         layers: Layers of a request; a request for each number.
         layer_kib: KiB of one layer, in blocks of 64 KiB.
         rounds: How often everything is measured.
-        json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
+        common: Options of every benchmark.
     """
     if layer_kib % 64:
         raise kvwire.UsageError(
@@ -392,23 +387,20 @@ def command(
         )
     benchmark = overlap(
         transport=transport,
-        loop=loop,
+        loop=common.loop,
         layers=layers,
         layer_bytes=layer_kib * KIB,
         rounds=rounds,
     )
     settings = {
         "transport": transport,
-        "loop": loop,
         "layers": list(layers),
         "layer_kib": layer_kib,
         "rounds": rounds,
     }
-    report.run(
+    common.run(
         benchmark,
         settings,
-        json=json,
-        plot=plot,
         below=judged,
         more=lambda found: {"efficiencies": [asdict(e) for e in efficiencies(found)]},
     )

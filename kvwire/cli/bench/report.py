@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -32,7 +32,7 @@ from kvwire.cli.bench.turns import (
     steps,
     take_turns,
 )
-from kvwire.cli.plot import save
+from kvwire.cli.plot import Plot, save
 
 Findings = Sequence[CaseResult]
 Loop = Literal["uvloop", "asyncio"]
@@ -40,6 +40,34 @@ Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 # "-" is a file name here, and no option.
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """Options that every benchmark has.
+
+    Attributes:
+        loop: The event loop of kvwire, and of bare streams beside it.
+        json: Write every sample, and what ran where, to this file; - is the output.
+        plot: Write a picture to this file: .svg, .png or .pdf. Rates and times are two:
+            found.svg and found-times.svg. Needs matplotlib.
+    """
+
+    loop: Loop = "uvloop"
+    json: Output = None
+    plot: Plot = None
+
+    def run(
+        self, benchmark: Benchmark, settings: Mapping[str, Any], **shown: Any
+    ) -> Findings:
+        """Measure a benchmark and show what was found; see :func:`run`."""
+        whole = {**settings, "loop": self.loop}
+        return run(benchmark, whole, json=self.json, plot=self.plot, **shown)
+
+
+COMMON: Final = Common()
+
 
 # At most; a file or a pipe is as wide.
 WIDTH: Final = 80
@@ -201,14 +229,15 @@ def document(
     facts = {name: found for f in findings for name, found in f.facts.items()}
     return {
         **head(benchmark.name, settings),
-        "cases": [_row(finding) for finding in findings],
+        "cases": [row_of(finding) for finding in findings],
         "contenders": {name: facts.get(name, {}) for name in everybody},
         "missing": [asdict(absent) for absent in benchmark.missing],
         "notes": list(benchmark.notes),
     }
 
 
-def _row(finding: CaseResult) -> dict[str, Any]:
+def row_of(finding: CaseResult) -> dict[str, Any]:
+    """Return everything that was measured in a case."""
     case = finding.case
     return {
         "name": case.name,
@@ -276,6 +305,7 @@ def run(
     below: Callable[[Findings], Sequence[RenderableType]] = lambda _: (),
     more: Callable[[Findings], Mapping[str, Any]] = lambda _: {},
     split: Callable[[CaseResult], Sequence[CaseResult]] = lambda found: [found],
+    table: Callable[[Benchmark, Findings], RenderableType] | None = None,
 ) -> Findings:
     """Measure a benchmark and show what was found.
 
@@ -287,6 +317,7 @@ def run(
         below: Makes what is shown below the table.
         more: Makes more keys of the document.
         split: Makes several rows of one case.
+        table: Makes another table than :func:`render`.
 
     Raises:
         BenchError: It cannot be run.
@@ -295,7 +326,7 @@ def run(
     measured = measure(benchmark, settings["rounds"])
     findings = [row for found in measured for row in split(found)]
     show(
-        Group(render(benchmark, findings), *below(findings)),
+        Group((table or render)(benchmark, findings), *below(findings)),
         lambda: {**document(benchmark, findings, settings), **more(findings)},
         json=json,
     )

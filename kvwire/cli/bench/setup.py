@@ -11,14 +11,7 @@ import numpy as np
 
 from kvwire.cli.bench.messages import StreamsSide
 from kvwire.cli.bench.pair import Contender, Work
-from kvwire.cli.bench.report import (
-    Loop,
-    Output,
-    Rounds,
-    require_known,
-    run,
-    size_name,
-)
+from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known, size_name
 from kvwire.cli.bench.side import (
     HOST,
     ConnectedSide,
@@ -29,7 +22,6 @@ from kvwire.cli.bench.side import (
     paged,
 )
 from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case
-from kvwire.cli.plot import Plot
 from kvwire.limits import KIB
 
 # What a round makes of each.
@@ -162,21 +154,16 @@ def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
 def command(
     *,
     transport: str = "tcp",
-    loop: Loop = "uvloop",
     rounds: Rounds = 5,
-    json: Output = None,
-    plot: Plot = None,
+    common: Common = COMMON,
 ) -> None:
     """The handshake of a connection, its first transfer and its second.
 
     Args:
         transport: Of kvwire, separated by commas; those that join two processes.
-        loop: The event loop of kvwire and of the bare streams beside it.
         rounds: How often 20 connections are made by everybody.
-        json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
+        common: Options of every benchmark.
     """
     transports = transport.split(",")
-    settings = {"transport": transports, "loop": loop, "rounds": rounds}
-    benchmark = setup(transports=transports, loop=loop)
-    run(benchmark, settings, json=json, plot=plot)
+    benchmark = setup(transports=transports, loop=common.loop)
+    common.run(benchmark, {"transport": transports, "rounds": rounds})

@@ -24,14 +24,7 @@ from cyclopts.validators import Number
 from kvwire import UsageError
 from kvwire.cli.bench.fragments import FragmentWork
 from kvwire.cli.bench.pair import Contender, Work
-from kvwire.cli.bench.report import (
-    Loop,
-    Output,
-    Rounds,
-    require_known,
-    run,
-    size_name,
-)
+from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known, size_name
 from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
@@ -40,7 +33,6 @@ from kvwire.cli.bench.turns import (
     Missing,
     Others,
 )
-from kvwire.cli.plot import Plot
 from kvwire.extras import install_command
 from kvwire.limits import KIB, MIB, STORE_SLOTS_MAX
 
@@ -314,13 +306,11 @@ def command(
     transport: str = "tcp,local",
     directory: Path | None = None,
     blocks: Literal["large", "small", "both"] = "both",
-    loop: Loop = "uvloop",
-    rounds: Rounds = 5,
     round_mib: Mebibytes = 64,
     quick: bool = False,
-    json: Output = None,
-    plot: Plot = None,
     beside: Annotated[Callable[[StoreChoice], Others], Parameter(parse=False)] = nobody,
+    rounds: Rounds = 5,
+    common: Common = COMMON,
 ) -> None:
     """Blocks into each tier of a store, and out of it: put, get, one block, match.
 
@@ -336,14 +326,11 @@ def command(
             with --round-mib times 14, objects with twice that for every round.
         blocks: large: 1 MiB, 64 KiB a token in 32 layers; small: 64 KiB, 4 KiB a
             token in 16 layers.
-        loop: The event loop of kvwire.
-        rounds: How often everybody does their work; more rounds, firmer medians.
         round_mib: MiB of one put or get.
         quick: 2 rounds of 8 MiB, to see that it runs; such figures mean little.
-        json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture of the rates to this file, .svg, .png or .pdf, and one of
-            the times beside it: found.svg and found-times.svg. Needs matplotlib.
         beside: Returns who stands beside kvwire; no option of the command.
+        rounds: How often everybody does their work; more rounds, firmer medians.
+        common: Options of every benchmark.
     """
     if quick:
         rounds, round_mib = QUICK_ROUNDS, QUICK_MIB
@@ -354,7 +341,7 @@ def command(
             shapes=list(SHAPES) if blocks == "both" else [blocks],
             directory=place,
             round_bytes=round_mib * MIB,
-            loop=loop,
+            loop=common.loop,
         )
         benchmark = store(choice, beside(choice))
         settings: dict[str, Any] = {
@@ -362,11 +349,10 @@ def command(
             "transport": choice.transports,
             "filesystem": filesystem(place),
             "blocks": choice.shapes,
-            "loop": loop,
             "rounds": rounds,
             "round_mib": round_mib,
         }
-        run(benchmark, settings, json=json, plot=plot)
+        common.run(benchmark, settings)
 
 
 @contextmanager
