@@ -272,6 +272,25 @@ PEERS_MAX: Final = 4096
 PEER_ATTEMPTS_MAX: Final = 16
 PEER_REDIAL_S_MAX: Final = 1.0
 
+# --- the proxy before engines ---------------------------------------------------------
+# Requests that have an engine, and that wait for one: 10 KiB each, and what they say.
+PROXY_RUNNING_MAX: Final = 1024
+PROXY_WAITING_MAX: Final = 1024
+# What a client that was sent away is told to wait at most.
+PROXY_RETRY_AFTER_S_MAX: Final = 60
+# Tries beyond each request's first: a fifth of the requests, so that a fleet that fails
+# is asked 1.2 times as much and not once for each engine; and as many in reserve, and
+# one more a second, so that few requests have some as well.
+PROXY_RETRY_SHARE: Final = 0.2
+PROXY_RETRY_RESERVE: Final = 20.0
+PROXY_RETRY_MAX: Final = 200.0
+# Ranks of one engine, as records of a directory say.
+PROXY_RANKS_MAX: Final = 64
+# What an engine may say at /metrics: vLLM's has 100 KiB.
+PROXY_METRICS_BYTES_MAX: Final = 4 * MIB
+# Rows of a table that somebody reads.
+PAGE_ROWS_MAX: Final = 200
+
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16

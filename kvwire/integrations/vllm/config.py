@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvwire.config import Config
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm.announce import ROLES, http_url
 from kvwire.limits import MIB
 from kvwire.types import Address
 
@@ -28,6 +29,7 @@ _CHOICES: Final = {
     "mode": (PULL, PUSH),
     "stream": (LAYER, CHUNK, REQUEST),
     "layout": LAYOUTS,
+    "role": ("", *ROLES),
 }
 
 
@@ -38,7 +40,7 @@ _TIME: Final[_Check] = (
     "seconds above 0",
 )
 _VALUES: Final[dict[str, _Check]] = {
-    **dict.fromkeys(("listen", "advertise", "fingerprint"), _TEXT),
+    **dict.fromkeys(("listen", "advertise", "fingerprint", "http"), _TEXT),
     **dict.fromkeys(("load_timeout_s", "fence_s"), _TIME),
     **dict.fromkeys(
         ("group_bytes", "gate_layers"),
@@ -77,6 +79,10 @@ class VllmSettings:
             as vLLM's ``kv_load_failure_policy`` says.
         fence_s: How long a preemption waits for links to let go of its blocks before
             the links are dropped; transfers of other requests then resume.
+        http: Where this engine serves HTTP, as others reach it. With it the engine
+            announces itself in the ``directory`` of kvwire's configuration.
+        role: What it announces: ``"prefill"``, ``"decode"`` or ``"both"``; "" for
+            what vLLM's ``kv_role`` says.
     """
 
     listen: str = "127.0.0.1:0"
@@ -90,6 +96,8 @@ class VllmSettings:
     fingerprint: str = ""
     load_timeout_s: float = 300.0
     fence_s: float = 1.0
+    http: str = ""
+    role: str = ""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -106,6 +114,8 @@ class VllmSettings:
                 )
         for address in (self.listen, *self.peers):
             Address.parse(address)
+        if self.http:
+            http_url(self.http)
 
     @property
     def needs_layer_hooks(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
+from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
 from kvwire.integrations.vllm.metadata import WorkerStep
@@ -39,6 +40,7 @@ class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
     """Carries a :class:`WorkerStep` from vLLM's scheduler to its workers."""
 
     step: WorkerStep
+    running: int = 0
 
 
 @dataclasses.dataclass
@@ -77,6 +79,7 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._announcer: Announcer | None = None
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 self._settings, shapes, References.of(config, self._settings.peers)
@@ -92,6 +95,10 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         config = _with_own_gpu(config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
+        if self._settings.http and not before:
+            url, role = self._settings.http, self._settings.role
+            model = model_digest(vllm_config)
+            self._announcer = Announcer(url, role, vllm_config, rank, model)
         self._worker = WorkerSide(self._worker_settings(parallel), config, shapes)
 
     # --- scheduler --------------------------------------------------------------------
@@ -116,7 +123,8 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """See vLLM."""
-        return StepMetadata(self._scheduling.step(scheduler_output))
+        running = len(scheduler_output.num_scheduled_tokens)
+        return StepMetadata(self._scheduling.step(scheduler_output), running)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -145,6 +153,8 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """See vLLM."""
         self._working.register(kv_caches)
+        if self._announcer is not None:
+            self._working.announce(self._announcer)
 
     def get_handshake_metadata(self) -> ListeningAt:
         """See vLLM."""
@@ -158,6 +168,8 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         """See vLLM."""
         super().bind_connector_metadata(connector_metadata)
         self._working.begin_step(connector_metadata.step)
+        if self._announcer is not None:
+            self._announcer.running = connector_metadata.running
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See vLLM."""
@@ -206,6 +218,8 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def shutdown(self) -> None:
         """See vLLM."""
+        if self._announcer is not None:
+            self._announcer.close()
         if self._worker is not None:
             self._worker.close()
 

@@ -16,6 +16,7 @@ from typing import Any, Final, cast
 from kvwire import Communicator, Engine
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
 from kvwire.integrations.vllm.config import LAYER, PUSH, VllmSettings
 from kvwire.integrations.vllm.device import CacheDevice
@@ -96,6 +97,15 @@ class WorkerSide:
         self._device = CacheDevice(self._engine, caches.cache.device)
         self._caches = caches
         logger.info("rank %d: %r in %s", self._rank, caches.cache, self._device)
+
+    def announce(self, announcer: Announcer) -> None:
+        """Have this rank announced; after :meth:`register`.
+
+        Raises:
+            UsageError: Nobody could dial its address.
+        """
+        assert self._caches is not None
+        announcer.start(self._engine, self.address, self._caches.cache)
 
     def fence(self, requests: Iterable[str]) -> None:
         """Return when no link can touch the blocks of these requests any more.

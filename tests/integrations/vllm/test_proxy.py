@@ -16,14 +16,8 @@ from kvwire import UsageError
 from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.dispatch import GET_S, ClientRequest, Dispatcher
-from kvwire.integrations.vllm.proxy.engines import (
-    BY_PREFIX,
-    DOWN_S,
-    ROUND_ROBIN,
-    VllmServer,
-    VllmServerPool,
-    parse_engine,
-)
+from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.requests import (
     AT_ONCE,
     IN_SEQUENCE,
@@ -141,9 +135,7 @@ async def turns_until(condition: Callable[[], bool]) -> None:
 
 
 def app(engines: Engines, order: str = AT_ONCE) -> Starlette:
-    return make_app(
-        [P1, P2], [D1, D2], order=order, route=ROUND_ROBIN, transport=engines
-    )
+    return make_app(EngineFleet([P1, P2], [D1, D2]), order=order, transport=engines)
 
 
 async def post(
@@ -392,7 +384,7 @@ async def test_a_client_that_goes_away_stops_both() -> None:
         httpx.AsyncClient(transport=engines) as client,
         AsyncExitStack() as stack,
     ):
-        dispatcher = Dispatcher(client, [P1], [D1], order=AT_ONCE, route=ROUND_ROBIN)
+        dispatcher = Dispatcher(client, EngineFleet([P1], [D1]), order=AT_ONCE)
         asked = ClientRequest("/v1/completions", ASK)
         asking = asyncio.ensure_future(dispatcher.ask(asked, stack))
         await turns_until(lambda: len(engines.asked) == 2)
@@ -549,31 +541,6 @@ def test_prefill_is_not_asked_for_what_decoding_does() -> None:
         {**ASK, "stream": True, "stream_options": {}, "n": 1}, D1, "t", UNSIGNED
     )
     assert not {"stream", "stream_options", "n"} & asked.keys()
-
-
-def test_engines_that_are_down_come_last() -> None:
-    now = 0.0
-    pool = VllmServerPool([P1, P2], lambda: now)
-    pool.down(P1)
-    assert {pool.pick(ASK, ()) for _ in range(4)} == {P2}
-    assert pool.pick(ASK, [P2]) is P1
-    assert pool.pick(ASK, [P1, P2]) is None
-    now = DOWN_S
-    assert {pool.pick(ASK, ()) for _ in range(4)} == {P1, P2}
-
-
-def test_equal_beginnings_go_to_one_engine() -> None:
-    pool = VllmServerPool([P1, P2], lambda: 0.0, BY_PREFIX)
-    system = list(range(300))
-    assert len({pool.pick({"prompt": [*system, i]}, ()) for i in range(9)}) == 1
-    assert len({pool.pick({"prompt": f"{i}"}, ()) for i in range(50)}) == 2
-    assert pool.pick({"messages": [{"role": "user"}]}, ()) in (P1, P2)
-
-
-@pytest.mark.parametrize("prompt", [None, 7, {"a": 1}, True])
-def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
-    """Which says what is wrong with it, as it does to everybody."""
-    assert VllmServerPool([P1, P2], lambda: 0.0, BY_PREFIX).pick({"prompt": prompt}, ())
 
 
 @pytest.mark.parametrize("text", ["http://a", "a=b:1", "http://a=", "http://a=b"])

@@ -9,6 +9,9 @@ from typing import Final
 from prometheus_client.registry import Collector
 
 import kvwire
+from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from tests.support.reference.words import table
 
@@ -21,6 +24,9 @@ Written from the code by `make reference`. With the extra `metrics`:
 ```python
 from prometheus_client import REGISTRY
 
+from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 
 REGISTRY.register(CommunicatorCollector(communicator))
@@ -38,6 +44,7 @@ def page() -> str:
 
 
 async def _page() -> str:
+    proxy = ProxyState(EngineFleet(), Admission(), RetryBudget())
     async with (
         kvwire.open() as communicator,
         kvwire.BlockStore.open(["memory:1MiB"]) as store,
@@ -49,6 +56,9 @@ async def _page() -> str:
                 _table(CommunicatorCollector(communicator)),
                 "\n## Of a store\n",
                 _table(StoreCollector(store)),
+                "\n## Of a proxy\n",
+                "At `/metrics` of the [proxy before vLLM](../howto/vllm.md).\n",
+                _table(ProxyCollector(proxy)),
                 "",
             )
         )

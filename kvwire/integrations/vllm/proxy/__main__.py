@@ -6,11 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from kvwire.errors import UsageError
+from kvwire.directory import Selector, open_directory
+from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.proxy.engines import BY_PREFIX, ROUND_ROBIN, parse_engine
+from kvwire.integrations.vllm.proxy.admission import Admission
+from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
+from kvwire.integrations.vllm.proxy.engines import parse_engine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.policy import LEAST_LOADED
 from kvwire.integrations.vllm.proxy.requests import AT_ONCE, IN_SEQUENCE
 from kvwire.integrations.vllm.references import References
+from kvwire.limits import PROXY_RUNNING_MAX, PROXY_WAITING_MAX
 from kvwire.security.keys import read_key_file
 
 
@@ -18,12 +24,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the proxy until it is interrupted; the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if not options.decode and not options.directory:
+        parser.error("--decode or --directory is needed: who answers?")
     try:
-        prefill = [parse_engine(text) for text in options.prefill]
-        decode = [parse_engine(text) for text in options.decode]
+        fleet = EngineFleet(
+            map(parse_engine, options.prefill),
+            map(parse_engine, options.decode),
+            route=options.route,
+        )
         keys = [read_key_file(options.psk_file)] if options.psk_file else []
+        operator = options.operator_key_file
+        operator_key = read_key_file(operator) if operator else b""
+        discovery: Discovery | None = None
+        if options.directory:
+            directory = open_directory(options.directory)
+            allowed, meant = AllowedHosts(options.allow), Selector.parse(options.select)
+            discovery = Discovery(directory, fleet, allowed, meant)
     except UsageError as exc:
         parser.error(str(exc))
+    except BackendUnavailable as exc:
+        print(exc, file=sys.stderr)
+        return 1
     try:
         # The help needs none of these.
         from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
@@ -34,11 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(exc, file=sys.stderr)
         return 1
     app = make_app(
-        prefill,
-        decode,
+        fleet,
         order=options.order,
-        route=options.route,
         references=References(keys),
+        admission=Admission(options.running, options.queue),
+        discovery=discovery,
+        operator_key=operator_key,
     )
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0
@@ -50,9 +72,26 @@ def _parser() -> argparse.ArgumentParser:
         description="Sends each request to a prefill and a decode engine of vLLM.",
     )
     engine = "URL=KV[,KV...]: where it serves, and where each rank of it listens"
-    parser.add_argument("--prefill", action="append", required=True, help=engine)
-    parser.add_argument("--decode", action="append", required=True, help=engine)
+    parser.add_argument("--prefill", action="append", default=[], help=engine)
+    parser.add_argument("--decode", action="append", default=[], help=engine)
+    parser.add_argument(
+        "--directory", default="", help="where engines announce themselves: redis://..."
+    )
+    parser.add_argument(
+        "--select", default="", help="which of its members, such as zone=a"
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        help="a host that the directory may name: 10.0.0.0/8, engine-1, *.fleet.svc; "
+        "without any, this host",
+    )
     parser.add_argument("--psk-file", help="the engines' key, if they have one")
+    parser.add_argument(
+        "--operator-key-file",
+        help="the key that POST /drain asks for; without it, it answers this host",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
@@ -63,11 +102,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--route",
-        choices=(ROUND_ROBIN, BY_PREFIX),
-        default=ROUND_ROBIN,
-        help="which prefill engine: in turns, or equal beginnings to the same one",
+        default=LEAST_LOADED,
+        help="which engine: least-loaded, round-robin, prefix (equal beginnings to the "
+        "same prefill engine), or package.module:Class",
+    )
+    parser.add_argument(
+        "--running", type=_above_0, default=PROXY_RUNNING_MAX, help="requests at once"
+    )
+    parser.add_argument(
+        "--queue",
+        type=_from_0,
+        default=PROXY_WAITING_MAX,
+        help="requests that wait for that; more get 429",
     )
     return parser
+
+
+def _from_0(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
+def _above_0(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
 
 
 if __name__ == "__main__":

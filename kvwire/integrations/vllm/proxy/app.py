@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
 
+from kvwire.directory.base import ended
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
+from kvwire.integrations.vllm.announce import DECODE
+from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
+from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.dispatch import (
     ClientRequest,
     Dispatcher,
     EngineFailed,
     EngineResponse,
 )
-from kvwire.integrations.vllm.proxy.engines import VllmServer
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.probing import PROBE_S, Prober
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_page
 from kvwire.integrations.vllm.references import UNSIGNED, References
+from kvwire.observe.page import CONTENT_TYPE, HEADERS
+from kvwire.security.keys import is_loopback
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):
     import httpx
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.exposition import CONTENT_TYPE_LATEST
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -39,44 +53,68 @@ _KEPT_HEADERS: Final = ("content-type", "x-request-id")
 _EVENTS: Final = "text/event-stream"
 # What nginx notes where a client has closed the connection; there is no standard one.
 _CLIENT_CLOSED: Final = 499
+# uvicorn, which vLLM serves with, closes an idle connection after 5 s. A request that
+# is sent at that moment would fail.
+_KEPT_OPEN_S: Final = 2.0
+_DRAIN_WAIT_S_MAX: Final = 3600.0
 
 
 def make_app(
-    prefill: Sequence[VllmServer],
-    decode: Sequence[VllmServer],
+    fleet: EngineFleet,
     *,
     order: str,
-    route: str,
     references: References = UNSIGNED,
+    admission: Admission | None = None,
+    discovery: Discovery | None = None,
+    operator_key: bytes = b"",
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> Starlette:
     """Return the application.
 
     Args:
-        prefill: The engines that compute prompts.
-        decode: The engines that answer.
+        fleet: The engines.
         order: Both at once, or in sequence.
-        route: Which prefill engine gets a request.
         references: Signs what the engines are told of each other.
+        admission: How many requests at once; None for the default.
+        discovery: Finds more of them; closed with the application.
+        operator_key: What whoever drains engines has to know; without it he has to be
+            on this host.
         transport: For tests; None for the network.
     """
     client = httpx.AsyncClient(
         # An answer may take minutes to begin: a queue, a long prompt.
         timeout=httpx.Timeout(None, connect=5.0),
-        limits=httpx.Limits(max_connections=None),
+        limits=httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=None,
+            keepalive_expiry=_KEPT_OPEN_S,
+        ),
         # Parts of an answer are passed on as they come.
         headers={"accept-encoding": "identity"},
         transport=transport,
     )
-    front = _Front(
-        Dispatcher(
-            client, prefill, decode, order=order, route=route, references=references
-        )
+    dispatcher = Dispatcher(client, fleet, order=order, references=references)
+    prober = Prober(fleet, client)
+    running = [prober.run]
+    if discovery is not None:
+        discovery.wake = prober.wake
+        running.append(discovery.watch)
+    state = ProxyState(
+        fleet,
+        admission or Admission(),
+        dispatcher.budget,
+        lambda: discovery.ignored if discovery else 0,
     )
+    front = _Front(dispatcher, state, client, operator_key)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with client:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(client)
+            if discovery is not None:
+                stack.push_async_callback(discovery.close)
+            for work in running:
+                stack.push_async_callback(ended, _started(work()))
             yield
 
     return Starlette(
@@ -85,18 +123,49 @@ def make_app(
             Route("/v1/chat/completions", front.generate, methods=["POST"]),
             Route("/v1/models", front.models),
             Route("/health", front.health),
+            Route("/metrics", front.metrics),
+            Route("/fleet", front.fleet),
+            Route("/drain", front.drain, methods=["POST"]),
         ],
         lifespan=lifespan,
     )
 
 
+def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start what goes on for ever; its end is an error of a plug-in."""
+    task = asyncio.create_task(work)
+
+    def say_why(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("no engine is found any more", exc_info=task.exception())
+
+    task.add_done_callback(say_why)
+    return task
+
+
 class _Front:
     """Answers the routes of the proxy."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        state: ProxyState,
+        client: httpx.AsyncClient,
+        operator_key: bytes,
+    ) -> None:
         self._dispatcher = dispatcher
+        self._state = state
+        self._client = client
+        self._operator_key = operator_key
+        self._registry = CollectorRegistry()
+        self._registry.register(ProxyCollector(state))
 
     async def generate(self, request: Request) -> Response:
+        response = await self._generated(request)
+        self._state.answered[response.status_code] += 1
+        return response
+
+    async def _generated(self, request: Request) -> Response:
         try:
             # Takes no NaN and no half of a surrogate pair, which Python's own would
             # read and the engines' requests could not be written with.
@@ -107,11 +176,16 @@ class _Front:
             return _error(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
         # Engines hear of each other from us alone.
         body.pop("kv_transfer_params", None)
-        asked = ClientRequest(request.url.path, body, _passed_on(request))
+        headers, since = _passed_on(request), self._state.fleet.clock()
+        asked = ClientRequest(request.url.path, body, headers, since)
         async with AsyncExitStack() as stack:
-            asking = asyncio.ensure_future(self._dispatcher.ask(asked, stack))
+            asking = asyncio.ensure_future(self._asked(asked, stack))
             try:
                 answer = await _unless_gone(request, asking)
+            except QueueFull as exc:
+                said = _error(HTTPStatus.TOO_MANY_REQUESTS, str(exc))
+                said.headers["retry-after"] = str(exc.retry_after_s)
+                return said
             except EngineFailed as exc:
                 return _failed(exc)
             if answer is None:
@@ -133,7 +207,60 @@ class _Front:
         )
 
     async def health(self, _: Request) -> Response:
-        return Response()
+        if self._state.fleet.lives(DECODE):
+            return JSONResponse({"status": "ok"})
+        why = "no decode engine lives"
+        return JSONResponse({"status": why}, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def fleet(self, _: Request) -> Response:
+        page = await fleet_page(self._state, self._client)
+        return Response(page, media_type=CONTENT_TYPE, headers=HEADERS)
+
+    async def drain(self, request: Request) -> Response:
+        """Send an engine no new request; answer when it has none, or in ``wait_s``."""
+        if not self._is_operator(request):
+            why = "drain from this host, or with the operator's key"
+            return _error(HTTPStatus.FORBIDDEN, why)
+        try:
+            wanted = _DRAIN.decode(await request.body())
+            engine = self._state.fleet.drain(wanted.engine, draining=wanted.drain)
+        except (*DECODE_ERRORS, UsageError) as exc:
+            return _error(HTTPStatus.BAD_REQUEST, str(exc))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(wanted.wait_s, _DRAIN_WAIT_S_MAX)):
+                await engine.idle()
+        status = HTTPStatus.ACCEPTED if engine.running else HTTPStatus.OK
+        said = {"engine": engine.url, "running": engine.running}
+        return JSONResponse(said, status_code=status)
+
+    def _is_operator(self, request: Request) -> bool:
+        if not self._operator_key:
+            return request.client is not None and is_loopback(request.client.host)
+        right = b"Bearer " + self._operator_key.hex().encode()
+        shown = request.headers.get("authorization", "").encode()
+        return hmac.compare_digest(right, shown)
+
+    async def _asked(
+        self, asked: ClientRequest, stack: AsyncExitStack
+    ) -> EngineResponse:
+        """Have a request answered when it is its turn."""
+        requests = self._state.requests
+        requests[asked] = None  # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
+        stack.callback(requests.pop, asked)
+        await stack.enter_async_context(self._state.admission.turn())
+        return await self._dispatcher.ask(asked, stack)
+
+
+class _Drain(msgspec.Struct):
+    engine: str
+    drain: bool = True
+    wait_s: float = 0.0
+
+
+_DRAIN: Final = msgspec.json.Decoder(_Drain)
 
 
 def _passed_on(request: Request) -> dict[str, str]:
@@ -180,7 +307,9 @@ async def _relay(answer: EngineResponse, rest: AsyncExitStack) -> AsyncIterator[
 def _failed(error: EngineFailed) -> Response:
     if error.status is None:
         why = f"no decode engine answers: {error.why}"
-        return _error(HTTPStatus.SERVICE_UNAVAILABLE, why)
+        said = _error(HTTPStatus.SERVICE_UNAVAILABLE, why)
+        said.headers["retry-after"] = str(math.ceil(PROBE_S))
+        return said
     return _error(error.status, f"the decode engine failed: {error.why}")
 
 

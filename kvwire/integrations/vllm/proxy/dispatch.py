@@ -9,7 +9,8 @@
 A prefill engine that fails before the answer has begun costs another try; decode's part
 of the failed one is given up first, so nothing of it waits for KV that will not come. A
 decode engine that cannot be reached, or answers that it is broken, likewise. Once the
-answer has begun it is the client's, and an engine that dies then ends it.
+answer has begun it is the client's, and an engine that dies then ends it. Tries beyond
+the first come out of a budget of all requests.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.proxy.engines import VllmServer, VllmServerPool
+from kvwire.integrations.vllm.announce import DECODE, PREFILL
+from kvwire.integrations.vllm.proxy.admission import RetryBudget
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.requests import (
     IN_SEQUENCE,
     for_decode,
@@ -52,21 +55,23 @@ class EngineFailed(Exception):
     """Reports an engine that could not be reached or gave no usable answer.
 
     Attributes:
-        engine: Which.
+        engine: Which; None if there is none to ask.
         why: For the client, who need not know where engines are.
         status: What it answered; None if nothing.
         down: Others are better off with another engine for a while.
     """
 
-    def __init__(self, engine: VllmServer, why: str, status: int | None = None) -> None:
-        super().__init__(f"{engine.url}: {why}")
+    def __init__(
+        self, engine: VllmEngine | None, why: str, status: int | None = None
+    ) -> None:
+        super().__init__(f"{engine.url}: {why}" if engine else why)
         self.engine = engine
         self.why = why
         self.status = status
         self.down: bool = status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class ClientRequest:
     """Holds a client's request.
 
@@ -74,11 +79,17 @@ class ClientRequest:
         path: Of the API, such as ``/v1/completions``.
         body: As the client sent it.
         headers: Those that the engines get as well.
+        since: When it came, by the fleet's clock.
+        waits_for: What has to happen next.
+        engines: Where it is.
     """
 
     path: str
     body: dict[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
+    since: float = 0.0
+    waits_for: str = "its turn"
+    engines: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -101,27 +112,27 @@ class Dispatcher:
 
     Args:
         client: For all of them.
-        prefill: The engines that compute prompts.
-        decode: The engines that answer.
+        fleet: The engines.
         order: Both at once, or in sequence.
         references: Signs what the engines are told of each other.
+
+    Attributes:
+        budget: Of tries beyond a request's first.
     """
 
     def __init__(
         self,
         client: httpx.AsyncClient,
-        prefill: Sequence[VllmServer],
-        decode: Sequence[VllmServer],
+        fleet: EngineFleet,
         *,
         order: str,
-        route: str,
         references: References = UNSIGNED,
     ) -> None:
         self._client = client
-        self._prefill = VllmServerPool(prefill, time.monotonic, route)
-        self._decode = VllmServerPool(decode, time.monotonic)
+        self._fleet = fleet
         self._order = order
         self._references = references
+        self.budget: RetryBudget = RetryBudget(fleet.clock)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Have a request answered.
@@ -138,30 +149,37 @@ class Dispatcher:
 
         Cancel safety: safe; both engines are told that nobody waits.
         """
+        self.budget.deposit()
         body = asked.body
-        failed: set[VllmServer] = set()
-        dead: set[VllmServer] = set()
-        decode = self._decode.pick(body, dead)
+        failed: set[VllmEngine] = set()
+        dead: set[VllmEngine] = set()
+        last = EngineFailed(None, "there is none that takes requests")
+        decode = self._fleet.pick(DECODE, body, dead)
         while decode is not None:
-            prefill = self._prefill.pick(body, failed) if is_for_two(body) else None
+            prefill, asked.engines = None, (decode.url,)
+            if is_for_two(body):
+                out = {decode, *failed}
+                prefill = self._fleet.pick(PREFILL, body, out, decode.model)
             try:
                 async with AsyncExitStack() as attempt:
                     if prefill is None:
                         answer = await self._answer(decode, asked, body, attempt)
                     else:
                         answer = await self._both(prefill, decode, asked, attempt)
+                    asked.waits_for = "the end of the answer"
                     stack.push_async_exit(attempt.pop_all())
                     return answer
             except EngineFailed as exc:
                 logger.warning("%s", exc)
                 last = exc
-            pool, out = self._decode, dead
-            if last.engine is prefill:
-                pool, out = self._prefill, failed
-            out.add(last.engine)  # bounded by the engines there are
+            failing = decode if last.engine is None else last.engine
+            (dead if failing is decode else failed).add(failing)  # bounded: engines
+            failing.failed += 1
             if last.down:
-                pool.down(last.engine)
-            decode = self._decode.pick(body, dead)
+                self._fleet.down(failing)
+            decode = self._fleet.pick(DECODE, body, dead)
+            if decode is not None and not self.budget.spend():
+                break
         raise last
 
     async def get(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
@@ -172,8 +190,9 @@ class Dispatcher:
 
         Cancel safety: safe.
         """
-        dead: set[VllmServer] = set()
-        engine = self._decode.pick({}, dead)
+        dead: set[VllmEngine] = set()
+        last = EngineFailed(None, "there is none that takes requests")
+        engine = self._fleet.pick(DECODE, {}, dead)
         while engine is not None:
             try:
                 async with asyncio.timeout(GET_S):
@@ -183,26 +202,28 @@ class Dispatcher:
             except TimeoutError:
                 last = EngineFailed(engine, f"no answer within {GET_S:g} s")
             dead.add(engine)  # bounded by the engines there are
-            self._decode.down(engine)
-            engine = self._decode.pick({}, dead)
+            self._fleet.down(engine)
+            engine = self._fleet.pick(DECODE, {}, dead)
         raise last
 
     # --- one try ----------------------------------------------------------------------
 
     async def _both(
         self,
-        prefill: VllmServer,
-        decode: VllmServer,
+        prefill: VllmEngine,
+        decode: VllmEngine,
         asked: ClientRequest,
         attempt: AsyncExitStack,
     ) -> EngineResponse:
         named = new_transfer_id(), self._references
-        body = for_prefill(asked.body, decode, *named)
+        body = for_prefill(asked.body, decode.server, *named)
         computed = asyncio.ensure_future(self._compute(prefill, asked, body))
         # Its answer comes about when decode's does; it is not cut off for that.
         attempt.push_async_callback(_ended, computed)
-        body = for_decode(asked.body, prefill, *named)
+        body = for_decode(asked.body, prefill.server, *named)
+        asked.engines = (prefill.url, decode.url)
         if self._order == IN_SEQUENCE:
+            asked.waits_for = "the prompt's KV"
             # It knows best which of its engines has computed the prompt, and where.
             body |= {"kv_transfer_params": await computed or body["kv_transfer_params"]}
         answer = asyncio.ensure_future(self._answer(decode, asked, body, attempt))
@@ -213,13 +234,15 @@ class Dispatcher:
                 await _ended(answer)
 
     async def _compute(
-        self, engine: VllmServer, asked: ClientRequest, body: dict[str, Any]
+        self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
     ) -> Any:
         """Have a prompt computed; return where its KV is, if the engine says so."""
         try:
-            said = await self._client.post(
-                engine.url + asked.path, json=body, headers=asked.headers
-            )
+            with engine.at_work():
+                async with _unless_given_up(engine):
+                    said = await self._client.post(
+                        engine.url + asked.path, json=body, headers=asked.headers
+                    )
         except httpx.HTTPError as exc:
             raise EngineFailed(engine, _said(exc)) from None
         if said.is_error:
@@ -230,32 +253,54 @@ class Dispatcher:
 
     async def _answer(
         self,
-        engine: VllmServer,
+        engine: VllmEngine,
         asked: ClientRequest,
         body: dict[str, Any],
         attempt: AsyncExitStack,
     ) -> EngineResponse:
+        asked.waits_for = "the first token"
+        attempt.enter_context(engine.at_work())
         try:
-            said = await attempt.enter_async_context(
-                self._client.stream(
-                    "POST", engine.url + asked.path, json=body, headers=asked.headers
+            async with _unless_given_up(engine):
+                said = await attempt.enter_async_context(
+                    self._client.stream(
+                        "POST",
+                        engine.url + asked.path,
+                        json=body,
+                        headers=asked.headers,
+                    )
                 )
-            )
-            parts = said.aiter_raw()
-            # Headers come before there is a token, so they are no answer yet.
-            first = await anext(parts, b"")
+                parts = said.aiter_raw()
+                # Headers come before there is a token, so they are no answer yet.
+                first = await anext(parts, b"")
             if said.is_server_error:
                 why = first + b"".join([part async for part in parts])
                 raise EngineFailed(engine, _quoted(why), said.status_code)
         except httpx.HTTPError as exc:
             raise EngineFailed(engine, _said(exc)) from None
-        return EngineResponse(said.status_code, said.headers, _chained(first, parts))
+        rest = _chained(engine, first, parts)
+        return EngineResponse(said.status_code, said.headers, rest)
 
 
-async def _chained(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for part in parts:
+@asynccontextmanager
+async def _unless_given_up(engine: VllmEngine) -> AsyncIterator[None]:
+    """Raise what httpx raises for silence, if an engine is given up meanwhile."""
+    try:
+        async with asyncio.timeout(None) as wait:
+            with engine.waited_for(wait):
+                yield
+    except TimeoutError:
+        raise httpx.ReadTimeout("it is silent") from None
+
+
+async def _chained(
+    engine: VllmEngine, first: bytes, parts: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    part: bytes | None = first
+    while part is not None:
         yield part
+        async with _unless_given_up(engine):
+            part = await anext(parts, None)
 
 
 async def _first_of(

@@ -1,26 +1,22 @@
-"""The engines behind the proxy: which there are, which one is next, which are down."""
+"""The engines behind the proxy, and what is known of each."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm.announce import BOTH
 from kvwire.types import Address
 
-ROUND_ROBIN: Final = "round-robin"
-BY_PREFIX: Final = "prefix"
-
-# An engine that could not be reached gets no request for so long. A restart of vLLM
-# takes longer, and a try costs a request no more than a refused connection.
+# An engine that has failed a request gets no other for so long, if there is another. A
+# restart of vLLM takes longer, and a try costs a request no more than a refused
+# connection.
 DOWN_S: Final = 2.0
-# So much of a prompt decides where it goes: about what a system prompt begins with.
-_PREFIX_TOKENS: Final = 256
-_PREFIX_CHARS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,66 +50,110 @@ def parse_engine(text: str) -> VllmServer:
     return VllmServer(url.rstrip("/"), remote)
 
 
-class VllmServerPool:
-    """Picks among engines of one kind.
+@dataclass(eq=False, slots=True, kw_only=True)
+class VllmEngine:
+    """Follows one start of one engine.
 
-    Args:
-        engines: At least one.
-        clock: Seconds, steadily increasing.
-        route: Which engine gets a request.
+    Attributes:
+        server: Where it is.
+        role: What it does: ``"prefill"``, ``"decode"`` or ``"both"``.
+        start: Tells it from an earlier or later start at the same place.
+        model: A fingerprint; only engines of one can exchange KV.
+        load: How busy it says it is: 0 is idle, 1 is full.
+        slots: Requests that it computes at once; 0 if it does not say.
+        labels: What else it says, for policies and for people.
+        transports: What can carry KV there.
+        listed: The directory, or the command line, has it.
+        ready: It has answered, or the command line says that it is there.
+        draining: It gets no new request, because somebody has said so.
+        refusing: Nobody listens there.
+        slow: It has been asked for its health, and has not answered in time.
+        down_until: Until then it gets no request that another can take.
+        running: Requests that it has from this proxy.
+        answered: How many it has had and done.
+        failed: How many it has failed.
     """
 
-    def __init__(
-        self,
-        engines: Sequence[VllmServer],
-        clock: Callable[[], float],
-        route: str = ROUND_ROBIN,
-    ) -> None:
-        self._engines = tuple(engines)
-        self._clock = clock
-        self._route = route
-        self._turns = itertools.count()
-        self._down_until: dict[VllmServer, float] = {}
+    server: VllmServer
+    role: str
+    start: str = ""
+    model: str = ""
+    load: float = 0.0
+    slots: int = 0
+    labels: dict[str, str] = field(default_factory=dict)
+    transports: tuple[str, ...] = ()
+    listed: bool = True
+    ready: bool = True
+    draining: bool = False
+    refusing: bool = False
+    slow: bool = False
+    down_until: float = float("-inf")
+    running: int = 0
+    answered: int = 0
+    failed: int = 0
+    _waits: set[asyncio.Timeout] = field(default_factory=set)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def pick(
-        self, body: dict[str, Any], tried: Collection[VllmServer]
-    ) -> VllmServer | None:
-        """Return the engine for a request.
+    @property
+    def url(self) -> str:
+        """Return where it serves HTTP."""
+        return self.server.url
 
-        Args:
-            body: The request.
-            tried: Engines that have failed it.
+    @property
+    def requests(self) -> float:
+        """Return how many requests it has, of this proxy or as it says itself."""
+        return max(self.running, round(self.load * max(self.slots, 1)))
 
-        Returns:
-            None if every engine has failed it. Engines that are down come last.
+    def does(self, role: str) -> bool:
+        """Tell whether it has a role."""
+        return self.role in (role, BOTH)
+
+    def is_up(self, now: float) -> bool:
+        """Tell whether there is no reason to prefer another one."""
+        return not (self.refusing or self.slow) and self.down_until <= now
+
+    def state(self, now: float) -> str:
+        """Say in a word how it is."""
+        if not self.ready:
+            return "starting"
+        if self.refusing or self.down_until > now:
+            return "down"
+        if self.draining or not self.listed:
+            return "draining"
+        return "slow" if self.slow else "up"
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Count a request that it has from here on."""
+        self.running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.answered += 1
+            if not self.running:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Return when it has no request of this proxy.
+
+        Cancel safety: safe, it only waits.
         """
-        left = [engine for engine in self._engines if engine not in tried]
-        up = [engine for engine in left if not self._is_down(engine)]
-        choice = up or left
-        if not choice:
-            return None
-        if self._route == BY_PREFIX:
-            prefix = _prefix(body)
-            return max(choice, key=lambda engine: _weight(engine, prefix))
-        return choice[next(self._turns) % len(choice)]
+        while self.running:
+            await self._idle.wait()
 
-    def down(self, engine: VllmServer) -> None:
-        """Note that an engine could not be reached."""
-        self._down_until[engine] = self._clock() + DOWN_S  # one entry an engine
+    @contextmanager
+    def waited_for(self, wait: asyncio.Timeout) -> Iterator[None]:
+        """End a wait if the engine is given up meanwhile."""
+        self._waits.add(wait)  # bounded: PROXY_RUNNING_MAX
+        try:
+            yield
+        finally:
+            self._waits.discard(wait)
 
-    def _is_down(self, engine: VllmServer) -> bool:
-        return self._down_until.get(engine, 0.0) > self._clock()
-
-
-def _prefix(body: dict[str, Any]) -> str:
-    prompt = body.get("prompt", body.get("messages", ""))
-    if isinstance(prompt, str):
-        return prompt[:_PREFIX_CHARS]
-    if isinstance(prompt, list):
-        prompt = prompt[:_PREFIX_TOKENS]
-    return repr(prompt)[:_PREFIX_CHARS]  # what is no prompt an engine will refuse
-
-
-def _weight(engine: VllmServer, prefix: str) -> bytes:
-    """Weigh an engine for a key: highest-random-weight hashing moves little."""
-    return hashlib.sha256(f"{engine.url}\0{prefix}".encode()).digest()
+    def give_up(self) -> None:
+        """End what waits for its answers: it says nothing any more."""
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)

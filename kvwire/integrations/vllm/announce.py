@@ -1,0 +1,143 @@
+"""An engine says in a directory that it is there, so that a proxy finds it.
+
+Each rank is a member of its own, with the labels below: a proxy takes an engine when
+all of its ranks are there. Only the first engine of a data-parallel group does it, as
+the server's port is that of all of them. What changes is said at most once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kvwire import Communicator, Engine
+from kvwire.errors import ClosedOK, UsageError, shown
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import NAME_CHARS_MAX
+from kvwire.types import Address
+
+HTTP: Final = "http"
+RANK: Final = "rank"
+RANKS: Final = "ranks"
+SLOTS: Final = "slots"
+CARRYING: Final = "carrying"
+"""Labels: where the engine serves, which rank of how many this is, how many requests it
+computes at once, and by which transports its connections carry KV now."""
+
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+BOTH: Final = "both"
+ROLES: Final = (PREFILL, DECODE, BOTH)
+
+_OF_VLLM: Final = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": BOTH}
+# Load and labels are said anew so often at most.
+_PAUSE_S: Final = 1.0
+# Less of a change in load is not worth a record.
+_STEPS: Final = 20
+
+
+class Announcer:
+    """Announces one rank of an engine until it is closed.
+
+    Args:
+        http: Where the engine serves.
+        role: What it does; "" for what vLLM's config says.
+        vllm_config: vLLM's.
+        rank: Which rank this is.
+        model: A fingerprint of its model.
+
+    Attributes:
+        running: Requests of the last step; set by whoever runs steps.
+    """
+
+    def __init__(
+        self, http: str, role: str, vllm_config: Any, rank: int, model: str
+    ) -> None:
+        self.running: int = 0
+        said = vllm_config.kv_transfer_config.kv_role
+        self._role = role or _OF_VLLM.get(said, BOTH)
+        self._model = model
+        self._slots: int = vllm_config.scheduler_config.max_num_seqs
+        self._labels = {
+            HTTP: http_url(http),
+            RANK: str(rank),
+            RANKS: str(vllm_config.parallel_config.tensor_parallel_size),
+            SLOTS: str(self._slots),
+        }
+        self._keeping: concurrent.futures.Future[None] | None = None
+
+    def start(self, engine: Engine, address: str, cache: PagedCache) -> None:
+        """Begin to announce.
+
+        Args:
+            engine: Whose thread does it, and whose configuration names the directory.
+            address: Where this rank can be reached.
+            cache: Of whose specs the record has digests.
+
+        Raises:
+            UsageError: Nobody could dial this address.
+        """
+        if Address.parse(address).host in ("0.0.0.0", "::"):  # noqa: S104 - not bound
+            raise UsageError(
+                f"kv_connector_extra_config: {HTTP} announces this engine, and nobody "
+                f'can dial {address}: set "advertise" to the host that others dial'
+            )
+        self._keeping = engine.start(lambda one: self._keep(one, address, cache))
+
+    def close(self) -> None:
+        """Say nothing new; the engine takes the record back when it is closed."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+
+    async def _keep(
+        self, communicator: Communicator, address: str, cache: PagedCache
+    ) -> None:
+        said: object = None
+        while True:
+            load = min(1.0, self.running / max(1, self._slots))
+            load = round(load * _STEPS) / _STEPS
+            labels = self._labels | {CARRYING: _carrying(communicator)}
+            if said != (load, labels):
+                said = load, labels
+                try:
+                    communicator.announce(
+                        role=self._role,
+                        model=self._model,
+                        cache=cache,
+                        labels=labels,
+                        load=load,
+                        address=address,
+                    )
+                except ClosedOK:
+                    return
+            await asyncio.sleep(_PAUSE_S)
+
+
+def http_url(text: str) -> str:
+    """Return a base URL, made of its parts: nothing else of it is used.
+
+    Raises:
+        UsageError: It is no ``http://host:port``.
+    """
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as exc:
+        raise UsageError(f"{HTTP}={shown(text)}: {exc}") from None
+    more = (parts.username, parts.password, parts.query, parts.fragment)
+    if not host or any(more) or parts.path.strip("/") or parts.scheme not in _PORTS:
+        raise UsageError(f"{HTTP}={shown(text)} is no http://host:port")
+    where = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{where}:{port or _PORTS[parts.scheme]}"
+
+
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+def _carrying(communicator: Communicator) -> str:
+    """Return how many connections each transport carries."""
+    live = collections.Counter(one.transport for one in communicator.live_connections)
+    return " ".join(f"{name}:{n}" for name, n in sorted(live.items()))[:NAME_CHARS_MAX]

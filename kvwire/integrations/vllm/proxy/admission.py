@@ -1,0 +1,127 @@
+"""How much a proxy takes on: requests at once, requests that wait, and tries."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from kvwire.limits import (
+    PROXY_RETRY_AFTER_S_MAX,
+    PROXY_RETRY_MAX,
+    PROXY_RETRY_RESERVE,
+    PROXY_RETRY_SHARE,
+    PROXY_RUNNING_MAX,
+    PROXY_WAITING_MAX,
+)
+
+
+class QueueFull(Exception):
+    """Reports that too many requests wait.
+
+    Attributes:
+        retry_after_s: When there may be room, in whole seconds.
+    """
+
+    def __init__(self, waiting: int, retry_after_s: int) -> None:
+        super().__init__(f"{waiting} requests wait; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class Admission:
+    """Lets so many requests run, and so many more wait, first come first served.
+
+    Args:
+        running_max: How many may have an engine.
+        waiting_max: How many may wait for that.
+        clock: Seconds, steadily increasing.
+
+    Attributes:
+        running: How many run.
+        waiting: How many wait.
+        rejected: How many were sent away.
+    """
+
+    def __init__(
+        self,
+        running_max: int = PROXY_RUNNING_MAX,
+        waiting_max: int = PROXY_WAITING_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._running_max = running_max
+        self._waiting_max = waiting_max
+        self._clock = clock
+        self._turns = asyncio.Semaphore(running_max)
+        self._mean_s = 1.0
+        self.running: int = 0
+        self.waiting: int = 0
+        self.rejected: int = 0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn, and have it until this is exited.
+
+        Raises:
+            QueueFull: Too many wait already.
+
+        Cancel safety: safe, whoever does not wait any more has no turn.
+        """
+        if self._turns.locked() and self.waiting >= self._waiting_max:
+            self.rejected += 1
+            raise QueueFull(self.waiting, self._room_in_s())
+        self.waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._mean_s += (self._clock() - began - self._mean_s) / 8
+            self._turns.release()
+
+    def _room_in_s(self) -> int:
+        """Return when those that wait may have had their turns."""
+        s = self._mean_s * (self.waiting + 1) / self._running_max
+        return max(1, min(math.ceil(s), PROXY_RETRY_AFTER_S_MAX))
+
+
+class RetryBudget:
+    """Lets tries beyond a request's first be a share of all requests.
+
+    Args:
+        clock: Seconds, steadily increasing.
+
+    Attributes:
+        spent: How many there were.
+        refused: How many there would have been beyond it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left = PROXY_RETRY_RESERVE
+        self._at = clock()
+        self.spent: int = 0
+        self.refused: int = 0
+
+    def deposit(self) -> None:
+        """Note a request."""
+        self._left = min(PROXY_RETRY_MAX, self._left + PROXY_RETRY_SHARE)
+
+    def spend(self) -> bool:
+        """Tell whether there may be another try, and count it."""
+        now = self._clock()
+        if self._left < PROXY_RETRY_RESERVE:
+            self._left = min(PROXY_RETRY_RESERVE, self._left + now - self._at)
+        self._at = now
+        if self._left < 1:
+            self.refused += 1
+            return False
+        self._left -= 1
+        self.spent += 1
+        return True

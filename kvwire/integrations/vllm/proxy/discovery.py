@@ -1,0 +1,249 @@
+"""What a directory says of engines, as far as it may be used.
+
+Nobody who can write to a directory is believed. A record has passed the checks of
+:mod:`kvwire.directory.record`; here its labels are read, each with its own bounds, and
+both of its addresses have to be of hosts that the operator allows: the one of HTTP, to
+which prompts and the clients' keys are sent, and the one of KV, of which engines are
+told.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
+from kvwire.errors import UsageError, shown
+from kvwire.integrations.vllm.announce import (
+    HTTP,
+    RANK,
+    RANKS,
+    ROLES,
+    SLOTS,
+    http_url,
+)
+from kvwire.limits import MEMBERS_MAX, PROXY_RANKS_MAX
+from kvwire.security.keys import is_loopback
+from kvwire.types import Address
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+_SLOTS_MAX = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmMember:
+    """Describes one rank of an engine, as its record does.
+
+    Attributes:
+        url: Where the engine serves HTTP.
+        address: Where this rank listens for KV.
+        rank: Which one.
+        ranks: How many the engine has.
+        start: The incarnation.
+        role: What the engine does.
+        model: A fingerprint of its model.
+        load: How busy it says it is.
+        slots: Requests that it computes at once; 0 if it does not say.
+        transports: What can carry KV there.
+        labels: All of them.
+    """
+
+    url: str
+    address: str
+    rank: int
+    ranks: int
+    start: str
+    role: str
+    model: str
+    load: float
+    slots: int
+    transports: tuple[str, ...]
+    labels: dict[str, str]
+
+
+class AllowedHosts:
+    """Says which hosts may be dialled because a directory names them.
+
+    Args:
+        texts: Networks (``10.0.0.0/8``), addresses, names (``engine-1``), and names
+            with all below them (``*.fleet.svc``). Without any: addresses of this host.
+
+    Raises:
+        UsageError: One of them is none of these.
+    """
+
+    def __init__(self, texts: Sequence[str] = ()) -> None:
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        self._names: set[str] = set()
+        self._below: list[str] = []
+        for text in texts:
+            try:
+                self._networks.append(ipaddress.ip_network(text))
+                continue
+            except ValueError:
+                bare = text.removeprefix("*.")
+            if not bare or not set(bare.lower()) <= _OF_NAMES or bare[0].isdigit():
+                raise UsageError(
+                    f"allow {text!r}: write a network (10.0.0.0/8), a name, or a name "
+                    f"with all below it (*.fleet.svc)"
+                )
+            if bare == text:
+                self._names.add(text.lower())
+            else:
+                self._below.append(text[1:].lower())
+        self._this_host = not texts
+
+    def check(self, host: str) -> None:
+        """Refuse a host that nobody has allowed.
+
+        Raises:
+            UsageError: Nobody has; names it.
+        """
+        host = host.lower()
+        try:
+            ip = ipaddress.ip_address(host)
+        except ValueError:
+            fine = host in self._names or any(map(host.endswith, self._below))
+            fine = fine and set(host) <= _OF_NAMES
+            fine = fine or (self._this_host and host == "localhost")
+        else:
+            fine = any(ip in network for network in self._networks)
+            fine = fine or (self._this_host and is_loopback(host))
+        if not fine:
+            raise UsageError(f"{shown(host)} is no host that --allow names")
+
+
+def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
+    """Return what a record says of an engine.
+
+    Raises:
+        UsageError: It says nothing of one, or names what must not be dialled.
+    """
+    labels = record.labels
+    rank, ranks = _count(labels, RANK, 0), _count(labels, RANKS, 1)
+    if not 0 <= rank < ranks <= PROXY_RANKS_MAX:
+        raise UsageError(f"rank {rank} of {ranks}; {PROXY_RANKS_MAX} ranks are allowed")
+    if record.role not in ROLES:
+        raise UsageError(f"role {shown(record.role)} is none of {', '.join(ROLES)}")
+    slots = _count(labels, SLOTS, 0)
+    if slots > _SLOTS_MAX:
+        raise UsageError(f"{slots} slots; {_SLOTS_MAX} are allowed")
+    address = Address.parse(record.address)
+    if address.scheme != "tcp" or not address.port:
+        raise UsageError(f"{shown(record.address)} is no tcp://host:port")
+    url = http_url(labels.get(HTTP, ""))
+    for host in (address.host, urlsplit(url).hostname or ""):
+        allowed.check(host)
+    return VllmMember(
+        url=url,
+        address=str(address),
+        rank=rank,
+        ranks=ranks,
+        start=record.key,
+        role=record.role,
+        model=record.model,
+        load=min(record.load, 1.0),
+        slots=slots,
+        transports=record.transports,
+        labels=labels,
+    )
+
+
+class Listed(Protocol):
+    """What hears of engines, such as an :class:`EngineFleet`."""
+
+    def joined(self, key: str, member: VllmMember) -> None:
+        """Take a rank that is there."""
+
+    def left(self, key: str) -> None:
+        """Take it that a rank is gone."""
+
+
+class Discovery:
+    """Tells a fleet what becomes of engines in a directory.
+
+    Args:
+        directory: Whose records are read; closed with this.
+        fleet: Hears of them.
+        allowed: Hosts that may be dialled.
+        selector: Which members are meant.
+
+    Attributes:
+        refused: How many records could not be used.
+        wake: Called when an engine may be new.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        fleet: Listed,
+        allowed: AllowedHosts,
+        selector: Selector | str = "",
+    ) -> None:
+        self._directory = directory
+        self._fleet = fleet
+        self._allowed = allowed
+        self._selector = selector
+        # Keys of which the log has had a reason. bounded: MEMBERS_MAX
+        self._said: set[str] = set()
+        self.refused: int = 0
+        self.wake: Callable[[], None] = lambda: None
+
+    @property
+    def ignored(self) -> int:
+        """Count the entries that were no record, or could not be used."""
+        return self._directory.ignored + self.refused
+
+    async def watch(self) -> None:
+        """Follow the directory until this is cancelled; one that is away is waited for.
+
+        Raises:
+            UsageError: The selector is none.
+
+        Cancel safety: safe, it only looks.
+        """
+        async with aclosing(self._directory.watch(self._selector)) as changes:
+            async for change in changes:
+                self._take(change)
+
+    async def close(self) -> None:
+        """Let go of the directory. Never raises.
+
+        Cancel safety: safe, call it again.
+        """
+        await self._directory.close()
+
+    def _take(self, change: Change) -> None:
+        key = change.record.key
+        # A store, or a peer that is no vLLM, may be in the same directory.
+        if change.kind is ChangeKind.LEFT or HTTP not in change.record.labels:
+            self._said.discard(key)
+            self._fleet.left(key)
+            return
+        try:
+            member = read_member(change.record, self._allowed)
+        except UsageError as exc:
+            self.refused += 1
+            if key not in self._said and len(self._said) < MEMBERS_MAX:
+                logger.warning("a record in %s: %s", self._directory, exc)
+                self._said.add(key)
+            self._fleet.left(key)
+            return
+        self._fleet.joined(key, member)
+        self.wake()
+
+
+def _count(labels: dict[str, str], name: str, default: int) -> int:
+    text = labels.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(_SLOTS_MAX))):
+        raise UsageError(f"label {name}={shown(text)} is no number")
+    return int(text)
+
+
+_OF_NAMES = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-._")

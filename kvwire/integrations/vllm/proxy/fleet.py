@@ -1,0 +1,173 @@
+"""Which engines there are: those of the command line, and those of a directory.
+
+An engine of a directory is at one URL, and each of its ranks has announced itself. It
+is there when all of its ranks are; of two that claim one rank the later one counts, so
+that a restart replaces what has not left yet. Another start is another engine: what was
+noted of the last one (draining, failures) is not held against it.
+
+Whoever is not listed any more gets no new request, and what it has goes on. The same
+goes for one that is drained. One that nobody has heard an answer from gets none at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from kvwire.errors import UsageError
+from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
+from kvwire.integrations.vllm.proxy.discovery import VllmMember
+from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
+from kvwire.integrations.vllm.proxy.policy import (
+    BY_PREFIX,
+    ROUND_ROBIN,
+    make_policy,
+)
+
+
+class EngineFleet:
+    """Holds the engines, and picks among them.
+
+    Args:
+        prefill: Engines of the command line that compute prompts.
+        decode: Those that answer.
+        route: Which one gets a request: a policy's name. Engines that decode take turns
+            where prompts go by their prefix alone.
+        clock: Seconds, steadily increasing.
+
+    Raises:
+        UsageError: There is no such policy.
+    """
+
+    def __init__(
+        self,
+        prefill: Iterable[VllmServer] = (),
+        decode: Iterable[VllmServer] = (),
+        *,
+        route: str = ROUND_ROBIN,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.clock: Callable[[], float] = clock
+        self._policies = {
+            PREFILL: make_policy(route),
+            DECODE: make_policy(ROUND_ROBIN if route == BY_PREFIX else route),
+        }
+        # Bounded by the command line.
+        self._static = {one: VllmEngine(server=one, role=PREFILL) for one in prefill}
+        for one in decode:
+            role = BOTH if one in self._static else DECODE
+            self._static[one] = VllmEngine(server=one, role=role)
+        # bounded: MEMBERS_MAX, both, by the watched directory
+        self._members: dict[str, dict[str, VllmMember]] = {}
+        self._found: dict[str, VllmEngine] = {}
+        # Not listed any more, and still at work.
+        self._leaving: set[VllmEngine] = set()
+
+    @property
+    def engines(self) -> list[VllmEngine]:
+        """Return all engines that may have a request."""
+        self._leaving = {engine for engine in self._leaving if engine.running}
+        return [*self._static.values(), *self._found.values(), *self._leaving]
+
+    def pick(
+        self,
+        role: str,
+        body: Mapping[str, Any],
+        tried: Collection[VllmEngine],
+        model: str | None = None,
+    ) -> VllmEngine | None:
+        """Return the engine for a request.
+
+        Args:
+            role: What it has to do.
+            body: The request.
+            tried: Engines that have failed it.
+            model: The fingerprint that it must have; None for any.
+
+        Returns:
+            None if there is none that has not failed it. Engines that are down come
+            last.
+        """
+        left = [
+            engine
+            for engine in (*self._static.values(), *self._found.values())
+            if engine.does(role)
+            and engine.ready
+            and not engine.draining
+            and engine not in tried
+            and model in (None, engine.model)
+        ]
+        now = self.clock()
+        choice = [engine for engine in left if engine.is_up(now)] or left
+        return self._policies[role].choose(choice, body) if choice else None
+
+    def lives(self, role: str) -> bool:
+        """Tell whether an engine of a role takes requests."""
+        now = self.clock()
+        return any(e.does(role) and e.state(now) in _TAKING for e in self.engines)
+
+    def down(self, engine: VllmEngine) -> None:
+        """Note that an engine has failed a request in a way that others would see."""
+        engine.down_until = self.clock() + DOWN_S
+
+    def drain(self, url: str, *, draining: bool = True) -> VllmEngine:
+        """Send an engine no new request, or some again.
+
+        Raises:
+            UsageError: There is none at this URL.
+        """
+        wanted = url.rstrip("/")
+        for engine in self.engines:
+            if engine.url == wanted:
+                engine.draining = draining
+                return engine
+        known = ", ".join(sorted(engine.url for engine in self.engines))
+        raise UsageError(f"no engine at {wanted!r}; there is: {known or 'none'}")
+
+    # --- what a directory says --------------------------------------------------------
+
+    def joined(self, key: str, member: VllmMember) -> None:
+        """Take a rank of an engine that has announced itself, or says something new."""
+        for url, ranks in list(self._members.items()):
+            if key in ranks and url != member.url:
+                self.left(key)
+        self._members.setdefault(member.url, {})[key] = member
+        self._update(member.url)
+
+    def left(self, key: str) -> None:
+        """Take it that a rank of an engine is gone."""
+        for url, ranks in list(self._members.items()):
+            if ranks.pop(key, None) is not None:
+                self._update(url)
+
+    def _update(self, url: str) -> None:
+        """Make the engine at a URL what the members there say."""
+        members = self._members[url]
+        if not members:
+            del self._members[url]
+        ranks = {member.rank: member for member in members.values()}
+        first = ranks.get(0)
+        found = self._found.get(url)
+        if first is None or any(rank not in ranks for rank in range(first.ranks)):
+            self._retire(self._found.pop(url, None))
+            return
+        start = " ".join(ranks[rank].start for rank in range(first.ranks))
+        if found is None or found.start != start:
+            self._retire(found)
+            remote = tuple(ranks[rank].address for rank in range(first.ranks))
+            found = VllmEngine(
+                server=VllmServer(url, remote), role="", start=start, ready=False
+            )
+            self._found[url] = found
+        found.role, found.model, found.slots = first.role, first.model, first.slots
+        found.load = max(ranks[rank].load for rank in range(first.ranks))
+        found.labels, found.transports = first.labels, first.transports
+
+    def _retire(self, engine: VllmEngine | None) -> None:
+        if engine is not None:
+            engine.listed = False
+            self._leaving.add(engine)  # bounded: PROXY_RUNNING_MAX, by what they run
+
+
+_TAKING = ("up", "slow")

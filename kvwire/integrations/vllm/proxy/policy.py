@@ -1,0 +1,127 @@
+"""Which of several engines gets a request: a plug-in point, and three ways.
+
+A policy of one's own is a class in any package, ``--route package.module:Class``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from kvwire.errors import UsageError, nearest
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
+
+LEAST_LOADED: Final = "least-loaded"
+ROUND_ROBIN: Final = "round-robin"
+BY_PREFIX: Final = "prefix"
+
+# So much of a prompt decides where it goes: about what a system prompt begins with.
+_PREFIX_TOKENS: Final = 256
+_PREFIX_CHARS: Final = 1024
+
+
+class Policy(ABC):
+    """Chooses engines for requests. Each role has a policy object of its own."""
+
+    @abstractmethod
+    def choose(
+        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
+    ) -> VllmEngine:
+        """Return one of the engines.
+
+        Args:
+            engines: Those that may be taken now, at least one; only to be read.
+            body: What the client has asked. It may be anything that JSON can say.
+        """
+
+
+class LeastLoaded(Policy):
+    """Takes the engine with the fewest requests; of several, where the prompt was.
+
+    That is the one of the highest weight for the prompt's beginning, so that a prompt
+    comes to an engine that may have its prefix, and an engine that comes or goes moves
+    few of them.
+    """
+
+    def choose(
+        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
+    ) -> VllmEngine:
+        """See :meth:`Policy.choose`."""
+        fewest = min(engine.requests for engine in engines)
+        best = [engine for engine in engines if engine.requests == fewest]
+        return best[0] if len(best) == 1 else _heaviest(best, body)
+
+
+class ByPrefix(Policy):
+    """Takes the same engine for equal beginnings, however busy it is."""
+
+    def choose(
+        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
+    ) -> VllmEngine:
+        """See :meth:`Policy.choose`."""
+        return _heaviest(engines, body)
+
+
+class RoundRobin(Policy):
+    """Takes engines in turns."""
+
+    def __init__(self) -> None:
+        self._turns = itertools.count()
+
+    def choose(
+        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
+    ) -> VllmEngine:
+        """See :meth:`Policy.choose`."""
+        return engines[next(self._turns) % len(engines)]
+
+
+_KNOWN: Final[Mapping[str, Callable[[], Policy]]] = {
+    LEAST_LOADED: LeastLoaded,
+    ROUND_ROBIN: RoundRobin,
+    BY_PREFIX: ByPrefix,
+}
+
+
+def make_policy(name: str) -> Policy:
+    """Return a policy by its name, or by ``package.module:Class``.
+
+    Raises:
+        UsageError: There is none of that name.
+    """
+    if name in _KNOWN:
+        return _KNOWN[name]()
+    module, colon, cls = name.partition(":")
+    if not colon:
+        hint = nearest(name, _KNOWN)
+        raise UsageError(f"route {name!r}; {hint}, or package.module:Class")
+    try:
+        made = getattr(importlib.import_module(module), cls)()
+    # A plug-in may raise anything.
+    except Exception as exc:
+        raise UsageError(f"route {name!r}: {type(exc).__name__}: {exc}") from exc
+    if not isinstance(made, Policy):
+        raise UsageError(f"route {name!r}: it is no {Policy.__module__}.Policy")
+    return made
+
+
+def _heaviest(engines: Sequence[VllmEngine], body: Mapping[str, Any]) -> VllmEngine:
+    prefix = _prefix(body)
+    return max(engines, key=lambda engine: _weight(engine.url, prefix))
+
+
+def _prefix(body: Mapping[str, Any]) -> str:
+    prompt = body.get("prompt", body.get("messages", ""))
+    if isinstance(prompt, str):
+        return prompt[:_PREFIX_CHARS]
+    if isinstance(prompt, list):
+        prompt = prompt[:_PREFIX_TOKENS]
+    return repr(prompt)[:_PREFIX_CHARS]  # what is no prompt an engine will refuse
+
+
+def _weight(url: str, prefix: str) -> bytes:
+    """Weigh an engine for a key: highest-random-weight hashing moves little."""
+    return hashlib.sha256(f"{url}\0{prefix}".encode()).digest()

@@ -1,0 +1,247 @@
+"""What a proxy shows of itself and its engines: ``/metrics`` and ``/fleet``."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from kvwire.extras import needed_by
+from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
+from kvwire.integrations.vllm.proxy.dispatch import ClientRequest
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.limits import PROXY_METRICS_BYTES_MAX
+from kvwire.observe.page import Table, render, share
+
+with needed_by("the proxy", extra="vllm"):
+    import httpx
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        Metric,
+    )
+    from prometheus_client.registry import Collector
+
+# For all engines together: a page that waits for a sick one helps nobody.
+_ASK_S: Final = 1.0
+# Hits and what was looked for, of vLLM's own cache and of KV from elsewhere.
+_HITS: Final = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+_FETCHED: Final = (
+    "vllm:external_prefix_cache_hits_total",
+    "vllm:external_prefix_cache_queries_total",
+)
+
+
+class ProxyState:
+    """Holds what a proxy shows.
+
+    Args:
+        fleet: Its engines.
+        admission: Its queue.
+        budget: Of its retries.
+        ignored: Counts the directory's entries that could not be used.
+
+    Attributes:
+        requests: Those under way, oldest first.
+        answered: Answers that were begun, by their status.
+    """
+
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        admission: Admission,
+        budget: RetryBudget,
+        ignored: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.fleet: EngineFleet = fleet
+        self.admission: Admission = admission
+        self.budget: RetryBudget = budget
+        self.ignored: Callable[[], int] = ignored
+        # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
+        self.requests: dict[ClientRequest, None] = {}
+        self.answered: collections.Counter[int] = collections.Counter()
+
+
+class ProxyCollector(Collector):
+    """Collects a proxy's numbers.
+
+    Args:
+        state: Whose.
+    """
+
+    def __init__(self, state: ProxyState) -> None:
+        self._state = state
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: names are known without the numbers."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the numbers of now. On the proxy's loop."""
+        state = self._state
+        answered = CounterMetricFamily(
+            "kvwire_proxy_requests", "Requests answered, by status", labels=["status"]
+        )
+        for status, number in sorted(state.answered.items()):
+            answered.add_metric([str(status)], number)
+        yield answered
+        for name, text, value in (
+            ("retries", "Tries beyond a request's first", state.budget.spent),
+            (
+                "retries_refused",
+                "Tries that the budget had no room for",
+                state.budget.refused,
+            ),
+            ("rejected", "Requests sent away with 429", state.admission.rejected),
+            (
+                "records_ignored",
+                "Entries of the directory that could not be used",
+                state.ignored(),
+            ),
+        ):
+            yield CounterMetricFamily(f"kvwire_proxy_{name}", text, value=value)
+        for name, text, value in (
+            ("running", "Requests that have an engine", state.admission.running),
+            ("waiting", "Requests that wait for their turn", state.admission.waiting),
+        ):
+            yield GaugeMetricFamily(f"kvwire_proxy_{name}", text, value=value)
+        yield from self._of_engines()
+
+    def _of_engines(self) -> Iterator[Metric]:
+        now, engines = self._state.fleet.clock(), self._state.fleet.engines
+        labels = ["engine", "role"]
+        up = GaugeMetricFamily(
+            "kvwire_proxy_engine_up", "Whether an engine takes requests", labels=labels
+        )
+        running = GaugeMetricFamily(
+            "kvwire_proxy_engine_running",
+            "Requests that an engine has of this proxy",
+            labels=labels,
+        )
+        load = GaugeMetricFamily(
+            "kvwire_proxy_engine_load",
+            "How busy an engine says it is, from 0 to 1",
+            labels=labels,
+        )
+        failed = CounterMetricFamily(
+            "kvwire_proxy_engine_failed",
+            "Requests that an engine has failed since it started",
+            labels=labels,
+        )
+        for engine in engines:
+            whose = [engine.url, engine.role]
+            up.add_metric(whose, engine.state(now) == "up")
+            running.add_metric(whose, engine.running)
+            load.add_metric(whose, engine.load)
+            failed.add_metric(whose, engine.failed)
+        yield from (up, running, load, failed)
+
+
+async def fleet_page(state: ProxyState, client: httpx.AsyncClient) -> str:
+    """Return the page about a proxy's engines and requests.
+
+    Cancel safety: safe, it only looks.
+    """
+    now, engines = state.fleet.clock(), state.fleet.engines
+    shares = await _shares(client, engines)
+    budget, admission = state.budget, state.admission
+    facts = [
+        ("running", str(admission.running)),
+        ("waiting", str(admission.waiting)),
+        ("sent away", str(admission.rejected)),
+        ("retries", f"{budget.spent}, {budget.refused} refused"),
+        ("records ignored", str(state.ignored())),
+    ]
+    rows = [
+        (
+            engine.url,
+            engine.role,
+            engine.state(now),
+            str(engine.running),
+            f"{engine.load:.0%}",
+            " ".join(engine.transports) or "-",
+            engine.labels.get("carrying", "-"),
+            *shares.get(engine, ("-", "-")),
+            f"{engine.answered}, {engine.failed} failed",
+            engine.model[:8] or "-",
+        )
+        for engine in sorted(engines, key=lambda one: (one.role, one.url))
+    ]
+    waiting = [
+        (
+            asked.path,
+            f"{now - asked.since:.1f} s",
+            asked.waits_for,
+            " → ".join(asked.engines) or "-",
+        )
+        for asked in state.requests
+    ]
+    return render(
+        "kvwire fleet",
+        facts,
+        [
+            Table("Engines", _ENGINE_COLUMNS, rows, "no engine has been found"),
+            Table("Requests under way", _REQUEST_COLUMNS, waiting),
+        ],
+    )
+
+
+_ENGINE_COLUMNS: Final = (
+    "engine",
+    "role",
+    "state",
+    "running",
+    "load",
+    "can carry",
+    "carrying",
+    "cache hits",
+    "KV fetched",
+    "answered",
+    "model",
+)
+_REQUEST_COLUMNS: Final = ("request", "since", "waits for", "engines")
+
+
+async def _shares(
+    client: httpx.AsyncClient, engines: Sequence[VllmEngine]
+) -> dict[VllmEngine, tuple[str, str]]:
+    """Ask engines for their hits; those that do not answer in time are left out."""
+    asking = {asyncio.ensure_future(_share(client, one)): one for one in engines}
+    if not asking:
+        return {}
+    try:
+        done, _ = await asyncio.wait(asking, timeout=_ASK_S)
+        return {asking[task]: found for task in done if (found := task.result())}
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+
+
+async def _share(
+    client: httpx.AsyncClient, engine: VllmEngine
+) -> tuple[str, str] | None:
+    text = b""
+    try:
+        async with client.stream("GET", f"{engine.url}/metrics") as said:
+            async for part in said.aiter_raw():
+                text += part
+                if said.is_error or len(text) > PROXY_METRICS_BYTES_MAX:
+                    return None
+        numbers = _sums(text.decode(errors="replace"))
+    except (httpx.HTTPError, ValueError):
+        return None
+    hits, fetched = ((numbers[a], numbers[b]) for a, b in (_HITS, _FETCHED))
+    return share(*hits), share(*fetched)
+
+
+def _sums(text: str) -> collections.defaultdict[str, float]:
+    """Add up the samples of the metrics that are looked at."""
+    found: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for line in text.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if name in (*_HITS, *_FETCHED):
+            found[name] += float(line.rpartition(" ")[2])
+    return found

@@ -1,0 +1,118 @@
+"""An engine that computes nothing, as a process: it answers, and it announces itself.
+
+python -m tests.integrations.vllm.fake_engine PORT ROLE DIRECTORY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import StreamingResponse as Streaming
+from starlette.routing import Route
+
+from kvwire.directory import Record, open_directory
+from kvwire.integrations.vllm import announce
+
+LEASE_S = 1.5
+TOKEN_S = 0.01
+METRICS = """\
+# HELP vllm:prefix_cache_hits_total ...
+vllm:prefix_cache_queries_total{model_name="m"} 200.0
+vllm:prefix_cache_hits_total{model_name="m"} 50.0
+vllm:external_prefix_cache_queries_total{model_name="m"} 100.0
+vllm:external_prefix_cache_hits_total{model_name="m"} 90.0
+"""
+
+
+def tokens_of(prompt: Any, count: int) -> list[int]:
+    """What every engine makes of a prompt."""
+    text = json.dumps(prompt)
+    return [hashlib.sha256(f"{text}{i}".encode()).digest()[0] for i in range(count)]
+
+
+def record(port: int, role: str, incarnation: str, **fields: Any) -> Record:
+    """What an engine says of itself."""
+    labels = {
+        announce.HTTP: f"http://127.0.0.1:{port}",
+        announce.SLOTS: "8",
+        announce.CARRYING: "tcp:2",
+        **fields.pop("labels", {}),
+    }
+    return Record(
+        name=f"{role}-{port}",
+        address=f"tcp://127.0.0.1:{port}",
+        incarnation=incarnation,
+        role=role,
+        labels=labels,
+        transports=("local", "tcp"),
+        lease_s=LEASE_S,
+        **fields,
+    )
+
+
+async def complete(request: Request) -> Response:
+    """A completion, or the first half of one."""
+    body = await request.json()
+    tokens = tokens_of(body["prompt"], body["max_tokens"])
+    if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+        await asyncio.sleep(TOKEN_S)
+        return JSONResponse({"tokens": tokens})
+    if not body.get("stream"):
+        await asyncio.sleep(TOKEN_S * len(tokens))
+        return JSONResponse({"tokens": tokens})
+
+    async def events() -> AsyncIterator[str]:
+        for token in tokens:
+            await asyncio.sleep(TOKEN_S)
+            yield f"data: {token}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return Streaming(events(), media_type="text/event-stream")
+
+
+async def health(_: Request) -> Response:
+    """Nothing, as vLLM's."""
+    return Response()
+
+
+async def metrics(_: Request) -> Response:
+    """A few lines of vLLM's."""
+    return PlainTextResponse(METRICS)
+
+
+def main(port: int, role: str, url: str) -> None:
+    """Serve until SIGTERM."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        directory = open_directory(url)
+        made = record(port, role, secrets.token_hex(16))
+        announcing = asyncio.create_task(directory.announce(made))
+        yield
+        announcing.cancel()
+        await directory.close()
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", complete, methods=["POST"]),
+            Route("/health", health),
+            Route("/metrics", metrics),
+        ],
+        lifespan=lifespan,
+    )
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

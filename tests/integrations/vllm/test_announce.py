@@ -1,0 +1,111 @@
+"""What an engine says of itself, as a proxy reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import UsageError
+from kvwire.directory import Change, ChangeKind, open_directory
+from kvwire.integrations.vllm.announce import Announcer, http_url
+from kvwire.integrations.vllm.config import VllmSettings
+from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
+from kvwire.integrations.vllm.worker import WorkerSide
+from tests.integrations.vllm.fakes import SHAPE
+
+
+def vllm_config(role: str = "kv_producer") -> Any:
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=role),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+
+
+def caches() -> dict[str, Any]:
+    shape = (8, SHAPE.block_tokens, SHAPE.kv_heads, 2 * SHAPE.head_dim)
+    return {"model.layers.0.self_attn.attn": np.zeros(shape, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("said", "role", "announced"),
+    [
+        ("kv_producer", "", "prefill"),
+        ("kv_consumer", "", "decode"),
+        ("kv_both", "", "both"),
+        ("kv_both", "decode", "decode"),
+    ],
+)
+async def test_a_worker_announces_itself_until_it_is_closed(
+    said: str, role: str, announced: str, tmp_path: Path
+) -> None:
+    """Its caches' specs, and its load as that changes; a proxy can use all of it."""
+    url = f"file:{tmp_path}?interval_s=0.01"
+    worker = WorkerSide(VllmSettings(), kvwire.Config(directory=url), [SHAPE])
+    http = "http://127.0.0.1:8100"
+    announcer = Announcer(http, role, vllm_config(said), 1, "a" * 32)
+    directory = open_directory(url)
+    try:
+        async with aclosing(directory.watch()) as changes, asyncio.timeout(60):
+            worker.register(caches())
+            worker.announce(announcer)
+            change: Change = await anext(changes)
+            member = read_member(change.record, AllowedHosts())
+            assert (member.url, member.address) == (http, worker.address)
+            assert (member.rank, member.ranks, member.slots) == (1, 2, 4)
+            assert (member.role, member.model) == (announced, "a" * 32)
+            assert len(change.record.specs) == 1
+            announcer.running = 3
+            change = await anext(changes)
+            assert (change.kind, change.record.load) == (ChangeKind.CHANGED, 0.75)
+            announcer.close()
+            await asyncio.to_thread(worker.close)
+            assert (await anext(changes)).kind is ChangeKind.LEFT
+    finally:
+        worker.close()
+        await directory.close()
+
+
+def test_an_address_that_nobody_can_dial(tmp_path: Path) -> None:
+    config = kvwire.Config(
+        directory=f"file:{tmp_path}", trust="psk", psk_file=key(tmp_path)
+    )
+    worker = WorkerSide(VllmSettings(listen="0.0.0.0:0"), config, [SHAPE])
+    try:
+        worker.register(caches())
+        with pytest.raises(UsageError, match='set "advertise"'):
+            worker.announce(Announcer("http://h:1", "", vllm_config(), 0, "m"))
+    finally:
+        worker.close()
+
+
+def key(folder: Path) -> str:
+    file = folder / "key"
+    file.touch(0o600)
+    file.write_text("ab" * 32)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("http://h", "http://h:80"),
+        ("https://H:1/", "https://h:1"),
+        ("http://[::1]:8", "http://[::1]:8"),
+    ],
+)
+def test_a_url(text: str, read: str) -> None:
+    assert http_url(text) == read
+
+
+@pytest.mark.parametrize("setting", [{"http": "h:1"}, {"role": "prefil"}, {"http": 7}])
+def test_settings_that_are_none(setting: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(setting))):
+        VllmSettings(**setting)

@@ -1,0 +1,417 @@
+"""Which engines a proxy has, which one it takes, how much it takes, what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvwire import UsageError
+from kvwire.directory import Record, open_directory
+from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
+from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull, RetryBudget
+from kvwire.integrations.vllm.proxy.discovery import (
+    AllowedHosts,
+    Discovery,
+    read_member,
+)
+from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.policy import (
+    BY_PREFIX,
+    LEAST_LOADED,
+    Policy,
+    make_policy,
+)
+from kvwire.integrations.vllm.proxy.probing import PROBE_S, SILENT_S, SLOW_S, Prober
+from kvwire.limits import (
+    PROXY_RETRY_AFTER_S_MAX,
+    PROXY_RETRY_RESERVE,
+    PROXY_RETRY_SHARE,
+)
+from tests.integrations.vllm.fake_engine import record
+from tests.integrations.vllm.test_proxy import (
+    ASK,
+    D1,
+    D2,
+    P1,
+    P2,
+    Engines,
+    answer,
+    fine,
+    refused,
+    turns_until,
+)
+from tests.support import virtual_time
+from tests.support.pairs import until
+
+HERE = AllowedHosts()
+
+
+def member(port: int = 1, role: str = DECODE, start: int = 1, **fields: Any) -> Any:
+    """A rank of an engine, under its key."""
+    said = record(port, role, f"{start:032x}", **fields)
+    return said.key, read_member(said, HERE)
+
+
+def engines(*loads: tuple[int, float, int]) -> list[VllmEngine]:
+    return [
+        VllmEngine(server=VllmServer(f"http://e{i}", ()), role=BOTH, load=load)
+        for i, (_, load, _) in enumerate(loads)
+    ]
+
+
+# --- policies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "taken"),
+    [
+        ([(0, 0.0, 0), (1, 0.0, 0)], "0"),
+        ([(2, 0.0, 0), (1, 0.0, 0)], "1"),
+        # What it says itself counts where other proxies keep it busy.
+        ([(0, 0.5, 8), (3, 0.1, 8)], "1"),
+        ([(5, 0.5, 8), (3, 0.9, 0)], "1"),
+        ([(1, 0.0, 0), (1, 0.0, 0), (0, 0.0, 0)], "2"),
+    ],
+)
+def test_the_least_loaded(told: list[tuple[int, float, int]], taken: str) -> None:
+    made = engines(*told)
+    for engine, (running, load, slots) in zip(made, told, strict=True):
+        engine.running, engine.load, engine.slots = running, load, slots
+    assert make_policy(LEAST_LOADED).choose(made, ASK).url == f"http://e{taken}"
+
+
+@pytest.mark.parametrize("route", [LEAST_LOADED, BY_PREFIX])
+def test_equal_beginnings_go_to_one_engine(route: str) -> None:
+    policy, made = make_policy(route), engines(*[(0, 0.0, 0)] * 4)
+
+    def taken(prompt: Any, among: Sequence[VllmEngine] = made) -> str:
+        return policy.choose(among, {"prompt": prompt}).url
+
+    system = list(range(300))
+    assert len({taken([*system, i]) for i in range(9)}) == 1
+    # One that goes moves only what it had.
+    before = {i: taken(f"{i}") for i in range(100)}
+    assert len(set(before.values())) == 4
+    after = {i: taken(f"{i}", made[:3]) for i in before}
+    assert {before[i] for i in before if before[i] != after[i]} == {made[3].url}
+    assert policy.choose(made, {"messages": [{"role": "user"}]}) in made
+
+
+@pytest.mark.parametrize("prompt", [None, 7, {"a": 1}, True])
+def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
+    """Which says what is wrong with it, as it does to everybody."""
+    fleet = EngineFleet([P1, P2], route=BY_PREFIX)
+    assert fleet.pick(PREFILL, {"prompt": prompt}, ())
+
+
+class First(Policy):
+    """A policy of somebody else's."""
+
+    def choose(
+        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
+    ) -> VllmEngine:
+        return engines[0]
+
+
+def test_a_policy_is_a_plug_in() -> None:
+    assert isinstance(make_policy(f"{__name__}:First"), First)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("least", "least-loaded"),
+        ("no.module:X", "no module|No module"),
+        (f"{__name__}:NoSuch", "AttributeError"),
+        ("builtins:object", r"no kvwire\.\S+\.Policy"),
+    ],
+)
+def test_a_route_that_is_none(name: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make_policy(name)
+
+
+# --- the fleet ------------------------------------------------------------------------
+
+
+def test_engines_that_are_down_come_last() -> None:
+    now = 0.0
+    fleet = EngineFleet([P1, P2], clock=lambda: now)
+    one, two = fleet.engines
+
+    def taken(*tried: VllmEngine) -> set[Any]:
+        return {fleet.pick(PREFILL, ASK, tried) for _ in range(4)}
+
+    fleet.down(one)
+    assert taken() == {two}
+    assert taken(two) == {one}
+    assert taken(one, two) == {None}
+    now = DOWN_S
+    assert taken() == {one, two}
+    assert not fleet.lives(DECODE)
+
+
+def test_one_server_in_both_roles() -> None:
+    (engine,) = EngineFleet([P1], [P1]).engines
+    assert engine.role == BOTH
+
+
+def test_an_engine_is_there_when_it_has_answered_and_all_its_ranks_are() -> None:
+    fleet = EngineFleet()
+
+    def rank(number: int, start: int) -> None:
+        labels = {"rank": str(number), "ranks": "2", "http": "http://127.0.0.1:1"}
+        fleet.joined(*member(7 + number, start=start, labels=labels))
+
+    rank(1, 1)
+    assert not fleet.engines
+    rank(0, 2)
+    (engine,) = fleet.engines
+    assert engine.server.remote == ("tcp://127.0.0.1:7", "tcp://127.0.0.1:8")
+    assert fleet.pick(DECODE, ASK, ()) is None
+    engine.ready = True
+    assert fleet.pick(DECODE, ASK, ()) is engine
+    fleet.left(f"{1:032x}")
+    assert fleet.pick(DECODE, ASK, ()) is None
+
+
+def test_an_engine_changes_leaves_and_starts_again() -> None:
+    fleet = EngineFleet()
+    fleet.joined(*member())
+    (first,) = fleet.engines
+    first.ready = True
+    fleet.drain(first.url)
+    assert fleet.pick(DECODE, ASK, ()) is None
+    fleet.drain(first.url, draining=False)
+    fleet.joined(*member(role=PREFILL, load=0.5))  # it says something new
+    assert fleet.engines == [first]
+    assert (first.role, first.load) == (PREFILL, 0.5)
+    assert fleet.pick(DECODE, ASK, ()) is None
+    with first.at_work():
+        # The next start is there before the record of the last one has gone.
+        fleet.joined(*member(start=2))
+        second, leaving = fleet.engines
+        assert (second.ready, leaving) == (False, first)
+        fleet.left(f"{1:032x}")
+        assert second in fleet.engines
+        assert first.state(0) == "draining"
+    assert fleet.engines == [second]
+    fleet.joined(*member(port=9, start=2))  # and moves
+    assert [engine.url for engine in fleet.engines] == ["http://127.0.0.1:9"]
+    with pytest.raises(UsageError, match=r"no engine at .*there is: http://127"):
+        fleet.drain(second.url)
+
+
+def test_only_engines_of_one_model_share_a_request() -> None:
+    fleet = EngineFleet()
+    fleet.joined(*member(1, PREFILL, 1, model="a"))
+    fleet.joined(*member(2, PREFILL, 2, model="b"))
+    for engine in fleet.engines:
+        engine.ready = True
+    chosen = fleet.pick(PREFILL, ASK, (), "b")
+    assert chosen is not None
+    assert chosen.model == "b"
+    assert fleet.pick(PREFILL, ASK, (), "c") is None
+
+
+# --- what a directory says ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"address": "tcp://10.0.0.1:1"}, "10.0.0.1.*no host that --allow"),
+        ({"address": "inproc://x"}, "tcp://host:port"),
+        ({"role": "store"}, "role 'store'"),
+        ({"http": "http://169.254.169.254"}, "no host"),
+        ({"http": "http://127.0.0.1.evil.example:80"}, "no host"),
+        ({"http": "http://u:p@127.0.0.1:80"}, "no http://"),
+        ({"http": "http://127.0.0.1:80/a?b=c"}, "no http://"),
+        ({"http": "http://127.0.0.1:80/admin"}, "no http://"),
+        ({"http": "file:///etc/passwd"}, "no http://"),
+        ({"http": "http://127.0.0.1:99999"}, "http"),
+        ({"http": "http://[::1"}, "http"),
+        ({"http": ""}, "no http://"),
+        ({"rank": "-1"}, "no number"),
+        ({"rank": "2", "ranks": "2"}, "rank 2 of 2"),
+        ({"ranks": "1000"}, "ranks are allowed"),
+        ({"slots": "٣"}, "no number"),
+        ({"slots": "9" * 100}, "no number"),
+        ({"slots": "9000000"}, "slots"),
+    ],
+)
+def test_a_record_that_is_not_used(fields: dict[str, str], words: str) -> None:
+    own = {key: fields[key] for key in fields.keys() & {"address", "role"}}
+    labels = {
+        "http": "http://127.0.0.1:80",
+        **{k: fields[k] for k in fields.keys() - own},
+    }
+    said = {"name": "x", "address": "tcp://127.0.0.1:1", "role": DECODE, **own}
+    made = Record(**said, labels=labels)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=words):
+        read_member(made, HERE)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "fine", "not_fine"),
+    [
+        ([], ["127.0.0.1", "::1", "localhost"], ["10.0.0.1", "host"]),
+        (["10.0.0.0/8"], ["10.9.8.7"], ["127.0.0.1", "localhost", "11.0.0.1"]),
+        (["fd00::/8", "10.0.0.1"], ["fd00::1", "10.0.0.1"], ["10.0.0.2", "fe80::1"]),
+        (["Engine-1"], ["engine-1", "ENGINE-1"], ["engine-2", "xengine-1"]),
+        (
+            ["*.fleet.svc"],
+            ["a.fleet.svc", "a.b.fleet.svc"],
+            ["fleet.svc", "afleet.svc"],
+        ),
+    ],
+)
+def test_hosts_that_are_allowed(
+    allowed: list[str], fine: list[str], not_fine: list[str]
+) -> None:
+    hosts = AllowedHosts(allowed)
+    for host in fine:
+        hosts.check(host)
+    for host in not_fine:
+        with pytest.raises(UsageError, match="no host that --allow names"):
+            hosts.check(host)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "*.", "10.0.0.0/99", "300.1.1.1", "a b", "http://a"]
+)
+def test_what_allows_nobody(text: str) -> None:
+    with pytest.raises(UsageError, match="allow"):
+        AllowedHosts([text])
+
+
+async def test_a_fleet_follows_a_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines come, say something new and go; what is no engine is passed over."""
+    directory = open_directory(f"file:{tmp_path}?interval_s=0.01")
+    fleet, woken = EngineFleet(), asyncio.Event()
+    discovery = Discovery(open_directory(str(directory.url.geturl())), fleet, HERE)
+    discovery.wake = woken.set
+    watching = asyncio.create_task(discovery.watch())
+    forged = record(1, DECODE, "2" * 32, labels={"http": "http://10.0.0.1:1"})
+    store = Record(name="s", address="tcp://127.0.0.1:3", incarnation="3" * 32)
+    try:
+        await directory.announce(store)
+        await directory.announce(forged)
+        await directory.announce(record(1, DECODE, "1" * 32))
+        await woken.wait()
+        await until(lambda: discovery.ignored == 1)
+        assert [engine.url for engine in fleet.engines] == ["http://127.0.0.1:1"]
+        assert "10.0.0.1" in caplog.text
+        await directory.announce(record(1, BOTH, "1" * 32, load=0.7))
+        await until(lambda: fleet.engines[0].load == 0.7)
+        await directory.withdraw("1" * 32)
+        await until(lambda: not fleet.engines)
+    finally:
+        watching.cancel()
+        await asyncio.wait({watching})
+        await discovery.close()
+        await directory.close()
+
+
+# --- how much is taken on -------------------------------------------------------------
+
+
+async def test_a_queue_that_is_full() -> None:
+    """Those who wait have their turns; the last estimate was of a very long one."""
+    now = 0.0
+    admission = Admission(1, 1, lambda: now)
+    end = asyncio.Event()
+
+    async def run() -> None:
+        async with admission.turn():
+            await end.wait()
+
+    for retry_after_s in (2, PROXY_RETRY_AFTER_S_MAX):
+        running, waiting = (asyncio.ensure_future(run()) for _ in range(2))
+        await turns_until(lambda: (admission.running, admission.waiting) == (1, 1))
+        with pytest.raises(QueueFull) as caught:
+            await run()
+        assert caught.value.retry_after_s == retry_after_s
+        now += 1e6
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert admission.waiting == 0
+        end.set()
+        await running
+        await run()
+        end.clear()
+    assert (admission.running, admission.rejected) == (0, 2)
+
+
+def test_retries_are_a_share_of_the_requests() -> None:
+    now = 0.0
+    budget = RetryBudget(lambda: now)
+    reserve = int(PROXY_RETRY_RESERVE)
+    assert [budget.spend() for _ in range(reserve + 1)] == [True] * reserve + [False]
+    for _ in range(round(3 / PROXY_RETRY_SHARE) + 1):
+        budget.deposit()
+    assert [budget.spend() for _ in range(4)] == [True] * 3 + [False]
+    now = 2.0
+    assert [budget.spend() for _ in range(3)] == [True] * 2 + [False]
+    assert (budget.spent, budget.refused) == (reserve + 5, 3)
+
+
+# --- whether engines live -------------------------------------------------------------
+
+
+def test_death_is_noticed_within_a_second() -> None:
+    """And silence, and a sick engine, and their ends. Virtual time."""
+    silent = asyncio.Event()
+
+    async def hangs(_: dict[str, Any]) -> httpx.Response:
+        await silent.wait()
+        return await fine({})
+
+    async def sick(_: dict[str, Any]) -> httpx.Response:
+        return answer(503, {})
+
+    async def watch() -> None:
+        clock = asyncio.get_running_loop().time
+        fleet = EngineFleet([P1, P2], [D1, D2], clock=clock)
+        network = Engines()
+        async with httpx.AsyncClient(transport=network) as client:
+            prober = Prober(fleet, client)
+            probing = asyncio.create_task(prober.run())
+
+            def states() -> list[str]:
+                return [engine.state(clock()) for engine in fleet.engines]
+
+            await virtual_time.pass_time(PROBE_S)
+            assert states() == ["up"] * 4
+            network.handlers |= {"p1": refused, "p2": hangs, "d1": sick}
+            given_up = asyncio.create_task(waits(fleet.engines[1]))
+            await virtual_time.pass_time(1.0)
+            assert states() == ["down", "up", "down", "up"]
+            assert fleet.lives(DECODE)
+            await virtual_time.pass_time(SLOW_S)
+            assert states() == ["down", "slow", "down", "up"]
+            assert not given_up.done()
+            await virtual_time.pass_time(SILENT_S)
+            with pytest.raises(TimeoutError):
+                given_up.result()
+            silent.set()
+            network.handlers.clear()
+            await virtual_time.pass_time(DOWN_S + 1)
+            assert states() == ["up"] * 4
+            probing.cancel()
+            await asyncio.wait({probing})
+
+    async def waits(engine: VllmEngine) -> None:
+        async with asyncio.timeout(None) as wait:
+            with engine.waited_for(wait):
+                await asyncio.Event().wait()
+
+    virtual_time.run(watch())

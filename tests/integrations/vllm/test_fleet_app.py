@@ -1,0 +1,247 @@
+"""The proxy's own pages and limits: /fleet, /metrics, /health, /drain, 429."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from kvwire.directory import open_directory
+from kvwire.integrations.vllm.announce import BOTH, DECODE
+from kvwire.integrations.vllm.proxy.admission import Admission
+from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.discovery import (
+    Discovery,
+)
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.requests import AT_ONCE
+from kvwire.limits import (
+    PROXY_METRICS_BYTES_MAX,
+    PROXY_RETRY_RESERVE,
+    PROXY_RETRY_SHARE,
+)
+from tests.integrations.vllm.fake_engine import METRICS, record
+from tests.integrations.vllm.test_fleet import HERE, member
+from tests.integrations.vllm.test_proxy import (
+    ASK,
+    D1,
+    D2,
+    P1,
+    P2,
+    Engines,
+    Handler,
+    fine,
+    refused,
+    turns_until,
+)
+from tests.support.pairs import until
+
+# --- the application ------------------------------------------------------------------
+
+
+def app(network: Engines, **options: Any) -> Starlette:
+    fleet = options.pop("fleet", None) or EngineFleet([P1, P2], [D1, D2])
+    return make_app(fleet, order=AT_ONCE, transport=network, **options)
+
+
+async def call(
+    application: Starlette,
+    method: str,
+    path: str,
+    client: str = "127.0.0.1",
+    **more: Any,
+) -> httpx.Response:
+    transport = httpx.ASGITransport(application, client=(client, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
+        return await user.request(method, path, **more)
+
+
+async def test_too_many_requests() -> None:
+    may_answer = asyncio.Event()
+
+    async def waits(body: dict[str, Any]) -> httpx.Response:
+        await may_answer.wait()
+        return await fine(body)
+
+    network = Engines(d1=waits, d2=waits)
+    application = app(network, admission=Admission(1, 1))
+    asking = [
+        asyncio.ensure_future(call(application, "POST", "/v1/completions", json=ASK))
+        for _ in range(2)
+    ]
+    await turns_until(lambda: len(network.asked) == 2)
+    said = await call(application, "POST", "/v1/completions", json=ASK)
+    assert said.status_code == 429
+    assert int(said.headers["retry-after"]) >= 1
+    assert "1 requests wait" in said.json()["error"]["message"]
+    page = (await call(application, "GET", "/fleet")).text
+    assert "the first token" in page
+    assert "its turn" in page
+    may_answer.set()
+    assert [(await one).status_code for one in asking] == [200, 200]
+    text = (await call(application, "GET", "/metrics")).text
+    for line in (
+        'kvwire_proxy_requests_total{status="200"} 2.0',
+        'kvwire_proxy_requests_total{status="429"} 1.0',
+        "kvwire_proxy_rejected_total 1.0",
+        'kvwire_proxy_engine_up{engine="http://p1",role="prefill"} 1.0',
+    ):
+        assert line in text
+
+
+async def test_retries_beyond_the_budget() -> None:
+    """A fleet that is broken is not asked again and again; the client may."""
+    network = Engines(d1=refused, d2=refused)
+    fleet = EngineFleet([], [D1, D2])
+    application = app(network, fleet=fleet)
+    for _ in range(30):
+        said = await call(application, "POST", "/v1/completions", json=ASK)
+        assert said.status_code == 503
+        assert said.headers["retry-after"] == "1"
+    assert len(network.asked) < 30 + PROXY_RETRY_RESERVE + 30 * PROXY_RETRY_SHARE + 2
+    text = (await call(application, "GET", "/metrics")).text
+    assert "kvwire_proxy_retries_refused_total 0.0" not in text
+
+
+async def test_health_is_that_of_decode_engines() -> None:
+    application = app(Engines(d1=refused, d2=refused))
+    assert (await call(application, "GET", "/health")).status_code == 200
+    await call(application, "POST", "/v1/completions", json=ASK)
+    assert (await call(application, "GET", "/health")).status_code == 503
+    nobody = app(Engines(), fleet=EngineFleet())
+    assert (await call(nobody, "GET", "/health")).status_code == 503
+    said = await call(nobody, "POST", "/v1/completions", json=ASK)
+    assert (
+        said.status_code,
+        (await call(nobody, "GET", "/v1/models")).status_code,
+    ) == (
+        503,
+        503,
+    )
+    assert "there is none that takes requests" in said.json()["error"]["message"]
+
+
+async def test_draining_an_engine() -> None:
+    may_answer = asyncio.Event()
+
+    async def waits(body: dict[str, Any]) -> httpx.Response:
+        await may_answer.wait()
+        return await fine(body)
+
+    network = Engines(d1=waits)
+    application = app(network)
+
+    async def drain(**asked: Any) -> tuple[int, Any]:
+        said = await call(application, "POST", "/drain", json=asked)
+        return said.status_code, said.json()
+
+    asking = asyncio.ensure_future(
+        call(application, "POST", "/v1/completions", json=ASK)
+    )
+    await turns_until(lambda: "d1" in network.hosts())
+    assert await drain(engine=D1.url) == (202, {"engine": D1.url, "running": 1})
+    waiting = asyncio.ensure_future(drain(engine=f"{D1.url}/", wait_s=30))
+    for _ in range(3):
+        await call(application, "POST", "/v1/completions", json=ASK)
+    assert network.hosts().count("d1") == 1
+    may_answer.set()
+    assert await waiting == (200, {"engine": D1.url, "running": 0})
+    assert (await asking).status_code == 200
+    await drain(engine=D1.url, drain=False)
+    for _ in range(2):
+        await call(application, "POST", "/v1/completions", json=ASK)
+    assert network.hosts().count("d1") == 2
+    assert (await drain(engine="http://nobody"))[0] == 400
+    assert (await drain(wait_s="x"))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("key", "client", "header", "status"),
+    [
+        (b"", "127.0.0.1", "", 200),
+        (b"", "10.0.0.1", "", 403),
+        (b"secret", "127.0.0.1", "", 403),
+        (b"secret", "127.0.0.1", "Bearer " + b"other".hex(), 403),
+        (b"secret", "10.0.0.1", "Bearer " + b"secret".hex(), 200),
+    ],
+)
+async def test_who_may_drain(key: bytes, client: str, header: str, status: int) -> None:
+    application = app(Engines(), operator_key=key)
+    said = await call(
+        application,
+        *("POST", "/drain", client),
+        json={"engine": D1.url},
+        headers={"authorization": header},
+    )
+    assert said.status_code == status
+
+
+async def test_an_engine_that_is_given_up_costs_another_try() -> None:
+    """It was silent for too long, so what waits for it is asked elsewhere."""
+
+    async def hangs(_: dict[str, Any]) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    network = Engines(d1=hangs)
+    fleet = EngineFleet([], [D1, D2])
+    application = app(network, fleet=fleet)
+    asking = asyncio.ensure_future(
+        call(application, "POST", "/v1/completions", json=ASK)
+    )
+    await turns_until(lambda: "d1" in network.hosts())
+    fleet.engines[0].give_up()
+    assert (await asking).json() == {"tokens": 9}
+    assert network.hosts() == ["d1", "d2"]
+
+
+async def test_the_page_shows_engines_and_their_hits() -> None:
+    """What they say is escaped; one that says too much, or nothing, has no figures."""
+
+    def says(text: str) -> Handler:
+        async def handler(_: dict[str, Any]) -> httpx.Response:
+            return httpx.Response(200, stream=httpx.ByteStream(text.encode()))
+
+        return handler
+
+    fleet = EngineFleet([P1, P2], [D1, D2])
+    fleet.joined(*member(5, labels={"carrying": "<script>"}, load=0.25))
+    network = Engines(
+        p1=refused,
+        p2=says("x" * (PROXY_METRICS_BYTES_MAX + 1)),
+        d1=says(METRICS),
+        d2=says("vllm:prefix_cache_hits_total x"),
+    )
+    application = app(network, fleet=fleet)
+    said = await call(application, "GET", "/fleet")
+    assert said.headers["content-security-policy"].startswith("default-src 'none'")
+    for text in ("25%", "90%", "http://127.0.0.1:5", "starting", "&lt;script&gt;"):
+        assert text in said.text
+    assert "<script>" not in said.text
+    assert said.text.count("90%") == 1
+
+
+async def test_the_trace_of_a_client_goes_on(tmp_path: Path) -> None:
+    """In both engines, with a directory as without one; its own tasks end with it."""
+    directory = open_directory(f"file:{tmp_path}?interval_s=0.01")
+    fleet = EngineFleet()
+    network = Engines()
+    await directory.announce(record(1, BOTH, "1" * 32))
+    discovery = Discovery(open_directory(directory.url.geturl()), fleet, HERE)
+    application = app(network, fleet=fleet, discovery=discovery)
+    async with application.router.lifespan_context(application):
+        await until(lambda: fleet.lives(DECODE))
+        trace = {
+            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        }
+        said = await call(
+            application, "POST", "/v1/completions", json=ASK, headers=trace
+        )
+    assert json.loads(said.content) == {"tokens": 9}
+    assert network.headers["127.0.0.1"]["traceparent"] == trace["traceparent"]
+    await directory.close()
