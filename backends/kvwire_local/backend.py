@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from kvwire.backend import (
     Availability,
     Backend,
     Capabilities,
     Finding,
-    Link,
-    Listener,
 )
 from kvwire.backend.lane import Lane, LaneContext
-from kvwire.errors import BackendUnavailable
-from kvwire.types import Address
 from kvwire_local import diagnosis
 from kvwire_local.lane import READ_METHODS, LocalLane
 from kvwire_local.tracer_slot import CHOICES
@@ -54,28 +49,6 @@ class LocalBackend(Backend):
         """Return what the kernel permits."""
         return diagnosis.findings() if cls.availability().available else ()
 
-    async def listen(
-        self, address: Address, accept: Callable[[Link], None]
-    ) -> Listener:
-        """Refuse: this backend has lanes only.
-
-        Raises:
-            BackendUnavailable: Always; it says what to listen on.
-
-        Cancel safety: safe.
-        """
-        _no_links("listen on")
-
-    async def connect(self, address: Address) -> Link:
-        """Refuse: this backend has lanes only.
-
-        Raises:
-            BackendUnavailable: Always; it says what to connect to.
-
-        Cancel safety: safe.
-        """
-        _no_links("connect to")
-
     def open_lane(self, context: LaneContext) -> Lane:
         """Prepare a lane to a process that is hopefully on this host.
 
@@ -84,11 +57,3 @@ class LocalBackend(Backend):
             UsageError: A setting has no such value.
         """
         return LocalLane(context)
-
-
-def _no_links(what: str) -> NoReturn:
-    raise BackendUnavailable(
-        f"local has no addresses: {what} a tcp address of this host, such as "
-        f"tcp://127.0.0.1:7400, and data goes over local by itself; require it with "
-        f'transport="local"'
-    )

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 from kvwire.backend import (
     Availability,
     Backend,
     Capabilities,
     Finding,
-    Link,
-    Listener,
 )
 from kvwire.backend.lane import Lane, LaneContext
-from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
-from kvwire.types import Address, MemoryKind
+from kvwire.types import MemoryKind
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import MOVE, START, CollectiveLibrary, chosen
 
@@ -64,28 +60,6 @@ class NcclBackend(Backend):
             for name, (there, why) in zip(("GPU", "nccl4py"), _NEEDS, strict=True)
         )
 
-    async def listen(
-        self, address: Address, accept: Callable[[Link], None]
-    ) -> Listener:
-        """Refuse: NCCL has no addresses of its own.
-
-        Raises:
-            BackendUnavailable: Always.
-
-        Cancel safety: safe.
-        """
-        _no_links(address)
-
-    async def connect(self, address: Address) -> Link:
-        """Refuse: NCCL has no addresses of its own.
-
-        Raises:
-            BackendUnavailable: Always.
-
-        Cancel safety: safe.
-        """
-        _no_links(address)
-
     def open_lane(self, context: LaneContext) -> Lane:
         """See :class:`~kvwire.backend.Backend`.
 
@@ -115,10 +89,3 @@ _NEEDS = (
     (_has_gpu, "this machine has no NVIDIA GPU, and nccl moves GPU memory only"),
     (_has_nccl4py, "nccl4py is not installed"),
 )
-
-
-def _no_links(address: Address) -> NoReturn:
-    raise BackendUnavailable(
-        f"{address}: nccl carries data beside a control link and has no addresses of "
-        f'its own; listen on and connect to tcp://..., with transport="nccl"'
-    )

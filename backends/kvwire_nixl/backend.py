@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Final, NoReturn
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 from kvwire.backend import (
     Availability,
     Backend,
     Capabilities,
     Finding,
-    Link,
-    Listener,
 )
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
 from kvwire.limits import CLOSE_TIMEOUT_S
-from kvwire.types import Address
 from kvwire_nixl import library
 from kvwire_nixl.lane import NixlLane
 from kvwire_nixl.settings import parse
@@ -80,28 +77,6 @@ class NixlBackend(Backend):
             Finding(name="plug-ins", state="ok", text=f"found {plugins}"),
         )
 
-    async def listen(
-        self, address: Address, accept: Callable[[Link], None]
-    ) -> Listener:
-        """Refuse: NIXL listens nowhere.
-
-        Raises:
-            BackendUnavailable: Always.
-
-        Cancel safety: safe.
-        """
-        _no_links(address)
-
-    async def connect(self, address: Address) -> Link:
-        """Refuse: NIXL listens nowhere.
-
-        Raises:
-            BackendUnavailable: Always.
-
-        Cancel safety: safe.
-        """
-        _no_links(address)
-
     def open_lane(self, context: LaneContext) -> Lane:
         """See :class:`~kvwire.backend.Backend`.
 
@@ -124,10 +99,3 @@ class NixlBackend(Backend):
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
         if self._lanes:
             _log.error("%d lanes have reads that are not over", len(self._lanes))
-
-
-def _no_links(address: Address) -> NoReturn:
-    raise BackendUnavailable(
-        f"{address}: nixl carries data beside a control link and has no addresses of "
-        f'its own; listen on and connect to tcp://..., with transport="nixl"'
-    )

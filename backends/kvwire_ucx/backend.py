@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import ClassVar, Final, NoReturn
+from collections.abc import Mapping
+from typing import ClassVar, Final
 
 from kvwire.backend import (
     Availability,
     Backend,
     Capabilities,
     Finding,
-    Link,
-    Listener,
 )
 from kvwire.backend.lane import Lane, LaneContext
-from kvwire.errors import BackendUnavailable
 from kvwire.limits import CLOSE_TIMEOUT_S
-from kvwire.types import Address
 from kvwire_ucx import diagnosis
 from kvwire_ucx.context import Context
 from kvwire_ucx.lane import UcxLane
@@ -62,28 +58,6 @@ class UcxBackend(Backend):
         """See :class:`~kvwire.backend.Backend`."""
         return diagnosis.findings()
 
-    async def listen(
-        self, address: Address, accept: Callable[[Link], None]
-    ) -> Listener:
-        """Refuse: UCX has no addresses of its own.
-
-        Raises:
-            BackendUnavailable: Always.
-
-        Cancel safety: safe.
-        """
-        _no_links(address)
-
-    async def connect(self, address: Address) -> Link:
-        """Refuse: UCX has no addresses of its own.
-
-        Raises:
-            BackendUnavailable: Always.
-
-        Cancel safety: safe.
-        """
-        _no_links(address)
-
     def open_lane(self, context: LaneContext) -> Lane:
         """See :class:`~kvwire.backend.Backend`.
 
@@ -125,10 +99,3 @@ class UcxBackend(Backend):
         if key not in self._contexts:
             self._contexts[key] = Context(settings)
         return self._contexts[key]
-
-
-def _no_links(address: Address) -> NoReturn:
-    raise BackendUnavailable(
-        f"{address}: ucx carries data beside a control link and has no addresses of "
-        f'its own; listen on and connect to tcp://..., with transport="ucx"'
-    )

@@ -321,27 +321,40 @@ class Backend(ABC):
                     f"{nearest(value, choices)}"
                 )
 
-    @abstractmethod
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
     ) -> Listener:
         """Listen on exactly ``address``; ``accept`` gets each link, not yet started.
 
+        A backend without links leaves it as it is.
+
         Raises:
             OSError: The address cannot be bound.
+            BackendUnavailable: It has no links.
 
         Cancel safety: safe, nothing stays bound.
         """
+        raise self._has_no_links(address)
 
-    @abstractmethod
     async def connect(self, address: Address) -> Link:
         """Connect to ``address``; the link is not yet started.
 
+        A backend without links leaves it as it is.
+
         Raises:
             OSError: Nobody listens there, or it cannot be reached.
+            BackendUnavailable: It has no links.
 
         Cancel safety: safe, a half-made link is closed.
         """
+        raise self._has_no_links(address)
+
+    def _has_no_links(self, address: Address) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"{address}: {self.scheme} carries data beside a control link and has no "
+            "addresses of its own; listen on and connect to tcp://..., with "
+            f'transport="{self.scheme}"'
+        )
 
     def use_tls(self, files: TlsFiles) -> None:
         """Put every link and every lane inside TLS; called before the first of them.

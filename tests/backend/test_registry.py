@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from kvwire.backend import API_VERSION, Backend, registry
+from kvwire.errors import BackendUnavailable
+from kvwire.types import Address
 
 _BACKEND = """
 from kvwire.backend import Availability, Backend
@@ -193,3 +195,13 @@ def test_own_backends_come_the_same_way(name: str) -> None:
     assert issubclass(cls, Backend)
     assert cls.scheme == name
     assert registry.availability(name).available
+
+
+@pytest.mark.parametrize("name", ["local", "nccl", "nixl", "ucx"])
+async def test_who_has_no_links_says_what_to_listen_on(name: str) -> None:
+    backend, address = registry.load(name)(), Address(name, "127.0.0.1", 1)
+    says = f'tcp://..., with transport="{name}"'
+    with pytest.raises(BackendUnavailable, match=re.escape(says)):
+        await backend.listen(address, lambda link: None)
+    with pytest.raises(BackendUnavailable, match=re.escape(says)):
+        await backend.connect(address)

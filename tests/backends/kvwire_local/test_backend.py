@@ -7,8 +7,6 @@ import sys
 import pytest
 
 from kvwire.backend import registry
-from kvwire.errors import BackendUnavailable
-from kvwire.types import Address
 from kvwire_local import LocalBackend
 
 
@@ -24,11 +22,3 @@ def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert not found.available
     assert "this is darwin" in found.reason
     assert found.remedy == "use tcp"
-
-
-async def test_it_has_no_addresses() -> None:
-    backend, address = LocalBackend(), Address("local", "here")
-    with pytest.raises(BackendUnavailable, match="listen on a tcp address of this"):
-        await backend.listen(address, print)
-    with pytest.raises(BackendUnavailable, match="connect to a tcp address of this"):
-        await backend.connect(address)

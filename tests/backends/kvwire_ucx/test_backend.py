@@ -13,7 +13,7 @@ from kvwire.backend import registry
 from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.testing.harness import loopback
-from kvwire.types import Address, Role
+from kvwire.types import Role
 from kvwire_ucx import UcxBackend, diagnosis
 from kvwire_ucx import backend as module
 from kvwire_ucx.context import Context, Resource
@@ -27,15 +27,6 @@ def test_it_is_found_by_its_name() -> None:
     assert registry.load("ucx") is UcxBackend
     assert UcxBackend.capabilities.lanes
     assert not UcxBackend.capabilities.links
-
-
-async def test_it_has_no_addresses_of_its_own() -> None:
-    backend = UcxBackend()
-    address = Address("ucx", "127.0.0.1", 1)
-    with pytest.raises(BackendUnavailable, match='with transport="ucx"'):
-        await backend.listen(address, lambda link: None)
-    with pytest.raises(BackendUnavailable, match='with transport="ucx"'):
-        await backend.connect(address)
 
 
 @needs_ucx
