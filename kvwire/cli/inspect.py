@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvwire import KVWireError, Snapshot
-from kvwire.cli.doctor.findings import in_bytes
 from kvwire.errors import printable
 from kvwire.observe.inspect import snapshots, sockets, traces
+from kvwire.observe.page import in_bytes
 from kvwire.observe.trace import document
 
 # A link with nothing to say says so as often.

@@ -16,8 +16,8 @@ from rich.console import Console
 
 import kvwire
 from kvwire import Config, KVWireError
-from kvwire.cli.doctor.findings import in_bytes
 from kvwire.limits import STORE_BERTH_BYTES
+from kvwire.observe.page import in_bytes
 from kvwire.store.address import TierAddress
 from kvwire.store.server.messages import StatsReport, TierRow
 from kvwire.store.server.stats_client import ask_report
@@ -54,8 +54,9 @@ def serve(
         berth: The most that one transfer moves, so the largest block; 16MiB.
         write: When a put is complete: "through", when a disk has it, or "back", when
             memory has it.
-        metrics: Answer GET of /metrics (Prometheus) and /health here, to anybody who
-            can reach it; such as 127.0.0.1:9400. Needs the extra `metrics`.
+        metrics: Answer GET of /metrics (Prometheus), /health and /fleet (a page for
+            people) here, to anybody who can reach it; such as 127.0.0.1:9400. Needs the
+            extra `metrics`.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -128,7 +129,7 @@ async def _serve(
             if metrics:
                 from kvwire.observe.http import MetricsServer  # noqa: PLC0415 - an extra
 
-                monitored = stack.enter_context(MetricsServer(store, metrics))
+                monitored = stack.enter_context(MetricsServer(store, metrics, server))
                 also = f"; metrics at {monitored.url}"
             served = f"{', '.join(tiers)} on {server.address}"
             console.print(f"serving {served}{also}; Ctrl-C ends")

@@ -1,27 +1,33 @@
-"""What a monitor asks of a served store over HTTP: ``/metrics`` and ``/health``.
+"""What is asked of a served store over HTTP: ``/metrics``, ``/health`` and ``/fleet``.
 
 Answers come from a thread of their own, so that a loop that is stuck cannot keep them
-back: ``/health`` asks the loop for a turn and says 503 if it gets none.
+back: ``/health`` asks the loop for a turn and says 503 if it gets none. ``/fleet`` is a
+page for people.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import socket
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
-from kvwire import BlockStore, ListenError
+from kvwire import BlockStore, ListenError, StoreServer
 from kvwire.extras import needed_by
+from kvwire.observe.page import CONTENT_TYPE, HEADERS, Table, in_bytes, render, share
 from kvwire.observe.prometheus import StoreCollector
 from kvwire.types import Address
 
 with needed_by("kvwire.observe.http", extra="metrics"):
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+T = TypeVar("T")
 
 # A probe of Kubernetes waits 1 s by default, and is to read why.
 LOOP_TURN_S: Final = 0.5
@@ -30,12 +36,13 @@ _SILENT_S: Final = 5.0
 
 
 class MetricsServer:
-    """Answers GET of ``/metrics`` and ``/health`` within ``with``, on the store's loop.
+    """Answers GET of the three within ``with``, on the store's loop.
 
     Args:
         store: What is asked about.
         address: Where to listen; ``"host:0"`` takes any free port. Whoever can reach it
-            can read it: names of tiers, and numbers.
+            can read it: names and addresses of tiers and clients, and numbers.
+        server: Whose clients ``/fleet`` shows.
 
     Attributes:
         url: Of ``/metrics``, with the real port.
@@ -45,9 +52,14 @@ class MetricsServer:
         UsageError: No address.
     """
 
-    def __init__(self, store: BlockStore, address: str | Address) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        address: str | Address,
+        server: StoreServer | None = None,
+    ) -> None:
         where = Address.parse(address)
-        self._store = store
+        self._store, self._clients_of = store, server
         self._loop = asyncio.get_running_loop()
         self._registry = CollectorRegistry()
         self._registry.register(StoreCollector(store))
@@ -73,23 +85,82 @@ class MetricsServer:
         """Return status, content type and body of what is at a path."""
         if path == "/metrics":
             return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        if path == "/fleet":
+            page = self._on_loop(self._page)
+            if page is not None:
+                return HTTPStatus.OK, CONTENT_TYPE, page.encode()
+            said = b"the event loop does not turn\n"
+            return HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", said
         if path != "/health":
-            said = b"there are /metrics and /health\n"
+            said = b"there are /metrics, /health and /fleet\n"
             return HTTPStatus.NOT_FOUND, "text/plain", said
-        turns = self._loop_turns()
+        turns = self._on_loop(lambda: True)
         trouble = {name: said for name, said in self._store.report.items() if said}
         state = ("degraded" if trouble else "ok") if turns else "stuck"
         body = json.dumps({"status": state, "trouble": trouble}).encode() + b"\n"
         status = HTTPStatus.OK if turns else HTTPStatus.SERVICE_UNAVAILABLE
         return status, "application/json", body
 
-    def _loop_turns(self) -> bool:
-        turned = threading.Event()
+    def _on_loop(self, work: Callable[[], T]) -> T | None:
+        """Return what the loop makes of it; None if it has no turn for it."""
+        made: queue.SimpleQueue[T] = queue.SimpleQueue()
         try:
-            self._loop.call_soon_threadsafe(turned.set)
-        except RuntimeError:  # it is closed
-            return False
-        return turned.wait(LOOP_TURN_S)
+            self._loop.call_soon_threadsafe(lambda: made.put(work()))
+            return made.get(timeout=LOOP_TURN_S)
+        except (RuntimeError, queue.Empty):  # it is closed, or stuck
+            return None
+
+    def _page(self) -> str:
+        counts, report = self._store.counters, self._store.report
+        looked_for = counts.hit_blocks + counts.missed_blocks
+        facts = [
+            ("hits", share(counts.hit_blocks, looked_for)),
+            ("gets", f"{counts.gets:,}"),
+            ("puts", f"{counts.puts:,}"),
+            ("blocks refused", f"{counts.refused_blocks:,}"),
+        ]
+        tiers = [
+            (
+                name,
+                f"{tier.blocks:,}",
+                in_bytes(tier.used_bytes),
+                share(tier.used_bytes, tier.size_bytes),
+                share(tier.read_blocks, counts.hit_blocks),
+                f"{tier.written_blocks:,}",
+                f"{tier.evicted_blocks:,}",
+                report.get(name) or "-",
+            )
+            for name, tier in self._store.stats().items()
+        ]
+        clients = [
+            (
+                client.name,
+                client.address,
+                str(client.requests),
+                f"{client.asked:,}",
+                in_bytes(client.read_bytes),
+                in_bytes(client.written_bytes),
+            )
+            for client in (self._clients_of.clients() if self._clients_of else ())
+        ]
+        return render(
+            "kvwire store",
+            facts,
+            [Table("Tiers", _TIERS, tiers), Table("Clients", _CLIENTS, clients)],
+        )
+
+
+_TIERS: Final = (
+    "tier",
+    "blocks",
+    "used",
+    "full",
+    "of all hits",
+    "written",
+    "evicted",
+    "trouble",
+)
+_CLIENTS: Final = ("client", "at", "open", "requests", "read", "written")
 
 
 class _Server(ThreadingHTTPServer):
@@ -116,6 +187,9 @@ class _Request(BaseHTTPRequestHandler):
         status, kind, body = self.server.owner.answer(self.path.partition("?")[0])
         self.send_response(status)
         self.send_header("Content-Type", kind)
+        if kind == CONTENT_TYPE:
+            for name, value in HEADERS.items():
+                self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

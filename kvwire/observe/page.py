@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from string import Template
 from typing import Final
 
-from kvwire.limits import PAGE_ROWS_MAX
+from kvwire.limits import GIB, KIB, MIB, PAGE_ROWS_MAX, TIB
 
 REFRESH_S: Final = 5
 CONTENT_TYPE: Final = "text/html; charset=utf-8"
@@ -66,6 +66,14 @@ def render(
 def share(part: float, whole: float) -> str:
     """Return a part of a whole in per cent; a dash if there is no whole."""
     return f"{part / whole:.0%}" if whole else "-"
+
+
+def in_bytes(count: int) -> str:
+    """Return a size as people say it: "64 KiB", "1.5 GiB"."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.4g} {name}"
+    return f"{count} B"
 
 
 def _table(table: Table) -> str:

@@ -11,7 +11,7 @@ from http import HTTPStatus
 
 import pytest
 
-from kvwire import BlockStore, ListenError
+from kvwire import BlockStore, ListenError, StoreServer
 from kvwire.observe.http import MetricsServer
 
 
@@ -35,6 +35,23 @@ async def test_metrics_and_health_are_answered() -> None:
             assert (status, json.loads(body)["status"]) == (HTTPStatus.OK, "ok")
             status, body = await asyncio.to_thread(fetched, server, "/")
             assert (status, "/metrics" in body) == (HTTPStatus.NOT_FOUND, True)
+
+
+async def test_the_page_shows_tiers_and_clients() -> None:
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0") as served,
+        BlockStore.open(
+            ["memory:1MiB", f"kvwire://{served.address.host}:{served.address.port}"]
+        ),
+    ):
+        with MetricsServer(store, "127.0.0.1:0", served) as server:
+            status, body = await asyncio.to_thread(fetched, server, "/fleet")
+            assert status == HTTPStatus.OK
+            for text in ("kvwire store", "memory:1MiB", "0 B", "Clients", "127.0.0.1"):
+                assert text in body
+            # From the loop itself, which so has no turn to give.
+            assert server.answer("/fleet")[0] == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 async def test_a_loop_that_is_stuck_is_not_healthy() -> None:

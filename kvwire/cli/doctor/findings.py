@@ -19,7 +19,8 @@ from kvwire.cli.doctor.process import (
     UNLIMITED,
     Process,
 )
-from kvwire.limits import GIB, KIB, LANES_MAX, MIB, TIB
+from kvwire.limits import LANES_MAX, MIB
+from kvwire.observe.page import in_bytes
 
 # What most systems give by default. A connection takes a descriptor, and one for each
 # lane; what the engine itself has open comes on top.
@@ -205,14 +206,6 @@ def descriptors(machine: Machine, process: Process) -> Judgement:
         ),
         "ulimit -n 65536; docker run --ulimit nofile=65536; LimitNOFILE=65536",
     )
-
-
-def in_bytes(count: int) -> str:
-    """A size as people say it: "64 KiB", "1.5 GiB"."""
-    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.4g} {name}"
-    return f"{count} B"
 
 
 def _counted(models: tuple[str, ...]) -> str:
