@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvwire.limits import PAGE_ROWS_MAX
-from kvwire.observe.page import Table, render, share
+from kvwire.limits import GIB, PAGE_ROWS_MAX, TIB
+from kvwire.observe.page import Table, in_bytes, render, share
 
 ROW = ("http://10.0.0.7:8100", "prefill", "<b>bold</b>", "local tcp rdma " * 5)
 TABLE = Table("Engines", ("engine", "role", "state", "transports"), [ROW] * 3)
@@ -54,6 +54,20 @@ def test_what_is_on_a_page() -> None:
 
 def test_shares() -> None:
     assert [share(1, 4), share(0, 4), share(0, 0)] == ["25%", "0%", "-"]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (4096, "4 KiB"),
+        (3 * GIB // 2, "1.5 GiB"),
+        (2 * TIB, "2 TiB"),
+    ],
+)
+def test_sizes(count: int, said: str) -> None:
+    assert in_bytes(count) == said
 
 
 def browser() -> str:

@@ -14,7 +14,7 @@ from kvwire.cli.doctor.process import (
     UNLIMITED,
     Process,
 )
-from kvwire.limits import GIB, MIB, TIB
+from kvwire.limits import GIB, MIB
 from tests.cli.doctor.trees import machine, port
 
 TRACER = Process(capabilities=1 << CAP_SYS_PTRACE)
@@ -175,17 +175,3 @@ def test_what_has_a_remedy_is_a_warning() -> None:
     found = {f.name: f.state for f in findings.judged(PLAIN, Process(files=256))}
     assert len(found) == 9
     assert [name for name, state in found.items() if state == "warn"] == ["descriptors"]
-
-
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (4096, "4 KiB"),
-        (3 * GIB // 2, "1.5 GiB"),
-        (2 * TIB, "2 TiB"),
-    ],
-)
-def test_sizes(count: int, said: str) -> None:
-    assert findings.in_bytes(count) == said
