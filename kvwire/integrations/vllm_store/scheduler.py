@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvwire.integrations.vllm.identity import identity_of
+from kvwire.integrations.vllm.metadata import ScheduledRequest, scheduled_requests
 from kvwire.integrations.vllm_store.metadata import NamedBlocks, StoreStep
 from kvwire.kv.hashing import HashScheme
 
@@ -98,7 +99,9 @@ class StoreScheduler:
         tracked.computed = computed
         return (found, True) if found > 0 else (0, False)
 
-    def allocated(self, request: Any, ids: Sequence[int], external: int) -> None:
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], external: int
+    ) -> None:
         """Note the blocks that a request got, some of which are to be loaded."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
@@ -112,7 +115,7 @@ class StoreScheduler:
                 NamedBlocks(
                     request.request_id,
                     tracked.hashes[first:stop],
-                    list(ids[first:stop]),
+                    list(tables[0][first:stop]),
                 )
             )
 
@@ -125,20 +128,8 @@ class StoreScheduler:
                 tracked.ids, tracked.busy = [], False
             step.fenced.add(request_id)
         step.idle = not output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            if new.req_id in self._requests:
-                self._requests[new.req_id].ids = []
-            self._scheduled(
-                step, output, new.req_id, new.block_ids, new.num_computed_tokens
-            )
-        cached = output.scheduled_cached_reqs
-        for request_id, ids, computed in zip(
-            cached.req_ids,
-            cached.new_block_ids,
-            cached.num_computed_tokens,
-            strict=True,
-        ):
-            self._scheduled(step, output, request_id, ids, computed)
+        for one in scheduled_requests(output):
+            self._scheduled(step, one)
         return step
 
     def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
@@ -191,22 +182,21 @@ class StoreScheduler:
             )
         return tracked.hashes[:count]
 
-    def _scheduled(
-        self, step: StoreStep, output: Any, request_id: str, ids: Any, computed: int
-    ) -> None:
+    def _scheduled(self, step: StoreStep, one: ScheduledRequest) -> None:
         """Add what one request of a step completes."""
-        tracked = self._requests.get(request_id)
+        tracked = self._requests.get(one.id)
         if tracked is None:
             return
-        if ids is not None:
-            tracked.ids += ids[0]
-        written = computed + output.num_scheduled_tokens.get(request_id, 0)
+        if one.new:
+            tracked.ids = []
+        if one.tables is not None:
+            tracked.ids += one.tables[0]
         # A pass may be scheduled before the tokens of the one before it are known.
-        known = min(written, len(tracked.request.all_token_ids))
+        known = min(one.stop, len(tracked.request.all_token_ids))
         full = min(known // self._block_tokens, len(tracked.ids))
         if full <= tracked.saved:
             return
         hashes = self._hashes(tracked, full)
         part = slice(tracked.saved, full)
-        step.saves.append(NamedBlocks(request_id, hashes[part], tracked.ids[part]))
+        step.saves.append(NamedBlocks(one.id, hashes[part], tracked.ids[part]))
         tracked.saved, tracked.busy = full, True

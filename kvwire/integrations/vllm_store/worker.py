@@ -202,7 +202,7 @@ class StoreWorker:
             for load in self._gated.values():
                 load.here[part].result()
 
-    def finished(self) -> tuple[set[str], set[str]]:
+    def finished(self, _ended: Iterable[str] = ()) -> tuple[set[str], set[str]]:
         """Return requests whose blocks are free, and those that are loaded."""
         if self._step.idle:
             self._rest()

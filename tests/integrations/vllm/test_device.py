@@ -338,7 +338,7 @@ def test_blocks_are_not_free_while_a_copy_of_them_is_queued(gpus: Gpus) -> None:
 def test_a_fence_waits_for_a_copy_that_is_queued(gpus: Gpus, fence_s: float) -> None:
     """Also when the links were dropped: that ends no copy."""
     p, d = being_copied(gpus, fence_s=fence_s)
-    fence = threading.Thread(target=p.side.fence, args=({"p"},))
+    fence = threading.Thread(target=p.side.fence, args=(WorkerStep(fenced={"p"}),))
     fence.start()
     assert eventually(lambda: received(d))
     let_run(p)
@@ -365,7 +365,7 @@ def test_a_gpu_that_fails_under_a_copy_keeps_the_blocks(
     assert not freed(p)
     assert len([r for r in caplog.records if "stay in quarantine" in r.message]) == 1
     with pytest.raises(BackendUnavailable, match="request p: they stay in quarantine"):
-        p.side.fence({"p"})
+        p.side.fence(WorkerStep(fenced={"p"}))
 
 
 def test_a_gpu_that_fails_under_what_arrives_keeps_the_blocks(

@@ -172,7 +172,7 @@ def test_a_gated_request_that_ends_leaves_its_blocks_alone() -> None:
         p.side.begin_step(sending(FROM, 10))
         write_layers(p, FROM, NAMES[:-1])
         assert eventually(lambda: received(d))
-        d.side.fence({"d"})
+        d.side.fence(WorkerStep(fenced={"d"}))
         write_layers(p, FROM, NAMES[-1:])
         p.side.finished(("p",))
         assert eventually(lambda: freed(p))
@@ -196,7 +196,7 @@ def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
         fetch(d, fetching(addresses([p])))
         p.side.begin_step(sending(FROM[:1], 4))
         p.forward(FROM[:1])
-        p.side.fence({"p", "somebody-else"})
+        p.side.fence(WorkerStep(fenced={"p", "somebody-else"}))
         for tensor in p.tensors.values():
             tensor[:] = 7
         assert eventually(lambda: received(d))
@@ -209,7 +209,7 @@ def test_a_fetch_that_is_not_gated_is_reported_although_it_was_fenced() -> None:
     """The scheduler keeps its blocks until then."""
     with workers(gate_layers=1) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
-        d.side.fence({"d"})
+        d.side.fence(WorkerStep(fenced={"d"}))
         d.side.finished(("d",))
         assert eventually(lambda: not d.side._arrivals or received(d))
         assert not d.side._gated

@@ -103,7 +103,7 @@ def test_requests_that_read_no_prefix_load_none() -> None:
 
 def test_what_is_loaded_is_not_saved_again() -> None:
     side, request, _ = matched(TOKENS, 1)
-    side.allocated(request, [7, 8, 9], 4)
+    side.allocated(request, [[7, 8, 9]], 4)
     hashes = hashes_of(request)
     step = side.step(Output({}))
     assert step.loads == [("r", hashes[:1], [7])]
@@ -115,7 +115,7 @@ def test_what_is_loaded_is_not_saved_again() -> None:
 
 def test_answers_are_saved_once_their_tokens_are_known() -> None:
     side, request, _ = matched(TOKENS, 0)
-    side.allocated(request, [7, 8, 9], 0)
+    side.allocated(request, [[7, 8, 9]], 0)
     assert side.step(first([7, 8, 9], 0, 10)).saves == [
         ("r", hashes_of(request)[:2], [7, 8])
     ]
@@ -144,7 +144,7 @@ def test_blocks_are_freed_when_the_workers_say_so() -> None:
 
 def test_one_that_ends_while_it_is_loaded_is_freed_by_that_report() -> None:
     side, request, _ = matched(TOKENS, 2)
-    side.allocated(request, [7, 8, 9], 8)
+    side.allocated(request, [[7, 8, 9]], 8)
     assert not side.finished(request)
     assert side.step(Output({})).loads
 
@@ -154,7 +154,7 @@ def test_a_preempted_request_is_fenced_and_asks_again() -> None:
     side = StoreScheduler(BLOCK_TOKENS, store.ask)
     request = Request("r", TOKENS)
     side.begun(request)
-    side.allocated(request, [7, 8, 9], 0)
+    side.allocated(request, [[7, 8, 9]], 0)
     side.step(first([7, 8, 9], 0, 10))
     assert side.step(Output({}, preempted_req_ids={"r"})).fenced == {"r"}
     assert side.matched(request, 0) == (None, False)

