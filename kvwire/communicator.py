@@ -336,6 +336,8 @@ class Communicator(AsyncWith):
             priority: 0 to 255; chunks of a higher one go first.
             tokens: Valid tokens in the list, where the last block is not full.
             hashes: One for each block.
+            content: A name of all the tokens, which both sides compare in place of
+                their hashes: for blocks of other sizes.
             lease_s: How long the blocks are held while nobody is at work on them.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.

@@ -48,6 +48,8 @@ class _TransferVerbs:
             priority: 0 to 255; chunks of a higher one go first.
             tokens: Valid tokens in the list, where the last block is not full.
             hashes: One for each block; lets ``have`` name what is here already.
+            content: A name of all the tokens, which both sides compare in place of
+                their hashes: for blocks of other sizes.
             have: Hashes this side has, or a predicate: those blocks are not sent.
             lease_s: How long to wait for another link after a lost one.
 
@@ -79,6 +81,7 @@ class _TransferVerbs:
             priority: 0 to 255; chunks of a higher one go first.
             tokens: Valid tokens in the list, where the last block is not full.
             hashes: One for each block.
+            content: As for :meth:`pull`.
             lease_s: How long to wait for another link after a lost one.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.

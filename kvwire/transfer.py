@@ -7,7 +7,7 @@ calls on to it; it has no members but the documented ones.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
@@ -221,6 +221,15 @@ class Incoming(_Transfer):
     def met(self) -> bool:
         """Tell whether the peer has published or pushed it, and the two sides fit."""
         return self._state.planned
+
+    @property
+    def carries(self) -> Mapping[str, tuple[range, range]]:
+        """Return the model's layers and KV heads that it brings, by group.
+
+        Those that both sides hold; nothing before it is :attr:`met`.
+        """
+        groups = self._state.plan.groups if self.met else ()
+        return {walk.group: (walk.layers, walk.heads) for walk in groups}
 
     async def layer(self, layer: int, group: str | None = None) -> None:
         """Wait until a layer of every block has landed, and may be read.

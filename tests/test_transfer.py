@@ -90,9 +90,11 @@ def test_heads_are_merged_layer_by_layer(transport: str) -> None:
     async def scenario(w: World) -> None:
         shards = Shards(w)
         joined = kvwire.join(*shards.incs)
+        assert not shards.incs[0].carries, "it has not met its peer"
         for layer in range(LAYERS):
             shards.outs[0].ready(layers=layer)
             await shards.incs[0].layer(layer)
+            assert shards.incs[0].carries == {"kv": (range(LAYERS), range(1))}
             assert not joined.layer_landed(layer), "half of its heads is here"
             shards.outs[1].ready(layers=layer)
             await joined.layer(layer)

@@ -2,7 +2,9 @@
 
 Both sides may give one hash for each block of their lists. Equal lists of hashes mean
 equal tokens in equal order, which is checked as one digest, so a consumer's "I have
-position 3" cannot mean another block than the producer's position 3.
+position 3" cannot mean another block than the producer's position 3. Sides that cut the
+same tokens into blocks of other sizes have no hash alike; they compare one name of the
+whole content in place of the lists.
 """
 
 from __future__ import annotations
@@ -61,8 +63,20 @@ def _of_group(hashes: Sequence[object], group: GroupGeometry) -> list[bytes]:
     return found
 
 
-def digest(hashes: Mapping[str, list[bytes]]) -> bytes:
-    """Return 32 bytes over all hashes, or none where none were given."""
+def digest(hashes: Mapping[str, list[bytes]], content: object = None) -> bytes:
+    """Return 32 bytes over all hashes, or none where none were given.
+
+    Args:
+        hashes: Of each group.
+        content: A name of all the lists hold, which takes the place of the hashes.
+
+    Raises:
+        UsageError: ``content`` is not bytes, or empty.
+    """
+    if content is not None:
+        if not isinstance(content, bytes) or not content:
+            raise UsageError(f"content={content!r}: bytes that name the tokens")
+        return hashlib.sha256(b"content:" + content).digest()
     if not hashes:
         return b""
     total = hashlib.sha256()

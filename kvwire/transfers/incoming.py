@@ -77,7 +77,7 @@ class IncomingState(KVTransfer):
             )
         listed = listed_hashes(options.get("hashes"), self.geometry)
         self.have: dict[str, Bits] = held(options.get("have"), listed, self.lists)
-        self.hashes: bytes = digest(listed)
+        self.hashes: bytes = digest(listed, options.get("content"))
         self.attempt: ReceiveAttempt | None = None
         self.peer_id: bytes = b""
         self.reported: list[Segment] = []

@@ -19,6 +19,8 @@ class TransferOptions(TypedDict, total=False):
         priority: 0 to 255; chunks of a higher one go first.
         tokens: Valid tokens in the list, where the last block is not full.
         hashes: One for each block.
+        content: A name of all the tokens, which both sides compare in place of their
+            hashes: for blocks of other sizes.
         lease_s: How long to wait for another link after a lost one.
     """
 
@@ -26,6 +28,7 @@ class TransferOptions(TypedDict, total=False):
     priority: int
     tokens: Tokens
     hashes: Hashes
+    content: bytes | None
     lease_s: float | None
 
 

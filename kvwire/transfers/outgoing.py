@@ -68,7 +68,8 @@ class OutgoingState(KVTransfer):
             raise UsageError(
                 f"group_bytes={group_bytes}: at least 1, for layer by layer"
             )
-        self.hashes: bytes = digest(listed_hashes(options.get("hashes"), self.geometry))
+        listed = listed_hashes(options.get("hashes"), self.geometry)
+        self.hashes: bytes = digest(listed, options.get("content"))
         self.group_bytes: int = GROUP_BYTES if group_bytes is None else group_bytes
         self.ready_log: ReadyLog = ReadyLog(
             self.cache,

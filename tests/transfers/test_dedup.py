@@ -71,6 +71,15 @@ def test_digests_are_equal_exactly_if_the_hashes_are(
     assert len(digest(one)) == (32 if one else 0)
 
 
+def test_content_takes_the_place_of_hashes() -> None:
+    """So two sides that cut it into other blocks compare the same."""
+    assert digest({"kv": [b"a"]}, b"x") == digest({"kv": [b"b", b"c"]}, b"x")
+    assert len({digest({}, b"x"), digest({}, b"y"), digest({"kv": [b"x"]})}) == 3
+    for odd in ("x", b""):
+        with pytest.raises(UsageError, match="bytes that name the tokens"):
+            digest({}, odd)
+
+
 @pytest.mark.parametrize(
     "have",
     [[b"b", b"z"], {b"b"}, {b"b": 1}, (b"b",), lambda name: name == b"b"],

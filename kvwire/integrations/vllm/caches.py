@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AxisOrder
@@ -58,6 +60,7 @@ class CacheShape:
         window: Tokens that a layer with a sliding window sees; 0 without one.
         chunk: Tokens of a chunk that is attended to by itself; 0 without.
         state: A recurrent state in place of tokens.
+        stage: (number, count) of the pipeline stage.
     """
 
     block_tokens: int
@@ -76,6 +79,12 @@ class CacheShape:
     window: int = 0
     chunk: int = 0
     state: bool = False
+    stage: tuple[int, int] = (0, 1)
+
+    @property
+    def index(self) -> int:
+        """Return the rank among those of all pipeline stages."""
+        return self.stage[0] * self.ranks + self.rank
 
     @property
     def partial(self) -> bool:
@@ -87,9 +96,12 @@ class CacheShape:
         """Name what both engines must have alike."""
         if self.state:
             return f"state of {self.head_dim} bytes on {self.ranks} ranks"
+        # Where a part moves, both engines have to cut it off at the same token.
         if self.window:
-            return f"window of {self.window}"
-        return f"chunks of {self.chunk}" if self.chunk else "full"
+            return f"window of {self.window}, by {self.block_tokens}"
+        return (
+            f"chunks of {self.chunk}, by {self.block_tokens}" if self.chunk else "full"
+        )
 
     def needed(self, tokens: int) -> range:
         """Return the positions of the blocks that the next token reads.
@@ -165,13 +177,14 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
             ranks are split in a way that is not supported.
     """
     parallel = vllm_config.parallel_config
-    for field in ("pipeline", "decode_context", "prefill_context"):
+    for field in ("decode_context", "prefill_context"):
         size = getattr(parallel, f"{field}_parallel_size", 1)
         if size > 1:
             raise UsageError(
                 f"{field}_parallel_size={size}: KvwireConnector supports 1 only, since "
-                f"the ranks of such a group hold other layers or tokens"
+                f"the ranks of such a group hold other tokens"
             )
+    _check_scales(vllm_config.cache_config)
     kinds: dict[CacheShape, list[str]] = {}
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
@@ -183,12 +196,71 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
         for layer, spec in specs.items():
             shape = dataclasses.replace(_shape(spec, vllm_config), table=table)
             kinds.setdefault(shape, []).append(layer)
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 and (len(kinds) > 1 or any(shape.state for shape in kinds)):
+        raise UsageError(
+            f"pipeline_parallel_size={stages} with "
+            f"{'; '.join(shape.kind for shape in kinds)}: KvwireConnector supports "
+            f"pipeline stages of models whose layers are all of one kind"
+        )
     if len(kinds) == 1:
-        return tuple(kinds)
+        return tuple(_of_stage(shape, vllm_config) for shape in kinds)
     return tuple(
         dataclasses.replace(shape, name=f"{index} {shape.kind}", layers=tuple(layers))
         for index, (shape, layers) in enumerate(kinds.items())
     )
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """Return the layers of each pipeline stage, as vLLM cuts a model by itself.
+
+    What is over goes to the last stages but one.
+    """
+    sizes = [layers // stages] * stages
+    for index in range(layers % stages):
+        sizes[-2 - index] += 1
+    stops = np.cumsum(sizes).tolist()
+    return [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+
+def _of_stage(shape: CacheShape, vllm_config: Any) -> CacheShape:
+    """Add the pipeline stage to what a worker's only kind of layers has."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    stages = parallel.pipeline_parallel_size
+    if stages == 1:
+        return shape
+    start, stop = model.get_layers_start_end_indices(parallel)
+    total = model.get_total_num_hidden_layers()
+    number = parallel.rank // shape.ranks % stages
+    known = stage_layers(total, stages)[number]
+    if (start, stop) != (known.start, known.stop):
+        raise UsageError(
+            f"stage {number} of {stages} has layers {start} to {stop - 1}, and the "
+            f"other engine takes it for {known.start} to {known.stop - 1}: unset "
+            f"VLLM_PP_LAYER_PARTITION"
+        )
+    return dataclasses.replace(
+        shape, stage=(number, stages), first_layer=start, model_layers=total
+    )
+
+
+def _check_scales(cache: Any) -> None:
+    """Refuse quantised caches whose scales do not come with the weights.
+
+    Raises:
+        UsageError: Names the type.
+    """
+    dtype = str(cache.cache_dtype)
+    if "per_token_head" in dtype or "nvfp4" in dtype:
+        raise UsageError(
+            f"kv_cache_dtype={dtype}: its scales lie beside the values of each token, "
+            f"and KvwireConnector moves values only; use fp8"
+        )
+    if getattr(cache, "calculate_kv_scales", False):
+        raise UsageError(
+            "calculate_kv_scales: each engine would have scales of its own, which do "
+            "not go with the other's values; use a checkpoint with scales"
+        )
 
 
 def _shape(spec: Any, vllm_config: Any) -> CacheShape:
@@ -273,10 +345,24 @@ def layer_caches(
             if row == len(ordered):
                 ordered.append(tensor)
                 layers[name] = shape.name, shape.first_layer + row
+        _check_stage(shape, len(ordered))
         spec = shape.spec(layers=len(ordered), dtype=dtype_name(ordered[0].dtype))
         layout = find_layout(tuple(ordered[0].shape), shape)
         groups[shape.name] = spec, ordered, AxisOrder(layout)
     return LayerCaches(PagedCache.grouped(groups), layers)
+
+
+def _check_stage(shape: CacheShape, layers: int) -> None:
+    """Refuse a pipeline stage of which some layers have no cache of their own."""
+    number, stages = shape.stage
+    if stages > 1 and shape.model_layers:
+        known = stage_layers(shape.model_layers, stages)[number]
+        if len(known) != layers:
+            raise UsageError(
+                f"stage {number} of {stages} has {len(known)} layers and {layers} KV "
+                f"caches: KvwireConnector supports pipeline stages where each layer "
+                f"has one, without layers of a draft model"
+            )
 
 
 def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:

@@ -18,7 +18,7 @@ from kvwire.integrations.vllm.hooks import (
     StepMetadata,
     register_connector,
 )
-from kvwire.integrations.vllm.identity import model_digest
+from kvwire.integrations.vllm.identity import draft_name, model_digest
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
@@ -55,11 +55,14 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         shapes = cache_shapes(vllm_config, kv_cache_config)
-        # With blocks of another size hashes have other names, and none would be found.
-        groups = "; ".join(f"{one.kind}, by {one.block_tokens}" for one in shapes)
+        groups = "; ".join(shape.kind for shape in shapes)
         self._settings, config = read_settings(
             transfer.kv_connector_extra_config,
-            {"vllm_model": model_digest(vllm_config), "vllm_groups": groups},
+            {
+                "vllm_model": model_digest(vllm_config),
+                "vllm_groups": groups,
+                "vllm_draft": draft_name(vllm_config),
+            },
         )
         if self._settings.gate_layers and len(shapes) > 1:
             raise UsageError(
@@ -75,7 +78,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         parallel = vllm_config.parallel_config
         rank = parallel.rank % shapes[0].ranks
         # Engines of a data-parallel group have one configuration.
-        before = (getattr(parallel, "data_parallel_index", 0) or 0) * shapes[0].ranks
+        before = getattr(parallel, "data_parallel_index", 0) or 0
+        before *= shapes[0].ranks * shapes[0].stage[1]
         self._settings = self._settings.beside(before)
         said = {"rank": rank, "fingerprint": self._settings.fingerprint}
         shapes = tuple(dataclasses.replace(shape, **said) for shape in shapes)
@@ -107,6 +111,14 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
+        """See vLLM; 0.30 knows no other."""
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): said for rank, said in metadata.items()}
+        )
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], ListeningAt]
+    ) -> None:
         """See vLLM."""
         self._scheduling.hear_addresses(
             {rank: said.address for rank, said in metadata.items()}

@@ -36,6 +36,20 @@ def model_digest(vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def draft_name(vllm_config: Any) -> str:
+    """Name the draft model, whose layers have caches too; "none" without one."""
+    said = getattr(vllm_config, "speculative_config", None)
+    model = getattr(said, "draft_model_config", None)
+    # Prompts that are looked up in themselves (n-grams) have the target for a draft.
+    if (
+        said is None
+        or model is None
+        or model is getattr(said, "target_model_config", None)
+    ):
+        return "none"
+    return f"{said.method} of {' '.join(model.architectures)}"
+
+
 # What a model's config says about where it came from.
 _OF_THE_FILES = {
     "_name_or_path",

@@ -34,6 +34,8 @@ class SendPrompt:
         blocks: Those known so far.
         hashes: Of the blocks that the whole lists have.
         remote: The other engine's ranks; empty where decode comes by itself.
+        stages: Its pipeline stages.
+        content: Names the tokens.
     """
 
     request_id: str
@@ -43,6 +45,8 @@ class SendPrompt:
     blocks: Blocks
     hashes: dict[str, list[bytes]]
     remote: tuple[str, ...] = ()
+    stages: int = 1
+    content: bytes = b""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class LoadPrompt:
         cached: How many leading blocks of each list are here.
         hashes: Of its blocks.
         remote: The other engine's ranks.
+        stages: Its pipeline stages.
+        content: Names the tokens.
         declined: Nothing is wanted any more; the other engine may free its blocks.
         computed: The other engine has said that it computed the prompt.
     """
@@ -83,6 +89,8 @@ class LoadPrompt:
     blocks: Blocks = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, list[bytes]] = field(default_factory=dict)
+    stages: int = 1
+    content: bytes = b""
     declined: bool = False
     computed: bool = False
 
@@ -118,7 +126,8 @@ class TransferParams:
         loads: Its KV comes from another engine (``do_remote_prefill``).
         computed: That engine has made this reference itself, in its answer.
         transfer_id: What both engines call the transfer; "" if none was given.
-        remote: Addresses of the other engine's ranks, in rank order.
+        remote: Addresses of the other engine's ranks, in rank order, stage by stage.
+        stages: Pipeline stages of that engine.
         signature: Of whoever has named them; "" if nobody has signed.
     """
 
@@ -127,6 +136,7 @@ class TransferParams:
     computed: bool = False
     transfer_id: str = ""
     remote: tuple[str, ...] = ()
+    stages: int = 1
     signature: str = ""
 
     @classmethod
@@ -148,6 +158,12 @@ class TransferParams:
                 f"kv_transfer_params: remote: the addresses of the other engine's "
                 f"ranks, at most {_REMOTES_MAX}"
             )
+        stages = params.get("stages") or 1
+        if type(stages) is not int or not 0 < stages <= max(1, len(remote)):
+            raise UsageError(
+                f"kv_transfer_params: stages: how many pipeline stages the "
+                f"{len(remote)} addresses in remote are"
+            )
         for name, flag in asked.items():
             if not isinstance(flag, bool):
                 raise UsageError(f"kv_transfer_params: {name}: true or false")
@@ -166,6 +182,7 @@ class TransferParams:
             loads=asked["do_remote_prefill"],
             computed=asked["computed"],
             remote=tuple(str(Address.parse(one)) for one in remote),
+            stages=stages,
             **texts,
         )
 
@@ -226,12 +243,16 @@ def scheduled_requests(output: Any) -> Iterator[ScheduledRequest]:
         yield ScheduledRequest(name, new, tables, computed, computed + count)
 
 
-def answer(transfer_id: str, remote: tuple[str, ...]) -> dict[str, Any]:
+def answer(
+    transfer_id: str, remote: tuple[str, ...], stages: int = 1
+) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` by which decode finds what prefill computed."""
+    more = {"stages": stages} if stages > 1 else {}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "computed": True,
         "transfer_id": transfer_id,
         "remote": list(remote),
+        **more,
     }

@@ -17,7 +17,7 @@ from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
 from kvwire.errors import KVWireError
 from kvwire.integrations.vllm.metadata import LoadPrompt
 from kvwire.integrations.vllm.peers import Peers
-from kvwire.integrations.vllm.topology import RankRoute
+from kvwire.integrations.vllm.topology import RankRoute, lacking
 from kvwire.kv.blocks import Ids
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -80,6 +80,7 @@ class PromptReceive:
         self._lock = threading.Lock()
         self._begun = False
         self._reason = ""
+        self._left = "anything"
         self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
 
     @property
@@ -98,7 +99,11 @@ class PromptReceive:
         It may answer late, and is never wrong.
         """
         parts = self._parts
-        return self._begun and all(part.layer_landed(layer, group) for part in parts)
+        return (
+            self._begun
+            and all(part.layer_landed(layer, group) for part in parts)
+            and not self._lacking()
+        )
 
     def wait_layer(self, group: str, layer: int, timeout_s: float) -> bool:
         """Wait until a layer of every block is here, or the transfer is over.
@@ -157,6 +162,15 @@ class PromptReceive:
         impatience.cancel()
         for part in self._parts:
             await part.drained()
+        left = self._lacking()
+        if left and all(part.met for part in self._parts):
+            logger.error(
+                "transfer %s: none of the ranks that the request names has %s; it "
+                "names too few, or another number of pipeline stages",
+                self._route.id,
+                left,
+            )
+            return ReceiveResult(own, outcomes)
         lost = {
             name: np.unique(np.concatenate([o.missing.ids(name) for o in outcomes]))
             for name in self._cache.groups
@@ -178,6 +192,7 @@ class PromptReceive:
         options: dict[str, Any] = {
             "tokens": load.listed,
             "hashes": load.hashes or None,
+            "content": load.content or None,
             "deadline": timedelta(seconds=self._timeout_s),
         }
         if any(load.cached.values()) and load.hashes:
@@ -206,6 +221,14 @@ class PromptReceive:
         return [
             link.pull(self._route.id, self._cache, blocks, **options) for link in links
         ]
+
+    def _lacking(self) -> str:
+        """Return what nobody brings; see :func:`lacking`."""
+        if self._left:
+            groups = self._cache.groups.items()
+            specs = {name: group.spec for name, group in groups}
+            self._left = lacking(specs, (part.carries for part in self._parts))
+        return self._left
 
     def _end_unmet(self) -> None:
         for part in self._parts if self.load.computed else ():

@@ -106,8 +106,8 @@ class SchedulerSide:
         self._fetched: set[str] = set()
         self._gated_no_more: set[str] = set()
 
-    def hear_addresses(self, addresses: dict[int, str]) -> None:
-        """Note where this engine's ranks listen."""
+    def hear_addresses(self, addresses: dict[tuple[int, int], str]) -> None:
+        """Note where this engine's ranks listen, by (pipeline stage, rank)."""
         self._addresses = tuple(addresses[rank] for rank in sorted(addresses))
 
     def begun(self, request: Any) -> None:
@@ -199,7 +199,8 @@ class SchedulerSide:
             return False, None
         if not prompt.whole:
             return True, None
-        said = answer(prompt.send.transfer_id, self._addresses)
+        stages = self._shapes[0].stage[1]
+        said = answer(prompt.send.transfer_id, self._addresses, stages)
         return True, self._references.signed(said)
 
     # --- inside -----------------------------------------------------------------------
@@ -212,7 +213,7 @@ class SchedulerSide:
                 return TransferParams()
             wanted.check(pushed=self._settings.mode == PUSH)
             if wanted.remote:
-                check_ranks(self._shapes, len(wanted.remote))
+                check_ranks(self._shapes, len(wanted.remote), wanted.stages)
                 self._references.check(
                     wanted.transfer_id, wanted.remote, wanted.signature
                 )
@@ -236,6 +237,8 @@ class SchedulerSide:
             blocks={},
             hashes=self._hashes(request, request.num_prompt_tokens),
             remote=wanted.remote,
+            stages=wanted.stages,
+            content=self._content(request, request.num_prompt_tokens),
         )
 
     def _new_load(
@@ -262,6 +265,8 @@ class SchedulerSide:
             cached=cached,
             hashes=self._hashes(request, tokens),
             remote=wanted.remote,
+            stages=wanted.stages,
+            content=self._content(request, tokens),
             computed=wanted.computed,
         )
 
@@ -271,11 +276,19 @@ class SchedulerSide:
             request_id=request.request_id,
             transfer_id=wanted.transfer_id,
             remote=wanted.remote,
+            stages=wanted.stages,
             declined=True,
         )
 
     def _listed(self, tokens: int) -> dict[str, int]:
         return {shape.name: shape.listed_tokens(tokens) for shape in self._shapes}
+
+    def _content(self, request: Any, count: int) -> bytes:
+        """Name a prompt's first tokens, whatever the sizes of blocks are."""
+        if request.prompt_token_ids is None:
+            return b""
+        scheme, tokens = HashScheme(count), request.prompt_token_ids[:count]
+        return scheme.block_hashes(tokens, salt=self._salt + identity_of(request))[0]
 
     def _hashes(self, request: Any, count: int) -> dict[str, list[bytes]]:
         """Name the blocks that are moved of a prompt's first tokens, group by group."""

@@ -137,6 +137,7 @@ class PromptSend:
         options: dict[str, Any] = {
             "tokens": send.listed,
             "hashes": send.hashes or None,
+            "content": send.content or None,
             "growing": True,
         }
         if not route.pushed:

@@ -1,18 +1,24 @@
 """Which rank of one engine exchanges with which of the other.
 
 Both engines may split the KV heads over different numbers of ranks, or hold the same
-heads on several. Both sides compute the same answer from the two group sizes, so nobody
-asks.
+heads on several, and split the layers over pipeline stages. Both sides compute the same
+answer from the numbers of ranks and stages, so nobody asks. The ranks of an engine are
+listed stage by stage.
+
+Those numbers come in a request. So what the ranks of a route bring is compared with
+what this rank holds (:func:`lacking`) before any of it is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvwire.errors import UsageError
-from kvwire.integrations.vllm.caches import CacheShape
+from kvwire.integrations.vllm.caches import CacheShape, stage_layers
 from kvwire.kv.spec import KVSpec, shard_sources
 
 
@@ -44,34 +50,56 @@ class RankRoute:
     peers: tuple[PeerRank, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OwnRank:
+    """Says which rank of its engine a worker is.
+
+    Attributes:
+        spec: What it holds; of several cache groups that of the most heads.
+        stage: (number, count) of its pipeline stage.
+    """
+
+    spec: KVSpec
+    stage: tuple[int, int] = (0, 1)
+
+    @property
+    def index(self) -> int:
+        """Return its place among the ranks of all stages."""
+        return self.stage[0] * self.spec.shard[1] + self.spec.shard[0]
+
+    def others(self, remote: tuple[str, ...], stages: int) -> tuple[Sequence[str], int]:
+        """Return addresses and stages; those of an engine like this one for none."""
+        if remote:
+            return remote, stages
+        return ("",) * (self.stage[1] * self.spec.shard[1]), self.stage[1]
+
+
 def incoming_route(
-    id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
+    id: str, own: OwnRank, remote: tuple[str, ...], stages: int = 1, *, pushed: bool
 ) -> RankRoute:
     """Return where a consuming rank gets a prompt from.
 
     Args:
         id: Of the transfer.
-        spec: Of this rank.
+        own: This rank.
         remote: Addresses of the producing ranks; none for a group like this one.
+        stages: Pipeline stages of the producing engine.
         pushed: Prefill sends.
 
     Raises:
         UsageError: The heads cannot be split over so many ranks.
     """
-    mine, size = spec.shard
-    addresses = remote or ("",) * size
+    addresses, stages = own.others(remote, stages)
+    found = sources(own.spec, len(addresses) // stages, stages)
     return RankRoute(
         id,
         pushed,
-        tuple(
-            PeerRank(addresses[rank], f"{id}/{rank}/{mine}")
-            for rank in sources(spec, len(addresses))
-        ),
+        tuple(PeerRank(addresses[at], f"{id}/{at}/{own.index}") for at in found),
     )
 
 
 def outgoing_route(
-    id: str, spec: KVSpec, remote: tuple[str, ...], *, pushed: bool
+    id: str, own: OwnRank, remote: tuple[str, ...], stages: int = 1, *, pushed: bool
 ) -> RankRoute:
     """Return where a producing rank sends; no peer if others have its heads.
 
@@ -80,24 +108,32 @@ def outgoing_route(
     Raises:
         UsageError: The heads cannot be split over so many ranks.
     """
-    mine, size = spec.shard
-    addresses = remote or ("",) * size
+    addresses, stages = own.others(remote, stages)
+    found = targets(own.spec, len(addresses) // stages, stages)
     return RankRoute(
         id,
         pushed,
-        tuple(
-            PeerRank(addresses[rank], f"{id}/{mine}/{rank}")
-            for rank in targets(spec, len(addresses))
-        ),
+        tuple(PeerRank(addresses[at], f"{id}/{own.index}/{at}") for at in found),
     )
 
 
-def check_ranks(shapes: Sequence[CacheShape], ranks: int) -> None:
+def check_ranks(shapes: Sequence[CacheShape], listed: int, stages: int = 1) -> None:
     """Refuse an engine whose ranks cannot hold the heads of this one's model.
+
+    Args:
+        shapes: What this engine's caches hold.
+        listed: Addresses of the other engine.
+        stages: Its pipeline stages.
 
     Raises:
         UsageError: Its number of ranks does not go with the model.
     """
+    ranks, over = divmod(listed, stages)
+    if over:
+        raise UsageError(
+            f"kv_transfer_params: remote has {listed} addresses, which are not the "
+            f"ranks of {stages} pipeline stages"
+        )
     for shape in shapes:
         heads = shape.total_kv_heads
         fits = (
@@ -112,11 +148,39 @@ def check_ranks(shapes: Sequence[CacheShape], ranks: int) -> None:
             )
 
 
-def group_specs(spec: KVSpec, size: int) -> list[KVSpec]:
-    """Return what each rank of a group of another size holds of the model.
+def lacking(
+    specs: Mapping[str, KVSpec],
+    parts: Iterable[Mapping[str, tuple[range, range]]],
+) -> str:
+    """Return what of this rank no part of a prompt brings; "" if nothing is left out.
+
+    Args:
+        specs: What this rank holds, by cache group.
+        parts: Layers and heads that each of the other engine's ranks brings.
+    """
+    parts = list(parts)
+    for name, spec in specs.items():
+        brought = np.zeros((spec.layer_indices.stop, spec.heads.stop), np.bool_)
+        for part in parts:
+            layers, heads = part.get(name, (range(0), range(0)))
+            brought[layers.start : layers.stop, heads.start : heads.stop] = True
+        left = np.argwhere(~brought[spec.first_layer :, spec.heads.start :])
+        if left.size:
+            layer, head = left[0] + (spec.first_layer, spec.heads.start)
+            return f"layer {layer}, KV head {head} of cache group {name!r}"
+    return ""
+
+
+def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
+    """Return what each rank of an engine of another size holds of the model.
+
+    Args:
+        spec: What a rank of this one holds.
+        size: Ranks of each stage.
+        stages: Pipeline stages.
 
     Raises:
-        UsageError: The heads cannot be split so.
+        UsageError: The heads or layers cannot be split so.
     """
     heads = spec.total_kv_heads
     if heads % size and size % heads:
@@ -124,27 +188,54 @@ def group_specs(spec: KVSpec, size: int) -> list[KVSpec]:
             f"{heads} KV heads cannot be spread over the {size} ranks of the other "
             f"engine"
         )
+    if stages > spec.total_layers:
+        raise UsageError(f"{spec.total_layers} layers cannot be {stages} stages")
     return [
         dataclasses.replace(
             spec,
             kv_heads=1 if spec.kind == "state" else max(1, heads // size),
             shard=(rank, size),
             model_kv_heads=size if spec.kind == "state" else heads,
+            layers=len(layers),
+            first_layer=layers.start,
+            model_layers=spec.total_layers,
         )
+        for layers in stage_layers(spec.total_layers, stages)
         for rank in range(size)
     ]
 
 
-def sources(spec: KVSpec, producers: int) -> tuple[int, ...]:
-    """Return the producing engine's ranks that this consuming rank fetches from."""
-    return shard_sources(spec, group_specs(spec, producers))
+def sources(spec: KVSpec, producers: int, stages: int = 1) -> tuple[int, ...]:
+    """Return the producing engine's ranks that this consuming rank fetches from.
+
+    Args:
+        spec: Of this rank.
+        producers: Ranks of each stage of that engine.
+        stages: Its pipeline stages.
+    """
+    there = group_specs(spec, producers, stages)
+    found: list[int] = []
+    for first in range(0, len(there), producers):
+        stage = there[first : first + producers]
+        if _share_layers(spec, stage[0]):
+            found += [first + rank for rank in shard_sources(spec, stage)]
+    return tuple(found)
 
 
-def targets(spec: KVSpec, consumers: int) -> tuple[int, ...]:
-    """Return the ranks of the consuming engine that fetch from this producing rank."""
-    group = group_specs(spec, spec.shard[1])
+def targets(spec: KVSpec, consumers: int, stages: int = 1) -> tuple[int, ...]:
+    """Return the ranks of the consuming engine that fetch from this producing rank.
+
+    The arguments are those of :func:`sources`, seen from the other end.
+    """
+    rank, size = spec.shard
+    group = [dataclasses.replace(spec, shard=(one, size)) for one in range(size)]
     return tuple(
         index
-        for index, there in enumerate(group_specs(spec, consumers))
-        if spec.shard[0] in shard_sources(there, group)
+        for index, there in enumerate(group_specs(spec, consumers, stages))
+        if _share_layers(spec, there) and rank in shard_sources(there, group)
     )
+
+
+def _share_layers(a: KVSpec, b: KVSpec) -> bool:
+    first = max(a.first_layer, b.first_layer)
+    return first < min(a.layer_indices.stop, b.layer_indices.stop)

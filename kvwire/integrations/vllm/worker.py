@@ -34,7 +34,11 @@ from kvwire.integrations.vllm.metrics import (
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import PromptReceive
 from kvwire.integrations.vllm.sending import PromptSend
-from kvwire.integrations.vllm.topology import incoming_route, outgoing_route
+from kvwire.integrations.vllm.topology import (
+    OwnRank,
+    incoming_route,
+    outgoing_route,
+)
 from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 from kvwire.kv.spec import KVSpec
 
@@ -59,7 +63,7 @@ class WorkerSide:
     ) -> None:
         self._settings = settings
         self._shapes = tuple(shapes)
-        self._rank = shapes[0].rank
+        self._rank = shapes[0].index
         # vLLM names blocks that failed only where it has a single table of them.
         self._tables = len({shape.table for shape in shapes})
         self._engine = Engine(config)
@@ -232,7 +236,7 @@ class WorkerSide:
     def _send(self, send: SendPrompt) -> None:
         pushed = self._settings.mode == PUSH
         route = outgoing_route(
-            send.transfer_id, self._split_spec(), send.remote, pushed=pushed
+            send.transfer_id, self._own(), send.remote, send.stages, pushed=pushed
         )
         if not route.peers:
             # Other ranks have the same heads, and this one nothing to do.
@@ -264,7 +268,7 @@ class WorkerSide:
     def _load(self, load: LoadPrompt, after: object | None) -> None:
         pushed = self._settings.mode == PUSH
         route = incoming_route(
-            load.transfer_id, self._split_spec(), load.remote, pushed=pushed
+            load.transfer_id, self._own(), load.remote, load.stages, pushed=pushed
         )
         assert self._caches is not None
         arrival = PromptReceive(
@@ -368,9 +372,10 @@ class WorkerSide:
         groups = self._caches.cache.groups
         return {name: group.spec for name, group in groups.items()}
 
-    def _split_spec(self) -> KVSpec:
-        """Return the spec that says which ranks meet: that of the most heads."""
-        return max(self._specs().values(), key=lambda spec: spec.total_kv_heads)
+    def _own(self) -> OwnRank:
+        """Return what says which ranks meet: the spec of the most heads, the stage."""
+        spec = max(self._specs().values(), key=lambda spec: spec.total_kv_heads)
+        return OwnRank(spec, self._shapes[0].stage)
 
 
 async def _peers(communicator: Communicator) -> Peers:

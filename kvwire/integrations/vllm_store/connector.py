@@ -44,6 +44,11 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
                 f"KvwireStoreConnector keeps layers that attend to everything; this "
                 f"model has others ({kinds})"
             )
+        if shapes[0].stage[1] > 1:
+            raise UsageError(
+                f"pipeline_parallel_size={shapes[0].stage[1]}: KvwireStoreConnector "
+                f"supports 1 only"
+            )
         self._parts = settings.parts
         self._asking: Engine | None = None
         (shape,) = shapes

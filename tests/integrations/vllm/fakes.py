@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
-from kvwire.integrations.vllm.caches import CacheShape
+from kvwire.integrations.vllm.caches import CacheShape, stage_layers
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.support.simulated_device import (
@@ -112,6 +112,8 @@ class Worker:
         ranks: Its size.
         device: Where its caches lie; None for host memory.
         order: Of ``ORDERS``; how its memory lies. On a device it is the first.
+        stage: (number, count) of its pipeline stage.
+        block_tokens: Of its blocks.
         **settings: Of :class:`VllmSettings`.
 
     Attributes:
@@ -124,18 +126,33 @@ class Worker:
         ranks: int = 1,
         device: SimulatedDevice | None = None,
         order: str = "LBHNC",
+        stage: tuple[int, int] = (0, 1),
+        block_tokens: int = BLOCK_TOKENS,
         **settings: Any,
     ) -> None:
         config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0))
         self.heads = max(1, HEADS // ranks)
+        self.layers = stage_layers(LAYERS, stage[1])[stage[0]]
         self.side = WorkerSide(
             VllmSettings(**{"group_bytes": 0, **settings}),
             config,
-            [replace(SHAPE, kv_heads=self.heads, rank=rank, ranks=ranks)],
+            [
+                replace(
+                    SHAPE,
+                    kv_heads=self.heads,
+                    rank=rank,
+                    ranks=ranks,
+                    stage=stage,
+                    first_layer=self.layers.start,
+                    model_layers=LAYERS,
+                    block_tokens=block_tokens,
+                )
+            ],
         )
-        shape = (LAYERS, BLOCKS, self.heads, BLOCK_TOKENS, 2 * DIM)
+        shape = (len(self.layers), BLOCKS, self.heads, block_tokens, 2 * DIM)
         views = in_order(order, np.full(shape, FREE, np.float32))
-        self.tensors = dict(zip(NAMES, views, strict=True))
+        names = NAMES[self.layers.start : self.layers.stop]
+        self.tensors = dict(zip(names, views, strict=True))
         self.arrays: dict[str, SimulatedArray] = {}
         self.compute: SimulatedStream | None = None
         if device is not None:
@@ -171,6 +188,8 @@ class Worker:
     def holds(self, blocks: list[int], layers: int = LAYERS) -> bool:
         """Whether these blocks hold what ``write`` leaves, on whichever rank."""
         for layer, name in enumerate(NAMES[:layers]):
+            if layer not in self.layers:
+                continue
             tensor = self.read(name)
             for position, block in enumerate(blocks):
                 for head in range(self.heads):
@@ -181,7 +200,7 @@ class Worker:
 
     def forward(self, blocks: list[int]) -> None:
         """Write every layer, with the hooks around each."""
-        for name in NAMES:
+        for name in self.tensors:
             self.side.wait_layer(name)
             self.write(name, blocks)
             self.side.layer_written(name)

@@ -42,11 +42,13 @@ class Pair:
             "do_remote_decode": True,
             "transfer_id": name,
             "remote": (back or self.decode.kv).split(","),
+            "stages": self.decode.stages,
         }
         loads = {
             "do_remote_prefill": True,
             "transfer_id": name,
             "remote": (there or self.prefill.kv).split(","),
+            "stages": self.prefill.stages,
         }
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(

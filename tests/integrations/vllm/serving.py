@@ -96,9 +96,11 @@ class Engine(Process):
 
     Attributes:
         kv: Where each of its ranks listens for KV, with commas.
+        stages: Of pipeline parallelism.
     """
 
     kv: str = ""
+    stages: int = 1
 
     def generate(self, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
         """Ask it alone; the whole answer."""
@@ -125,6 +127,7 @@ def engine(
     transfer: dict[str, Any],
     *arguments: str,
     ranks: int = 1,
+    stages: int = 1,
     beside: Sequence[dict[str, Any]] = (),
 ) -> Engine:
     """A server of a model, not started.
@@ -137,10 +140,12 @@ def engine(
         transfer: For ``kv_connector_extra_config``.
         *arguments: For vLLM.
         ranks: Of tensor parallelism.
+        stages: Of pipeline parallelism.
         beside: Other connectors; MultiConnector has them all.
     """
     port, kv_port = free_port(), free_port()
-    listen = [f"127.0.0.1:{kv_port + rank}" for rank in range(ranks)]
+    workers = ranks * stages
+    listen = [f"127.0.0.1:{kv_port + worker}" for worker in range(workers)]
     config: dict[str, Any] = {
         "kv_connector": "KvwireConnector",
         "kv_connector_module_path": "kvwire.integrations.vllm",
@@ -162,20 +167,25 @@ def engine(
         # Other sums of another batch change no token in this type.
         *("--dtype", "float32", "--max-num-batched-tokens", "1024"),
         *("--tensor-parallel-size", str(ranks)),
+        *("--pipeline-parallel-size", str(stages)),
+        *("--distributed-executor-backend", "uni" if workers == 1 else "mp"),
         *("--kv-transfer-config", json.dumps(config), *arguments),
     ]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(
-            str((core + rank) % (os.cpu_count() or 1)) for rank in range(ranks)
+            str((core + worker) % (os.cpu_count() or 1)) for worker in range(workers)
         ),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "KVWIRE_PREFER": "",
     }
+    if workers == 1:
+        # A worker in a process of its own takes as long to start as the engine.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     url = f"http://127.0.0.1:{port}"
     log = folder / f"{name}.log"
-    return Engine(command, log, url, environment, kv=",".join(listen))
+    return Engine(command, log, url, environment, kv=",".join(listen), stages=stages)
 
 
 def front(prefill: Engine, decode: Engine, folder: Path, *arguments: str) -> Process:

@@ -24,7 +24,9 @@ def addresses(group: list[Worker]) -> tuple[str, ...]:
     return tuple(worker.side.address for worker in group)
 
 
-def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> WorkerStep:
+def sending(
+    blocks: list[int], stop: int, remote: tuple[str, ...] = (), stages: int = 1
+) -> WorkerStep:
     """A step that prefills the prompt up to a token, and sends it."""
     send = SendPrompt(
         request_id="p",
@@ -34,6 +36,7 @@ def sending(blocks: list[int], stop: int, remote: tuple[str, ...] = ()) -> Worke
         blocks={"kv": blocks},
         hashes={"kv": HASHES},
         remote=remote,
+        stages=stages,
     )
     return WorkerStep(sends=[send], written=[written([], stop)])
 

@@ -133,12 +133,28 @@ class OtherSpec:
     """Of nothing that is known."""
 
 
-def config(*groups: object, mla: bool = False, **parallel: int) -> tuple[Any, Any]:
-    """vLLM's two configs, as far as they are looked at."""
+def config(
+    *groups: object,
+    mla: bool = False,
+    dtype: str = "auto",
+    scales: bool = False,
+    layers: tuple[int, int] = (5, 11),
+    **parallel: int,
+) -> tuple[Any, Any]:
+    """vLLM's two configs, as far as they are looked at; 11 layers."""
     sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 4, **parallel}
-    model = SimpleNamespace(use_mla=mla, get_total_num_kv_heads=lambda: 8)
+    model = SimpleNamespace(
+        use_mla=mla,
+        get_total_num_kv_heads=lambda: 8,
+        get_total_num_hidden_layers=lambda: 11,
+        get_layers_start_end_indices=lambda _: layers,
+    )
     return (
-        SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(**sizes)),
+        SimpleNamespace(
+            model_config=model,
+            parallel_config=SimpleNamespace(**sizes),
+            cache_config=SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=scales),
+        ),
         SimpleNamespace(
             kv_cache_groups=[
                 SimpleNamespace(kv_cache_spec=group, layer_names=[f"layers.{index}"])
@@ -155,10 +171,23 @@ def test_what_vllm_says_about_its_caches() -> None:
     assert found == (LATENT,)
 
 
+def test_a_pipeline_stage_has_the_layers_that_vllm_gives_it() -> None:
+    said = config(AttentionSpec(), layers=(6, 11), pipeline_parallel_size=2, rank=6)
+    (shape,) = cache_shapes(*said)
+    assert (shape.stage, shape.first_layer, shape.model_layers) == ((1, 2), 6, 11)
+    assert replace(shape, rank=2).index == 6
+    tensors = {f"layers.{at}": np.zeros((3, 2, 16, 128)) for at in range(6, 10)}
+    with pytest.raises(UsageError, match="5 layers and 4 KV caches"):
+        layer_caches(tensors, [shape])
+
+
 def test_groups_of_several_kinds() -> None:
     specs = (FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec(), MambaSpec())
     full, *windows, state = cache_shapes(*config(*specs))
-    assert [one.name for one in windows] == ["1 window of 100", "2 window of 100"]
+    assert [one.name for one in windows] == [
+        "1 window of 100, by 16",
+        "2 window of 100, by 16",
+    ]
     assert (full.name, full.partial, full.table) == ("0 full", False, 0)
     assert [one.layers for one in windows] == [("layers.1",), ("layers.2",)]
     assert state.name == "3 state of 136 bytes on 4 ranks"
@@ -207,9 +236,15 @@ def test_decode_reads_no_other_blocks(tokens: int) -> None:
         (config(CrossAttentionSpec()), "CrossAttentionSpec: it holds an encoder's"),
         (config(MambaSpec(num_speculative_blocks=2)), "states with speculative"),
         (
-            config(AttentionSpec(), pipeline_parallel_size=2),
-            "^pipeline_parallel_size=2",
+            config(AttentionSpec(), MambaSpec(), pipeline_parallel_size=2, rank=4),
+            "^pipeline_parallel_size=2 with full; state of 136 bytes on 4 ranks: ",
         ),
+        (
+            config(AttentionSpec(), pipeline_parallel_size=2, rank=4),
+            "stage 1 of 2 has layers 5 to 10, and the other engine takes it for 6 to",
+        ),
+        (config(AttentionSpec(), dtype="fp8_per_token_head"), "its scales lie beside"),
+        (config(AttentionSpec(), scales=True), "^calculate_kv_scales: each engine"),
         (
             config(AttentionSpec(), decode_context_parallel_size=2),
             "^decode_context_parallel_size=2",
@@ -223,7 +258,10 @@ def test_decode_reads_no_other_blocks(tokens: int) -> None:
         "other",
         "encoder",
         "speculative",
-        "pipeline",
+        "stages of several kinds",
+        "stages that were moved",
+        "scales in blocks",
+        "scales of its own",
         "decode context",
         "prefill context",
     ],

@@ -40,6 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         engine(model, folder, "decode", 1, transfer),
     ]
     made[0].environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    made[0].environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with running(*made):
         yield Pair(*made)
 

@@ -39,14 +39,16 @@ class Way:
     Attributes:
         kind: Of the model.
         transfer: Keys of kv_connector_extra_config.
-        ranks: Of prefill; decode has one.
+        prefill: Its tensor-parallel ranks, pipeline stages and tokens of a block.
+        decode: Likewise.
         files: vLLM's connector for files is there as well. It breaks with a prompt that
             is computed in chunks, so none is.
     """
 
     kind: str
     transfer: dict[str, Any] = field(default_factory=dict)
-    ranks: int = 1
+    prefill: tuple[int, int, int] = (1, 1, 128)
+    decode: tuple[int, int, int] = (1, 1, 128)
     files: bool = False
 
 
@@ -56,7 +58,10 @@ WAYS: dict[str, Way] = {
     ),
     "chunk by chunk, sliding windows": Way("window", {"stream": "chunk"}),
     "as a whole": Way("gqa", {"stream": "request"}),
-    "two ranks to one": Way("gqa", ranks=2),
+    "two ranks to one": Way("gqa", prefill=(2, 1, 128)),
+    "one rank to two, push": Way("gqa", {"mode": "push"}, decode=(2, 1, 128)),
+    "two stages to one, small blocks to large": Way("gqa", prefill=(1, 2, 32)),
+    "one stage to two, large blocks to small": Way("gqa", decode=(1, 2, 32)),
     "a child of MultiConnector": Way("gqa", files=True),
 }
 
@@ -74,11 +79,15 @@ def pair(
     more = ("--max-num-batched-tokens", "4352") if way.files else ()
     made = [
         engine(
-            *(model, folder, "prefill", 0, transfer, *more),
-            ranks=way.ranks,
+            *(model, folder, name, core, transfer, *more, "--block-size", str(block)),
+            ranks=ranks,
+            stages=stages,
             beside=beside,
-        ),
-        engine(model, folder, "decode", 1, transfer, *more, beside=beside),
+        )
+        for name, core, (ranks, stages, block) in (
+            ("prefill", 0, way.prefill),
+            ("decode", 1, way.decode),
+        )
     ]
     with running(*made):
         yield Pair(*made)

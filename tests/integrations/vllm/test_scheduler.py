@@ -40,7 +40,7 @@ def loads(**more: Any) -> dict[str, Any]:
 
 def side(**keys: Any) -> SchedulerSide:
     made = SchedulerSide(VllmSettings(**keys), [SHAPE], PEERS)
-    made.hear_addresses({1: "b:2", 0: "a:1"})
+    made.hear_addresses({(0, 1): "b:2", (0, 0): "a:1"})
     return made
 
 
@@ -247,7 +247,7 @@ FULL = replace(SHAPE, name="0 full")
 def hybrid() -> SchedulerSide:
     """Blocks of four tokens: everything, a window of four, and one state."""
     made = SchedulerSide(VllmSettings(), [FULL, WINDOW, STATE], PEERS)
-    made.hear_addresses({0: "a:1"})
+    made.hear_addresses({(0, 0): "a:1"})
     return made
 
 

@@ -1,79 +1,133 @@
-"""Which ranks meet, for any two group sizes."""
+"""Which ranks meet, for any numbers of ranks and stages of two engines."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire import KVSpec, UsageError
 from kvwire.integrations.vllm.topology import (
+    OwnRank,
+    check_ranks,
     group_specs,
     incoming_route,
+    lacking,
     outgoing_route,
     sources,
     targets,
 )
+from tests.integrations.vllm.fakes import SHAPE
 
-POWERS = st.sampled_from([1, 2, 4, 8, 16])
+LAYERS = 7
+POWERS = st.sampled_from([1, 2, 4, 8])
+# Ranks of each stage, and stages.
+Shape: TypeAlias = tuple[int, int]
+SHAPES = st.tuples(POWERS, st.integers(1, 4))
 
 
-def spec(heads: int, rank: int, size: int) -> KVSpec:
-    return KVSpec(
-        layers=2,
-        kv_heads=max(1, heads // size),
-        head_dim=8,
-        block_tokens=4,
-        shard=(rank, size),
-        model_kv_heads=heads,
+def ranks_of(heads: int, shape: Shape) -> list[KVSpec]:
+    """What each rank of an engine holds, in order."""
+    whole = KVSpec(
+        layers=LAYERS, kv_heads=heads, head_dim=8, block_tokens=4, model_kv_heads=heads
+    )
+    return group_specs(whole, *shape)
+
+
+def cells(spec: KVSpec, heads: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """What a rank holds of a model, as (layer, head)."""
+    held = np.zeros((LAYERS, heads), np.bool_)
+    held[np.ix_(list(spec.layer_indices), list(spec.heads))] = True
+    return held
+
+
+@given(heads=POWERS, producing=SHAPES, consuming=SHAPES)
+def test_both_ends_agree_and_each_cell_comes_once(
+    heads: int, producing: Shape, consuming: Shape
+) -> None:
+    there, here = ranks_of(heads, producing), ranks_of(heads, consuming)
+    fetched = {
+        (at, to) for to, spec in enumerate(here) for at in sources(spec, *producing)
+    }
+    served = {
+        (at, to) for at, spec in enumerate(there) for to in targets(spec, *consuming)
+    }
+    assert fetched == served
+    for to, spec in enumerate(here):
+        parts = [there[at] for at, into in fetched if into == to]
+        held = cells(spec, heads)
+        brought = sum(cells(part, heads) & held for part in parts)
+        assert np.array_equal(brought, held.astype(int))
+
+
+@given(heads=POWERS, consuming=SHAPES, data=st.data())
+def test_what_no_part_brings_is_named(
+    heads: int, consuming: Shape, data: st.DataObject
+) -> None:
+    here = data.draw(st.sampled_from(ranks_of(heads, consuming)))
+    there = [
+        one for shape in data.draw(st.lists(SHAPES)) for one in ranks_of(heads, shape)
+    ]
+    parts = [one for one in there if data.draw(st.booleans())]
+    held = cells(here, heads)
+    brought = np.zeros_like(held)
+    said = []
+    for part in parts:
+        both = cells(part, heads) & held
+        rows, columns = np.nonzero(both)
+        if rows.size:
+            box = range(rows[0], rows[-1] + 1), range(columns[0], columns[-1] + 1)
+            said.append({"kv": box})
+        brought |= both
+    left = np.argwhere(held & ~brought)
+    want = ""
+    if left.size:
+        want = f"layer {left[0][0]}, KV head {left[0][1]} of cache group 'kv'"
+    assert lacking({"kv": here}, said) == want
+
+
+def test_a_group_that_nobody_brings() -> None:
+    (spec,) = ranks_of(4, (1, 1))
+    whole = {"a": (range(LAYERS), range(4))}
+    assert lacking({"a": spec}, [whole]) == ""
+    assert lacking({"a": spec, "b": spec}, [whole]) == (
+        "layer 0, KV head 0 of cache group 'b'"
     )
 
 
-@given(heads=POWERS, producers=POWERS, consumers=POWERS)
-def test_both_ends_agree_who_meets(heads: int, producers: int, consumers: int) -> None:
-    fetched = {
-        (source, rank)
-        for rank in range(consumers)
-        for source in sources(spec(heads, rank, consumers), producers)
-    }
-    served = {
-        (rank, target)
-        for rank in range(producers)
-        for target in targets(spec(heads, rank, producers), consumers)
-    }
-    assert fetched == served
-
-
-@given(heads=POWERS, producers=POWERS, consumers=POWERS)
-def test_every_head_comes_once(heads: int, producers: int, consumers: int) -> None:
-    for rank in range(consumers):
-        here = spec(heads, rank, consumers)
-        group = group_specs(here, producers)
-        got = [
-            head
-            for source in sources(here, producers)
-            for head in group[source].heads
-            if head in here.heads
-        ]
-        assert sorted(got) == list(here.heads)
-
-
-def test_heads_that_cannot_be_split() -> None:
+def test_what_cannot_be_split() -> None:
+    (spec,) = ranks_of(4, (1, 1))
     with pytest.raises(UsageError, match="cannot be spread over the 3 ranks"):
-        sources(spec(4, 0, 1), 3)
+        sources(spec, 3)
+    with pytest.raises(UsageError, match="7 layers cannot be 8 stages"):
+        sources(spec, 1, 8)
+    check_ranks([SHAPE], 6, 3)
+    with pytest.raises(UsageError, match="4 addresses, which are not the ranks of 3"):
+        check_ranks([SHAPE], 4, 3)
+    with pytest.raises(UsageError, match="4 KV heads"):
+        check_ranks([SHAPE], 6, 2)
 
 
 def test_a_push_has_a_name_for_each_two_ranks() -> None:
     there = ("a:1", "a:2")
-    out = outgoing_route("t", spec(4, 0, 1), there, pushed=True)
+    (whole,) = ranks_of(4, (1, 1))
+    out = outgoing_route("t", OwnRank(whole), there, pushed=True)
     assert [(peer.address, peer.id) for peer in out.peers] == [
         ("a:1", "t/0/0"),
         ("a:2", "t/0/1"),
     ]
-    into = incoming_route("t", spec(4, 1, 2), ("b:1",), pushed=True)
+    half = OwnRank(ranks_of(4, (2, 1))[1])
+    into = incoming_route("t", half, ("b:1",), pushed=True)
     assert [peer.id for peer in into.peers] == ["t/0/1"]
+    last = OwnRank(ranks_of(4, (2, 2))[3], stage=(1, 2))
+    into = incoming_route("t", last, there, 2, pushed=True)
+    assert [(peer.address, peer.id) for peer in into.peers] == [("a:2", "t/1/3")]
 
 
 def test_a_group_like_this_one_needs_no_addresses() -> None:
-    route = outgoing_route("t", spec(4, 1, 2), (), pushed=False)
-    assert [peer.id for peer in route.peers] == ["t/1/1"]
+    own = OwnRank(ranks_of(4, (2, 2))[3], stage=(1, 2))
+    route = outgoing_route("t", own, (), pushed=False)
+    assert [peer.id for peer in route.peers] == ["t/3/3"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvwire import UsageError
@@ -39,14 +40,28 @@ def workers(
     producers: int = 1, consumers: int = 1, **settings: Any
 ) -> Iterator[tuple[list[Worker], list[Worker]]]:
     """The ranks of a prefill and of a decode engine."""
+    with engines((producers, 1), (consumers, 1), **settings) as (prefill, decode):
+        yield prefill, decode
+
+
+@contextmanager
+def engines(
+    *shapes: tuple[int, int], **settings: Any
+) -> Iterator[tuple[list[Worker], ...]]:
+    """Engines of some ranks a stage, and stages."""
     with ExitStack() as stack:
-        sides: list[list[Worker]] = []
-        for ranks in (producers, consumers):
-            group = [Worker(rank, ranks, **settings) for rank in range(ranks)]
+        made = tuple(
+            [
+                Worker(rank, ranks, stage=(stage, stages), **settings)
+                for stage in range(stages)
+                for rank in range(ranks)
+            ]
+            for ranks, stages in shapes
+        )
+        for group in made:
             for worker in group:
                 stack.callback(worker.side.close)
-            sides.append(group)
-        yield sides[0], sides[1]
+        yield made
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -80,13 +95,28 @@ def test_chunks_leave_before_the_prompt_is_whole(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize(("producers", "consumers"), [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_groups_of_other_sizes(mode: str, producers: int, consumers: int) -> None:
-    with workers(producers, consumers, mode=mode) as (prefill, decode):
+@pytest.mark.parametrize(
+    ("producers", "consumers"),
+    [
+        ((1, 1), (2, 1)),
+        ((2, 1), (1, 1)),
+        ((2, 1), (4, 1)),
+        ((4, 1), (2, 1)),
+        ((1, 2), (1, 1)),
+        ((1, 1), (1, 2)),
+        ((1, 3), (2, 2)),
+        ((4, 2), (1, 3)),
+    ],
+)
+def test_engines_of_other_shapes(
+    mode: str, producers: tuple[int, int], consumers: tuple[int, int]
+) -> None:
+    """Ranks of each stage, and stages."""
+    with engines(producers, consumers, mode=mode) as (prefill, decode):
         for d in decode:
-            fetch(d, fetching(addresses(prefill)))
+            fetch(d, fetching(addresses(prefill), stages=producers[1]))
         for p in prefill:
-            p.side.begin_step(sending(FROM, 10, addresses(decode)))
+            p.side.begin_step(sending(FROM, 10, addresses(decode), consumers[1]))
             p.forward(FROM)
         for d in decode:
             assert eventually(lambda d=d: received(d))  # type: ignore[misc]
@@ -94,6 +124,65 @@ def test_groups_of_other_sizes(mode: str, producers: int, consumers: int) -> Non
         for p in prefill:
             p.side.finished(("p",))
             assert eventually(lambda p=p: freed(p))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("there", "stages"), [((2, 1), 1), ((1, 2), 1), ((1, 3), 2)])
+def test_a_request_that_names_too_few_ranks(
+    there: tuple[int, int], stages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that the first ranks have arrives, and none of it is used."""
+    with engines(there, (1, 1)) as (prefill, (d,)):
+        some = prefill[:stages]
+        fetch(d, fetching(addresses(some), stages=stages))
+        for p in some:
+            p.side.begin_step(sending(FROM, 10))
+            p.forward(FROM)
+        assert eventually(lambda: received(d))
+        assert d.side.take_errors() == set(INTO)
+    assert any(
+        "none of the ranks that the request names has" in m for m in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4), (4, 8)])
+def test_blocks_of_other_sizes(mode: str, there: int, here: int) -> None:
+    """What is the same prompt shows its content, and not the hashes of its blocks."""
+    rng, counts = np.random.default_rng(7), (-(-10 // there), -(-10 // here))
+    p = Worker(block_tokens=there, mode=mode)
+    d = Worker(block_tokens=here, mode=mode)
+    try:
+        for tensor in p.tensors.values():
+            tensor[:] = rng.random(tensor.shape, np.float32)
+        blocks, into = list(range(1, 1 + counts[0])), list(range(3, 3 + counts[1]))
+        for content, lost in ((b"one", set[int]()), (b"other", set(into))):
+            load, send = fetching(addresses([p])), sending(blocks, 10, addresses([d]))
+            load.loads[0].blocks = {"kv": into}
+            load.loads[0].hashes = {"kv": [b"%d" % at for at in into]}
+            load.loads[0].content = content
+            send.sends[0].hashes = {"kv": [b"%d" % at for at in blocks]}
+            send.sends[0].content = b"one"
+            fetch(d, load)
+            p.side.begin_step(send)
+            p.side.step_written()
+            assert eventually(lambda: received(d))
+            assert d.side.take_errors() == lost
+            p.side.finished(("p",))
+            assert eventually(lambda: freed(p))
+        for name in NAMES:
+            assert np.array_equal(
+                in_tokens(p.tensors[name][blocks]), in_tokens(d.tensors[name][into])
+            )
+    finally:
+        p.close()
+        d.close()
+
+
+def in_tokens(blocks: Any) -> Any:
+    """The prompt's ten tokens of some blocks: (head, token, number)."""
+    count, heads, tokens, numbers = blocks.shape
+    by_head = blocks.transpose(1, 0, 2, 3)
+    return by_head.reshape(heads, count * tokens, numbers)[:, :10]
 
 
 @pytest.mark.parametrize("order", list(ORDERS))

@@ -245,7 +245,7 @@ CACHES: Final = [
         (a("x", CACHE, [0], hashes=[b"a", b"b"]), "hashes: 2 for the 1 blocks of"),
         (a("x", CACHE, [0], hashes=["a"]), "hashes: one of group 'kv' is not bytes; a"),
         (a("x", CACHE, [0], deadline="soon"), "deadline='soon': pass a time of the"),
-        (a("x", CACHE, [0], consumers=2), "pull: no option 'consumers'; known are"),
+        (a("x", CACHE, [0], consumers=2), "pull: no option 'consumers'; did you mean"),
     ),
     call(
         "conn.pull('x' * 300, cache, [0])",
