@@ -183,6 +183,11 @@ def engine(
     if workers == 1:
         # A worker in a process of its own takes as long to start as the engine.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if stages > 1:
+        # On CPUs only the warm-up of what is compiled makes room for another stage's
+        # numbers (`sync_and_gather_intermediate_tensors`).
+        compiled = {"mode": 2, "backend": "eager"}
+        command += ["--no-enforce-eager", "--compilation-config", json.dumps(compiled)]
     url = f"http://127.0.0.1:{port}"
     log = folder / f"{name}.log"
     return Engine(command, log, url, environment, kv=",".join(listen), stages=stages)
