@@ -46,7 +46,7 @@ class Announcer:
         http: Where the engine serves.
         role: What it does; "" for what vLLM's config says.
         vllm_config: vLLM's.
-        rank: Which rank this is.
+        rank: Which rank this is, of those of all pipeline stages.
         model: A fingerprint of its model.
 
     Attributes:
@@ -57,6 +57,9 @@ class Announcer:
         self, http: str, role: str, vllm_config: Any, rank: int, model: str
     ) -> None:
         self.running: int = 0
+        parallel = vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
+        ranks *= getattr(parallel, "pipeline_parallel_size", 1)
         said = vllm_config.kv_transfer_config.kv_role
         self._role = role or _OF_VLLM.get(said, BOTH)
         self._model = model
@@ -64,7 +67,7 @@ class Announcer:
         self._labels = {
             HTTP: http_url(http),
             RANK: str(rank),
-            RANKS: str(vllm_config.parallel_config.tensor_parallel_size),
+            RANKS: str(ranks),
             SLOTS: str(self._slots),
         }
         self._keeping: concurrent.futures.Future[None] | None = None

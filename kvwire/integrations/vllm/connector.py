@@ -89,7 +89,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         if self._settings.http and not before:
             url, role = self._settings.http, self._settings.role
             model = model_digest(vllm_config)
-            self._announcer = Announcer(url, role, vllm_config, rank, model)
+            index = shapes[0].index
+            self._announcer = Announcer(url, role, vllm_config, index, model)
         self._worker = WorkerSide(self._worker_settings(parallel), config, shapes)
 
     # --- scheduler --------------------------------------------------------------------
