@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def kvwire_backend(request: pytest.FixtureRequest) -> str:
-    """The backend of ``kvwire_pair``: ``"inproc"``, or what the test's parameter says.
+    """Name the backend of ``kvwire_pair``: ``"inproc"``, or the test's parameter.
 
     Override it, or parametrise it indirectly, to run tests over another backend.
     """

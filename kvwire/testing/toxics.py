@@ -110,7 +110,7 @@ Toxic = Latency | Bandwidth | Slice | Pause | Flip | Cut | Deaf
 
 
 def schedule(seed: int, *, reach_bytes: int) -> tuple[Toxic, ...]:
-    """A mix of toxics by a seed; at most one of them ends the connection.
+    """Mix toxics by a seed; at most one of them ends the connection.
 
     Args:
         seed: Chooses the mix.

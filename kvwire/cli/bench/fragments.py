@@ -157,7 +157,7 @@ class Pool:
         return digest(self.fragments())
 
     def fragments(self) -> Bytes:
-        """A copy of the fragments that travel, layer after layer."""
+        """Copy the fragments that travel, layer after layer."""
         return self.memory.reshape(self._shape)[self.rows]
 
 

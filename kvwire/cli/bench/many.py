@@ -105,7 +105,7 @@ class ManyWork(Work):
         return self.sizes() if self.verb == AT_ONCE else [self.nbytes]
 
     def shares(self, *, publishes: bool) -> tuple[int, list[list[int]]]:
-        """The blocks that one side needs, and which transfer has which.
+        """Name the blocks that one side needs, and which transfer has which.
 
         Args:
             publishes: The others have one share, instead of one each.
@@ -182,7 +182,7 @@ class ManySide(Side[ManyWork]):
             self._communicators.append(communicator)
 
     async def _have(self, work: ManyWork, *, publishes: bool) -> None:
-        """The memory of a work as a cache; never an old one and a new one at once.
+        """Have the memory of a work as a cache; never an old one and a new one at once.
 
         In a thread: a loop that stands still for long is a dead peer to others.
         """

@@ -283,7 +283,7 @@ class SocketsSide(Side[Work]):
             self.receive_into(parts[number % len(parts)])
 
     def parts(self, work: Work) -> list[memoryview]:
-        """The memory of a work."""
+        """Return the memory of a work."""
         if work.nbytes not in self._rooms:
             self._rooms[work.nbytes] = Room(work)
         return self._rooms[work.nbytes].parts

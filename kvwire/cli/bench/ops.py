@@ -234,7 +234,7 @@ class OpsSide(ConnectedSide[OpsWork]):
         await super().close()
 
     def _have(self, work: OpsWork, side: int) -> None:
-        """The memory of a work, as a cache where it has one."""
+        """Have the memory of a work, as a cache where it has one."""
         shape = work.verb, work.nbytes, work.layers, work.blocks
         if self._shape == shape:
             return
@@ -250,7 +250,7 @@ class OpsSide(ConnectedSide[OpsWork]):
     # --- left -------------------------------------------------------------------------
 
     async def _one_by_one(self, work: OpsWork) -> list[float]:
-        """The first one is not counted, so that the last one's tail need not be."""
+        """Leave the first one uncounted, so that the last one's tail need not be."""
         clock, values, meter = time.perf_counter, [], self.meter
         connection = self.connection
         if not work.fresh:

@@ -71,7 +71,7 @@ class CountMeter(Meter):
         self._counting.__exit__(None, None, None)
 
     def counts(self, operations: int) -> Counts:
-        """What was counted, by operation."""
+        """Return what was counted, by operation."""
         calls = system_calls = 0
         for entry in self._profile.getstats():
             code: Any = entry.code

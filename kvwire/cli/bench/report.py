@@ -150,7 +150,7 @@ def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
 
 
 def _table(rows: Findings, names: Sequence[str]) -> Table:
-    """The first contender is judged by the best that is not kvwire."""
+    """Judge the first contender by the best that is not kvwire."""
     found = [compare(row) for row in rows]
     judged = any(one.ratio is not None for one in found)
     aimed = any(row.case.target is not None for row in rows)

@@ -190,7 +190,7 @@ def store(choice: StoreChoice, others: Others | None = None) -> Benchmark:
 
 
 def _kvwire(choice: StoreChoice, tier: str, name: str) -> Contender:
-    """A store in one process, or in two where a server is its tier."""
+    """Make a store in one process, or in two where a server is its tier."""
     from kvwire.cli.bench.store_side import (  # noqa: PLC0415 - it imports this
         StoreServerSide,
         StoreSide,
@@ -212,7 +212,7 @@ def _kvwire(choice: StoreChoice, tier: str, name: str) -> Contender:
 
 
 def _cases(choice: StoreChoice, tier: str, name: str, others: Others) -> list[Case]:
-    """The rows of one tier, shape by shape, and the match at the end."""
+    """Make the rows of one tier, shape by shape, and the match at the end."""
     from kvwire.cli.bench.store_side import can_drop  # noqa: PLC0415 - it imports this
 
     ours = _kvwire(choice, tier, name)
@@ -357,7 +357,7 @@ def command(
 
 @contextmanager
 def _within(directory: Path | None) -> Iterator[Path]:
-    """A new directory in this one, removed at the end.
+    """Make a new directory in this one, removed at the end.
 
     Raises:
         UsageError: It is none, or cannot be written to.

@@ -107,7 +107,7 @@ class StoreSide(Side[StoreWork]):
         await stock.put()
 
     async def drive(self, work: StoreWork) -> dict[str, Any]:
-        """A put and a get have their rate, others a time for each call."""
+        """Return the rate of a put and a get, and of others a time for each call."""
         stock = self.stocks[work.nbytes]
         if work.verb == MATCH:
             return {"values": await stock.match()}

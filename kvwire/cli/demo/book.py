@@ -75,7 +75,7 @@ class Tokenizer:
 
 
 def passages(count: int) -> dict[str, str]:
-    """The text behind each of the first ``count`` anchors, far more than is needed."""
+    """Cut out the text behind the first ``count`` anchors, more than is needed."""
     book = (CHECKPOINT / "alice.txt").read_text(encoding="ascii")
     chosen = list(ANCHORS.items())[:count]
     return {name: book[book.index(anchor) :][:4000] for name, anchor in chosen}

@@ -164,7 +164,7 @@ async def events(reader: asyncio.StreamReader) -> AsyncIterator[Event]:
 
 
 def encode(order: Order) -> bytes:
-    """The line of an order."""
+    """Write the line of an order."""
     return _ENCODER.encode(order) + b"\n"
 
 

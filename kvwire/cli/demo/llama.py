@@ -26,7 +26,7 @@ OnWritten = Callable[[int, int, int], None]
 
 
 def blocks_for(tokens: int) -> int:
-    """How many blocks hold so many tokens."""
+    """Count how many blocks hold so many tokens."""
     return -(-tokens // BLOCK_TOKENS)
 
 
@@ -59,7 +59,7 @@ class Llama(ABC):
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> Any:
-        """A sequence whose KV lies in these blocks.
+        """Make a sequence whose KV lies in these blocks.
 
         Args:
             blocks: Of the pool, in token order.
@@ -79,7 +79,7 @@ class Llama(ABC):
 
     @abstractmethod
     def generate(self, tokens: list[int], new: int) -> list[int]:
-        """What the model says by itself, with no block and nothing of kvwire."""
+        """Return what the model says by itself, with no block and nothing of kvwire."""
 
     def warm_up(self) -> None:
         """Pay for the first forward pass before anything is timed."""
@@ -87,7 +87,7 @@ class Llama(ABC):
 
 
 def load(library: str, num_blocks: int) -> Llama:
-    """The model in a library.
+    """Load the model in a library.
 
     Args:
         library: ``numpy`` or ``torch``.

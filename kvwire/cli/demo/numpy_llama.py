@@ -208,7 +208,7 @@ class Plain:
 
 
 def read_safetensors(path: Path) -> dict[str, Floats]:
-    """The tensors of a checkpoint in bfloat16, as float32.
+    """Read the tensors of a checkpoint in bfloat16, as float32.
 
     The format: 8 bytes with the length of a header in JSON, which says where in the
     rest of the file each tensor is.

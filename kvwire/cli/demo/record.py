@@ -142,7 +142,7 @@ class RequestTimes:
         return sum(span.tokens for span in self.recomputed if span.layer == 0)
 
     def faults(self) -> Iterable[str]:
-        """What is not as it has to be; nothing, usually."""
+        """Yield what is not as it has to be; nothing, usually."""
         if not self.equal:
             yield f"{self.request}: the tokens differ from those of a single process"
         lacked = self.arrived.tokens - self.arrived.usable_tokens

@@ -47,7 +47,7 @@ def print_report(
 
 
 def summary(records: Sequence[RequestTimes]) -> list[dict[str, Any]]:
-    """The table as plain data, times in seconds."""
+    """Return the table as plain data, times in seconds."""
     return [
         {
             "request": record.request,
@@ -95,7 +95,7 @@ def _table(records: Sequence[RequestTimes]) -> Table:
 
 
 def _shown(records: Sequence[RequestTimes]) -> Iterator[str]:
-    """What a reader should take home, in sentences."""
+    """Say what a reader should take home, in sentences."""
     equal = sum(record.equal for record in records)
     new = len(records[0].tokens)
     yield (

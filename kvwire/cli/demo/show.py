@@ -76,7 +76,7 @@ def _letter(kinds: Collection[str], console: Console) -> tuple[str, str]:
 
 
 def title(record: RequestTimes) -> str:
-    """The line above the drawing of a request."""
+    """Write the line above the drawing of a request."""
     arrived = record.arrived
     text = f"{record.request}: prompt of {arrived.tokens + 1} tokens"
     if arrived.missing:

@@ -84,7 +84,7 @@ class LayerClock:
             layer.register_forward_hook(self._end_of(index))
 
     def take(self) -> list[LayerSpan]:
-        """The spans since the last time."""
+        """Return the spans since the last time."""
         spans, self._spans = self._spans, []
         return spans
 

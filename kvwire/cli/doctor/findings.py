@@ -47,7 +47,7 @@ def judged_by(name: str, machine: Machine, process: Process) -> Finding:
 
 
 def rdma(machine: Machine, process: Process) -> Judgement:
-    """RDMA devices, whether a port is up, and whether this process can open them."""
+    """Name RDMA devices, whether a port is up, and whether they can be opened."""
     if not machine.rdma:
         text = "no device: UCX uses shared memory and TCP, and asking it for RDMA fails"
         return text, ""
@@ -82,7 +82,7 @@ def locked_memory(machine: Machine, process: Process) -> Judgement:
 
 
 def gpus(machine: Machine, process: Process) -> Judgement:
-    """NVIDIA GPUs, and whether this process can open them."""
+    """Name NVIDIA GPUs, and whether this process can open them."""
     if not machine.gpu_driver:
         return "no NVIDIA driver: KV caches lie in host memory", ""
     found = f"{_counted(machine.gpus)}, driver {machine.gpu_driver}"

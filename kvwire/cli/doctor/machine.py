@@ -70,7 +70,7 @@ class Machine:
 
 
 def ask_nvidia_smi() -> str:
-    """A line ``driver, model`` for each GPU, from ``nvidia-smi``; or ""."""
+    """Return ``driver, model`` for each GPU, from ``nvidia-smi``; or ""."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

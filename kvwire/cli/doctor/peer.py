@@ -168,7 +168,7 @@ class ProbeMemory:
         return self.bytes.reshape(-1, 2, size)
 
     def fragments(self, size: int) -> Fragments:
-        """The same as memory to move."""
+        """Return the same as memory to move."""
         count = len(self.slots(size))
         step = np.uint64(2 * size)
         return Fragments(
@@ -239,7 +239,7 @@ async def _answer(
 
 
 def decoded(connection: Connection, said: bytes, kind: type[T]) -> T:
-    """What another doctor said.
+    """Read what another doctor said.
 
     Raises:
         KVWireError: It is of another version.
@@ -412,7 +412,7 @@ async def _rate(
     fragments: Fragments,
     once: Callable[[], Awaitable[int]],
 ) -> Rate:
-    """The median pass. The first does not count, unless it is all there is time for."""
+    """Time the median pass; the first does not count, unless there is no time."""
     took: list[float] = []
     while len(took) <= _PASSES and sum(took) < _BUDGET_S:
         began = time.perf_counter()

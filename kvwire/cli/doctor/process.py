@@ -107,7 +107,7 @@ def _text(path: Path) -> str:
 
 
 def _limit(text: str, name: str) -> int | None:
-    """The soft limit of a row of ``/proc/PID/limits``."""
+    """Read the soft limit of a row of ``/proc/PID/limits``."""
     found = re.search(rf"^{name} +(\d+|unlimited) ", text, re.MULTILINE)
     if found is None:
         return None

@@ -86,7 +86,7 @@ def negotiated(trial: Trial) -> RenderableType:
 
 
 def written(report: PeerReport) -> RenderableType:
-    """A report in full, for a file or a mail."""
+    """Show a report in full, for a file or a mail."""
     hosts: list[RenderableType] = [Text("the side that connected", style="bold")]
     hosts.append(host(report.here))
     if report.there is not None:
@@ -168,7 +168,7 @@ def _measured(trial: Trial) -> Iterator[RenderableType]:
 
 
 def _rates(rates: Sequence[Rate]) -> Table:
-    """A row for each size, a column for each direction."""
+    """Make a row for each size, a column for each direction."""
     table = Table.grid(padding=(0, 3))
     table.add_column(justify="right")
     table.add_column(justify="right")

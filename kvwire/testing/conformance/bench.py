@@ -178,7 +178,7 @@ class Bench:
 
 
 def open_descriptors() -> set[str]:
-    """The open file descriptors of this process, and on Linux what each one is."""
+    """List the open file descriptors of this process, and on Linux what each one is."""
     if sys.platform != "linux":
         folder = Path("/dev/fd")
         return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()

@@ -46,7 +46,7 @@ class Head:
     length: int
 
     def encode(self) -> bytes:
-        """The header."""
+        """Return the header."""
         return _HEADER.pack(self.number, self.length, self._digest())
 
     @classmethod
@@ -64,7 +64,7 @@ class Head:
 
 
 def pattern(number: int, length: int) -> Bytes:
-    """The payload of frame ``number``."""
+    """Make the payload of frame ``number``."""
     shift = number * 7919 % _TABLE_BYTES
     turns = (shift + length) // _TABLE_BYTES + 1
     return np.tile(_TABLE, turns)[shift : shift + length]

@@ -77,7 +77,7 @@ class Rig(JoinedRig[LinkSide]):
         return link
 
     async def accept(self) -> Link:
-        """The next link that came in and was not asked for yet."""
+        """Return the next link that came in and was not asked for yet."""
         await self.until(lambda: bool(self._accepted), "the listener accepts a link")
         return self._accepted.popleft()
 
@@ -88,7 +88,7 @@ class Rig(JoinedRig[LinkSide]):
         start_left: bool = True,
         start_right: bool = True,
     ) -> tuple[LinkSide, LinkSide]:
-        """A link between the near backend (left) and the far one (right)."""
+        """Make a link between the near backend (left) and the far one (right)."""
         if listener is None:
             listener = self._listeners[0] if self._listeners else await self.listen()
         left = self.side("left", await self.connect(listener.address))

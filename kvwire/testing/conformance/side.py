@@ -127,7 +127,7 @@ class LinkSide(Witness, LinkHandler):
             self.link.abort()
 
     def lend(self, number: int) -> Token:
-        """A token for a frame that the check sends past this side."""
+        """Make a token for a frame that the check sends past this side."""
         token = Token(number, None)
         self._lent.append(token)
         return token

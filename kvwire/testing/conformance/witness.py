@@ -139,14 +139,14 @@ class Witness:
     # --- for the side -----------------------------------------------------------------
 
     def _number(self, number: int | None) -> int:
-        """The number of the next payload; by default one more than of the last."""
+        """Return the next payload's number; by default one more than of the last."""
         number = self._next_number if number is None else number
         self._next_number = number + 1
         return number
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
-        """A call to the subject."""
+        """Note a call to the subject."""
         self._verdicts.inside.append((self, what))
         try:
             yield
@@ -155,7 +155,7 @@ class Witness:
 
     @contextmanager
     def _told(self, what: str, subject: object) -> Iterator[None]:
-        """A callback of the subject."""
+        """Judge a callback of the subject."""
         inside = self._verdicts.inside
         allowed = what in self.within_flush and inside[-1:] == [(self, "flush")]
         if inside and not allowed:
@@ -176,7 +176,7 @@ class Witness:
             self._verdicts.changed()
 
     def _given_back(self, what: str, token: object) -> None:
-        """A token has come back, with the callback named."""
+        """Take back a token, with the callback named."""
         index = next((i for i, t in enumerate(self._lent) if t is token), None)
         if index is None or not isinstance(token, Token):
             self.wrong(f"{what} for {token!r}, which is not lent (any more)")
@@ -201,4 +201,4 @@ class Witness:
 
 
 def nothing(*_: object) -> None:
-    """What a check that does not listen does with a callback."""
+    """Do nothing, where a check does not listen to a callback."""

@@ -31,7 +31,7 @@ from kvwire.cli.bench.fragments import (
     work_of,
 )
 from kvwire.cli.bench.pair import Contender, Sample
-from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.cli.main import main
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import arena_of
 from kvwire.memory.copy import as_fragments
@@ -151,11 +151,6 @@ def test_a_transport_that_cannot_run_is_named_with_its_reason(
     printed = " ".join(capsys.readouterr().out.split())
     assert "kvwire tcp failed, 4 KiB push, per-layer and 3 more:" in printed
     assert "forbid" in printed
-
-
-def test_a_transport_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "fragments", "--transport", "pigeons"]) == CALLED_WRONG
-    assert "--transport pigeons: " in capsys.readouterr().err
 
 
 def test_a_backend_that_cannot_run_is_left_out_with_its_reason(

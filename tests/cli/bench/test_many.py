@@ -22,7 +22,7 @@ from kvwire.cli.bench.many import (
     ManyWork,
 )
 from kvwire.cli.bench.side import JoinedSide
-from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.cli.main import main
 from kvwire.limits import MIB
 
 ONE = {"transport": "tcp", "endpoints": "1"}
@@ -121,8 +121,3 @@ async def test_what_is_timed_is_what_was_asked_for() -> None:
                 assert side.shares == work.shares(publishes=publishes)[1]
     finally:
         await both.close()
-
-
-def test_a_transport_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "many", "--transport", "pigeons"]) == CALLED_WRONG
-    assert "--transport pigeons: no such backend" in capsys.readouterr().err

@@ -10,9 +10,8 @@ import pytest
 
 from kvwire.cli.bench import messages
 from kvwire.cli.bench.messages import SIZES
-from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.cli.main import main
 from kvwire.limits import KIB
-from tests.cli.bench.contenders import Scripted, benchmark, case
 
 VERBS = ("send", "put", "get")
 
@@ -58,44 +57,3 @@ def test_the_cases_are_those_of_the_documentation() -> None:
     assert {row.work.nbytes for row in found.cases[1:]} == set(SIZES)
     for row in found.cases[1:]:
         assert row.work.count >= row.work.in_flight
-
-
-def test_inproc_cannot_join_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "messages", "--transport", "inproc"]) == CALLED_WRONG
-    assert "this benchmark runs two" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "bad", [["--rounds", "0"], ["--loop", "trio"], ["--round", "1"]]
-)
-def test_options_that_make_no_sense(
-    bad: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "messages", *bad]) == CALLED_WRONG
-    assert capsys.readouterr().err
-
-
-@pytest.fixture
-def forged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of the real one, a benchmark that takes no time."""
-    whole = benchmark(case(Scripted("kvwire"), Scripted("other")))
-    monkeypatch.setattr(messages, "messages", lambda **_: whole)
-
-
-@pytest.mark.usefixtures("forged")
-def test_json_on_the_output_leaves_the_table_to_whoever_watches(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench", "messages", "--json", "-"]) == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["settings"]["rounds"] == 10
-    assert "1 KiB send" in captured.err
-
-
-@pytest.mark.usefixtures("forged")
-def test_a_file_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = tmp_path / "no" / "found.json"
-    assert main(["bench", "messages", "--json", str(missing)]) == CALLED_WRONG
-    assert f"kvwire: {missing}: No such file" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from kvwire.cli.bench import ops
 from kvwire.cli.bench.ops import OpsWork, operations
 from kvwire.cli.bench.ops_counts import count
-from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.cli.main import main
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -68,14 +68,6 @@ def test_everything_is_measured_counted_and_written(
             assert sides is None
         else:
             assert min(sides) > 0
-
-
-@pytest.mark.parametrize("transport", ["pigeons", "inproc"])
-def test_a_transport_that_joins_no_two_processes(
-    transport: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "ops", "--transport", transport]) == CALLED_WRONG
-    assert f"--transport {transport}" in capsys.readouterr().err
 
 
 def test_every_operation_has_its_ceiling() -> None:

@@ -20,7 +20,7 @@ from kvwire.cli.bench.overlap import (
     efficiency,
 )
 from kvwire.cli.bench.side import JoinedSide
-from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.cli.main import main
 from tests.cli.bench.contenders import Scripted, case, measured
 
 # Starts processes, on a machine that may be busy with others.
@@ -105,13 +105,3 @@ async def test_every_way_moves_its_bytes(way: str, layers: int, nbytes: int) -> 
         assert await both.digest(work)
     finally:
         await both.close()
-
-
-def test_only_whole_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "overlap", "--layer-kib", "65"]) == CALLED_WRONG
-    assert "a multiple of 64" in capsys.readouterr().err
-
-
-def test_a_transport_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "overlap", "--transport", "pigeons"]) == CALLED_WRONG
-    assert "--transport pigeons: no such backend" in capsys.readouterr().err

@@ -191,6 +191,9 @@ def test_a_document_goes_to_a_file_or_alone_to_the_output(
     show("a table", lambda: {"met": True}, json=Path("-"))
     captured = capsys.readouterr()
     assert (json.loads(captured.out), captured.err) == ({"met": True}, "a table\n")
+    missing = tmp_path / "no" / "found.json"
+    with pytest.raises(kvwire.UsageError, match=f"{missing}: No such file"):
+        show("a table", dict, json=missing)
 
 
 def test_the_bar_is_drawn_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:

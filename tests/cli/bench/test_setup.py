@@ -9,7 +9,7 @@ import pytest
 
 from kvwire.cli.bench import setup
 from kvwire.cli.bench.setup import COLUMNS
-from kvwire.cli.main import CALLED_WRONG, main
+from kvwire.cli.main import main
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -35,8 +35,3 @@ def test_everything_is_measured_and_written(
         assert [len(r) for r in row["contenders"]["kvwire tcp"]["rounds"]] == [3, 3]
         assert row["ratio"] > 0
         assert row["met"] is None
-
-
-def test_a_transport_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "setup", "--transport", "pigeons"]) == CALLED_WRONG
-    assert "--transport pigeons: no such backend" in capsys.readouterr().err

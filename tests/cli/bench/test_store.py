@@ -109,27 +109,6 @@ def test_without_obstore_the_object_tier_is_named(
     assert f"needs obstore: {remedy}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (["--tiers", "memory,tape"], "--tiers tape: there are memory, disk"),
-        (["--transport", "pigeons"], "--transport pigeons: no such backend"),
-        (
-            ["--transport", "inproc"],
-            "--transport inproc joins two loops of one process",
-        ),
-        (["--directory", "/no/such"], "--directory /no/such: there is no such"),
-        (["--round-mib", "1"], "Must be >= 4"),
-        (["--blocks", "huge"], '"huge"'),
-    ],
-)
-def test_options_that_make_no_sense(
-    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "store", *wrong]) == CALLED_WRONG
-    assert said in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_disk_without_room_is_told_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

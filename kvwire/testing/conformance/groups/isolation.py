@@ -46,7 +46,7 @@ async def _listeners(rig: Rig) -> None:
 
 
 def _queue_own(side: LinkSide, owner: int) -> None:
-    """A frame that says whose it is."""
+    """Queue a frame that says whose it is."""
     number = owner * 1000 + side.queued
     side.queue(number % 9 * 20_000, CUTS["pages"], number=number)
     side.flush()

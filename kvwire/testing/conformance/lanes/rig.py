@@ -52,7 +52,7 @@ class LaneRig(JoinedRig[LaneSide]):
             self._address = self._listener.address
 
     async def pair(self) -> tuple[LaneSide, LaneSide]:
-        """A lane that is up: the client's side (left) and the server's (right)."""
+        """Make a lane that is up: the client's side (left) and the server's (right)."""
         left, right = self.prepare()
         await self.join(left, right)
         return left, right

@@ -110,7 +110,7 @@ async def _kept_source(rig: AnyRig) -> None:
 
 
 async def _idle_after_traffic(rig: AnyRig) -> tuple[Any, Any, list[weakref.ref[Bytes]]]:
-    """A pair over which payloads of all kinds went, and references to their memory."""
+    """Make a pair that has moved payloads of all kinds, and references to these."""
     left, right = await rig.pair()
     seen: list[weakref.ref[Bytes]] = []
 

@@ -89,7 +89,7 @@ def _flip(place: int, bit: int, descriptor: bytes) -> bytes:
 async def _harmless(
     rig: LaneRig, cut: Cut | None, change: Callable[[bytes], bytes]
 ) -> None:
-    """A lane of its own gets one wrong descriptor."""
+    """Give a lane of its own one wrong descriptor."""
     left, right = await rig.pair()
     parcel = _one(left, right, cut)
     # Its own check of what arrived would compare with what an honest descriptor brings.

@@ -80,7 +80,7 @@ async def _fair_loop(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
 
 async def _most_in_a_turn(side: LaneSide) -> int:
-    """The most bytes that arrived between two turns of the loop, until all have."""
+    """Count the most bytes that arrive between two turns of the loop, until all do."""
     most, before = side.lane.received_bytes, side.lane.received_bytes
     while side.expected and not side.closed:
         await asyncio.sleep(0)
