@@ -144,8 +144,10 @@ async def fleet_page(state: ProxyState, client: httpx.AsyncClient) -> str:
 
     Cancel safety: safe, it only looks.
     """
-    now, engines = state.fleet.clock(), state.fleet.engines
+    engines = state.fleet.engines
     shares = await _shares(client, engines)
+    # Requests that have come meanwhile are on the page.
+    now = state.fleet.clock()
     budget, admission = state.budget, state.admission
     facts = [
         ("running", str(admission.running)),
@@ -198,7 +200,7 @@ _ENGINE_COLUMNS: Final = (
     "carrying",
     "cache hits",
     "KV fetched",
-    "answered",
+    "done",
     "model",
 )
 _REQUEST_COLUMNS: Final = ("request", "since", "waits for", "engines")
