@@ -1,0 +1,93 @@
+"""What the two engines of a migration tell each other, beside the KV.
+
+The source sends all of its messages with one tag, in the order of the migration. The
+target answers once, with the tag that the migration names: nothing if it has taken the
+request, else why it has not.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kvwire.limits import (
+    KV_BLOCK_TOKENS_MAX,
+    KV_BLOCKS_MAX,
+    MIGRATION_ROUNDS_MAX,
+    MIGRATION_STATE_BYTES_MAX,
+    NAME_CHARS_MAX,
+)
+
+MIGRATION_TAG: Final = int.from_bytes(b"kvw-move", "big")
+"""Messages of migrations have this tag; an application takes others."""
+
+MOVE_BYTES: Final = 16
+
+_MoveId = Annotated[bytes, Meta(min_length=MOVE_BYTES, max_length=MOVE_BYTES)]
+
+
+class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Says that blocks are pushed now; the first round begins the migration.
+
+    Attributes:
+        move: Random bytes that name the migration, and the transfers of its rounds.
+        request: Name of the request.
+        reply: Tag of the answer.
+        index: Which round, from 0.
+        blocks: How many blocks, from where the round before has ended.
+        tokens: Tokens in them: all the blocks hold, but in the last round.
+        block_tokens: Tokens of a block at the source.
+    """
+
+    move: _MoveId
+    request: Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+    reply: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    index: Annotated[int, Meta(ge=0, lt=MIGRATION_ROUNDS_MAX)]
+    blocks: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX)]
+    tokens: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX * KV_BLOCK_TOKENS_MAX)]
+    block_tokens: Annotated[int, Meta(ge=1, le=KV_BLOCK_TOKENS_MAX)]
+
+
+class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Gives the request to the target; the source has let go of it.
+
+    Attributes:
+        move: Which migration.
+        state: What the engine says of the request: its tokens, how it samples.
+    """
+
+    move: _MoveId
+    state: Annotated[bytes, Meta(max_length=MIGRATION_STATE_BYTES_MAX)]
+
+
+class Withdrawal(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Ends the migration; the request stays where it is."""
+
+    move: _MoveId
+
+
+Message: TypeAlias = Round | Handover | Withdrawal
+
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return the bytes of a message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(raw: bytes | bytearray) -> Message:
+    """Read a message.
+
+    Raises:
+        msgspec.MsgspecError: It is none; says where.
+    """
+    message: Message = _DECODER.decode(raw)
+    return message
+
+
+def transfer_id(move: bytes, index: int) -> bytes:
+    """Return the name of the transfer of one round; nobody else can guess it."""
+    return b"kvwire-move/" + move + index.to_bytes(4, "big")

@@ -1,0 +1,304 @@
+"""The engine that a request leaves.
+
+A migration is in one of three places, and what goes wrong means something else in each:
+
+* *copying*: the request runs. Whatever fails, it goes on.
+* *paused*: the last blocks are on their way. Whatever fails, it is resumed.
+* *handed over*: the word is out, so this engine never goes on with it, also where no
+  answer comes. Only a target that says it has not taken the request gives it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Literal, Protocol
+
+from kvwire.connection import Connection
+from kvwire.errors import KVWireError, UsageError, shown
+from kvwire.integrations.migration.messages import (
+    MIGRATION_TAG,
+    MOVE_BYTES,
+    Handover,
+    Message,
+    Round,
+    Withdrawal,
+    encode,
+    transfer_id,
+)
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import (
+    MIGRATION_ROUNDS,
+    MIGRATION_ROUNDS_MAX,
+    MIGRATION_STATE_BYTES_MAX,
+    MIGRATION_TIMEOUT_S,
+)
+from kvwire.transfer import Outgoing
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Says which KV of a request is written.
+
+    Attributes:
+        blocks: Its blocks, in token order; those behind ``tokens`` may be left out.
+        tokens: Tokens whose KV lies in them, in every layer.
+    """
+
+    blocks: Sequence[int]
+    tokens: int
+
+
+class RunningRequest(Protocol):
+    """Is what an engine lets :func:`migrate` do with a request of its own.
+
+    All of it is called on the communicator's loop. Until :func:`migrate` has returned,
+    the engine keeps the request's blocks, also where the request ends meanwhile.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return what the request is called at both engines."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """Return where its blocks are; a cache of one group."""
+
+    def written(self) -> Written | None:
+        """Return what is written by now; None if the request has ended."""
+
+    async def pause(self) -> None:
+        """Wait for the step that is under way, and begin no other.
+
+        Cancel safety: the request goes on, or :meth:`resume` is called.
+        """
+
+    def resume(self) -> None:
+        """Go on: the request stays here."""
+
+    def state(self) -> bytes:
+        """Return what the other engine needs besides KV. Called while it is paused."""
+
+    def release(self) -> None:
+        """Forget the request, which is the other engine's, and free its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """Says how a migration ended.
+
+    Attributes:
+        result: ``"moved"``: the request is the other engine's. ``"stayed"``: it goes on
+            here. ``"unknown"``: it was handed over and no answer came, so the other
+            engine has it, or nobody.
+        reason: Why, unless it moved.
+        rounds: Rounds of copying, the last one included.
+        nbytes: Bytes of KV that were copied.
+        paused_s: From the pause until the target's answer, or until it was resumed.
+    """
+
+    result: Literal["moved", "stayed", "unknown"]
+    reason: str = ""
+    rounds: int = 0
+    nbytes: int = 0
+    paused_s: float = 0.0
+
+
+async def migrate(
+    connection: Connection,
+    request: RunningRequest,
+    *,
+    timeout_s: float = MIGRATION_TIMEOUT_S,
+    rounds: int = MIGRATION_ROUNDS,
+) -> Migration:
+    """Move a running request to the engine at the other end of a connection.
+
+    That one serves the connection with a :class:`MigrationTarget`. The blocks must not
+    be used for anything else before this has returned, whatever it returns.
+
+    Args:
+        connection: To the other engine.
+        request: Of this engine.
+        timeout_s: The most that it may take; then the request stays.
+        rounds: Rounds of copying while the request goes on, at most.
+
+    Raises:
+        UsageError: The cache has several groups, or an argument is out of range.
+
+    Cancel safety: before the handover the request stays and goes on. After it, the
+        answer is not waited for, and the request is released.
+    """
+    if len(request.cache.groups) != 1:
+        raise UsageError(
+            f"migrate: a cache with the groups {', '.join(request.cache.groups)}; "
+            "requests of hybrid models cannot be moved yet"
+        )
+    if not 1 <= rounds < MIGRATION_ROUNDS_MAX:
+        raise UsageError(f"migrate: rounds={rounds}; 1 to {MIGRATION_ROUNDS_MAX - 1}")
+    if not timeout_s > 0:
+        raise UsageError(f"migrate: timeout_s={timeout_s}; more than 0")
+    move = _Move(connection, request)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await move.run(rounds)
+    except TimeoutError:
+        move.reason = f"it took longer than timeout_s={timeout_s:g}"
+    except (_StaysError, KVWireError) as exc:
+        move.reason = str(exc)
+    finally:
+        # Blocks must drain also where this is cancelled once more.
+        await asyncio.shield(asyncio.ensure_future(move.settle()))
+    return move.outcome()
+
+
+class _StaysError(Exception):
+    """Says why the request stays."""
+
+
+class _Move:
+    def __init__(self, connection: Connection, request: RunningRequest) -> None:
+        self.reason = ""
+        self._connection = connection
+        self._request = request
+        self._move = os.urandom(MOVE_BYTES)
+        self._reply = int.from_bytes(os.urandom(8), "big") >> 1
+        self._answer: asyncio.Future[bytearray] = asyncio.ensure_future(
+            _received(connection, self._reply)
+        )
+        self._parts: list[Outgoing] = []
+        self._blocks = 0
+        self._nbytes = 0
+        self._paused_at = 0.0
+        self._paused_s = 0.0
+        self._place: Literal["copying", "paused", "handed over", "moved"] = "copying"
+
+    async def run(self, rounds: int) -> None:
+        """Copy, pause, copy the rest, hand over, and wait for the answer."""
+        size = self._request.cache.spec.block_tokens
+        for _ in range(rounds):
+            full = self._written().tokens // size
+            if full - self._blocks <= 1 and self._parts:
+                break
+            if full > self._blocks:
+                await self._copy(full * size)
+        self._place, self._paused_at = "paused", monotonic()
+        await self._request.pause()
+        tokens = self._written().tokens
+        if tokens > self._blocks * size:
+            await self._copy(tokens)
+        state = self._request.state()
+        if len(state) > MIGRATION_STATE_BYTES_MAX:
+            raise _StaysError(
+                f"its state has {len(state)} bytes, at most {MIGRATION_STATE_BYTES_MAX}"
+            )
+        await self._hand_over(state)
+
+    async def _copy(self, tokens: int) -> None:
+        """Push the blocks that were not copied, up to so many tokens."""
+        request, size = self._request, self._request.cache.spec.block_tokens
+        first, index = self._blocks, len(self._parts)
+        blocks = self._written().blocks[first : -(-tokens // size)]
+        tokens -= first * size
+        self._send(
+            Round(
+                self._move,
+                request.name,
+                self._reply,
+                index,
+                len(blocks),
+                tokens,
+                size,
+            )
+        )
+        name = transfer_id(self._move, index)
+        part = self._connection.push(name, request.cache, blocks, tokens=tokens)
+        self._parts.append(part)
+        part.ready()
+        part.finish()
+        over = asyncio.create_task(_ended(part))
+        either: set[asyncio.Future[Any]] = {over, self._answer}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+        if self._answer.done():
+            raise _StaysError(_refusal(await self._answer))
+        outcome = await part
+        if not outcome.complete:
+            raise _StaysError(f"its KV: {'; '.join(outcome.missing.reasons)}")
+        self._blocks += len(blocks)
+        self._nbytes += outcome.nbytes
+
+    async def _hand_over(self, state: bytes) -> None:
+        if self._answer.done():
+            raise _StaysError(_refusal(await self._answer))
+        self._place = "handed over"
+        self._send(Handover(self._move, state))
+        answer = await self._answer
+        if answer:
+            self._place = "paused"
+            raise _StaysError(_refusal(answer))
+        self._place = "moved"
+
+    async def settle(self) -> None:
+        """Let the request go on, or go; return when its blocks have drained."""
+        moving = self._place in {"handed over", "moved"}
+        if self._paused_at:
+            self._paused_s = monotonic() - self._paused_at
+        if not moving:
+            for part in self._parts:
+                part.abort("the migration has ended")
+            if self._place == "paused":
+                # What is still read of a block it writes to is of an aborted transfer,
+                # so nobody looks at it.
+                self._request.resume()
+            self._send(Withdrawal(self._move))
+        if not self._answer.done():
+            self._answer.cancel()
+        await asyncio.gather(
+            *(part.drained() for part in self._parts),
+            self._answer,
+            return_exceptions=True,
+        )
+        # An answer that comes all the same is nobody's.
+        self._connection.discard(self._reply)
+        if moving:
+            self._request.release()
+
+    def outcome(self) -> Migration:
+        """Return how it ended, after :meth:`settle`."""
+        result: Literal["moved", "stayed", "unknown"]
+        match self._place:
+            case "moved":
+                result = "moved"
+            case "handed over":
+                result = "unknown"
+            case _:
+                result = "stayed"
+        return Migration(
+            result, self.reason, len(self._parts), self._nbytes, self._paused_s
+        )
+
+    def _written(self) -> Written:
+        written = self._request.written()
+        if written is None:
+            raise _StaysError("the request has ended")
+        return written
+
+    def _send(self, message: Message) -> None:
+        self._connection.send(MIGRATION_TAG, encode(message))
+
+
+async def _received(connection: Connection, tag: int) -> bytearray:
+    return await connection.recv(tag)
+
+
+async def _ended(part: Outgoing) -> None:
+    await part
+
+
+def _refusal(answer: bytearray) -> str:
+    return f"the other engine: {shown(answer.decode(errors='replace'))}"

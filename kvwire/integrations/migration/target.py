@@ -1,0 +1,242 @@
+"""The engine that requests come to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvwire.communicator import Communicator
+from kvwire.connection import Connection
+from kvwire.errors import ConnectionClosed, UsageError, shown
+from kvwire.integrations.migration.messages import (
+    MIGRATION_TAG,
+    Handover,
+    Message,
+    Round,
+    Withdrawal,
+    decode,
+    transfer_id,
+)
+from kvwire.kv.paged import PagedCache
+from kvwire.limits import MIGRATIONS_MAX
+from kvwire.transfer import Incoming
+
+logger = logging.getLogger("kvwire.migration")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Is a request that has come, and is this engine's from now on.
+
+    Attributes:
+        name: What it is called at both engines.
+        blocks: Its blocks, in token order; the engine gives them back.
+        tokens: Tokens whose KV is in them.
+        state: What the other engine said of it.
+    """
+
+    name: str
+    blocks: tuple[int, ...]
+    tokens: int
+    state: bytes
+
+
+class MigrationTarget:
+    """Takes requests that other engines move here.
+
+    A peer that may migrate to this engine can take blocks of it and start requests:
+    serve only connections of a trust domain of your own.
+
+    Args:
+        communicator: This engine's.
+        cache: Where requests land; a cache of one group.
+        take: Called with a number of blocks; returns their ids, or None if there are
+            not so many free, and the request stays where it is.
+        give_back: Called with blocks that were taken and are not needed, once nothing
+            can touch them any more.
+        start: Called with a request that has come. It returns soon; the source waits
+            for it. An exception refuses the request, which goes on at its source.
+
+    Raises:
+        UsageError: The cache has several groups.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        cache: PagedCache,
+        *,
+        take: Callable[[int], Sequence[int] | None],
+        give_back: Callable[[Sequence[int]], None],
+        start: Callable[[Arrival], None],
+    ) -> None:
+        if len(cache.groups) != 1:
+            raise UsageError(
+                f"MigrationTarget: a cache with the groups {', '.join(cache.groups)}; "
+                "requests of hybrid models cannot be moved yet"
+            )
+        self._communicator = communicator
+        self._cache = cache
+        self._take = take
+        self._give_back = give_back
+        self._start = start
+
+    async def serve(self, connection: Connection) -> None:
+        """Take what comes over one connection, until it ends.
+
+        Cancel safety: safe. Requests that were not handed over stay where they are;
+            their blocks are given back once they have drained.
+        """
+        arriving: dict[bytes, _Arriving] = {}
+        # Handovers under way, and blocks that drain.
+        tasks: set[asyncio.Task[None]] = set()
+
+        def run(move: bytes, message: Message) -> None:
+            task = asyncio.create_task(self._act(connection, arriving, move, message))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        try:
+            while True:
+                raw = await connection.recv(MIGRATION_TAG)
+                try:
+                    message = decode(raw)
+                except msgspec.MsgspecError as exc:
+                    peer = shown(connection.peer.name)
+                    logger.warning("a message of %s was ignored: %s", peer, exc)
+                    continue
+                match message:
+                    case Round():
+                        self._expect(connection, arriving, message, run)
+                    case Handover() | Withdrawal():
+                        run(message.move, message)
+        except ConnectionClosed:
+            pass
+        finally:
+            for move in list(arriving):
+                if not arriving[move].handed_over:
+                    run(move, Withdrawal(move))
+            while tasks:
+                await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
+
+    def _expect(
+        self,
+        connection: Connection,
+        arriving: dict[bytes, _Arriving],
+        message: Round,
+        run: Callable[[bytes, Message], None],
+    ) -> None:
+        """Give memory to a round, or refuse the request."""
+        move = message.move
+        if message.index == 0 and move not in arriving:
+            arriving[move] = _Arriving(message.request, message.reply)
+        request = arriving.get(move)
+        if request is None or request.handed_over:
+            return  # refused before, and its source will know soon
+        reason = self._why_not(message, request, len(arriving))
+        if not reason:
+            blocks = self._take(message.blocks)
+            if blocks is not None:
+                request.blocks += blocks
+                request.tokens += message.tokens
+                try:
+                    part = self._communicator.expect(
+                        transfer_id(move, message.index),
+                        self._cache,
+                        blocks,
+                        tokens=message.tokens,
+                    )
+                except UsageError as exc:
+                    reason = str(exc)
+                else:
+                    request.parts.append(part)
+                    return
+            else:
+                reason = f"{message.blocks} more blocks are not free"
+        _answer(connection, request.reply, reason)
+        run(move, Withdrawal(move))
+
+    def _why_not(self, message: Round, request: _Arriving, arriving: int) -> str:
+        size = self._cache.spec.block_tokens
+        if arriving > MIGRATIONS_MAX:
+            return f"{MIGRATIONS_MAX} requests are on their way here already"
+        if message.block_tokens != size:
+            return f"block_tokens: {message.block_tokens} at the source, {size} here"
+        if message.index != len(request.parts) or request.tokens % size:
+            return f"round {message.index} came out of turn"
+        if -(-message.tokens // size) != message.blocks:
+            return f"{message.tokens} tokens are not in {message.blocks} blocks"
+        return ""
+
+    async def _act(
+        self,
+        connection: Connection,
+        arriving: dict[bytes, _Arriving],
+        move: bytes,
+        message: Message,
+    ) -> None:
+        """Start a request that was handed over, or drop one that stays."""
+        request = arriving.get(move)
+        if request is None or request.handed_over:
+            return
+        request.handed_over = True
+        reason = "withdrawn"
+        if isinstance(message, Handover):
+            reason = await self._begin(request, message.state)
+            _answer(connection, request.reply, reason)
+        if reason:
+            for part in request.parts:
+                part.abort(reason)
+            for part in request.parts:
+                await part.drained()
+            self._give_back(request.blocks)
+        del arriving[move]
+
+    async def _begin(self, request: _Arriving, state: bytes) -> str:
+        """Start a request; return why not, "" if it runs."""
+        for part in request.parts:
+            outcome = await part
+            if not outcome.complete:
+                return f"its KV: {'; '.join(outcome.missing.reasons)}"
+            await part.drained()
+        try:
+            self._start(
+                Arrival(request.name, tuple(request.blocks), request.tokens, state)
+            )
+        except Exception as exc:
+            logger.warning("%s was not started", shown(request.name), exc_info=True)
+            return f"{type(exc).__name__}: {exc}"
+        return ""
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """Keeps a request whose KV comes.
+
+    Attributes:
+        name: Of the request.
+        reply: Tag of the answer.
+        blocks: Taken for it.
+        tokens: Tokens of its rounds so far.
+        parts: The transfers of its rounds.
+        handed_over: It is being started or dropped, and nothing more is done with it.
+    """
+
+    name: str
+    reply: int
+    blocks: list[int] = field(default_factory=list)
+    tokens: int = 0
+    parts: list[Incoming] = field(default_factory=list)
+    handed_over: bool = False
+
+
+# What a source shows of a reason is shorter.
+_REASON_BYTES = 1024
+
+
+def _answer(connection: Connection, reply: int, reason: str) -> None:
+    connection.send(reply, reason.encode()[:_REASON_BYTES])
