@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, while it is imported
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.utils import get_pp_indices
     from vllm.v1.core import single_type_kv_cache_manager as managers
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -35,7 +36,12 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from kvwire.config import Config
-    from kvwire.integrations.vllm.caches import CacheShape, cache_shapes, find_layout
+    from kvwire.integrations.vllm.caches import (
+        CacheShape,
+        cache_shapes,
+        find_layout,
+        stage_layers,
+    )
     from kvwire.integrations.vllm.config import LAYOUTS
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from tests.integrations.vllm.fakes import ORDERS
@@ -117,6 +123,13 @@ def test_decode_reads_what_vllm_keeps() -> None:
             needed = shape.needed(tokens)
             assert needed.start == skipped // 16
             assert needed.stop == -(-tokens // 16)
+
+
+def test_stages_are_cut_as_vllm_cuts_them() -> None:
+    for layers in range(1, 40):
+        for stages in range(1, min(layers, 8) + 1):
+            want = [range(*get_pp_indices(layers, at, stages)) for at in range(stages)]
+            assert stage_layers(layers, stages) == want
 
 
 def test_the_orders_of_the_tests_are_those_of_vllm() -> None:
