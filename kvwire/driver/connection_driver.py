@@ -142,6 +142,7 @@ class ConnectionDriver(LinkHandler):
             check_ended=self._check_ended,
         )
         self.lanes = lanes
+        core.transfers.only_link = lanes.possible == (lanes.scheme,)
         self.active: ActiveTransport = ActiveTransport(
             lanes, core.agreement.peer, owner.counters
         )
@@ -172,6 +173,9 @@ class ConnectionDriver(LinkHandler):
         """See LinkHandler."""
         try:
             arrival = self._core.header_received(header)
+            if arrival.place is ChunkPlace.MARKED:
+                self._dispatch_all(self._core)  # the front gives it memory
+                arrival = self._core.transfers.marked_place(arrival)
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
@@ -431,7 +435,11 @@ class ConnectionDriver(LinkHandler):
     ) -> int:
         """Hand a chunk to what carries it, or to staging; the bytes handed over."""
         payload = self.staging.payload(chunk)
-        if endpoint is not None and self._scheduler.carries(endpoint, payload):
+        if (
+            endpoint is not None
+            and not chunk.unsaid
+            and self._scheduler.carries(endpoint, payload)
+        ):
             header, body = self._scheduler.send(endpoint, chunk, payload)
             self.link.send(header, memoryview(body))
         elif isinstance(payload, Fragments) and payload.device is not None:

@@ -42,6 +42,8 @@ class ChunkPlace(enum.Enum):
     """Into new memory, of a buffer the core has just named."""
     BUFFER = "buffer"
     """Into ``buffer`` at ``offset``."""
+    MARKED = "marked"
+    """Where ``ConnectionCore.marked_place`` says, once events are dealt with."""
     NOWHERE = "nowhere"
     """Dropped: the request it belongs to is over."""
 
@@ -72,6 +74,8 @@ class Chunk:
     """Describes a piece of payload to send: ``length`` bytes from ``offset``.
 
     Attributes:
+        request: What it is a part of.
+        number: The number of its segment; 0 without one.
         lane: Which lane carries it; 0 for the control link.
         quiet: On a lane: whether that lane no longer needs its memory.
         taken: On a lane: whether it has arrived; None while that is not known.
@@ -83,9 +87,11 @@ class Chunk:
         "lane",
         "length",
         "mover",
+        "number",
         "offset",
         "position",
         "quiet",
+        "request",
         "taken",
     )
 
@@ -96,6 +102,12 @@ class Chunk:
     def __init__(self, mover: Mover, position: int, length: int) -> None:
         assert mover.buffer is not None
         self.mover: Mover = mover
+        self.request: RequestRecord
+        self.number: int
+        if isinstance(mover, SegmentRecord):
+            self.request, self.number = mover.request, mover.number
+        else:
+            self.request, self.number = mover, 0
         self.buffer: BufferId = mover.buffer
         self.position: int = position
         self.offset: int = mover.base + position
@@ -103,12 +115,10 @@ class Chunk:
         self.lane: int = 0
 
     @property
-    def request_and_segment(self) -> tuple[RequestRecord, int]:
-        """Return what the chunk is a part of, as its header says it."""
+    def unsaid(self) -> bool:
+        """Tell whether it is to say what it is, on the control link."""
         mover = self.mover
-        if isinstance(mover, SegmentRecord):
-            return mover.request, mover.number
-        return mover, 0
+        return isinstance(mover, SegmentRecord) and mover.unsaid is not None
 
 
 class ChunkMover:

@@ -72,6 +72,7 @@ _CONTROL = frozenset(
 # Plain numbers: comparing an int with a member of an enum is several times as slow.
 _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
+_MARKED_DATA = int(FrameType.MARKED_DATA)
 _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
 
 
@@ -194,6 +195,8 @@ class ConnectionCore:
             return self.messages.message_header(header)
         if header.type == _DATA:
             return self._data_header(header)
+        if header.type == _MARKED_DATA:
+            return self.transfers.marked_data(header)
         if header.type not in _CONTROL:
             raise UnexpectedFrame(
                 "KVW-CN-01", f"{FrameType(header.type).name} after the handshake"
@@ -297,15 +300,12 @@ class ConnectionCore:
 
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """Return a chunk's header; frames are numbered as called."""
-        request, segment = chunk.request_and_segment
-        assert request.wire_id is not None
+        frame_type, offset, wire_id = _DATA, chunk.position, chunk.request.wire_id
+        assert wire_id is not None
+        if chunk.number and (mark := self.transfers.said(chunk)) is not None:
+            frame_type, offset = _MARKED_DATA, mark
         return self.outbox.framing.payload(
-            FrameType.DATA,
-            chunk.length,
-            request=request.wire_id,
-            segment=segment,
-            offset=chunk.position,
-            check=check,
+            frame_type, chunk.length, wire_id, chunk.number, offset, check
         )
 
     # --- time -------------------------------------------------------------------------

@@ -51,6 +51,11 @@ class Framing:
         self._seal_key = seal[role]
         self._open_key = seal[role.other]
 
+    @property
+    def sealed(self) -> bool:
+        """Tell whether control frames are sealed."""
+        return self._seal_key is not None
+
     def control(
         self, frame_type: int, body: bytes, *, request: int = 0
     ) -> tuple[bytes, bytes]:
@@ -76,7 +81,6 @@ class Framing:
         self,
         frame_type: int,
         length: int,
-        *,
         request: int = 0,
         segment: int = 0,
         offset: int = 0,

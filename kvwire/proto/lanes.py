@@ -304,7 +304,7 @@ class LaneTable:
         lane.sent += 1
         lane.waiting[chunk.index] = chunk  # bounded: LANE_PAYLOADS_MAX
         lane.waiting_bytes += chunk.length
-        request, segment = chunk.request_and_segment
+        request, segment = chunk.request, chunk.number
         assert request.wire_id is not None
         body = LaneData(
             lane=number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,6 +33,7 @@ class SegmentRecord:
         arrived: Consumer: one byte per chunk, 0 until its header has come.
         damaged: A chunk of it did not match its checksum.
         over: Landed, acknowledged, or damaged: nothing more happens to it.
+        unsaid: Producer: what its only chunk says of it; None if SEGMENT has.
     """
 
     request: RequestRecord
@@ -45,6 +47,7 @@ class SegmentRecord:
     arrived: bytearray = field(default_factory=bytearray)
     damaged: bool = False
     over: bool = False
+    unsaid: int | None = None
 
     @property
     def state(self) -> RequestStage:
@@ -62,6 +65,8 @@ class TransferRecord:
         segments: By number.
         open_segments: How many are not over.
         sending: Producer: how many the link is not through with.
+        marks_in_data: Producer: its chunks leave as they were marked, and may say it.
+        unsaid: Producer: segments that their chunks have to say, in that order.
         on_sent: Producer: called when there are none of these; calls no core.
         committed: COMMIT was sent or received.
         acknowledge: Segments to name in the next SEGMENT_ACK.
@@ -73,6 +78,8 @@ class TransferRecord:
     segments: dict[int, SegmentRecord] = field(default_factory=dict)
     open_segments: int = 0
     sending: int = 0
+    marks_in_data: bool = False
+    unsaid: deque[SegmentRecord] = field(default_factory=deque)
     on_sent: Callable[[], None] | None = None
     committed: bool = False
     acknowledge: list[int] = field(default_factory=list)

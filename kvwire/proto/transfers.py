@@ -1,20 +1,7 @@
 """KV transfers: a request whose bytes are marked, moved and landed segment by segment.
 
-::
-
-    asker                                   other side
-      OPEN    id, side, description ->        waits for its application
-              <- AGREE    description
-    producer                                consumer
-      SEGMENT    segment 1: its box    ->        gives it memory
-      DATA    segment 1, in chunks  ->
-      SEGMENT    segment 2 ...         ->
-              <- SEGMENT_ACK   segments 1, 2
-      COMMIT  so many segments      ->        refuses if one is missing
-              <- COMMIT_ACK  segments that came damaged, if any
-      FIN                          ->        knows that the producer knows
-
-A *description* is what one side says of its cache and blocks; the core carries it and
+The frames in their order are in ``docs/topics/protocol-kv-transfers.md``. A
+*description* is what one side says of its cache and blocks; the core carries it and
 does not read it. A *box* is five numbers that name a part of the canonical byte order;
 the front checks them against its plan before it gives the segment memory. Segments are
 numbered from 1 in the order of their marks, and their chunks may arrive in any order.
@@ -26,6 +13,8 @@ consumer never takes a prefix of a transfer for all of it.
 """
 
 from __future__ import annotations
+
+import msgspec
 
 from kvwire.errors import (
     FlowControlViolation,
@@ -41,7 +30,7 @@ from kvwire.limits import (
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
 )
-from kvwire.proto.chunks import ChunkArrival, ChunkMover, ChunkPlace
+from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -52,6 +41,7 @@ from kvwire.proto.events import (
     TransferSettled,
 )
 from kvwire.proto.holds import Holds
+from kvwire.proto.marks import packed_mark, read_mark, say_mark, say_marks
 from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import (
     CHUNK_ARRIVING,
@@ -75,6 +65,8 @@ from kvwire.wire.control import (
 from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
 from kvwire.wire.header import FrameType, Header
 
+_DATA = int(FrameType.DATA)
+
 
 class Transfers:
     """Runs the KV transfers of one connection, asked and answered.
@@ -83,6 +75,8 @@ class Transfers:
         brief: Both sides know how to say them in fewer frames.
         last_words: Requests whose FIN waits for a frame that it can ride on.
         brief_layers: They know how to say layers by themselves in fewer frames.
+        marks_in_data: And the DATA of such a layer may say what it is.
+        only_link: The control link carries all payload.
         unacknowledged: Those with segments that :meth:`acknowledge` will name.
         unhurried: Those that wait for more segments, or for :meth:`speak`.
     """
@@ -104,6 +98,9 @@ class Transfers:
         self._chunk_bytes = chunk_bytes
         self.brief: bool = bool(features & BRIEF_TRANSFERS)
         self.brief_layers: bool = bool(features & BRIEF_LAYERS)
+        # A mark may not travel unsealed where others are sealed.
+        self.marks_in_data: bool = self.brief_layers and not outbox.framing.sealed
+        self.only_link: bool = True
         self.last_words: list[int] = []
         self._transfers: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
@@ -216,9 +213,13 @@ class Transfers:
         )
         self._add(transfer, segment)
         transfer.committed = commit > 0
-        body = SegmentBody(number=segment.number, box=box, nbytes=nbytes, commit=commit)
-        assert request.wire_id is not None
-        self._outbox.send(FrameType.SEGMENT, body, request=request.wire_id)
+        if transfer.marks_in_data and self.only_link and nbytes <= self._chunk_bytes:
+            segment.unsaid = packed_mark(box, commit)
+        if segment.unsaid is not None:
+            transfer.unsaid.append(segment)  # bounded: SEGMENTS_MAX
+        else:
+            say_marks(self._outbox, transfer)
+            say_mark(self._outbox, segment, commit)
         transfer.sending += 1
         self._chunks.begin_segment(segment, transfer.priority)
         return segment
@@ -237,10 +238,21 @@ class Transfers:
         """Commit: nothing more is marked; ``complete`` if that is everything."""
         transfer = self._transfers[request]
         transfer.committed = True
+        say_marks(self._outbox, transfer)
         assert request.wire_id is not None
         body = Commit(segments=len(transfer.segments), complete=complete)
         self._outbox.send(FrameType.COMMIT, body, request=request.wire_id)
         self.settle(request)
+
+    def said(self, chunk: Chunk) -> int | None:
+        """Return what a chunk that leaves says of its segment; None if it says none."""
+        segment = chunk.mover
+        assert isinstance(segment, SegmentRecord)
+        mark, segment.unsaid = segment.unsaid, None
+        if mark is not None:
+            first = self._transfers[chunk.request].unsaid.popleft()
+            assert first is segment, "chunks leave as they were marked"
+        return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
         """Handle SEGMENT_ACK: the consumer has these segments."""
@@ -339,6 +351,28 @@ class Transfers:
             transfer.committed = True
             complete = body.commit > 1
             self._outbox.report(TransferCommitted(request=request, complete=complete))
+
+    def marked_data(self, header: Header) -> ChunkArrival:
+        """Handle MARKED_DATA: SEGMENT, and all of its bytes.
+
+        Raises:
+            UnexpectedFrame: It was not agreed on, or as SEGMENT.
+        """
+        if not self.marks_in_data:
+            raise UnexpectedFrame("KVW-TR-13", "MARKED_DATA on this connection")
+        self.marked(header, read_mark(header))
+        plain = msgspec.structs.replace(header, type=_DATA, offset=0)
+        return ChunkArrival(ChunkPlace.MARKED, plain)
+
+    def marked_place(self, arrival: ChunkArrival) -> ChunkArrival:
+        """Say where a body goes whose place was MARKED; the events come first.
+
+        Raises:
+            ProtocolError: The chunk is not the segment.
+        """
+        if self._outbox.shut:
+            return ChunkArrival(ChunkPlace.NOWHERE, arrival.header)
+        return self.data_header(arrival.header)
 
     def place(self, segment: SegmentRecord, buffer: BufferId) -> None:
         """Give a marked segment its memory."""

@@ -82,7 +82,10 @@ class SendAttempt(Attempt):
         transfers = self.connection.transfers
         if transfers.brief_layers:
             assert self.core is not None
-            transfers.transfer(self.core).on_sent = self._link_sent
+            record = transfers.transfer(self.core)
+            record.on_sent = self._link_sent
+            in_memory = self.outgoing.cache.device is None
+            record.marks_in_data = transfers.marks_in_data and in_memory
         if settled:
             self.advance(AttemptInput.SETTLE)
         self.send_ready()

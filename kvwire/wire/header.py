@@ -81,6 +81,7 @@ class FrameType(enum.IntEnum):
     COMMIT_ACK = 0x35
     MESSAGE = 0x40
     DATA = 0x41
+    MARKED_DATA = 0x42
 
 
 FIRST_PAYLOAD_TYPE: Final = 0x40
@@ -125,6 +126,7 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.COMMIT_ACK: (1, CONTROL_BODY_BYTES_MAX),
     FrameType.MESSAGE: (0, EAGER_BYTES_MAX),
     FrameType.DATA: (1, CHUNK_BYTES_MAX),
+    FrameType.MARKED_DATA: (1, CHUNK_BYTES_MAX),
 }
 
 

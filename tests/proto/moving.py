@@ -87,9 +87,9 @@ class Moved:
     def mark(self, data: bytes, commit: int = 0) -> SegmentRecord:
         buffer = self.producer.lend(data)
         self.sources.append(buffer)
-        segment = self.producer.core.transfers.mark(
-            self.outgoing, BOX, buffer, len(data), commit
-        )
+        transfers = self.producer.core.transfers
+        transfers.transfer(self.outgoing).marks_in_data = transfers.marks_in_data
+        segment = transfers.mark(self.outgoing, BOX, buffer, len(data), commit)
         self.producer.collect()
         return segment
 

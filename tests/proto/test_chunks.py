@@ -34,7 +34,7 @@ def test_a_request_is_cut_into_chunks(nbytes: int, base: int) -> None:
     chunks = []
     while (chunk := side.chunks.next_chunk()) is not None:
         assert chunk.buffer == request.buffer
-        assert chunk.request_and_segment == (request, 0)
+        assert (chunk.request, chunk.number) == (request, 0)
         assert chunk.offset == base + chunk.position
         chunks.append(chunk)
     assert [(c.position, c.length) for c in chunks] == pieces(nbytes)
@@ -60,7 +60,8 @@ def test_a_chunk_of_a_segment_names_it() -> None:
     """Its request and its number."""
     side = Side()
     segment = side.segment(5, priority=0, number=7)
-    assert side.chunk().request_and_segment == (segment.request, 7)
+    chunk = side.chunk()
+    assert (chunk.request, chunk.number) == (segment.request, 7)
 
 
 def test_a_segment_is_sent_when_its_last_chunk_is() -> None:

@@ -121,6 +121,9 @@ class Endpoint:
         """See net.Handler."""
         try:
             arrival = self.core.header_received(frame.header)
+            if arrival.place is ChunkPlace.MARKED:
+                self._deal_with_all()
+                arrival = self.core.transfers.marked_place(arrival)
         except ProtocolError as exc:
             self._broken(exc)
             return None
@@ -208,10 +211,7 @@ class Endpoint:
                 self._send_chunk(chunk, lane)
             if not outbox.events:
                 break
-            events = outbox.events.copy()
-            outbox.events.clear()
-            for event in events:
-                self._deal_with(event)
+            self._deal_with_all()
         self.node.collect()
         inside.check(self)
 
@@ -246,7 +246,7 @@ class Endpoint:
     def _send_chunk(self, chunk: Chunk, lane: Half | None) -> None:
         self._world.judge.leaves(self, chunk)
         check = 0 if self._checked else None
-        if lane is not None:
+        if lane is not None and not chunk.unsaid:
             self.end.send(self.beside.send(lane, chunk, check))
             return
         frame = Frame(
@@ -264,6 +264,12 @@ class Endpoint:
             "in-flight",
             "more payload was handed to the link than it had room for",
         )
+
+    def _deal_with_all(self) -> None:
+        events = self.core.outbox.events.copy()
+        self.core.outbox.events.clear()
+        for event in events:
+            self._deal_with(event)
 
     def _deal_with(self, event: object) -> None:
         judge = self._world.judge

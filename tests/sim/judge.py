@@ -52,7 +52,7 @@ class Judge:
 
     def leaves(self, endpoint: Endpoint, chunk: Chunk) -> None:
         """A chunk is handed to the wire: may its memory be read?"""
-        request, number = chunk.request_and_segment
+        request, number = chunk.request, chunk.number
         if request.kind is RequestKind.SERVE_GET:
             ask = _asked(endpoint, request)
             _check_aim(ask, chunk.offset - chunk.position, "reads")

@@ -284,6 +284,9 @@ def _make_setup(rng: random.Random, *, calm: bool) -> Setup:
     )
 
 
+_BRIEF: Final = BRIEF_TRANSFERS | BRIEF_LAYERS
+
+
 def _make_terms(rng: random.Random, chunk_bytes: int) -> ConnectionParameters:
     eager_bytes = rng.choice((0, 64, 100, 1024))
     return ConnectionParameters(
@@ -291,5 +294,5 @@ def _make_terms(rng: random.Random, chunk_bytes: int) -> ConnectionParameters:
         eager_bytes=eager_bytes,
         window_bytes=eager_bytes * rng.choice((1, 2, 8)),
         window_messages=rng.choice((1, 2, 3, 64)),
-        features=rng.choice((0, BRIEF_TRANSFERS, BRIEF_TRANSFERS | BRIEF_LAYERS)),
+        features=rng.choice((0, _BRIEF, _BRIEF)),
     )

@@ -76,11 +76,7 @@ def test_a_long_transfer_does_not_delay_a_short_one(transport: str) -> None:
             await quick.layer(LAYERS - 1)
             behind = sent[marked_at:]
             mine = short._state.attempts[0].core
-            places = [
-                n
-                for n, chunk in enumerate(behind)
-                if chunk.request_and_segment[0] is mine
-            ]
+            places = [n for n, chunk in enumerate(behind) if chunk.request is mine]
             assert len(places) == LARGE.block_bytes // CHUNK_BYTES == 4
             # Each takes its turn: one chunk of the long one between two of the short.
             assert places[-1] <= places[0] + 2 * (len(places) - 1)
@@ -110,7 +106,7 @@ def test_a_higher_priority_goes_first() -> None:
             low.finish()
             high.finish()
             await incoming[1]
-            order = [chunk.request_and_segment[0] is urgent for chunk in sent]
+            order = [chunk.request is urgent for chunk in sent]
         # Nothing of the low one once the high one has begun.
         first = order.index(True)
         count = 8 * LARGE.block_bytes // CHUNK_BYTES

@@ -263,7 +263,11 @@ class Peer:
     def header(self, raw: bytes) -> ChunkArrival | None:
         """A header has come; None if it broke a rule."""
         try:
-            return self.core.header_received(raw)
+            arrival = self.core.header_received(raw)
+            if arrival.place is ChunkPlace.MARKED:
+                self._deal_with_all()
+                arrival = self.core.transfers.marked_place(arrival)
+            return arrival
         except ProtocolError as exc:
             self._broke(exc)
             return None
@@ -318,10 +322,7 @@ class Peer:
             if chunk is not None:
                 self._send(chunk)
             elif core.outbox.events:
-                events = core.outbox.events.copy()
-                core.outbox.events.clear()
-                for event in events:
-                    self._deal_with(event)
+                self._deal_with_all()
             else:
                 break
         for buffer in core.holds.drained:
@@ -368,6 +369,12 @@ class Peer:
         self._leaving.append(chunk)
         if not self.slow:
             self.core.chunk_sent(self._leaving.popleft())
+
+    def _deal_with_all(self) -> None:
+        events = self.core.outbox.events.copy()
+        self.core.outbox.events.clear()
+        for event in events:
+            self._deal_with(event)
 
     def _deal_with(self, event: Event) -> None:
         self.events.append(event)
