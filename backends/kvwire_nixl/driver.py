@@ -21,6 +21,7 @@ still keeps such memory in quarantine until it goes on or dies.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -35,8 +36,9 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
 from kvwire.limits import WAKEUP_BYTES
 from kvwire.memory.copy import as_fragments, copy
 from kvwire_nixl.library import NixlAgent, Rows, rows
-from kvwire_nixl.ranges import NixlRange, NixlSlot, NixlSlots
-from kvwire_nixl.wire import WORD_BYTES, LaneProofs, NixlBootstrap, NixlPlace
+from kvwire_nixl.ranges import NixlSlot, NixlSlots
+from kvwire_nixl.settings import NixlSettings
+from kvwire_nixl.wire import BYE, WORD_BYTES, LaneProofs, NixlBootstrap, NixlPlace
 
 _log = logging.getLogger("kvwire.nixl")
 
@@ -80,24 +82,30 @@ class NixlDriver:
     """Runs one half of a lane.
 
     Args:
-        agent: Which is the driver's from now on, but for registering memory.
+        settings: What the agent is made with.
+        own: What the half says before it has an agent.
         proofs: Of the lane's secret.
         name: Of the thread.
         call_soon: Calls something on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-        joined: Told on the loop that the peer is reached; or why it is not.
+        joined: Told on the loop that the agent is there, and a client's has reached the
+            peer's; or why not.
         received: Told on the loop of payloads that are in place.
         sent: Told on the loop how many payloads the peer has read in all.
         gone: Told on the loop, last of all, that no memory is touched any more, and why
             it ended; None if it was asked to.
 
-    Raises:
-        ConnectionLost: The agent does not take the driver's own memory.
+    Attributes:
+        agent: Once ``joined`` is told.
+        own: Then with the way to reach it.
     """
 
-    def __init__(
+    agent: NixlAgent
+
+    def __init__(  # noqa: PLR0913
         self,
-        agent: NixlAgent,
+        settings: NixlSettings,
+        own: NixlBootstrap,
         proofs: LaneProofs,
         name: str,
         *,
@@ -107,7 +115,8 @@ class NixlDriver:
         sent: Callable[[int], None],
         gone: Callable[[Exception | None], None],
     ) -> None:
-        self._agent = agent
+        self._settings = settings
+        self.own: NixlBootstrap = own
         self._proofs = proofs
         self._call_soon = call_soon
         self._tell_joined = joined
@@ -115,9 +124,6 @@ class NixlDriver:
         self._tell_sent = sent
         self._tell_gone = gone
         self._page = NixlSlot(_PAGE_BYTES)
-        agent.register(self._page.range.address, _PAGE_BYTES)
-        self._page.memory[:WORD_BYTES] = proofs.word()
-        self._slots = NixlSlots(agent)
         # Guards what both threads use; notified when something was said.
         self._changed = threading.Condition()
         self._inbox: deque[NixlRead] = deque()
@@ -128,7 +134,7 @@ class NixlDriver:
         self._error: Exception | None = None
         # The thread's own.
         self._peer: NixlBootstrap | None = None
-        self._hello = False
+        self._made = False
         self._joined = False
         self._waiting: deque[NixlRead] = deque()
         self._reading: deque[NixlRead] = deque()
@@ -141,25 +147,21 @@ class NixlDriver:
         self._word_at = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    @property
-    def word(self) -> NixlRange:
-        """Return where the word lies that the peer reads."""
-        return self._page.range
-
     # --- what the lane says -----------------------------------------------------------
 
-    def start(self, peer: NixlBootstrap | None, *, hello: bool = False) -> None:
-        """Begin with this peer; without one, only to end.
-
-        Args:
-            peer: What it has said.
-            hello: Read its word before ``joined`` is told.
+    def start(self) -> None:
+        """Begin to make the agent.
 
         Raises:
             RuntimeError: The system has no more threads.
         """
-        self._peer, self._hello = peer, hello
         self._thread.start()
+
+    def meet(self, peer: NixlBootstrap) -> None:
+        """Go on with this peer; ``joined`` tells."""
+        with self._changed:
+            self._peer = peer
+            self._changed.notify()
 
     def read(self, reads: list[NixlRead], offered: int) -> None:
         """Fetch these payloads too; the peer has been offered so many in all."""
@@ -199,20 +201,37 @@ class NixlDriver:
         self._on_loop(self._leave)
 
     def _join(self) -> None:
+        page = self._page.range
+        self.agent = NixlAgent(self._settings, self.own.agent)
+        self._made = True
+        self.agent.register(page.address, page.nbytes)
+        self._slots = NixlSlots(self.agent)
+        self._page.memory[:WORD_BYTES] = self._proofs.word()
+        said = self.agent.describe(page.address, page.nbytes, connection=True)
+        self.own = dataclasses.replace(self.own, word=page.address, metadata=said)
+        with self._changed:
+            while not (self._peer or self._ending):
+                self._changed.wait()
         peer = self._peer
-        if peer is None:
-            return
-        self._agent.learn(peer.metadata, peer.agent)
-        self._word_handle = self._agent.prepare(
-            _one_row(self._page.range.address + _THEIRS), _one_row(peer.word)
-        )
-        if self._hello:
-            self._post_word()
+        if peer is not None and peer.metadata:
+            self._learn((peer.metadata,), peer.word)
+            # With a note, so that one more is on its way at once should this end soon.
+            self._post_word(self._proofs.note(0))
             while not self._ending and not self._word_is_there():
                 self._rest(_LOOK_S)
         if not self._ending:
             self._joined = True
             self._on_loop(lambda: self._tell_joined(None))
+
+    def _learn(self, news: tuple[bytes, ...], word: int) -> None:
+        """Take in what the peer has described."""
+        assert self._peer is not None
+        for each in news:
+            self.agent.learn(each, self._peer.agent)
+        if self._word_handle is None and word:
+            self._word_handle = self.agent.prepare(
+                _one_row(self._page.range.address + _THEIRS), _one_row(word)
+            )
 
     def _is_busy(self) -> bool:
         """Sleep while there is nothing to do; return False once it is over."""
@@ -246,9 +265,7 @@ class NixlDriver:
         return posted
 
     def _post(self, read: NixlRead) -> None:
-        assert self._peer is not None
-        for news in read.place.news:
-            self._agent.learn(news, self._peer.agent)
+        self._learn(read.place.news, read.place.word)
         nbytes = read.landing.length
         if read.landing.payload is None or not nbytes:
             return
@@ -261,9 +278,9 @@ class NixlDriver:
             local = remote.copy()
             ends = np.cumsum(read.place.lengths, dtype=np.uint64)
             local[:, 0] = np.uint64(read.slot.range.address) + ends - local[:, 1]
-        handle = self._agent.prepare(local, remote)
+        handle = self.agent.prepare(local, remote)
         read.handle = handle
-        self._agent.post(handle)
+        self.agent.post(handle)
 
     def _collect(self) -> bool:
         """Take in reads that are over, in the order of sending."""
@@ -271,9 +288,9 @@ class NixlDriver:
         while self._reading:
             read = self._reading[0]
             if read.handle is not None:
-                if not self._agent.is_done(read.handle):
+                if not self.agent.is_done(read.handle):
                     break
-                self._agent.release(read.handle)
+                self.agent.release(read.handle)
                 read.handle = None
             if read.slot is not None and read.landing.payload is not None:
                 copy(read.slot.memory[: read.landing.length], read.landing.payload)
@@ -290,7 +307,8 @@ class NixlDriver:
             done, self._confirming = self._confirming, []
             self._report(done)
             return True
-        if self._read or time.monotonic() > self._word_at + _WORD_S:
+        late = time.monotonic() > self._word_at + _WORD_S
+        if self._read or (late and self._word_handle is not None):
             self._confirming, self._read = self._read, []
             self._confirmed += len(self._confirming)
             self._post_word(self._proofs.note(self._confirmed))
@@ -301,7 +319,7 @@ class NixlDriver:
         assert self._word_handle is not None
         self._word_posted = True
         self._word_at = time.monotonic()
-        self._agent.post(self._word_handle, note)
+        self.agent.post(self._word_handle, note)
 
     def _word_is_there(self) -> bool:
         """Return whether the peer's word has been read.
@@ -310,19 +328,21 @@ class NixlDriver:
             ConnectionLost: The peer has wiped it.
         """
         assert self._word_handle is not None
-        if not self._agent.is_done(self._word_handle):
+        if not self.agent.is_done(self._word_handle):
             return False
         self._word_posted = False
         said = bytes(self._page.memory[_THEIRS : _THEIRS + WORD_BYTES])
         if said != self._proofs.word(of_peer=True):
-            raise ConnectionLost("nixl: the peer has ended its half of the lane")
+            raise _peer_has_ended()
         return True
 
     def _hear(self) -> bool:
         """Take in what the peer has read of ours."""
         if self._taken >= self._offered:
             return False
-        taken = self._proofs.read_notes(self._agent.notes())
+        taken = self._proofs.read_notes(self.agent.notes())
+        if taken == BYE:
+            raise _peer_has_ended()
         if not self._taken < taken <= self._offered:
             return False
         self._taken = taken
@@ -338,7 +358,12 @@ class NixlDriver:
 
     def _quiesce(self) -> None:
         """Let go of all memory: ours wiped, reads waited out, the agent closed."""
+        if not self._made:
+            return
         self._page.memory[:WORD_BYTES] = bytes(WORD_BYTES)
+        if self._word_handle is not None:
+            with contextlib.suppress(KVWireError):
+                self.agent.tell(self._proofs.note(BYE))
         began, warned = time.monotonic(), False
         for read in self._reading:
             while read.handle is not None and not self._is_over(read.handle):
@@ -353,12 +378,12 @@ class NixlDriver:
         # What the word is read to is the driver's own: nobody waits for that.
         if self._word_handle is not None:
             with contextlib.suppress(KVWireError):
-                self._agent.release(self._word_handle)
-        self._agent.close()
+                self.agent.release(self._word_handle)
+        self.agent.close()
 
     def _is_over(self, handle: int) -> bool:
         try:
-            return self._agent.is_done(handle)
+            return self.agent.is_done(handle)
         except KVWireError:
             return True  # failed: the agent's end is what proves that it is quiet
 
@@ -402,6 +427,10 @@ class NixlDriver:
         except RuntimeError:
             # The loop is closed: whoever waited for this is gone with it.
             return
+
+
+def _peer_has_ended() -> ConnectionLost:
+    return ConnectionLost("nixl: the peer has ended its half of the lane")
 
 
 def _one_row(address: int) -> Rows:

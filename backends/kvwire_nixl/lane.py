@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable
 
@@ -31,8 +32,8 @@ from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import KIB, MIB
 from kvwire.memory.copy import as_fragments, copy
 from kvwire.types import Role
+from kvwire_nixl import library
 from kvwire_nixl.driver import NixlDriver, NixlRead
-from kvwire_nixl.library import NixlAgent
 from kvwire_nixl.ranges import NixlRange, NixlSlot, NixlSlots, Ranges
 from kvwire_nixl.settings import parse
 from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
@@ -74,8 +75,11 @@ class NixlLane(Lane):
         ended: Done then.
 
     Raises:
-        BackendUnavailable: NIXL or its plug-in does not work here.
+        BackendUnavailable: There is no NIXL.
     """
+
+    _ranges: Ranges
+    _slots: NixlSlots
 
     bytes_min = _BYTES_MIN
     span_bytes = _SPAN_BYTES
@@ -88,38 +92,30 @@ class NixlLane(Lane):
         self._loop = asyncio.get_running_loop()
         self._role = context.role
         self._on_ended = on_ended
-        self._agent = agent = NixlAgent(settings)
+        self._own = NixlBootstrap(
+            version=library.version(),
+            plugin=settings.plugin,
+            agent=secrets.token_hex(16),
+        )
         self._proofs = LaneProofs(context.secret, context.role)
-        try:
-            self._driver = NixlDriver(
-                agent,
-                self._proofs,
-                f"kvwire nixl {context.number}",
-                call_soon=self._loop.call_soon_threadsafe,
-                joined=self._peer_is_reached,
-                received=self._received,
-                sent=self._sent,
-                gone=self._gone,
-            )
-            word = self._driver.word
-            self._own = NixlBootstrap(
-                version=agent.version,
-                plugin=settings.plugin,
-                agent=agent.name,
-                word=word.address,
-                metadata=agent.describe(word.address, word.nbytes, connection=True),
-            )
-            self._bootstrap = self._own.encode()
-        except KVWireError as exc:
-            agent.close()
-            raise BackendUnavailable(str(exc)) from exc
+        self._driver = NixlDriver(
+            settings,
+            self._own,
+            self._proofs,
+            f"kvwire nixl {context.number}",
+            call_soon=self._loop.call_soon_threadsafe,
+            joined=self._driver_is_up,
+            received=self._received,
+            sent=self._sent,
+            gone=self._gone,
+        )
+        self._bootstrap = self._own.encode()
         self._exposes = settings.exposes_caches
-        self._ranges = Ranges(agent)
-        self._slots = NixlSlots(agent)
+        # What the client's bootstrap could not say, for its first payload.
+        self._unsaid: tuple[bytes, ...] = ()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         self._handler: LaneHandler | None = None
-        self._started = False
         self._offers: deque[_Offer] = deque()
         # Were copied to a slot: the core has them back with the next turn of the loop.
         self._copied: list[_Offer] = []
@@ -130,6 +126,8 @@ class NixlLane(Lane):
         self._closing = False
         self._ending = False
         self._error: Exception | None = None
+        # Both halves make their agents at the same time.
+        self._driver.start()
 
     # --- coming up --------------------------------------------------------------------
 
@@ -156,17 +154,28 @@ class NixlLane(Lane):
                 raise BackendUnavailable("the lane was aborted")
             peer = NixlBootstrap.decode(bootstrap)
             peer.require_same(self._own)
-            self._started = True
-            self._driver.start(peer, hello=self._role is Role.CLIENT)
+            if self._role is Role.CLIENT and not peer.metadata:
+                raise BackendUnavailable("the peer does not say how to reach it")
+            self._driver.meet(peer)
             await asyncio.shield(self._came_up)
             if self._ending:  # between its coming up and this turn
                 raise BackendUnavailable("the lane was aborted")
+            self._be_up()
         except BaseException:
             self.abort()
             raise
         self._handler = handler
 
-    def _peer_is_reached(self, error: Exception | None) -> None:
+    def _be_up(self) -> None:
+        self._agent = self._driver.agent
+        self._ranges, self._slots = Ranges(self._agent), NixlSlots(self._agent)
+        full = self._driver.own.encode()
+        if self._role is Role.SERVER:
+            self._bootstrap = full
+        else:
+            self._unsaid = (self._driver.own.metadata,)
+
+    def _driver_is_up(self, error: Exception | None) -> None:
         if self._came_up.done():
             return
         if error is None:
@@ -225,9 +234,15 @@ class NixlLane(Lane):
         pieces = as_fragments(payload)
         fresh = [each for each in ranges if not each.is_told]
         news = tuple(self._agent.describe(r.address, r.nbytes) for r in fresh)
-        place = NixlPlace(pieces.addresses, pieces.lengths, news)
+        place = NixlPlace(
+            pieces.addresses,
+            pieces.lengths,
+            self._driver.own.word,
+            (*self._unsaid, *news),
+        )
         descriptor = self._proofs.place(place)
         if descriptor:
+            self._unsaid = ()
             for each in fresh:
                 each.is_told = True
         return descriptor
@@ -311,9 +326,6 @@ class NixlLane(Lane):
             return
         self._ending, self._error = True, error
         self._driver.end(error)
-        if not self._started:
-            self._started = True
-            self._driver.start(None)
 
     def _gone(self, error: Exception | None) -> None:
         if not self._ending:

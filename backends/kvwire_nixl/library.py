@@ -7,9 +7,10 @@ what peers send, and opens listeners.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
-import secrets
 import threading
 from collections.abc import Mapping
 from functools import lru_cache
@@ -23,6 +24,10 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire_nixl.settings import NixlSettings
 
 _WHEELS: Final = ("nixl_cu12", "nixl_cu13")
+# The wheel has copies of these, and UCX's drivers load the system's after them, whose
+# names then mean both: the process crashes when it exits, in `rtnl_tc_unregister`. Each
+# keeps to its own where the system's are there first.
+_TWICE: Final = ("libnl-3.so.200", "libnl-route-3.so.200")
 # NIXL's own thread serves the peer when UCX wakes it; at this pace it looks by itself
 # as well, for wake-ups that UCX may lose. 0, the default of NIXL, would be to poll
 # without a pause: one core for each agent.
@@ -37,11 +42,19 @@ def installed() -> str:
     return next((name for name in _WHEELS if importlib.util.find_spec(name)), "")
 
 
+@lru_cache(maxsize=1)
 def version() -> str:
-    """Return the version of NIXL that is installed."""
+    """Return the version of NIXL that is installed.
+
+    Raises:
+        BackendUnavailable: There is none.
+    """
+    if not installed():
+        raise BackendUnavailable("NIXL is not installed")
     return metadata.version(installed().replace("_", "-"))
 
 
+@lru_cache(maxsize=1)
 def load() -> Any:
     """Import the compiled module of NIXL.
 
@@ -49,9 +62,11 @@ def load() -> Any:
         BackendUnavailable: There is none, or it cannot be loaded.
     """
     name = installed()
-    if not name:
-        raise BackendUnavailable("NIXL is not installed")
+    version()
     try:
+        for library in _TWICE:
+            with contextlib.suppress(OSError):  # the system has none
+                ctypes.CDLL(library)
         return importlib.import_module(f"{name}._bindings")
     except ImportError as exc:
         raise BackendUnavailable(f"{name} cannot be loaded: {exc}") from exc
@@ -81,27 +96,22 @@ class NixlAgent:
 
     Args:
         settings: Which plug-in, and its parameters.
-
-    Attributes:
-        name: What the peer's agent knows it by; random, and so nobody else's.
-        version: Of NIXL.
+        name: What the peer's agent knows it by.
 
     Raises:
         BackendUnavailable: There is no such plug-in, or it does not come up.
     """
 
-    def __init__(self, settings: NixlSettings) -> None:
+    def __init__(self, settings: NixlSettings, name: str) -> None:
         self._bindings: Any = load()
-        self.version: str = version()
-        self.name: str = secrets.token_hex(16)
         self._peer = ""
         # Guards `_agent`: memory may be freed, and so deregistered, on any thread.
         self._lock: threading.RLock = threading.RLock()
-        self._agent: Any = _bare_agent(self._bindings, self.name)
+        self._agent: Any = _bare_agent(self._bindings, name)
         found: list[str] = self._agent.getAvailPlugins()
         if settings.plugin not in found:
             raise BackendUnavailable(
-                f"NIXL {self.version} finds no plug-in {settings.plugin!r} that works "
+                f"NIXL {version()} finds no plug-in {settings.plugin!r} that works "
                 f"here; there are {', '.join(sorted(found))}"
             )
         try:
@@ -191,9 +201,17 @@ class NixlAgent:
         self._checked("releaseXferReq", handle)
 
     def notes(self) -> list[bytes]:
-        """Return what the peer has sent with its reads since the last call."""
+        """Return what has come with reads since the last call, whoever sent it."""
         heard: dict[str, list[bytes]] = self._checked("getNotifs", {}, self._plugin)
-        return heard.get(self._peer, [])
+        return [note for notes in heard.values() for note in notes]
+
+    def tell(self, note: bytes) -> None:
+        """Send the peer a note by itself.
+
+        Raises:
+            ConnectionLost: The peer is gone, or was never known.
+        """
+        self._checked("genNotif", self._peer, note, self._plugin)
 
     def close(self) -> None:
         """End the agent: from here on nobody reaches memory by it."""

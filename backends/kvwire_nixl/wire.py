@@ -1,9 +1,11 @@
 """What the two halves of a lane tell each other, on the control link and by NIXL.
 
-A *bootstrap* names the agent and what a peer needs to reach it. A *descriptor* says
-where a payload lies, and describes registered memory that the peer has not heard of. A
-*note* comes back with a read and says how many payloads have been read. All of these
-carry a proof of the lane's secret, but the first, which the control link seals.
+A *bootstrap* names the agent. The server's says how to reach it as well; the client's
+cannot, since its agent is still being made: it says so with its first payload. A
+*descriptor* says where a payload lies, and describes registered memory that the peer
+has not heard of. A *note* comes back with a read and says how many payloads have been
+read. All of these carry a proof of the lane's secret, but the first, which the control
+link seals.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from kvwire.types import Role
 
 RULE: Final = "KVW-LN-07"
 WORD_BYTES: Final = 8
+# In the place of a count: the half has ended.
+BYE: Final = 2**64 - 1
 PROOF_BYTES: Final = 8
 
 Array = npt.NDArray[np.uint64]
@@ -31,8 +35,8 @@ Array = npt.NDArray[np.uint64]
 _MAGIC: Final = b"KVNIXL01"
 # magic, address of the word, lengths of version, plug-in, agent's name, metadata
 _HEAD: Final = struct.Struct("<8sQBBBH")
-# pieces, descriptions of memory
-_PLACE: Final = struct.Struct("<HH")
+# pieces, descriptions of memory, address of the word
+_PLACE: Final = struct.Struct("<HHQ")
 _LENGTH: Final = struct.Struct("<H")
 _COUNT: Final = struct.Struct("<Q")
 _PIECE_BYTES: Final = 16
@@ -46,15 +50,15 @@ class NixlBootstrap:
         version: Of NIXL.
         plugin: What moves the bytes.
         agent: The name of the half's agent.
-        word: Where the half's word of life lies.
-        metadata: What NIXL needs to reach the agent and to read the word.
+        word: Where the half's word of life lies; 0 if it is not known yet.
+        metadata: What NIXL needs to reach the agent and to read the word; likewise.
     """
 
     version: str
     plugin: str
     agent: str
-    word: int
-    metadata: bytes
+    word: int = 0
+    metadata: bytes = b""
 
     def encode(self) -> bytes:
         """Encode it.
@@ -120,11 +124,13 @@ class NixlPlace:
     Attributes:
         addresses: Of its pieces, in order.
         lengths: Of each.
+        word: Where the sender's word of life lies.
         news: Descriptions of registered memory, for a peer that has not heard them.
     """
 
     addresses: Array
     lengths: Array
+    word: int = 0
     news: tuple[bytes, ...] = ()
 
 
@@ -146,7 +152,7 @@ class LaneProofs:
 
     def place(self, place: NixlPlace) -> bytes:
         """Return the descriptor of a payload; b"" if it is too long for one."""
-        body = [_PLACE.pack(place.addresses.size, len(place.news))]
+        body = [_PLACE.pack(place.addresses.size, len(place.news), place.word)]
         for news in place.news:
             body += (_LENGTH.pack(len(news)), news)
         body += (place.addresses.tobytes(), place.lengths.tobytes())
@@ -166,7 +172,7 @@ class LaneProofs:
             raise _malformed(f"a descriptor of {len(raw)} bytes")
         if not hmac.compare_digest(proof, self._proof(b"place" + body, True)):
             raise _malformed("a descriptor that does not prove the lane's secret")
-        pieces, count = _PLACE.unpack_from(body)
+        pieces, count, word = _PLACE.unpack_from(body)
         news, begin = [], _PLACE.size
         for _ in range(count):
             if begin + _LENGTH.size > len(body):
@@ -183,7 +189,7 @@ class LaneProofs:
         # Each is compared before they are added up, which would wrap.
         if (lengths > nbytes).any() or not lengths.all() or lengths.sum() != nbytes:
             raise _malformed(f"pieces that are not the {nbytes} bytes of the payload")
-        return NixlPlace(addresses, lengths, tuple(news))
+        return NixlPlace(addresses, lengths, word, tuple(news))
 
     def note(self, count: int) -> bytes:
         """Return what tells the peer that so many of its payloads have been read."""

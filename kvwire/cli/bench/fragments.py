@@ -399,7 +399,7 @@ def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> No
     tcp, same_host = team.by_wire[TCP], team.by_wire[SAME_HOST]
     if transport == "inproc":
         same_host.append(Contender(name, InprocSide, alone=True, **options))
-    elif transport == "ucx":
+    elif transport in ("ucx", "nixl"):
         for wire, found in (("tcp", tcp), ("shm", same_host)):
             one = Contender(
                 f"{name} {wire}", FragmentsSide, environment=UCX[wire], **options

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -54,3 +56,13 @@ async def test_a_killed_peer_is_known_and_all_memory_is_free(
         for request in requests:
             await request.released()
         assert len(comm._state.buffers) == 0
+
+
+def test_a_process_with_nixl_exits_well() -> None:
+    """The wheel and the system have libraries of one name, which end it otherwise."""
+    code = """
+from kvwire_nixl import library, settings
+library.NixlAgent(settings.parse({}), "name").close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=50)
+    assert done.returncode == 0

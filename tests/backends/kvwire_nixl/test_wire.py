@@ -21,7 +21,7 @@ BOOTSTRAP = NixlBootstrap("1.5.1", "UCX", "a" * 32, 4096, b"metadata")
 def place(lengths: list[int], news: tuple[bytes, ...] = ()) -> NixlPlace:
     sizes = np.array(lengths, np.uint64)
     return NixlPlace(
-        np.arange(sizes.size, dtype=np.uint64) * np.uint64(1 << 40), sizes, news
+        np.arange(sizes.size, dtype=np.uint64) * np.uint64(1 << 40), sizes, 7, news
     )
 
 
@@ -35,6 +35,7 @@ def test_a_place_that_was_said_is_read(lengths: list[int], news: list[bytes]) ->
     assert heard.addresses.tolist() == said.addresses.tolist()
     assert heard.lengths.tolist() == lengths
     assert heard.news == tuple(news)
+    assert heard.word == 7
 
 
 @pytest.mark.parametrize(
