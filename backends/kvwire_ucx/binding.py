@@ -69,6 +69,12 @@ OP_MEMORY_TYPE: Final = 1 << 6
 # Completions come through the callback, never by the result of the call.
 OP_NO_IMMEDIATE: Final = 1 << 16
 CLOSE_FORCE: Final = 1 << 0
+# Of what is registered: its address, its length, and who may do what with it.
+MAP_ADDRESS: Final = 1 << 0
+MAP_LENGTH: Final = 1 << 1
+MAP_PROTECTION: Final = 1 << 3
+PROTECTION_LOCAL_READ: Final = 1 << 0
+PROTECTION_REMOTE_READ: Final = 1 << 8
 MEMORY_HOST: Final = 0
 MEMORY_CUDA: Final = 1
 # ucp_dt_make_contig(1) and ucp_dt_make_iov().
@@ -173,6 +179,20 @@ class RequestParams(Structure):
     ]
 
 
+class MapParams(Structure):
+    """``ucp_mem_map_params_t``."""
+
+    _fields_: ClassVar = [
+        ("field_mask", c_uint64),
+        ("address", c_void_p),
+        ("length", c_size_t),
+        ("flags", c_uint),
+        ("prot", c_uint),
+        ("memory_type", c_int),
+        ("exported_memh_buffer", c_void_p),
+    ]
+
+
 class TagInfo(Structure):
     """``ucp_tag_recv_info_t``: what a receive has got."""
 
@@ -208,6 +228,12 @@ MOVING: Final = {
         c_void_p,
         *(_HANDLE, c_void_p, c_size_t, c_uint64, c_uint64, _PARAMS),
     ),
+    "ucp_get_nbx": (
+        c_void_p,
+        *(_HANDLE, c_void_p, c_size_t, c_uint64, _HANDLE, _PARAMS),
+    ),
+    "ucp_mem_map": (c_int8, _HANDLE, POINTER(MapParams), _OUT),
+    "ucp_mem_unmap": (c_int8, _HANDLE, _HANDLE),
     "ucp_init_version": (
         c_int8,
         *(c_uint, c_uint, POINTER(Params), c_void_p, _OUT),
@@ -233,4 +259,8 @@ BRIEF: Final = {
     "ucp_ep_print_info": (None, _HANDLE, c_void_p),
     "ucp_request_cancel": (None, _HANDLE, c_void_p),
     "ucp_request_free": (None, c_void_p),
+    "ucp_rkey_pack": (c_int8, _HANDLE, _HANDLE, _OUT, POINTER(c_size_t)),
+    "ucp_rkey_buffer_release": (None, c_void_p),
+    "ucp_ep_rkey_unpack": (c_int8, _HANDLE, c_char_p, _OUT),
+    "ucp_rkey_destroy": (None, _HANDLE),
 }

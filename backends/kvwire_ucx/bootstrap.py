@@ -2,12 +2,16 @@
 
 ::
 
-    bootstrap = "KVUX" | version 1 | UCX major, minor, release | lane | length | address
+    bootstrap = "KVUX" | version 1 | UCX major, minor, release | flags, 1 byte |
+                lane, 7 bytes | length | address
+
+Bit 0 of the flags says that this side lends memory for reading and reads what is lent.
+Lanes do that if both sides have set it.
 
 ``lane`` is a random number of 40 bits, which only those know who read the bootstrap.
 Every message *to* that lane has a tag with these bits on top: so nobody who merely
-reaches the worker over the network can hit a receive that is posted. Below them, 24
-bits count the messages.
+reaches the worker over the network can hit a receive that is posted. Below them is a
+bit that says "I have read the one with this number", and 23 bits count the messages.
 """
 
 from __future__ import annotations
@@ -25,12 +29,15 @@ from kvwire_ucx.library import Version
 HELLO: Final = 0
 BYE: Final = 1
 FIRST_PAYLOAD: Final = 2
-MESSAGES: Final = 2**24
+MESSAGES: Final = 2**23
+# Added to the number of a message: its receiver has read it itself.
+RECEIPT: Final = MESSAGES
 
 _FORMAT: Final = struct.Struct(">4sB3BQH")
 _MAGIC: Final = b"KVUX"
 _VERSION: Final = 1
 _LANE_BITS: Final = 40
+_ONE_SIDED: Final = 1 << 56
 _MESSAGE_BITS: Final = 24
 # UCX reads addresses without a length. A malicious one then leads into zeros.
 _PADDING: Final = bytes(4096)
@@ -44,11 +51,13 @@ class UcxBootstrap:
         lane: Its number.
         version: Of its UCX.
         address: Of its worker.
+        one_sided: Whether it lends memory and reads what is lent.
     """
 
     lane: int
     version: Version
     address: bytes
+    one_sided: bool = False
 
     def to_bytes(self) -> bytes:
         """Encode it.
@@ -57,7 +66,9 @@ class UcxBootstrap:
             BackendUnavailable: It is too long: UCX found too many devices.
         """
         head = _FORMAT.pack(
-            _MAGIC, _VERSION, *self.version, self.lane, len(self.address)
+            *(_MAGIC, _VERSION, *self.version),
+            self.lane | (_ONE_SIDED if self.one_sided else 0),
+            len(self.address),
         )
         if len(head) + len(self.address) > BOOTSTRAP_BYTES_MAX:
             raise BackendUnavailable(
@@ -91,12 +102,15 @@ def parse(data: bytes) -> UcxBootstrap:
             f"{(_MAGIC + bytes([_VERSION])).hex()}; both sides need the same kvwire"
         )
     address = data[_FORMAT.size :]
+    one_sided, lane = bool(lane & _ONE_SIDED), lane & ~_ONE_SIDED
     if length != len(address) or lane >> _LANE_BITS:
         raise BackendUnavailable(
             f"the peer's bootstrap names an address of {length} bytes and has "
             f"{len(address)}, for lane {lane}"
         )
-    return UcxBootstrap(lane=lane, version=Version(*version), address=address)
+    return UcxBootstrap(
+        lane=lane, version=Version(*version), address=address, one_sided=one_sided
+    )
 
 
 def new_lane() -> int:

@@ -13,7 +13,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
 from kvwire_ucx.library import UcxLibrary, load, rdma_devices, remedy
-from kvwire_ucx.settings import REQUIRE_RDMA, UcxSettings, parse
+from kvwire_ucx.settings import OLD, REQUIRE_RDMA, UcxSettings, parse
 
 # "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info says.
 _RESOURCE: Final = re.compile(r"resource \d+\s*:.*?(\w+)/(\S+)")
@@ -48,6 +48,7 @@ class Context:
 
     Attributes:
         library: The UCX it belongs to.
+        settings: What it was made with.
         handle: UCX's own.
         resources: What it can move bytes with.
         knows_rdma: Whether this UCX was built with RDMA transports.
@@ -59,7 +60,7 @@ class Context:
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.library = library = load()
-        settings = parse(given, library.version)
+        self.settings = settings = parse(given, library.version)
         self.handle = _init(library, settings)
         text = printed(library.ucp.context_print_info, self.handle)
         self.resources = tuple(
@@ -69,6 +70,14 @@ class Context:
         if settings.require_rdma and not self.rdma:
             self.close()
             raise BackendUnavailable(self._no_rdma())
+
+    @property
+    def one_sided(self) -> bool:
+        """Tell whether lanes lend memory: the user wants it, and UCX is up to it.
+
+        1.13 ends the process over a peer's key that is damaged.
+        """
+        return self.settings.one_sided and self.library.version >= OLD
 
     @property
     def rdma(self) -> tuple[Resource, ...]:

@@ -88,6 +88,7 @@ def _findings() -> Iterator[Finding]:
     found = ", ".join(map(str, resources))
     yield Finding(name="UCX transports", state="ok", text=found)
     yield _rdma(resources, knows_rdma)
+    yield _one_sided(resources)
     if not any(r.transport == "cma" for r in resources):
         yield _no_cma()
     if any(r.is_rdma for r in resources):
@@ -122,6 +123,16 @@ def _rdma(resources: tuple[Resource, ...], knows_rdma: bool) -> Finding:
         state="warn",
         text=f"this machine has {devices}, and this UCX {why}",
         remedy=remedy(),
+    )
+
+
+def _one_sided(resources: tuple[Resource, ...]) -> Finding:
+    direct = ", ".join(str(r) for r in resources if r.is_rdma or r.transport == "cma")
+    return Finding(
+        name="UCX one-sided",
+        state="ok",
+        text=f"off until both sides set one_sided; would read directly with "
+        f"{direct or 'nothing'}, and by messages of UCX's elsewhere",
     )
 
 

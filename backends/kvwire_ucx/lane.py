@@ -15,6 +15,9 @@ which. The receiver posts its memory under that tag, and UCX brings the two toge
 rendezvous, so nothing moves before the receiver has named its memory. A send is over
 when the receiver's operation has met it.
 
+*One-sided*, where both sides have asked for it, large fragments are not sent: the peer
+reads them where they lie (:mod:`kvwire_ucx.one_sided`).
+
 *Quiet* is not a matter of time. A lane has a worker of its own: its end closes the
 endpoint by force, which ends what the peer would have to, and then destroys the worker,
 and with it the sockets, queue pairs and shared memory that anybody could reach ours by.
@@ -28,7 +31,8 @@ and the peer may be reading our memory at this moment. So a side that ends with 
 under way waits for the peer's own bye: after that, the peer takes nothing for received.
 A peer that does not answer, because it is stopped, is not waited for. Should it go on
 one day, it may find that it has read memory which had other contents by then: then the
-payload's checksum is wrong, and it knows.
+payload's checksum is wrong, and it knows. Memory that it was lent for reading is waited
+for, however long that takes: it stays in quarantine until the peer goes on, or dies.
 """
 
 from __future__ import annotations
@@ -57,8 +61,10 @@ from kvwire_ucx.bootstrap import (
     parse,
 )
 from kvwire_ucx.endpoint import UcxEndpoint
+from kvwire_ucx.lent import is_lent, read_lent
 from kvwire_ucx.library import Version
 from kvwire_ucx.memory import MemoryHandles
+from kvwire_ucx.one_sided import OneSided
 from kvwire_ucx.pieces import RULE, descriptor, piece_lengths, pieces, read_descriptor
 from kvwire_ucx.requests import UcxRequest
 from kvwire_ucx.worker import Worker
@@ -136,10 +142,12 @@ class UcxLane(Lane):
             lane=new_lane(),
             version=worker.context.library.version,
             address=worker.address,
+            one_sided=worker.context.one_sided,
         )
         self._bootstrap = self._own.to_bytes()
         self._state = _State.OPENED
         self._endpoint: UcxEndpoint | None = None
+        self._one_sided: OneSided | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         # Whether the core has been given the lane, and so is told of its end.
@@ -189,6 +197,10 @@ class UcxLane(Lane):
             self._endpoint = UcxEndpoint(
                 self._worker, self._peer, self._endpoint_failed
             )
+            if self._own.one_sided and self._peer.one_sided:
+                self._one_sided = OneSided(
+                    self._worker, self._own, self._peer, self._endpoint
+                )
             self._expect(HELLO, _GREETING_BYTES, self._greeted)
             self._expect(BYE, 1, self._peer_left)
             if self._context.role is Role.CLIENT:
@@ -261,6 +273,16 @@ class UcxLane(Lane):
         if self._state is not _State.UP:
             return b""
         assert self._endpoint is not None
+        if self._one_sided is not None:
+            lent = self._one_sided.lend(
+                payload, self._next_sent, lambda status: self._piece_sent(parts, status)
+            )
+            if lent is not None:
+                parts = _MessageParts(token, 1)
+                self._payloads += 1
+                self._sends += 1
+                self._next_sent = next_message(self._next_sent)
+                return lent
         lengths = piece_lengths(payload)
         said = descriptor(self._next_sent, lengths)
         parts = _MessageParts(token, max(1, len(lengths)))
@@ -283,12 +305,13 @@ class UcxLane(Lane):
         Raises:
             ProtocolError: The descriptor is not one that the peer's lane would make.
         """
+        if self._one_sided is not None and is_lent(descriptor):
+            self._read(self._one_sided, descriptor, landing)
+            return
         first, lengths = read_descriptor(descriptor, landing.length)
         if not self._is_live:
             return
-        if first != self._next_received:
-            text = f"ucx: a descriptor for message {first}, not {self._next_received}"
-            raise MalformedFrame(RULE, text)
+        self._check_order(first)
         payload = landing.payload
         if payload is None:
             payload = memoryview(bytearray(landing.length))
@@ -298,6 +321,35 @@ class UcxLane(Lane):
             message = self._next_received
             self._next_received = next_message(message)
             self._post_receive(parts, piece, message)
+
+    def _read(self, one_sided: OneSided, descriptor: bytes, landing: Landing) -> None:
+        number, lent = read_lent(descriptor, landing.length)
+        if not self._is_live:
+            return
+        self._check_order(number)
+        self._next_received = next_message(number)
+        payload = landing.payload
+        if payload is None:
+            payload = memoryview(bytearray(landing.length))
+        self._payloads += 1
+        parts = _MessageParts(landing, 1)
+
+        def over(status: int) -> None:
+            if status != OK:
+                self._end(self._broken(status))
+            elif self._is_live:
+                one_sided.say_read(number)
+                self._piece_received(parts, landing.length)
+
+        try:
+            one_sided.read(number, lent, payload, over)
+        except BackendUnavailable as exc:
+            self._end(ConnectionLost(str(exc)))
+
+    def _check_order(self, number: int) -> None:
+        if number != self._next_received:
+            text = f"ucx: a descriptor for message {number}, not {self._next_received}"
+            raise MalformedFrame(RULE, text)
 
     def flush(self) -> None:
         """See :class:`~kvwire.backend.Lane`: what UCX can send at once, it has sent."""
@@ -382,7 +434,7 @@ class UcxLane(Lane):
         elif self._endpoint.failed:
             self._hang_up()
         else:
-            self._linger = self._loop.call_later(LINGER_S, self._hang_up)
+            self._linger = self._loop.call_later(LINGER_S, self._give_up)
             self._say_bye()
 
     def _say_bye(self) -> None:
@@ -409,6 +461,16 @@ class UcxLane(Lane):
         else:
             self._end(ConnectionLost("ucx: the peer ended the lane"))
 
+    def _give_up(self) -> None:
+        """Wait no longer for the peer, unless it may be reading memory of ours."""
+        if self._one_sided is not None and self._one_sided.must_wait:
+            _log.warning(
+                "ucx: the peer does not answer and may be reading memory that it was "
+                "lent; that stays in quarantine until it goes on or ends"
+            )
+        else:
+            self._hang_up()
+
     def _hang_up(self) -> None:
         """Close the endpoint: the second step, once the peer knows."""
         assert self._endpoint is not None
@@ -427,6 +489,8 @@ class UcxLane(Lane):
         if self._state is _State.ENDED:
             return
         self._worker.close()
+        if self._one_sided is not None:
+            self._one_sided.close()
         self._state = _State.ENDED
         if self._linger is not None:
             self._linger.cancel()

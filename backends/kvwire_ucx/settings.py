@@ -16,6 +16,11 @@ from kvwire.errors import UsageError
 
 PREFIX: Final = "UCX_"
 REQUIRE_RDMA: Final = "require_rdma"
+ONE_SIDED: Final = "one_sided"
+REGISTRATIONS: Final = "registrations"
+_OWN: Final = (REQUIRE_RDMA, ONE_SIDED, REGISTRATIONS)
+# Ranges of one lane that stay registered, each of which UCX keeps some 100 bytes for.
+REGISTRATIONS_MAX: Final = 65536
 _YES: Final = ("yes", "y", "true", "1", "on")
 _NO: Final = ("no", "n", "false", "0", "off")
 
@@ -44,6 +49,9 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "MM_SEG_SIZE": "60K",
     "MM_RX_BUFS_GROW": "64",
 }
+# With one_sided: UCX's own cache of registrations would keep a range, and with it the
+# key, for as long as the memory is mapped; ours knows when a payload is over.
+DEFAULTS_OF_ONE_SIDED: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
 # For versions before this, as well.
 OLD: Final = (1, 15)
 DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
@@ -61,11 +69,16 @@ class UcxSettings:
         ucx: Values by UCX's names, without ``UCX_``.
         named: Those the user gave: a library that does not know one is an error.
         require_rdma: Without an RDMA device there is to be no lane.
+        one_sided: Peers may read the memory of a payload while it is under way.
+        registrations: Ranges of a lane that they may read afterwards as well, so that
+            memory that is sent again need not be registered again.
     """
 
     ucx: Mapping[str, str]
     named: frozenset[str] = field(default_factory=frozenset)
     require_rdma: bool = False
+    one_sided: bool = False
+    registrations: int = 0
 
 
 def parse(
@@ -86,24 +99,28 @@ def parse(
     environment = os.environ if environment is None else environment
     ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
     named = set()
-    require_rdma = False
+    one_sided = _yes_or_no(ONE_SIDED, given.get(ONE_SIDED, "no"))
+    if one_sided:
+        ucx.update(DEFAULTS_OF_ONE_SIDED)
     for key, value in given.items():
         name = key.removeprefix(PREFIX)
-        if key == REQUIRE_RDMA:
-            require_rdma = _yes_or_no(key, value)
-        elif name.isupper() and name.isascii():
+        if key in _OWN:
+            continue
+        if name.isupper() and name.isascii():
             ucx[name] = value
             named.add(name)
         else:
             raise UsageError(
-                f"backends.ucx: there is no setting {key!r}; there is "
-                f"{REQUIRE_RDMA!r}, and those of UCX in capitals, such as TLS"
+                f"backends.ucx: there is no setting {key!r}; there are "
+                f"{', '.join(_OWN)}, and those of UCX in capitals, such as TLS"
             )
     ruled = {name for name in ucx if PREFIX + name in environment}
     return UcxSettings(
         ucx={name: value for name, value in ucx.items() if name not in ruled},
         named=frozenset(named - ruled),
-        require_rdma=require_rdma,
+        require_rdma=_yes_or_no(REQUIRE_RDMA, given.get(REQUIRE_RDMA, "no")),
+        one_sided=one_sided,
+        registrations=_count(REGISTRATIONS, given.get(REGISTRATIONS, "0")),
     )
 
 
@@ -113,3 +130,13 @@ def _yes_or_no(key: str, value: str) -> bool:
     if value.lower() in _NO:
         return False
     raise UsageError(f'backends.ucx: {key}={value!r}; it is "yes" or "no"')
+
+
+def _count(key: str, value: str) -> int:
+    if value.isdecimal() and value.isascii() and len(value) < 9:
+        count = int(value)
+        if count <= REGISTRATIONS_MAX:
+            return count
+    raise UsageError(
+        f"backends.ucx: {key}={value!r}; it is a number up to {REGISTRATIONS_MAX}"
+    )

@@ -290,6 +290,11 @@ class Worker:
         """Note a failure: UCX calls this from within its own functions."""
         self._failed.append((number, status))
 
+    @property
+    def closed(self) -> bool:
+        """Tell whether it was destroyed."""
+        return self._closed
+
     # --- inside -----------------------------------------------------------------------
 
     def _moving(

@@ -70,6 +70,8 @@ SIZES_KIB: Final = (4, 16, 64, 256, 1024, 16_384)
 CROSS_LAYER_BYTES_MAX: Final = 64 * 1024
 # What UCX may use.
 UCX: Final = {"tcp": {"UCX_TLS": "tcp"}, "shm": {"UCX_TLS": "self,sm,tcp"}}
+# The receiver reads large fragments where they lie; over TCP they are messages anyway.
+ONE_SIDED: Final = {"KVWIRE_BACKENDS": "ucx.one_sided=yes"}
 LAYERS_MAX: Final = 32
 # The left and the right side have their blocks in different places.
 LEFT: Final = 1
@@ -405,6 +407,11 @@ def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> No
                 f"{name} {wire}", FragmentsSide, environment=UCX[wire], **options
             )
             found.append(one)
+        environment = {**UCX["shm"], **ONE_SIDED}
+        one_sided = Contender(
+            f"{name} one-sided", FragmentsSide, environment=environment, **options
+        )
+        same_host.append(one_sided)
     else:
         found = tcp if transport == "tcp" else same_host
         found.append(Contender(name, FragmentsSide, **options))
@@ -434,7 +441,7 @@ def command(
     Args:
         transport: Of kvwire, separated by commas, or all that are installed. One that
             cannot run here is named with the reason; local runs twice, with caches in
-            ordinary memory and in arenas.
+            ordinary memory and in arenas, ucx as messages and one-sided.
         sizes_kib: Sizes of one layer of one block.
         verb: Which side asks.
         layout: A tensor for each layer, or blocks across layers; the latter up to 64

@@ -7,13 +7,30 @@ import asyncio
 import pytest
 import uvloop
 
+from kvwire.errors import BackendUnavailable
 from kvwire_ucx import UcxBackend
+from kvwire_ucx.diagnosis import probed
+from kvwire_ucx.library import load
+from kvwire_ucx.settings import OLD
 
 _AVAILABILITY = UcxBackend.availability()
 
 needs_ucx = pytest.mark.skipif(
     not _AVAILABILITY.available,
     reason=f"no UCX: {_AVAILABILITY.reason}; {_AVAILABILITY.remedy}",
+)
+
+
+def _reads() -> bool:
+    try:
+        resources, _ = probed()
+        return load().version >= OLD and any(r.transport == "cma" for r in resources)
+    except BackendUnavailable:
+        return False
+
+
+needs_reading = pytest.mark.skipif(
+    not _reads(), reason="one-sided lanes need UCX 1.15 and cma; see kvwire doctor"
 )
 
 SHARED_MEMORY = "self,sm,tcp"

@@ -14,6 +14,7 @@ from kvwire_ucx.binding import (
     IN_PROGRESS,
     OK,
     EndpointParams,
+    MapParams,
     Params,
     RequestParams,
     TagInfo,
@@ -56,6 +57,7 @@ from tests.backends.kvwire_ucx.support import needs_ucx
                 "memh": 64,
             },
         ),
+        (MapParams, {"flags": 24, "prot": 28, "memory_type": 32}),
         (TagInfo, {"length": 8}),
     ],
 )

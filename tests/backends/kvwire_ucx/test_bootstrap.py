@@ -27,6 +27,7 @@ bootstraps = st.builds(
     lane=st.integers(0, 2**40 - 1),
     version=st.builds(Version, *(st.integers(0, 255),) * 3),
     address=st.binary(min_size=1, max_size=1000),
+    one_sided=st.booleans(),
 )
 
 

@@ -50,12 +50,26 @@ def test_rdma_can_be_required(text: str, expected: bool) -> None:
     assert parse({"require_rdma": text}, NEW, {}).require_rdma is expected
 
 
+def test_one_sided_is_off_until_it_is_asked_for() -> None:
+    """And then UCX keeps no registrations of its own, for their keys would live on."""
+    off, on = parse({}, NEW, {}), parse({"one_sided": "true"}, NEW, {})
+    assert (off.one_sided, off.registrations) == (False, 0)
+    assert on.one_sided
+    assert on.ucx == {**DEFAULTS, "RCACHE_ENABLE": "n"}
+    wanted = {"one_sided": "yes", "RCACHE_ENABLE": "y", "registrations": "512"}
+    assert parse(wanted, NEW, {}).ucx["RCACHE_ENABLE"] == "y"
+    assert parse(wanted, NEW, {}).registrations == 512
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({"require_rdma": "maybe"}, 'it is "yes" or "no"'),
         ({"tls": "tcp"}, "no setting 'tls'"),
-        ({"Require_Rdma": "yes"}, "there is 'require_rdma'"),
+        ({"Require_Rdma": "yes"}, "there are require_rdma, one_sided"),
+        ({"one_sided": "both"}, 'it is "yes" or "no"'),
+        ({"registrations": "many"}, "a number up to 65536"),
+        ({"registrations": "65537"}, "a number up to 65536"),
     ],
 )
 def test_what_is_no_setting_is_refused(given: dict[str, str], words: str) -> None:

@@ -1,0 +1,262 @@
+"""One-sided lanes: the sender lends memory, the receiver reads it where it lies.
+
+::
+
+    sender                                       receiver
+      register exact ranges
+      descriptor: addresses and keys --control link-->
+                                                   get, straight into its destination
+               <------- receipt, 1 byte, tagged -- all gets are over
+      unregister; payload_sent                     payload_received
+
+Nobody writes to memory of the other side: what a get writes to is the reader's own, by
+its own worker, and is quiet when that is destroyed. The sender's memory is quiet when
+its receipt has come, when the peer has said bye, or when its keys are dead, which ends
+all reading but one kind: a process of this host reads another's memory without asking
+it (cma). Then only the peer's own word counts, or its death; see
+:attr:`OneSided.must_wait`.
+
+Only what reads by itself is used, a network card or the kernel. Over TCP and plain
+shared memory UCX emulates a get with messages, and ends the *lender's* process when one
+comes in whose endpoint has failed (1.22, ``ucp_get_req_handler``): there payloads are
+messages as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Final, final
+
+import numpy as np
+
+from kvwire.backend import Payload
+from kvwire.errors import BackendUnavailable
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB
+from kvwire.memory.copy import as_fragments, copy
+from kvwire_ucx.binding import OK
+from kvwire_ucx.bootstrap import RECEIPT, UcxBootstrap
+from kvwire_ucx.endpoint import UcxEndpoint
+from kvwire_ucx.lent import LentFragment, lent_descriptor
+from kvwire_ucx.memory import MemoryHandles
+from kvwire_ucx.pieces import PIECES_MAX
+from kvwire_ucx.registration import Registration, Registrations
+from kvwire_ucx.worker import Worker
+
+# Fragments of fewer bytes on average are packed by UCX into a message.
+LENT_BYTES_MIN: Final = 128 * KIB
+# A payload is read in at most so many gets: where the destination is cut into more, it
+# is read into memory of its own and scattered from there, in one call.
+GETS_MAX: Final = 2 * PIECES_MAX
+# Transports of UCX that read memory of the peer without its help: the kernel within
+# this host, network cards elsewhere.
+_KERNEL: Final = re.compile(r"(cma|knem|xpmem)(/|$)")
+_CARD: Final = re.compile(r"(rc|dc|srd)(_|/|$)")
+# UCX reads keys without a length. A malicious one then leads into zeros: at most 64
+# domains of 255 bytes.
+_PADDING: Final = bytes(64 * 256)
+
+# Gets the status when the operations of a payload are over.
+OnRead = Callable[[int], None]
+
+
+@final
+class OneSided:
+    """Lends the payloads of one lane to its peer, and reads the peer's.
+
+    Args:
+        worker: Of the lane.
+        own: The bootstrap of this side.
+        peer: The peer's.
+        endpoint: To the peer.
+
+    Attributes:
+        unread: Payloads that are lent, and that the peer has not said to have read.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        own: UcxBootstrap,
+        peer: UcxBootstrap,
+        endpoint: UcxEndpoint,
+    ) -> None:
+        self._worker = worker
+        self._own = own
+        self._peer = peer
+        self._endpoint = endpoint
+        context = worker.context
+        self._ranges = Registrations(context, context.settings.registrations)
+        self.unread = 0
+
+    @functools.cached_property
+    def _transports(self) -> tuple[str, ...]:
+        return self._endpoint.transports
+
+    @functools.cached_property
+    def reads(self) -> bool:
+        """Tell whether something here reads by itself; asked when the lane is up."""
+        return any(_KERNEL.match(one) or _CARD.match(one) for one in self._transports)
+
+    @property
+    def must_wait(self) -> bool:
+        """Tell whether the peer may be reading and nothing here would end that."""
+        return self.unread > 0 and any(map(_KERNEL.match, self._transports))
+
+    def lend(self, payload: Payload, number: int, on_read: OnRead) -> bytes | None:
+        """Return the descriptor by which the peer reads a payload.
+
+        Args:
+            payload: Lent until ``on_read``.
+            number: Of the message that it is instead of.
+            on_read: Called when the peer has read it, or never will.
+
+        Returns:
+            None if it is to be sent: nothing reads by itself, its fragments are small,
+            or too many, or UCX refuses to register them.
+        """
+        if not self.reads:
+            return None
+        fragments = as_fragments(payload).merged()
+        count = len(fragments)
+        if not 1 <= count <= PIECES_MAX or fragments.nbytes < LENT_BYTES_MIN * count:
+            return None
+        try:
+            lent = self._ranges.lend(fragments)
+        except BackendUnavailable:
+            return None
+        descriptor = lent_descriptor(
+            number, [LentFragment(one.address, one.nbytes, one.key) for one in lent]
+        )
+        if descriptor is None:
+            self._ranges.give_back(lent)
+        else:
+            self._await_receipt(lent, payload, number, on_read)
+        return descriptor
+
+    def _await_receipt(
+        self, lent: list[Registration], payload: Payload, number: int, on_read: OnRead
+    ) -> None:
+        def done(status: int, _nbytes: int) -> None:
+            if status == OK:
+                self.unread -= 1
+                self._ranges.give_back(lent)
+                assert payload is not None  # it has lived until here
+            on_read(status)
+
+        memory = MemoryHandles(memoryview(bytearray(1)))
+        self._worker.receive(memory, self._own.tag(number | RECEIPT), done)
+        self.unread += 1
+
+    def read(
+        self, number: int, lent: list[LentFragment], payload: Payload, on_read: OnRead
+    ) -> None:
+        """Read a payload of the peer's into memory of ours.
+
+        Args:
+            number: Of the message that it is instead of.
+            lent: Where it lies.
+            payload: As long.
+            on_read: Called when nothing writes to it any more.
+
+        Raises:
+            BackendUnavailable: UCX can do nothing with a key, or only the peer's side
+                reads by itself.
+        """
+        if not self.reads:
+            raise BackendUnavailable(
+                f"ucx: the peer lends memory, and nothing here reads it: UCX uses "
+                f"{', '.join(self._transports)}; kvwire doctor says why there is no "
+                f'cma, or set one_sided="no"'
+            )
+        target = as_fragments(payload).merged()
+        scattered = len(target) + len(lent) > GETS_MAX
+        into = target
+        if scattered:
+            into = as_fragments(memoryview(bytearray(target.nbytes)))
+        gets = list(_meet(lent, into))
+        keys = self._unpack(lent)
+        left, worst = len(gets), OK
+
+        def done(status: int, _nbytes: int) -> None:
+            nonlocal left, worst
+            left -= 1
+            worst = worst or status
+            if left:
+                return
+            self._destroy(keys)
+            if worst == OK and scattered:
+                copy(into, target)
+            on_read(worst)
+
+        for which, remote, local, nbytes in gets:
+            self._get(local, nbytes, remote, keys[which], (payload, into), done)
+
+    def say_read(self, number: int) -> None:
+        """Tell the peer that a payload has been read."""
+        memory = MemoryHandles(memoryview(b"\0"))
+        tag = self._peer.tag(number | RECEIPT)
+        self._worker.send_eager(self._endpoint.handle, memory, tag, lambda *_: None)
+
+    def close(self) -> None:
+        """Unregister what is registered. The worker is destroyed: nobody reads."""
+        self._ranges.close()
+
+    def _get(
+        self,
+        local: int,
+        nbytes: int,
+        remote: int,
+        key: int,
+        keeps: object,
+        on_done: Callable[[int, int], None],
+    ) -> None:
+        ucp, endpoint = self._worker.context.library.ucp, self._endpoint.handle
+        self._worker.post(
+            on_done,
+            keeps,
+            lambda params: ucp.get_nbx(endpoint, local, nbytes, remote, key, params),
+        )
+
+    def _unpack(self, lent: list[LentFragment]) -> list[int]:
+        ucp = self._worker.context.library.ucp
+        keys: list[int] = []
+        for one in lent:
+            handle = ctypes.c_void_p()
+            status = ucp.ep_rkey_unpack(
+                self._endpoint.handle, one.key + _PADDING, ctypes.byref(handle)
+            )
+            if status != OK:
+                self._destroy(keys)
+                text = self._worker.context.library.status_text(status)
+                raise BackendUnavailable(f"ucx: the peer's key is of no use: {text}")
+            keys.append(handle.value or 0)  # bounded: PIECES_MAX
+        return keys
+
+    def _destroy(self, keys: list[int]) -> None:
+        if not self._worker.closed:  # they go with it
+            for key in keys:
+                self._worker.context.library.ucp.rkey_destroy(key)
+
+
+def _meet(
+    lent: list[LentFragment], into: Fragments
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut both sides where either is cut: (key, address there, here, bytes)."""
+    starts = np.cumsum([0, *(one.nbytes for one in lent)], dtype=np.uint64)
+    cuts = np.union1d(starts, into.starts)
+    theirs = starts.searchsorted(cuts[:-1], "right") - 1
+    ours = into.starts.searchsorted(cuts[:-1], "right") - 1
+    local = into.addresses[ours] + (cuts[:-1] - into.starts[ours])
+    for which, cut, start, here, nbytes in zip(
+        theirs.tolist(),
+        cuts.tolist(),
+        starts[theirs].tolist(),
+        local.tolist(),
+        np.diff(cuts).tolist(),
+        strict=False,
+    ):
+        yield which, lent[which].address + cut - start, here, nbytes
