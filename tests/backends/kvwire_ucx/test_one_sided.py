@@ -133,7 +133,7 @@ async def test_nothing_is_written_after_drained(times: int) -> None:
                 tensor.view(np.uint8).fill(POISON)
             watched.append(tensors)
             await outgoing.drained()
-        await asyncio.sleep(0.5 if times < 1000 else 10)
+        await go_on(both, 0.5 if times < 1000 else 10)
         for tensors in watched:
             require_untouched(tensors)
 
@@ -173,9 +173,19 @@ async def test_nothing_is_written_after_a_lane_has_closed(
         assert isinstance(one, UcxLane)
         assert one._one_sided is not None
         assert len(one._one_sided._ranges) == 0
-    await asyncio.sleep(0.5)
+    await rig.settle()
     assert all(memory.is_all(POISON) for memory in watched)
     await rig.aclose()
+
+
+async def go_on(both: Loopback, seconds: float) -> None:
+    """Move other things over the same lane for a while."""
+    loop, message = asyncio.get_running_loop(), bytes(MIB)
+    until = loop.time() + seconds
+    while loop.time() < until:
+        request = both.ab.send(1, message)
+        assert await both.ba.recv(1) == message
+        await request
 
 
 def require_untouched(tensors: list[Tensor]) -> None:
