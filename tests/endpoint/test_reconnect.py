@@ -80,7 +80,7 @@ def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -
         assert not (await out).complete
         assert w.d._state.loop.time() - began < 2 * LEASE_S
 
-    plan = FaultPlan(seed=1, kill=1.0, kill_after=4, spare=4)
+    plan = FaultPlan(seed=1, kill=1.0, kill_after=3, spare=4)
     with injected(plan):
         virtually(scenario, lease_s=LEASE_S)
     assert 0 < dialled["times"] < 2 * LEASE_S / REDIAL_S_MAX
