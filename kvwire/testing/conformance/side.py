@@ -103,28 +103,12 @@ class LinkSide(Witness, LinkHandler):
         self.flush()
         return made
 
-    def flush(self) -> None:
-        """Flush the link."""
-        with self._calling("flush"):
-            self.link.flush()
-
-    def close(self) -> None:
-        """Close the link."""
-        with self._calling("close"):
-            self.link.close()
-
     def take(self) -> None:
         """Do nothing: what comes over a link is received by itself."""
 
     def release(self) -> None:
         """Receive what has waited; see :meth:`Rig.held_pair`."""
         self.start()
-
-    def abort(self) -> None:
-        """Abort the link."""
-        self._aborted = True
-        with self._calling("abort"):
-            self.link.abort()
 
     def lend(self, number: int) -> Token:
         """Make a token for a frame that the check sends past this side."""

@@ -136,6 +136,22 @@ class Witness:
         """Call :meth:`send` so many times."""
         return [self.send(length, cut) for _ in range(count)]
 
+    def flush(self) -> None:
+        """Flush the subject."""
+        with self._calling("flush"):
+            self._subject.flush()
+
+    def close(self) -> None:
+        """Close the subject."""
+        with self._calling("close"):
+            self._subject.close()
+
+    def abort(self) -> None:
+        """Abort the subject."""
+        self._aborted = True
+        with self._calling("abort"):
+            self._subject.abort()
+
     # --- for the side -----------------------------------------------------------------
 
     def _number(self, number: int | None) -> int:

@@ -14,22 +14,21 @@ group: Group = Group("isolation")
 
 @group.check("two", "Frames of two links do not mix")
 async def _two(rig: Rig) -> None:
-    pairs = [await rig.pair() for _ in range(2)]
-    for _ in range(20):
-        for i, (left, right) in enumerate(pairs):
-            _queue_own(left, i)
-            _queue_own(right, i + 100)
-    await _all_own(rig, pairs, 20)
+    await _unmixed(rig, links=2, frames=20)
 
 
 @group.check("sixteen", "Frames of sixteen links do not mix")
 async def _sixteen(rig: Rig) -> None:
-    pairs = [await rig.pair() for _ in range(16)]
-    for _ in range(4):
+    await _unmixed(rig, links=16, frames=4)
+
+
+async def _unmixed(rig: Rig, *, links: int, frames: int) -> None:
+    pairs = [await rig.pair() for _ in range(links)]
+    for _ in range(frames):
         for i, (left, right) in enumerate(pairs):
             _queue_own(left, i)
             _queue_own(right, i + 100)
-    await _all_own(rig, pairs, 4)
+    await _all_own(rig, pairs, frames)
 
 
 @group.check("listeners", "Links of two listeners come to the right one")

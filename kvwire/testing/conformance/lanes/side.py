@@ -156,22 +156,6 @@ class LaneSide(Witness, LaneHandler):
                 self._landings.remove(landing)
             raise
 
-    def flush(self) -> None:
-        """Flush the lane."""
-        with self._calling("flush"):
-            self.lane.flush()
-
-    def close(self) -> None:
-        """Close the lane."""
-        with self._calling("close"):
-            self.lane.close()
-
-    def abort(self) -> None:
-        """Abort the lane."""
-        self._aborted = True
-        with self._calling("abort"):
-            self.lane.abort()
-
     def forget(self) -> None:
         """Let go of everything lent that will not be given back."""
         super().forget()
