@@ -212,6 +212,8 @@ class PeerInfo:
         profile: What it says of itself.
         identity: In ``mtls`` mode, the name in its certificate that `tls_peers` lists;
             else "". This alone of all names is proved.
+        key_id: In ``psk`` mode, which of the accepted keys a client has proved; else
+            b"".
     """
 
     name: str
@@ -221,6 +223,7 @@ class PeerInfo:
     version: int
     profile: tuple[tuple[str, str], ...] = ()
     identity: str = ""
+    key_id: bytes = b""
 
     @property
     def origin(self) -> bytes:

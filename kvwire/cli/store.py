@@ -19,17 +19,19 @@ from kvwire import Config, KVWireError
 from kvwire.limits import STORE_BERTH_BYTES
 from kvwire.observe.page import in_bytes
 from kvwire.store.address import TierAddress
-from kvwire.store.server.messages import StatsReport, TierRow
-from kvwire.store.server.stats_client import ask_report
+from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
+from kvwire.store.server.stats_client import ask_report, delete_all
+from kvwire.store.tiers.base import TenantUse
 
 app: App = App(name="store")
 
 _TIER_COLUMNS: Final = ("blocks", "used", "of", "read", "written", "evicted", "failed")
+_TENANT_COLUMNS: Final = ("used", "of", "pinned", "evicted", "hits", "misses")
 _CLIENT_COLUMNS: Final = ("open", "requests", "read", "written")
 
 
 @app.command
-def serve(
+def serve(  # noqa: PLR0913 - each is an option of the command
     *,
     listen: str,
     tier: Annotated[list[str], Parameter(negative="")],
@@ -39,6 +41,7 @@ def serve(
     berth: str = "",
     write: Literal["through", "back"] = "through",
     metrics: str = "",
+    tenant: Annotated[list[str] | None, Parameter(negative="")] = None,
 ) -> None:
     """Serve a store to other processes, whose tier it is as kvwire://HOST:PORT.
 
@@ -57,6 +60,9 @@ def serve(
         metrics: Answer GET of /metrics (Prometheus), /health and /fleet (a page for
             people) here, to anybody who can reach it; such as 127.0.0.1:9400. Needs the
             extra `metrics`.
+        tenant: Who shares it, what each may have, and the key that proves it: --tenant
+            'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key', several times.
+            Who has the key of --psk-file is the operator.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -66,7 +72,8 @@ def serve(
         if berth
         else STORE_BERTH_BYTES
     )
-    _run(_serve(listen, tier, write, metrics, settings), listen)
+    tenants = tenant or []
+    _run(_serve(listen, tier, write, metrics, tenants, settings), listen)
 
 
 @app.command
@@ -86,16 +93,42 @@ def stats(
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
         json: Print JSON instead.
     """
-    key: dict[str, Any] = {}
-    if psk_file is not None:
-        key = {"trust": "psk", "psk_file": str(psk_file)}
-    wanted = Config.load(config, **key)
+    wanted = _wanted(psk_file, config)
     report = _run(ask_report(address.removeprefix("kvwire://"), wanted), address)
     if json:
         document = msgspec.json.encode(_plain(report))
         sys.stdout.buffer.write(msgspec.json.format(document) + b"\n")
         return
     _show(report)
+
+
+@app.command
+def delete(
+    address: str,
+    /,
+    *,
+    tenant: str = "",
+    psk_file: Path | None = None,
+    config: Path | None = None,
+) -> None:
+    """Have a served store forget all blocks of a tenant.
+
+    Args:
+        address: Where it listens.
+        tenant: Which one, with the key of the operator. Without it the tenant whose key
+            is given; or, with the operator's key, all that is no tenant's.
+        psk_file: The key that it asks for.
+        config: A kvwire.toml; KVWIRE_* environment variables count in any case.
+    """
+    wanted = _wanted(psk_file, config)
+    _run(delete_all(address.removeprefix("kvwire://"), wanted, tenant), address)
+
+
+def _wanted(psk_file: Path | None, config: Path | None) -> Config:
+    key: dict[str, Any] = {}
+    if psk_file is not None:
+        key = {"trust": "psk", "psk_file": str(psk_file)}
+    return Config.load(config, **key)
 
 
 def _run(work: Any, address: str) -> Any:
@@ -112,6 +145,7 @@ async def _serve(
     tiers: list[str],
     write: Literal["through", "back"],
     metrics: str,
+    tenants: list[str],
     settings: dict[str, Any],
 ) -> None:
     stop = asyncio.Event()
@@ -119,7 +153,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     async with (
-        kvwire.BlockStore.open(tiers, write=write) as store,
+        kvwire.BlockStore.open(tiers, write=write, tenants=tenants) as store,
         kvwire.StoreServer(store, listen, **settings) as server,
     ):
         # Not wrapped: scripts read the port from it.
@@ -143,6 +177,13 @@ def _show(report: StatsReport) -> None:
     console.print(report.name + (", read-only" if report.read_only else ""))
     tiers = [(tier.name, _numbers(tier)) for tier in report.tiers]
     for line in _lines(_TIER_COLUMNS, tiers):
+        console.print(line)
+    tenants = [
+        (f"{row.name or 'no tenant'} in {tier}", _used(row, use))
+        for row in report.tenants
+        for tier, use in row.tiers
+    ]
+    for line in _lines(_TENANT_COLUMNS, tenants):
         console.print(line)
     for tier in report.tiers:
         if tier.error:
@@ -178,6 +219,17 @@ def _numbers(tier: TierRow) -> Sequence[str]:
     )
 
 
+def _used(row: TenantRow, use: TenantUse) -> Sequence[str]:
+    return (
+        in_bytes(use.used_bytes),
+        in_bytes(use.quota_bytes) if use.quota_bytes else "-",
+        in_bytes(use.pinned_bytes),
+        f"{use.evicted_blocks:,}",
+        f"{row.counters.hit_blocks:,}",
+        f"{row.counters.missed_blocks:,}",
+    )
+
+
 def _lines(
     head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]
 ) -> Iterator[str]:
@@ -198,6 +250,10 @@ def _plain(report: StatsReport) -> dict[str, Any]:
     return _named(report) | {
         "tiers": [_tier(row) for row in report.tiers],
         "clients": [_named(row) for row in report.clients],
+        "tenants": [
+            _named(row) | {"tiers": {name: _named(use) for name, use in row.tiers}}
+            for row in report.tenants
+        ],
     }
 
 

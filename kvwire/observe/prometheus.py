@@ -175,8 +175,34 @@ _TIER_GAUGES: Final = (
 )
 
 
+# The same of a tenant: fields of StoreCounters, and of TenantUse. Tenants are those
+# that the store was opened with, so their number is bounded.
+_TENANT_COUNTS: Final = (
+    ("kvwire_store_tenant_hit_blocks", "Blocks got that landed", "hit_blocks"),
+    ("kvwire_store_tenant_missed_blocks", "Blocks got that did not", "missed_blocks"),
+    ("kvwire_store_tenant_stored_blocks", "Blocks put that were new", "stored_blocks"),
+    (
+        "kvwire_store_tenant_refused_blocks",
+        "Blocks put and not kept",
+        "refused_blocks",
+    ),
+)
+_TENANT_GAUGES: Final = (
+    ("kvwire_store_tenant_used_bytes", "Bytes of a tenant in a tier", "used_bytes"),
+    ("kvwire_store_tenant_quota_bytes", "Bytes it may have; 0: any", "quota_bytes"),
+    ("kvwire_store_tenant_pinned_bytes", "Bytes that are pinned", "pinned_bytes"),
+    (
+        "kvwire_store_tenant_evicted_blocks",
+        "Blocks of a tenant evicted from a tier since it was opened",
+        "evicted_blocks",
+    ),
+)
+
+
 class StoreCollector(Collector):
     """Collects one store's numbers, labelled ``store``; its tiers ``tier``.
+
+    Tenants are labelled ``tenant``, with "" for who is none.
 
     Args:
         store: Which one.
@@ -209,9 +235,26 @@ class StoreCollector(Collector):
             for tier, numbers in stats.items():
                 gauge.add_metric([self._name, tier], getattr(numbers, field))
             yield gauge
+        yield from self._by_tenant()
         trouble = GaugeMetricFamily(
             "kvwire_store_trouble", "Whether a tier has reported trouble", labels=labels
         )
         for tier, said in report.items():
             trouble.add_metric([self._name, tier], bool(said))
         yield trouble
+
+    def _by_tenant(self) -> Iterator[Metric]:
+        """Yield what each tenant has and does, where there are any."""
+        tenants = self._store.tenant_stats()
+        for metric, text, field in _TENANT_COUNTS if tenants else ():
+            count = CounterMetricFamily(metric, text, labels=["store", "tenant"])
+            for tenant, one in tenants.items():
+                count.add_metric([self._name, tenant], getattr(one.counters, field))
+            yield count
+        for metric, text, field in _TENANT_GAUGES if tenants else ():
+            labels = ["store", "tier", "tenant"]
+            gauge = GaugeMetricFamily(metric, text, labels=labels)
+            for tenant, one in tenants.items():
+                for tier, use in one.tiers.items():
+                    gauge.add_metric([self._name, tier, tenant], getattr(use, field))
+            yield gauge

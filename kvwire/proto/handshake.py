@@ -361,6 +361,7 @@ class ServerHandshake(Handshake):
                 trust=hello.trust,
                 version=self._version,
                 profile=offer.profile,
+                key_id=hello.key_id if self.identity.psk else b"",
             ),
             choice=choice,
             offer=offer,

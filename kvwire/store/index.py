@@ -333,6 +333,18 @@ class Index:
         self.drop(*named)
         return named
 
+    def trim(self) -> None:
+        """Forget what tenants have beyond quotas that were other ones before."""
+        over = self.used_bytes - self.shares.quota_bytes
+        for tenant in np.flatnonzero(over > 0).tolist():
+            while (
+                excess := self.used_bytes[tenant] - self.shares.quota_bytes[tenant]
+            ) > 0:
+                named = self._own_victims(1, int(excess), tenant)
+                if not named.slots.size:
+                    break
+                self.drop(*named)
+
     def count_evicted(self, slots: Ids) -> None:
         """Count blocks that are forgotten to make room, while their slots are taken."""
         np.add.at(self.evicted_blocks, self._owner[slots], 1)
@@ -387,6 +399,21 @@ class Index:
         self._state.pins[slots[kept]] += 1
         self._unkeep(slots[kept])
         self.unpin(keys[kept], slots[kept])
+
+    def of_namespace(self, digest: bytes) -> Keys:
+        """Return every named block of a namespace."""
+        return as_keys(key for key in self._slots if key.startswith(digest))
+
+    def pin_named(self, keys: Keys, *, pinned: bool) -> Bits:
+        """Keep what is here of some blocks, or no more; which are kept now."""
+        here = (self.find(keys) >= 0) & once(keys)
+        kept = np.zeros(keys.size, np.bool_)
+        named = keys[here], self.find(keys[here])
+        if pinned:
+            kept[here] = self.keep(*named)
+        else:
+            self.unkeep(*named)
+        return kept
 
     # --- inside -----------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import numpy as np
 from kvwire.clock import yields_before_raising
 from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
-from kvwire.errors import ClosedOK, UsageError, nearest
+from kvwire.errors import UsageError, nearest
 from kvwire.kv.blocks import Bits, Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
@@ -35,7 +35,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.index import Index, as_keys
-from kvwire.store.namespace import Namespace, namespace_of
+from kvwire.store.management import HashTokens, StoreManagement
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import (
@@ -63,11 +63,10 @@ from kvwire.store.tiers.slabs import Slabs
 T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
-HashTokens = int | Mapping[str, int] | None
 Write = Literal["through", "back"]
 
 
-class BlockStore:
+class BlockStore(StoreManagement):
     """Keeps blocks by their hashes, in memory and in the tiers below it.
 
     Made by :meth:`open`; one event loop. Every block passes through the memory tier.
@@ -142,6 +141,7 @@ class BlockStore:
         cache: PagedCache | None = None,
         *,
         hash_tokens: HashTokens = None,
+        tenant: str = "",
     ) -> int: ...
     @overload
     async def match(
@@ -150,6 +150,7 @@ class BlockStore:
         cache: PagedCache | None = None,
         *,
         hash_tokens: HashTokens = None,
+        tenant: str = "",
     ) -> dict[str, int]: ...
     @yields_before_raising
     async def match(
@@ -158,6 +159,7 @@ class BlockStore:
         cache: PagedCache | None = None,
         *,
         hash_tokens: HashTokens = None,
+        tenant: str = "",
     ) -> int | dict[str, int]:
         """Return how many leading blocks of a chain are here; reads no disk.
 
@@ -168,6 +170,7 @@ class BlockStore:
             cache: The cache they are wanted for; may be left out while the store has
                 blocks for one kind of cache only.
             hash_tokens: See :meth:`put`.
+            tenant: Whose they are.
 
         Returns:
             The number, or ``{group: number}``.
@@ -182,7 +185,7 @@ class BlockStore:
         found: dict[str, int] = {}
         groups = tuple(cache.groups) if cache else self._groups(hashes)
         for name, listed in by_group(hashes, groups).items():
-            there = await self._present(name, listed, cache, hash_tokens)
+            there = await self._present(name, listed, cache, hash_tokens, tenant)
             found[name] = there.size if there.all() else int(there.argmin())
         return found if isinstance(hashes, Mapping) else next(iter(found.values()))
 
@@ -202,7 +205,9 @@ class BlockStore:
         """
         self._check_open()
         ((name, listed),) = by_group(hashes, tuple(cache.groups)).items()
-        found: list[bool] = (await self._present(name, listed, cache, None)).tolist()
+        found: list[bool] = (
+            await self._present(name, listed, cache, None, "")
+        ).tolist()
         return found
 
     def put(
@@ -212,6 +217,7 @@ class BlockStore:
         blocks: Blocks,
         *,
         hash_tokens: HashTokens = None,
+        tenant: str = "",
     ) -> StoreRequest:
         """Keep blocks under their hashes. What is there already is only touched.
 
@@ -226,6 +232,7 @@ class BlockStore:
             blocks: Their block ids, or ``{group: ids}``.
             hash_tokens: Tokens that one hash stands for, where these are not those of a
                 block: of every group, or of each.
+            tenant: Whose they are, of those that the store was opened with.
 
         Raises:
             UsageError: Hashes and blocks do not fit, or the cache is on a device.
@@ -235,7 +242,7 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, requests = self._plan(
-            hashes, cache, blocks, hash_tokens, PlanSide.PRODUCER
+            hashes, cache, blocks, hash_tokens, tenant, PlanSide.PRODUCER
         )
         work = PutOperation(self._tiers, requests)
         return StoreRequest(work, self._begin(work, work.run_as(plan)))
@@ -247,6 +254,7 @@ class BlockStore:
         blocks: Blocks,
         *,
         hash_tokens: HashTokens = None,
+        tenant: str = "",
     ) -> StoreRequest:
         """Fill blocks with what was put under some hashes.
 
@@ -258,6 +266,7 @@ class BlockStore:
             cache: Where they are wanted; in host memory.
             blocks: The block ids to fill, or ``{group: ids}``.
             hash_tokens: See :meth:`put`.
+            tenant: Whose they are.
 
         Raises:
             UsageError: Hashes and blocks do not fit, the cache is on a device, or it
@@ -268,7 +277,7 @@ class BlockStore:
             blocks are free when ``drained()`` of the request returns.
         """
         plan, requests = self._plan(
-            hashes, cache, blocks, hash_tokens, PlanSide.CONSUMER
+            hashes, cache, blocks, hash_tokens, tenant, PlanSide.CONSUMER
         )
         work = GetOperation(self._tiers, requests)
         return StoreRequest(work, self._begin(work, work.run_as(plan)))
@@ -342,9 +351,10 @@ class BlockStore:
         hashes: Sequence[bytes],
         cache: PagedCache | None,
         hash_tokens: HashTokens,
+        tenant: str,
     ) -> Bits:
         """Return which blocks of a group are in some tier."""
-        namespace = self._namespace(group, cache, hash_tokens)
+        namespace = self._namespace(group, cache, hash_tokens, tenant)
         if namespace is None or not hashes:
             return np.zeros(len(hashes), np.bool_)
         return await self._tiers.find(as_keys(keys_of(hashes, namespace)))
@@ -355,6 +365,7 @@ class BlockStore:
         cache: PagedCache,
         blocks: Blocks,
         hash_tokens: HashTokens,
+        tenant: str,
         side: PlanSide,
     ) -> tuple[TransferPlan, tuple[GroupRequest, ...]]:
         """Return the call as a transfer from or to a peer that has the images."""
@@ -366,8 +377,10 @@ class BlockStore:
                 f"cache: in memory of {cache.device}; a store copies host memory only, "
                 f"so stage the blocks in a cache of the host"
             )
+        if tenant:
+            self._tiers.tenants.require(tenant)
         lists = cache.block_lists(blocks)
-        requests = group_requests(cache, lists, hashes, hash_tokens)
+        requests = group_requests(cache, lists, hashes, hash_tokens, tenant)
         # A template knows its descriptions by identity, so each has to be made once.
         key = tuple((one.namespace.digest, len(one)) for one in requests)
         images = computed_once(cache, key, lambda: _images(requests))
@@ -409,36 +422,12 @@ class BlockStore:
             await asyncio.wait((next(iter(self._live)),))
         await self._tiers.memory.settle()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedOK("the store is closed")
-
     def _groups(self, hashes: Hashes) -> tuple[str, ...]:
         """Return the groups that hashes without a cache may be of."""
         if isinstance(hashes, Mapping):
             return tuple(hashes)
         names = {namespace.group for namespace in self._tiers.namespaces.values()}
         return tuple(sorted(names)) or ("",)
-
-    def _namespace(
-        self, group: str, cache: PagedCache | None, hash_tokens: HashTokens
-    ) -> Namespace | None:
-        """Return the namespace that a group's hashes are in, if there is one yet."""
-        tokens = hash_tokens
-        if isinstance(hash_tokens, Mapping):
-            tokens = hash_tokens.get(group)
-        if cache is not None:
-            if group not in cache.groups:
-                raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
-            return namespace_of(cache.groups[group], tokens)  # type: ignore[arg-type]
-        known = [s for s in self._tiers.namespaces.values() if s.group == group]
-        if len(known) > 1:
-            fields = ", ".join(known[0].differing(known[1]))
-            raise UsageError(
-                f"match: this store has blocks of group {group!r} for caches that "
-                f"differ in {fields}; pass cache="
-            )
-        return known[0] if known else None
 
 
 def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
@@ -478,6 +467,12 @@ class OpeningStore:
             )
         codec_of(self._tiers[0])
         require_one_loss(self._tiers[1:])
+        lossy = [one for one in map(codec_of, self._tiers[1:]) if one and one.lossy]
+        if lossy and len(self._tenants):
+            raise UsageError(
+                f"tenants: codec={lossy[0].name} loses bits, and whose its blocks are "
+                f"is lost at a restart; use a codec without loss for tenants"
+            )
         self._write: Write = write
         self._store: BlockStore | None = None
 

@@ -205,6 +205,44 @@ class TierStack:
         results[lacking] = await tier.write(namespace, batch.selected(lacking))
         return results
 
+    async def delete(self, keys: Keys) -> None:
+        """Forget blocks in all tiers, once what is read or written of them is over.
+
+        Raises:
+            OSError: A tier has some still, or may have, and why.
+
+        Cancel safety: safe, it may be called again.
+        """
+        # What a get was reading when it began has come to memory by the second time.
+        for _ in range(2):
+            await self.memory.delete(keys)
+            await gather_all(*(tier.delete(keys) for tier in self.below))
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """Forget every block of a namespace in all tiers.
+
+        Raises:
+            OSError: A tier has some still, or may have, and why.
+
+        Cancel safety: safe, it may be called again.
+        """
+        for _ in range(2):
+            await self.memory.delete_namespace(digest)
+            await gather_all(*(tier.delete_namespace(digest) for tier in self.below))
+
+    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
+        """Keep blocks from being evicted, or no more, in each tier that has them.
+
+        Returns:
+            Which are pinned now in some tier.
+
+        Cancel safety: safe, it may be called again.
+        """
+        kept = self.memory.index.pin_named(keys, pinned=pinned)
+        for tier in self.below:
+            kept |= await tier.pin(keys, pinned=pinned)
+        return kept
+
     async def flush(self) -> None:
         """Return when what was put survives a power cut, where anything does.
 
@@ -238,6 +276,8 @@ class TierStack:
             namespace, mine = self.namespaces[digest], digests == digest
             orders = self.memory.index.orders(slots[mine])
             images = self.memory.images(slots[mine], namespace.image_bytes)
-            results = await taker.write(namespace, Batch(keys[mine], orders, images))
+            born = self.memory.index.born(slots[mine])
+            batch = Batch(keys[mine], orders, images, born=born)
+            results = await taker.write(namespace, batch)
             taken &= bool((results == BlockResult.LANDED).all())
         return "" if taken else f"{taker.name}: {taker.error}"

@@ -36,6 +36,32 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return running
 
 
+async def test_tenants_are_shown_and_deleted(tmp_path: Path, run: Run) -> None:
+    tenant = f"acme?quota=1MiB&key={tmp_path}/acme"
+    for name in ("acme", "all"):
+        write_key_file(tmp_path / name)
+    keys = ("--psk-file", str(tmp_path / "all"))
+    tier = ("--tier", "memory:1MiB", "--tenant", tenant, *keys)
+    async with serving(*tier) as server:
+        where = f"{server.where}?psk_file={tmp_path}/acme"
+        cache = Filled(seed=1).cache
+        async with BlockStore.open([where]) as store:
+            assert (await store.put(chain(3), cache, [0, 1, 2])).complete
+        status, out, _ = await run("stats", server.where, *keys)
+        assert status == 0
+        assert "acme in memory:1MiB" in out
+        status, out, _ = await run("stats", server.where, *keys, "--json")
+        used = msgspec.json.decode(out)["tenants"][1]["tiers"]["memory:1MiB"]
+        assert used["used_bytes"] == 3 * 4096
+        status, _, said = await run("delete", server.where, *keys, "--tenant", "x")
+        assert status
+        assert "there is acme" in said
+        status, _, _ = await run("delete", server.where, *keys, "--tenant", "acme")
+        assert status == 0
+        async with BlockStore.open([where]) as store:
+            assert await store.match(chain(3), cache) == 0
+
+
 async def test_what_is_served_is_shown(tmp_path: Path, run: Run) -> None:
     disk = f"disk:{tmp_path / 'kv'}?size=1MiB"
     tiers = ("--tier", "memory:1MiB", "--tier", disk)

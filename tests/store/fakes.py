@@ -75,6 +75,15 @@ class FakeTier(Tier):
         if keys.size:
             self.touched.append(keys.tolist())
 
+    async def delete(self, keys: Keys) -> None:
+        """See Tier."""
+        for key in keys.tolist():
+            self.orders.pop(key, None)
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """See Tier."""
+        self.orders = {k: v for k, v in self.orders.items() if k[:16] != digest}
+
     def stats(self) -> TierStats:
         """See Tier."""
         return TierStats(blocks=len(self.orders))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import time
 from typing import Any, Final
 
 import numpy as np
@@ -151,7 +152,10 @@ class GetOperation(Operation):
         try:
             if mine.size:
                 found = orders != UNKNOWN
-                batch = Batch(keys, orders, memory.images(taken, nbytes))
+                born = (
+                    np.full(mine.size, time()) if memory.index.shares.expire else None
+                )
+                batch = Batch(keys, orders, memory.images(taken, nbytes), born=born)
                 results = await tier.read(request.namespace, batch)
                 # What nobody had found was not evicted: it is just not there.
                 told = found | (results != BlockResult.MISSING)
@@ -160,7 +164,8 @@ class GetOperation(Operation):
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.mark(taken[landed], orders[landed])
                 memory.below[taken[landed]] = True
-                memory.index.name(keys[landed], taken[landed])
+                since = None if born is None else born[landed]
+                memory.index.name(keys[landed], taken[landed], since)
         finally:
             memory.in_flight.end(keys)
             memory.give_back(taken[~landed])

@@ -8,7 +8,7 @@ from itertools import repeat
 import numpy as np
 
 from kvwire.kv.blocks import Bits
-from kvwire.store.index import Key, Keys
+from kvwire.store.index import Key, Keys, as_keys
 
 
 class InFlightFills:
@@ -30,6 +30,10 @@ class InFlightFills:
         """Return which of these somebody is filling."""
         found = map(self._ends.__contains__, keys.tolist())
         return np.fromiter(found, np.bool_, keys.size)
+
+    def of_namespace(self, digest: bytes) -> Keys:
+        """Return which blocks of a namespace somebody is filling."""
+        return as_keys(key for key in self._ends if key.startswith(digest))
 
     def begin(self, keys: Keys) -> None:
         """Note that the caller fills these, which nobody does yet."""

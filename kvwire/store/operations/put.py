@@ -129,7 +129,11 @@ class PutOperation(Operation):
         memory, keys = self.tiers.memory, request.keys[positions]
         first = once(keys)
         images = memory.images(slots[first], request.namespace.image_bytes)
-        batch = Batch(keys[first], memory.index.orders(slots[first]), images)
+        orders, born = (
+            memory.index.orders(slots[first]),
+            memory.index.born(slots[first]),
+        )
+        batch = Batch(keys[first], orders, images, born=born)
         results, error = await self.tiers.write_through(request.namespace, batch)
         failed = results != BlockResult.LANDED
         memory.below[slots[first]] = ~failed

@@ -16,6 +16,8 @@ Put        Done                     the client has sent all images with the requ
 Get        Done                     the images that it calls landed follow, without
                                     those that it does not; none if there is none
 Flush      Done
+Delete     Done
+Pin        Done                     results say which blocks are pinned now
 Stats      Report
 =========  =======================  ==================================================
 
@@ -44,11 +46,13 @@ from kvwire.limits import (
     STORE_KEYS_MAX,
     STORE_NAMESPACES_TOLD,
     STORE_REQUESTS_MAX,
+    STORE_TENANTS_MAX,
     STORE_TIMEOUT_S_MAX,
 )
+from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Keys, Orders, as_keys
-from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace
-from kvwire.store.tiers.base import BlockResult, BlockResults, TierStats
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace, of_tenant
+from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
@@ -103,6 +107,17 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         """Return the keys."""
         return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
 
+    def keys_of(self, tenant: str) -> Keys:
+        """Return the keys that a tenant's blocks have in a store of several."""
+        if not tenant:
+            return self.keys
+        table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width).copy()
+        digests, which = np.unique(table[:, :DIGEST_BYTES], axis=0, return_inverse=True)
+        own = b"".join(of_tenant(one.tobytes(), tenant) for one in digests)
+        rows = np.frombuffer(own, np.uint8).reshape(-1, DIGEST_BYTES)
+        table[:, :DIGEST_BYTES] = rows[which.ravel()]
+        return as_keys(table.view(f"V{self.width}").ravel().tolist())
+
     def all_in(self, namespace: Namespace) -> bool:
         """Tell whether every key is of one namespace."""
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width)
@@ -115,6 +130,7 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
 
     group: _Name
     fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
+    tenant: _Text = ""
 
     @classmethod
     def of(cls, namespace: Namespace) -> Self:
@@ -122,23 +138,23 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
         return cls(*_text(namespace))
 
     def namespace(self) -> Namespace:
-        """Return the namespace.
+        """Return the namespace, as its client knows it.
 
         Raises:
             UsageError: A field is missing or out of range.
         """
-        return _namespace(self.group, self.fields)
+        return _namespace(self.group, self.fields, self.tenant)
 
 
 # Each request names one: bounded, as what a peer may have described.
 @lru_cache(STORE_NAMESPACES_TOLD)
-def _text(namespace: Namespace) -> tuple[str, Pairs]:
-    return namespace.group, namespace.spec.to_pairs()
+def _text(namespace: Namespace) -> tuple[str, Pairs, str]:
+    return namespace.group, namespace.spec.to_pairs(), namespace.tenant
 
 
 @lru_cache(STORE_NAMESPACES_TOLD)
-def _namespace(group: str, fields: Pairs) -> Namespace:
-    return Namespace(group, KVSpec.from_pairs(fields))
+def _namespace(group: str, fields: Pairs, tenant: str) -> Namespace:
+    return Namespace(group, KVSpec.from_pairs(fields), tenant)
 
 
 # --- from the client ------------------------------------------------------------------
@@ -205,6 +221,34 @@ class Stats(ClientMessage, array_like=True, frozen=True, gc=False, tag=7):
     number: _Number
 
 
+class Delete(ClientMessage, array_like=True, frozen=True, gc=False, tag=8):
+    """Forget these blocks, or all of a namespace, or of a tenant.
+
+    Attributes:
+        number: Of the request.
+        names: Their keys; None for those of the namespace.
+        digest: The digest of a namespace; without names and it all of the tenant's.
+        tenant: Which one, if the operator says so; "" for the client's own.
+    """
+
+    number: _Number
+    names: Names | None
+    digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
+    tenant: _Text = ""
+
+    def __post_init__(self) -> None:
+        if len(self.digest) not in (0, DIGEST_BYTES):
+            raise ValueError("the digest of no namespace")
+
+
+class Pin(ClientMessage, array_like=True, frozen=True, gc=False, tag=9):
+    """Keep these blocks from being evicted, or no more."""
+
+    number: _Number
+    names: Names
+    pinned: bool
+
+
 # --- from the server ------------------------------------------------------------------
 
 
@@ -223,6 +267,7 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
         berths: How many of them move blocks at once.
         berth_bytes: How many bytes of blocks one request may move.
         namespaces: What it has blocks of.
+        deletes: Whether it knows ``Delete`` and ``Pin``.
     """
 
     version: _Number
@@ -234,6 +279,7 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     namespaces: Annotated[
         tuple[NamespaceText, ...], Meta(max_length=STORE_NAMESPACES_TOLD)
     ] = ()
+    deletes: bool = False
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):
@@ -308,6 +354,7 @@ class ClientRow(StoreMessage, array_like=True, frozen=True, gc=False):
         asked: Requests so far.
         read_bytes: Bytes of blocks that it was sent.
         written_bytes: Bytes of blocks that it sent.
+        tenant: Which tenant it is; "" if none.
     """
 
     name: _Text
@@ -316,6 +363,21 @@ class ClientRow(StoreMessage, array_like=True, frozen=True, gc=False):
     asked: _Number
     read_bytes: _Number
     written_bytes: _Number
+    tenant: _Text = ""
+
+
+class TenantRow(StoreMessage, array_like=True, frozen=True, gc=False):
+    """Describes one tenant of a server.
+
+    Attributes:
+        name: The tenant; "" for those who are none.
+        counters: What has happened.
+        tiers: What it has in each tier that bounds it, by the name of the tier.
+    """
+
+    name: _Text
+    counters: StoreCounters
+    tiers: Annotated[tuple[tuple[_Text, TenantUse], ...], Meta(max_length=_TIERS_MAX)]
 
 
 class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
@@ -327,9 +389,12 @@ class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
     clients: Annotated[tuple[ClientRow, ...], Meta(max_length=STORE_CLIENTS_MAX)]
     dropped: _Number
     """Clients that broke a rule and were let go of."""
+    tenants: Annotated[
+        tuple[TenantRow, ...], Meta(max_length=STORE_TENANTS_MAX + 1)
+    ] = ()
 
 
-AnyRequest = StoreHello | Find | Touch | Put | Get | Flush | Stats
+AnyRequest = StoreHello | Find | Touch | Put | Get | Flush | Stats | Delete | Pin
 AnyReply = Welcome | Found | StoreDone | StatsReport
 AnswerT = TypeVar("AnswerT", bound=NumberedReply)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from kvwire.limits import STORE_LENT_SHARE, STORE_NAMESPACES_TOLD, STORE_REQUESTS_MAX
 from kvwire.store.server.messages import VERSION, NamespaceText, StatsReport, Welcome
 from kvwire.store.store import BlockStore
+from kvwire.types import PeerInfo
 
 
 @dataclass(slots=True)
@@ -19,7 +20,9 @@ class ServedStore:
         read_only: Clients may get and not put.
         berths: How many requests of one client may move blocks at once.
         berth_bytes: The most that one of them moves.
-        report: Returns what is there and what has happened, for a request's number.
+        report: Returns what is there and what has happened, for a request's number and
+            whoever asks.
+        proofs: Tenants by what proves them: the id of a key, or an identity.
         dropped: Clients that broke a rule and were let go of.
         lent_bytes: Of slots that are pinned to be sent.
     """
@@ -28,7 +31,8 @@ class ServedStore:
     read_only: bool
     berths: int
     berth_bytes: int
-    report: Callable[[int], StatsReport]
+    report: Callable[[int, str], StatsReport]
+    proofs: Mapping[bytes | str, str] = field(default_factory=dict)
     dropped: int = 0
     lent_bytes: int = 0
 
@@ -40,10 +44,18 @@ class ServedStore:
         self.lent_bytes += nbytes
         return True
 
-    def welcome(self) -> Welcome:
-        """Return what a new client has to know."""
+    def tenant_of(self, peer: PeerInfo) -> str:
+        """Return which tenant a client has proved to be; "" if it is none."""
+        return self.proofs.get(peer.identity or peer.key_id, "")
+
+    def welcome(self, tenant: str) -> Welcome:
+        """Return what a new client, of a tenant or none, has to know."""
         tiers = self.store._tiers  # noqa: SLF001 - the library's own
-        namespaces = list(tiers.namespaces.values())[:STORE_NAMESPACES_TOLD]
+        mine = [one for one in tiers.namespaces.values() if one.tenant == tenant]
+        texts = [
+            NamespaceText(one.group, one.spec.to_pairs())
+            for one in mine[:STORE_NAMESPACES_TOLD]
+        ]
         return Welcome(
             version=VERSION,
             durable=any(tier.durable for tier in tiers.below),
@@ -51,5 +63,6 @@ class ServedStore:
             requests=STORE_REQUESTS_MAX,
             berths=self.berths,
             berth_bytes=self.berth_bytes,
-            namespaces=tuple(map(NamespaceText.of, namespaces)),
+            namespaces=tuple(texts),
+            deletes=True,
         )

@@ -5,8 +5,11 @@
 ...         await server.closed()
 
 Whoever proves the key may read, and write unless the server is read-only. A hash is
-taken at its word: who writes wrong bytes under a hash poisons it for all others, so the
-clients of one server are one trust domain.
+taken at its word: who writes wrong bytes under a hash poisons it for all others of the
+same tenant. A tenant of the store is who proves its key, or has its name in a
+certificate; its keys are its own, so it cannot look for, get, replace or delete what is
+another's. Who has the server's own key, or a certificate that is no tenant's, is the
+operator: none of them, and may act for each.
 
 Each client has its own berths, its own task, and its own limits; see
 :mod:`kvwire.store.server.session`. What breaks a rule ends that client's connection and
@@ -18,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Self, Unpack
 
@@ -35,14 +39,18 @@ from kvwire.limits import (
     STORE_REQUEST_BYTES_MAX,
     STORE_TIER_BYTES_MAX,
 )
+from kvwire.proto.auth import key_id
+from kvwire.security.keys import read_key_file
 from kvwire.store.server.messages import (
     ClientRow,
     StatsReport,
+    TenantRow,
     TierRow,
 )
 from kvwire.store.server.served import ServedStore
 from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore
+from kvwire.store.tenants import Tenant
 from kvwire.types import Address
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
@@ -94,9 +102,12 @@ class StoreServer:
                     f"tier {tier.name!r}: codec={tier.lossy} loses bits, and clients "
                     f"have not agreed to that; serve it with another codec or none"
                 )
-        self._served = ServedStore(store, read_only, berths, berth_bytes, self._report)
+        tenants = store._tiers.tenants.listed  # noqa: SLF001 - the library's own
         self._where = Address.parse(address)
-        self._config = _config(config, arguments)
+        self._config = _config(config, arguments, tenants)
+        self._served = ServedStore(
+            store, read_only, berths, berth_bytes, self._report, _proofs(tenants)
+        )
         self._clients: dict[ClientSession, asyncio.Task[None]] = {}
         self._entered = False
         self._accepting: asyncio.Task[None] | None = None
@@ -161,21 +172,29 @@ class StoreServer:
 
     # --- what clients are told --------------------------------------------------------
 
-    def _report(self, number: int) -> StatsReport:
-        """Return what is there and what has happened."""
+    def _report(self, number: int, tenant: str) -> StatsReport:
+        """Return what is there and what has happened; to a tenant what is its own."""
         store, errors = self._served.store, self._served.store.report
+        tenants = [
+            TenantRow(name, one.counters, tuple(one.tiers.items()))
+            for name, one in store.tenant_stats().items()
+            if tenant in ("", name)
+        ]
         rows = [
             TierRow(name[:NAME_CHARS_MAX], errors[name][:REASON_CHARS_MAX], stats)
             for name, stats in store.stats().items()
+            if not tenant
         ]
-        clients = list(self._clients)[:STORE_CLIENTS_MAX]
+        clients = [client.row() for client in self._clients]
+        clients = [row for row in clients if tenant in ("", row.tenant)]
         return StatsReport(
             number=number,
             name=self._communicator.name,
             read_only=self._served.read_only,
             tiers=tuple(rows),
-            clients=tuple(client.row() for client in clients),
-            dropped=self.dropped,
+            clients=tuple(clients[:STORE_CLIENTS_MAX]),
+            dropped=0 if tenant else self.dropped,
+            tenants=tuple(tenants),
         )
 
     def clients(self) -> tuple[ClientRow, ...]:
@@ -200,8 +219,31 @@ class StoreServer:
         del self._clients[client]
 
 
+def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
+    """Return which tenant a key or an identity proves.
+
+    Raises:
+        UsageError: One proves two, or a key cannot be read.
+    """
+    proofs: dict[bytes | str, str] = {}
+    for tenant in tenants:
+        keys = [key_id(read_key_file(tenant.key_file))] if tenant.key_file else []
+        names = [tenant.identity] if tenant.identity else []
+        given: list[bytes | str] = [*keys, *names]
+        for proof in given:
+            if proof in proofs:
+                raise UsageError(
+                    f"tenants {proofs[proof]} and {tenant.name} have one key or "
+                    f"identity; give each its own"
+                )
+            proofs[proof] = tenant.name
+    return proofs
+
+
 def _config(
-    config: Config | str | os.PathLike[str] | None, arguments: ConfigOptions
+    config: Config | str | os.PathLike[str] | None,
+    arguments: ConfigOptions,
+    tenants: Sequence[Tenant],
 ) -> Config:
     """Return the caller's config, with what a server needs beside it."""
     if arguments.get("psk_file"):
@@ -211,7 +253,17 @@ def _config(
         if isinstance(config, Config)
         else Config.load(config, **arguments)
     )
+    keys = tuple(tenant.key_file for tenant in tenants if tenant.key_file)
+    if keys and loaded.trust != "psk":
+        raise UsageError("tenants have keys, so the server needs one: psk_file")
+    if keys and key_id(read_key_file(loaded.psk_file)) in _proofs(tenants):
+        raise UsageError("psk_file is a tenant's key; give the server one of its own")
+    identities = tuple(tenant.identity for tenant in tenants if tenant.identity)
+    if identities and loaded.trust != "mtls":
+        raise UsageError('tenants have identities, so the server needs trust="mtls"')
     return loaded.replace(
+        psk_accept_files=(*loaded.psk_accept_files, *keys),
+        tls_peers=tuple(dict.fromkeys((*loaded.tls_peers, *identities))),
         # A receive allocates what a client announces, up to this.
         message_bytes=STORE_REQUEST_BYTES_MAX,
         # A thousand keys, or a small block, go at once.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvwire.errors import ConnectionClosed, KVWireError, RequestError, UsageError
+from kvwire.errors import ConnectionClosed, KVWireError, RequestError, UsageError, shown
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
@@ -34,7 +34,7 @@ from kvwire.limits import (
 from kvwire.store.cleanup import drain_or_abort, error_text
 from kvwire.store.images import images_in, message_of, payload_of
 from kvwire.store.index import NO_SLOT, Keys, once
-from kvwire.store.namespace import Namespace
+from kvwire.store.namespace import Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import PutOperation
@@ -44,10 +44,12 @@ from kvwire.store.server.messages import (
     VERSION,
     AnyRequest,
     ClientRow,
+    Delete,
     Find,
     Flush,
     Found,
     Get,
+    Pin,
     Put,
     ServerMessage,
     Stats,
@@ -71,6 +73,8 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
 _LANDED: Final = np.uint8(BlockResult.LANDED)
 _FAILED: Final = np.uint8(BlockResult.FAILED)
+_MISSING: Final = np.uint8(BlockResult.MISSING)
+_READ_ONLY: Final = "this server is read-only"
 
 
 class ClientSession:
@@ -86,6 +90,8 @@ class ClientSession:
         self._store = served.store
         self._tiers = served.store._tiers  # noqa: SLF001 - the library's own
         self._connection = connection
+        # Whose keys it names, and nobody else's.
+        self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.berth_bytes)
         self._open: set[asyncio.Task[None]] = set()
         self._asked = 0
@@ -101,6 +107,7 @@ class ClientSession:
             asked=self._asked,
             read_bytes=self._read_bytes,
             written_bytes=self._written_bytes,
+            tenant=self._tenant,
         )
 
     async def run(self) -> None:
@@ -112,7 +119,7 @@ class ClientSession:
             hello = await self._received(_PATIENCE)
             if not isinstance(hello, StoreHello):
                 raise UsageError(f"it began with {type(hello).__name__}")
-            await self._send(self._served.welcome())
+            await self._send(self._served.welcome(self._tenant))
             if hello.version < VERSION:
                 raise UsageError(
                     f"it speaks version {hello.version} and this side {VERSION}"
@@ -142,7 +149,7 @@ class ClientSession:
         if isinstance(request, StoreHello):
             raise UsageError("it says hello twice")
         if isinstance(request, Touch):
-            self._tiers.touch(request.names.keys)
+            self._tiers.touch(request.names.keys_of(self._tenant))
             return
         if len(self._open) >= STORE_REQUESTS_MAX:
             raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
@@ -150,20 +157,24 @@ class ClientSession:
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _answer(self, request: Find | Put | Get | Flush | Stats) -> None:
+    async def _answer(
+        self, request: Find | Put | Get | Flush | Stats | Delete | Pin
+    ) -> None:
         try:
             match request:
                 case Find():
-                    orders = await self._tiers.orders(request.names.keys)
+                    keys = request.names.keys_of(self._tenant)
+                    orders = await self._tiers.orders(keys)
                     await self._send(Found(request.number, orders.tobytes()))
                 case Put():
                     await self._put(request)
                 case Get():
                     await self._get(request)
-                case Flush():
-                    await self._send(await self._flush(request))
                 case Stats():
-                    await self._send(self._served.report(request.number))
+                    report = self._served.report(request.number, self._tenant)
+                    await self._send(report)
+                case Flush() | Delete() | Pin():
+                    await self._send(await self._done(request))
         except ConnectionClosed as exc:
             self._connection.abort(error_text(exc))
         except KVWireError as exc:
@@ -187,7 +198,7 @@ class ClientSession:
 
     async def _put(self, request: Put) -> None:
         """Receive blocks into slots or a berth, and put them into the store."""
-        namespace, count = request.namespace.namespace(), len(request.names)
+        namespace, count = self._namespace(request), len(request.names)
         nbytes = count * namespace.image_bytes
         refusal = self._refusal(request, namespace) or self._write_refusal(namespace)
         if refusal:
@@ -196,7 +207,7 @@ class ClientSession:
                 # They came unasked for, and take credit until they are received.
                 await self._receive(request, bytearray(nbytes))
             return
-        memory, keys = self._tiers.memory, request.names.keys
+        memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
         async with self._berths.one() as berth:
             slots = await self._slots_for(keys, namespace)
             images = images_in(berth, namespace.image_bytes, count)
@@ -260,12 +271,12 @@ class ClientSession:
 
     async def _get(self, request: Get) -> None:
         """Say which blocks there are, and send those."""
-        namespace = request.namespace.namespace()
+        namespace = self._namespace(request)
         refusal = self._refusal(request, namespace)
         if refusal:
             await self._send(_all(request, BlockResult.REFUSED, refusal))
             return
-        memory, keys = self._tiers.memory, request.names.keys
+        memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
             slots = memory.index.find(keys)
@@ -307,6 +318,15 @@ class ClientSession:
         finally:
             await drain_or_abort(sent, self._connection)
 
+    async def _done(self, request: Flush | Delete | Pin) -> StoreDone:
+        match request:
+            case Flush():
+                return await self._flush(request)
+            case Delete():
+                return await self._delete(request)
+            case Pin():
+                return await self._pin(request)
+
     async def _flush(self, request: Flush) -> StoreDone:
         text = ""
         if not self._served.read_only:
@@ -316,9 +336,44 @@ class ClientSession:
                 text = str(exc) or type(exc).__name__
         return StoreDone(request.number, reason=text[:REASON_CHARS_MAX])
 
+    async def _delete(self, request: Delete) -> StoreDone:
+        if self._served.read_only:
+            return StoreDone(request.number, reason=_READ_ONLY)
+        try:
+            if request.names is not None:
+                await self._tiers.delete(request.names.keys_of(self._tenant))
+            elif request.digest:
+                digest = of_tenant(request.digest, self._tenant)
+                await self._tiers.delete_namespace(digest)
+            else:
+                # A tenant's name for itself is taken; its own goes before another's.
+                await self._store.delete_all(tenant=self._tenant or request.tenant)
+        except (OSError, UsageError) as exc:
+            return StoreDone(request.number, reason=str(exc)[:REASON_CHARS_MAX])
+        return StoreDone(request.number)
+
+    async def _pin(self, request: Pin) -> StoreDone:
+        if self._served.read_only:
+            return StoreDone(request.number, reason=_READ_ONLY)
+        keys = request.names.keys_of(self._tenant)
+        pinned = await self._tiers.pin(keys, pinned=request.pinned)
+        return StoreDone.of(request.number, np.where(pinned, _LANDED, _MISSING))
+
+    def _namespace(self, request: TransferMessage) -> Namespace:
+        """Return the namespace of a request's blocks, in this store."""
+        asked = request.namespace.namespace()
+        if not self._tenant or asked.tenant:
+            return asked
+        return Namespace(asked.group, asked.spec, self._tenant)
+
     def _refusal(self, request: TransferMessage, namespace: Namespace) -> str:
         """Return why blocks cannot move for a request; empty if they can."""
-        if not request.names.all_in(namespace):
+        if self._tenant and request.namespace.tenant:
+            return (
+                f"it is tenant {self._tenant}, and cannot act for "
+                f"{shown(request.namespace.tenant)}"
+            )
+        if not request.names.all_in(request.namespace.namespace()):
             return "a key is of another namespace than the request"
         nbytes = len(request.names) * namespace.image_bytes
         if nbytes > self._berths.nbytes:
@@ -330,7 +385,7 @@ class ClientSession:
 
     def _write_refusal(self, namespace: Namespace) -> str:
         if self._served.read_only:
-            return "this server is read-only"
+            return _READ_ONLY
         known = self._tiers.namespaces
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
             return f"it has blocks of {STORE_NAMESPACES_MAX} kinds of caches already"

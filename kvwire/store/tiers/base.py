@@ -30,15 +30,18 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
-from kvwire.store.index import Keys, Orders
+from kvwire.limits import STORE_TIER_BYTES_MAX
+from kvwire.store.counters import StoreCounters
+from kvwire.store.index import Index, Keys, Orders, Times
 from kvwire.store.namespace import ABSENT, Namespace
 
 
@@ -70,18 +73,22 @@ class Batch(NamedTuple):
             Of a write they may be entries of a codec, which are shorter than images.
         sizes: Of a read, where the bytes of what was stored are told; None if nothing
             but whole images is of use.
+        born: When each was put, in seconds since 1970; a read sets it where it knows.
+            None for now, or where nobody asks.
     """
 
     keys: Keys
     orders: Orders
     images: Fragments
     sizes: Ids | None = None
+    born: Times | None = None
 
     def selected(self, which: Ids | Bits) -> Batch:
         """Return some of the blocks, by position or by a mask."""
         sizes = None if self.sizes is None else self.sizes[which]
+        born = None if self.born is None else self.born[which]
         images = self.images.selected(which)
-        return Batch(self.keys[which], self.orders[which], images, sizes)
+        return Batch(self.keys[which], self.orders[which], images, sizes, born)
 
     def tell(self, which: Ids, part: Batch) -> None:
         """Take the sizes of some of the blocks, which were read as a part."""
@@ -144,6 +151,42 @@ class TierStats(msgspec.Struct, kw_only=True):
         self.failed_blocks += int(np.count_nonzero(results == BlockResult.FAILED))
 
 
+class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Says what one tenant has in one tier.
+
+    Attributes:
+        used_bytes: Bytes of its blocks.
+        quota_bytes: The most that they may be; 0 for no bound of its own.
+        pinned_bytes: Of its blocks, the bytes that are pinned.
+        evicted_blocks: Blocks of it that were forgotten for others, or its own.
+    """
+
+    used_bytes: Annotated[int, Meta(ge=0)] = 0
+    quota_bytes: Annotated[int, Meta(ge=0)] = 0
+    pinned_bytes: Annotated[int, Meta(ge=0)] = 0
+    evicted_blocks: Annotated[int, Meta(ge=0)] = 0
+
+
+class TenantStats(msgspec.Struct, kw_only=True):
+    """Says what one tenant has and does in a store.
+
+    Attributes:
+        counters: What has happened to its blocks.
+        tiers: What it has in each tier that bounds it, by the tier's name.
+    """
+
+    counters: StoreCounters
+    tiers: dict[str, TenantUse]
+
+
+def uses_of(index: Index) -> tuple[TenantUse, ...]:
+    """Return what each tenant has in the tier of an index, by its number."""
+    quotas = index.shares.quota_bytes
+    bounded = np.where(quotas == STORE_TIER_BYTES_MAX, 0, quotas)
+    columns = (index.used_bytes, bounded, index.kept_bytes, index.evicted_blocks)
+    return tuple(map(TenantUse, *(column.tolist() for column in columns)))
+
+
 class Tier(ABC):
     """Keeps blocks below memory. Subclasses say how blocks get there and back.
 
@@ -200,6 +243,40 @@ class Tier(ABC):
     @abstractmethod
     def touch(self, keys: Keys) -> None:
         """Note blocks used in another tier: here they are not the next to go."""
+
+    @abstractmethod
+    async def delete(self, keys: Keys) -> None:
+        """Forget blocks: no ``find`` after this has them, and none after a restart.
+
+        Raises:
+            OSError: Some are there still, or may be, and why.
+
+        Cancel safety: safe, it may be called again.
+        """
+
+    @abstractmethod
+    async def delete_namespace(self, digest: bytes) -> None:
+        """Forget every block of a namespace, as ``delete`` does.
+
+        Raises:
+            OSError: Some are there still, or may be, and why.
+
+        Cancel safety: safe, it may be called again.
+        """
+
+    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
+        """Keep blocks from being evicted, or no more, each of them once.
+
+        Returns:
+            Which are pinned now: those that are here, as far as their tenant may.
+
+        Cancel safety: safe, it may be called again.
+        """
+        return np.zeros(keys.size, np.bool_)
+
+    def tenant_uses(self) -> tuple[TenantUse, ...]:
+        """Return what each tenant has here, by its number; nothing where none does."""
+        return ()
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -34,7 +34,14 @@ from kvwire.store.images import views_of
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
+from kvwire.store.tiers.base import (
+    Batch,
+    BlockResult,
+    BlockResults,
+    TenantUse,
+    Tier,
+    TierStats,
+)
 from kvwire.store.tiers.slabs import rounded
 
 # Lengths of entries in a tier of slots: so many for images of one size. A slab has
@@ -142,7 +149,7 @@ class CodedTier(Tier):
         Cancel safety: what is under way is finished first.
         """
         sizes = np.zeros(batch.keys.size, np.int64)
-        asked = Batch(self._kept_as(batch.keys), batch.orders, batch.images, sizes)
+        asked = batch._replace(keys=self._kept_as(batch.keys), sizes=sizes)
         results = await self.inner.read(namespace, asked)
         coded = results == BlockResult.LANDED
         coded &= sizes != namespace.image_bytes
@@ -156,6 +163,38 @@ class CodedTier(Tier):
         await gather_all(*map(decode, _lanes(which.size)))
         self._failed += int(np.count_nonzero(results[which]))
         return results
+
+    async def delete(self, keys: Keys) -> None:
+        """See Tier.
+
+        Raises:
+            OSError: The tier has some still, or may have, and why.
+
+        Cancel safety: safe, it may be called again.
+        """
+        await self.inner.delete(self._kept_as(keys))
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """See Tier.
+
+        Raises:
+            OSError: The tier has some still, or may have, and why.
+
+        Cancel safety: safe, it may be called again.
+        """
+        (kept_as,) = self._kept_as(as_keys((digest,)))
+        await self.inner.delete_namespace(kept_as)
+
+    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
+        """See Tier.
+
+        Cancel safety: safe, it may be called again.
+        """
+        return await self.inner.pin(self._kept_as(keys), pinned=pinned)
+
+    def tenant_uses(self) -> tuple[TenantUse, ...]:
+        """See Tier."""
+        return self.inner.tenant_uses()
 
     def stats(self) -> TierStats:
         """Return what is in the tier; what cannot be decoded has failed."""

@@ -20,6 +20,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from time import time
 from typing import Final
 
 import numpy as np
@@ -31,18 +32,27 @@ from kvwire.store.address import TierAddress
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.images import images_in, views_of
 from kvwire.store.index import Index, Keys, Orders, once
-from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.sums import Sums, image_sums, named_sums
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
+from kvwire.store.tiers.base import (
+    Batch,
+    BlockResult,
+    BlockResults,
+    TenantUse,
+    Tier,
+    TierStats,
+    uses_of,
+)
 from kvwire.store.tiers.directory import TierDirectory
 from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.file import File
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
 _SYNCS: Final = ("flush", "put")
+_SERIALS_PER_S: Final = 1_000_000
 _ERRORS: Final = (OSError, sqlite3.Error)
 
 
@@ -208,6 +218,8 @@ class DiskTier(Tier):
         if not here.size:
             return results
         part, slots = batch.selected(here), slots[here]
+        if batch.born is not None:
+            batch.born[here] = self._index.born(slots)
         self._index.pin(part.keys, slots)
         bad = np.zeros(here.size, np.bool_)
         try:
@@ -224,6 +236,46 @@ class DiskTier(Tier):
             await self._discard(part.keys[bad], slots[bad])
         self._counts.count(results, written=False)
         return results
+
+    async def delete(self, keys: Keys) -> None:
+        """See Tier; with ``sync=flush`` a power cut needs a ``flush`` before it.
+
+        Raises:
+            OSError: The index on the disk could not be written.
+
+        Cancel safety: safe, it may be called again.
+        """
+        for key in keys[self._in_flight.busy(keys)].tolist():
+            await self._in_flight.ended(key)
+        # An older row of a key is of a slot that was written over, or stale already.
+        self._stale.update(self._index.delete(keys).tolist())
+        await self._settled()
+        if self._stale:
+            raise OSError(
+                f"{self.name}: deleted until it is opened again: {self.error}"
+            )
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """See Tier.
+
+        Raises:
+            OSError: The index on the disk could not be written.
+
+        Cancel safety: safe, it may be called again.
+        """
+        coming = self._in_flight.of_namespace(digest)
+        await self.delete(np.concatenate((coming, self._index.of_namespace(digest))))
+
+    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
+        """See Tier.
+
+        Cancel safety: safe, it may be called again.
+        """
+        return self._index.pin_named(keys, pinned=pinned)
+
+    def tenant_uses(self) -> tuple[TenantUse, ...]:
+        """See Tier."""
+        return uses_of(self._index)
 
     def stats(self) -> TierStats:
         """See Tier."""
@@ -343,7 +395,7 @@ class DiskTier(Tier):
                 self.error = ""
                 self._trusted[slots] = True
                 self._index.mark(slots, batch.orders)
-                self._index.name(batch.keys, slots)
+                self._index.name(batch.keys, slots, batch.born)
                 self._index.unpin(batch.keys, slots)
             else:
                 self._index.give_back(slots)
@@ -408,9 +460,26 @@ class DiskTier(Tier):
             slab = int(taken[0]) // self._slabs.stride
             self._slabs.restore(slab, int(self._named_bytes[slab]), taken)
         # A size that was written to last is the one that was used last.
+        born, owners = rows.serials / _SERIALS_PER_S, self._owners(rows.keys)
         for size in reversed(dict.fromkeys(sizes.tolist())):
             mine = sizes == size
-            self._index.adopt(rows.keys[mine], rows.slots[mine], rows.orders[mine])
+            self._index.adopt(
+                rows.keys[mine],
+                rows.slots[mine],
+                rows.orders[mine],
+                owners[mine],
+                born[mine],
+            )
+        self._index.trim()
+
+    def _owners(self, keys: Keys) -> Ids:
+        """Return the number of whose each block is."""
+        numbers = {
+            digest: self._tenants.number(namespace.tenant)
+            for digest, namespace in self._rows.namespaces.items()
+        }
+        owners = (numbers.get(key[:DIGEST_BYTES], 0) for key in keys.tolist())
+        return np.fromiter(owners, np.int64, keys.size)
 
     def _write_slots(self, namespace: Namespace, batch: Batch, slots: Ids) -> None:
         """Write images, and then their rows."""
@@ -430,7 +499,9 @@ class DiskTier(Tier):
             self._file.write(_padded(batch.images.selected(run)), offset)
         if self._directory.synced:
             self._file.sync()
-        # The head of a chain is younger than what follows it; see Index.unpin.
+        # The head of a chain is younger than what follows it; see Index.unpin. They are
+        # microseconds since 1970 as well, and never less than before.
+        self._serial = max(self._serial, int(time() * _SERIALS_PER_S))
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
         rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)

@@ -16,7 +16,7 @@ import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -69,6 +69,14 @@ _LIMITS: Final = (*_KEY_BYTES, len(ORDERS) - 1, STORE_SLAB_BYTES_MAX, 2**62)
 _SLABS: Final = range(GRAIN_BYTES, STORE_SLAB_BYTES_MAX + 1, GRAIN_BYTES)
 # Rows that are read at once: some of Python's objects for each.
 _AT_ONCE: Final = 64 * 1024
+
+
+class _Described(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """Describes a namespace; what has no tenant is as it was before there were any."""
+
+    group: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+    pairs: tuple[tuple[str, str], ...]
+    tenant: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
 
 
 class DiskRows(NamedTuple):
@@ -168,7 +176,9 @@ class DiskIndex:
         with self._transaction():
             if new:
                 words = msgspec.json.encode(
-                    (namespace.group, namespace.spec.to_pairs())
+                    _Described(
+                        namespace.group, namespace.spec.to_pairs(), namespace.tenant
+                    )
                 )
                 self._db.execute(
                     "INSERT OR REPLACE INTO spaces VALUES (?, ?)",
@@ -244,10 +254,9 @@ class DiskIndex:
 
     def _read_namespaces(self) -> Iterator[tuple[bytes, Namespace]]:
         """Return the described namespaces that can be read."""
-        kind = tuple[str, list[tuple[str, str]]]
         for (words,) in self._db.execute("SELECT described FROM spaces"):
             with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):
-                group, pairs = msgspec.json.decode(words, type=kind)
-                if 1 <= len(group) <= NAME_CHARS_MAX:
-                    namespace = Namespace(group, KVSpec.from_pairs(pairs))
-                    yield namespace.digest, namespace
+                said = msgspec.json.decode(words, type=_Described)
+                spec = KVSpec.from_pairs(said.pairs)
+                namespace = Namespace(said.group, spec, said.tenant)
+                yield namespace.digest, namespace

@@ -124,6 +124,26 @@ class MemoryTier:
         self.index.unpin(keys, slots)
         self._notify()
 
+    async def delete(self, keys: Keys) -> None:
+        """Forget blocks; nobody reads them or writes them down any more.
+
+        Cancel safety: safe, it may be called again.
+        """
+        for key in keys[self.in_flight.busy(keys)].tolist():
+            await self.in_flight.ended(key)
+        slots = self.index.delete(keys)
+        self._notify()
+        while self.index.doomed(slots):
+            await self._changed.wait()
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """Forget every block of a namespace.
+
+        Cancel safety: safe, it may be called again.
+        """
+        coming = self.in_flight.of_namespace(digest)
+        await self.delete(np.concatenate((coming, self.index.of_namespace(digest))))
+
     def stats(self) -> TierStats:
         """Return what is in it."""
         self.counts.blocks = len(self.index)

@@ -168,6 +168,40 @@ class ObjectTier(Tier):
     def touch(self, keys: Keys) -> None:
         """Do nothing: an object store does not know what was used."""
 
+    async def delete(self, keys: Keys) -> None:
+        """Delete the objects of blocks, whoever has put them.
+
+        Raises:
+            OSError: Some could not be deleted.
+
+        Cancel safety: safe, it may be called again.
+        """
+
+        async def one(path: str) -> None:
+            await self._obstore.delete_async(self._bucket, path)
+
+        await self._delete(map(path_of, keys.tolist()), one)
+        for key in keys.tolist():
+            self._lacks(key, STORE_OBJECT_ABSENT_S)
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """Delete every object of a namespace, whoever has put it.
+
+        Raises:
+            OSError: Some could not be listed or deleted.
+
+        Cancel safety: safe, it may be called again.
+        """
+
+        async def all_of(prefix: str) -> None:
+            async for listed in self._obstore.list(self._bucket, prefix):
+                paths = [meta["path"] for meta in listed]
+                await self._obstore.delete_async(self._bucket, paths)
+
+        await self._delete((f"{digest.hex()}/",), all_of)
+        for key in [key for key in self._present if key.startswith(digest)]:
+            self._lacks(key, STORE_OBJECT_ABSENT_S)
+
     def stats(self) -> TierStats:
         """Return what this side has moved; what is there is not counted."""
         return self._counts
@@ -248,6 +282,20 @@ class ObjectTier(Tier):
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
         return results
 
+    async def _delete(
+        self, paths: Iterable[str], delete: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """Delete what each path names; what is not there is deleted already."""
+        failed: list[str] = []
+
+        async def one(path: Any) -> None:
+            if await self._ask(partial(delete, path)) is BlockResult.FAILED:
+                failed.append(path)
+
+        await self._each(one, paths)
+        if failed:
+            raise OSError(f"{self.name}: {len(failed)} not deleted: {self.error}")
+
     # --- requests ---------------------------------------------------------------------
 
     async def _range(self, key: Key, nbytes: int) -> memoryview | BlockResult:
@@ -291,7 +339,7 @@ class ObjectTier(Tier):
         return found
 
     async def _each(
-        self, work: Callable[[int], Awaitable[None]], positions: Iterable[int]
+        self, work: Callable[[Any], Awaitable[None]], positions: Iterable[Any]
     ) -> None:
         """Work on each position, some at a time; a task for each lane and not more."""
         left = iter(positions)

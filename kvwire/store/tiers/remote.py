@@ -18,7 +18,7 @@ import numpy as np
 import kvwire
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.limits import (
     EAGER_BYTES_MAX,
     STORE_KEYS_MAX,
@@ -34,12 +34,14 @@ from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (
+    Delete,
     Find,
     Flush,
     Found,
     Get,
     Names,
     NamespaceText,
+    Pin,
     Put,
     StoreDone,
     Touch,
@@ -169,6 +171,42 @@ class RemoteTier(Tier):
         self._counts.count(results, written=False)
         return results
 
+    async def delete(self, keys: Keys) -> None:
+        """See Tier; the server deletes what is this client's tenant's.
+
+        Raises:
+            OSError: The server cannot be asked, or could not do it.
+
+        Cancel safety: safe, it may be called again.
+        """
+        for which in _by_width(keys):
+            number = self._client.number()
+            await self._asked_for(Delete(number, Names.of(keys[which])))
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """See Tier.
+
+        Raises:
+            OSError: The server cannot be asked, or could not do it.
+
+        Cancel safety: safe, it may be called again.
+        """
+        await self._asked_for(Delete(self._client.number(), None, digest))
+
+    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
+        """See Tier; nothing is pinned at a server that cannot be asked.
+
+        Cancel safety: safe, it may be called again.
+        """
+        kept = np.zeros(keys.size, np.bool_)
+        for which in _by_width(keys):
+            number, names = self._client.number(), Names.of(keys[which])
+            with suppress(OSError):
+                done = await self._asked_for(Pin(number, names, pinned))
+                if done.table.size == which.size:
+                    kept[which] = done.table == BlockResult.LANDED
+        return kept
+
     def stats(self) -> TierStats:
         """Return what this side has moved; ``kvwire store stats`` has the rest."""
         return self._counts
@@ -207,6 +245,23 @@ class RemoteTier(Tier):
             await self._communicator.close()
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _asked_for(self, request: Delete | Pin) -> StoreDone:
+        """Ask the server to do something.
+
+        Raises:
+            OSError: It cannot be asked, or could not do it.
+        """
+        try:
+            active = self._client.now()
+            if not active.welcome.deletes:
+                raise OSError(f"{self.name}: this server is older, and cannot do that")
+            done = await active.call(request.number, request, StoreDone)
+        except KVWireError as exc:
+            raise OSError(f"{self.name}: {error_text(exc)}") from exc
+        if done.reason:
+            raise OSError(f"{self.name}: {done.reason}")
+        return done
 
     def _changed(self) -> None:
         """Note that the client has connected or lost its connection."""

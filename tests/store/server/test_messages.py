@@ -20,12 +20,14 @@ from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.server.messages import (
     AnyRequest,
+    Delete,
     Find,
     Flush,
     Found,
     Get,
     Names,
     NamespaceText,
+    Pin,
     Put,
     Stats,
     StoreDone,
@@ -62,6 +64,9 @@ REQUESTS: list[AnyRequest] = [
     moving(Get),
     Flush(2),
     Stats(3),
+    Delete(4, NAMES),
+    Delete(5, None, NAMESPACE.digest, "x"),
+    Pin(6, NAMES, pinned=True),
 ]
 
 

@@ -52,6 +52,22 @@ def file_of(folder: Path, one: bytes) -> Path:
     return folder / path_of(NAMESPACE.digest + one)
 
 
+async def test_what_is_deleted_has_no_object(tmp_path: Path) -> None:
+    tier, cache = f"object:file://{tmp_path}", Filled(seed=1).cache
+    async with BlockStore.open([tier], tenants=["t"]) as store:
+        for tenant in ("", "t"):
+            await store.put(chain(8), cache, range(8), tenant=tenant)
+        await store.delete(chain(9), cache)
+        assert await store.match(chain(8), cache) == 0
+        assert len(objects_in(tmp_path)) == 8
+        await store.delete_all(tenant="t")
+        assert not objects_in(tmp_path)
+        folder = tmp_path / NAMESPACE.digest.hex()
+        (folder / chain(1)[0].hex() / "in the way").mkdir(parents=True)
+        with pytest.raises(OSError, match="1 not deleted"):
+            await store.delete(chain(1), cache)
+
+
 class Requests:
     """Counts what an object tier asks for; ``before`` may fail or wait.
 

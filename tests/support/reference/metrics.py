@@ -47,7 +47,7 @@ async def _page() -> str:
     proxy = ProxyState(EngineFleet(), Admission(), RetryBudget())
     async with (
         kvwire.open() as communicator,
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire.BlockStore.open(["memory:1MiB"], tenants=["a"]) as store,
     ):
         return "\n".join(
             (

@@ -1,0 +1,215 @@
+"""What users and operators say of blocks that a store has: delete, pin, count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvwire.clock import yields_before_raising
+from kvwire.errors import ClosedOK, UsageError
+from kvwire.kv.paged import PagedCache
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.namespace import Namespace, namespace_of
+from kvwire.store.operations.group_request import Hashes, by_group, keys_of
+from kvwire.store.tier_stack import TierStack
+from kvwire.store.tiers.base import TenantStats, uses_of
+
+HashTokens = int | Mapping[str, int] | None
+
+
+class StoreManagement:
+    """Deletes, pins and counts the blocks of a store. Subclassed by the store."""
+
+    _name: str
+    _tiers: TierStack
+    _closed: bool
+
+    @yields_before_raising
+    async def delete(
+        self,
+        hashes: Hashes,
+        cache: PagedCache,
+        *,
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> None:
+        """Forget blocks in every tier; no get finds them any more, nor a restart.
+
+        What is being read of them, or written, is waited for.
+
+        Args:
+            hashes: See :meth:`put`.
+            cache: Of the kind that they are for.
+            hash_tokens: See :meth:`put`.
+            tenant: Whose they are.
+
+        Raises:
+            UsageError: The hashes are none, or there is no such tenant.
+            OSError: A tier has some still, or may have, and why.
+            ClosedOK: The store is closed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        for keys in self._keys(hashes, cache, hash_tokens, tenant).values():
+            await self._tiers.delete(keys)
+
+    @yields_before_raising
+    async def delete_all(
+        self,
+        cache: PagedCache | None = None,
+        *,
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> None:
+        """Forget all blocks of a tenant, as :meth:`delete` does.
+
+        Args:
+            cache: Only those for such a cache. Without it all that this store knows of:
+                what it had when it was opened, and was put or got since.
+            hash_tokens: See :meth:`put`.
+            tenant: Whose they are.
+
+        Raises:
+            UsageError: There is no such tenant.
+            OSError: A tier has some still, or may have, and why.
+            ClosedOK: The store is closed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        self._check_open()
+        self._tiers.tenants.require(tenant)
+        known = [s for s in self._tiers.namespaces.values() if s.tenant == tenant]
+        if cache is not None:
+            known = [
+                found
+                for name in cache.groups
+                if (found := self._namespace(name, cache, hash_tokens, tenant))
+            ]
+        for namespace in known:
+            await self._tiers.delete_namespace(namespace.digest)
+
+    @yields_before_raising
+    async def pin(
+        self,
+        hashes: Sequence[bytes],
+        cache: PagedCache,
+        *,
+        hash_tokens: int | None = None,
+        tenant: str = "",
+    ) -> int:
+        """Keep a chain's blocks from being evicted, until :meth:`unpin` or the close.
+
+        They are pinned in each tier that has them, as far as the tenant may: half of
+        its quota, at most a quarter of a tier of all tenants together. What is deleted,
+        damaged or too old goes all the same.
+
+        Args:
+            hashes: See :meth:`put`; of a cache of one group.
+            cache: Of the kind that they are for.
+            hash_tokens: See :meth:`put`.
+            tenant: Whose they are.
+
+        Returns:
+            How many leading blocks are pinned now.
+
+        Raises:
+            UsageError: The hashes are none, or there is no such tenant.
+            ClosedOK: The store is closed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        (keys,) = self._keys(hashes, cache, hash_tokens, tenant).values()
+        pinned = await self._tiers.pin(keys, pinned=True)
+        return pinned.size if pinned.all() else int(pinned.argmin())
+
+    @yields_before_raising
+    async def unpin(
+        self,
+        hashes: Sequence[bytes],
+        cache: PagedCache,
+        *,
+        hash_tokens: int | None = None,
+        tenant: str = "",
+    ) -> None:
+        """Let blocks be evicted again; see :meth:`pin`.
+
+        Args:
+            hashes: See :meth:`pin`.
+            cache: See :meth:`pin`.
+            hash_tokens: See :meth:`pin`.
+            tenant: See :meth:`pin`.
+
+        Raises:
+            UsageError: The hashes are none, or there is no such tenant.
+            ClosedOK: The store is closed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        (keys,) = self._keys(hashes, cache, hash_tokens, tenant).values()
+        await self._tiers.pin(keys, pinned=False)
+
+    def tenant_stats(self) -> dict[str, TenantStats]:
+        """Return what each tenant has and does, by its name; "" is who is none."""
+        tiers = self._tiers
+        if not len(tiers.tenants):
+            return {}
+        uses = {self._name: uses_of(tiers.memory.index)}
+        uses |= {tier.name: tier.tenant_uses() for tier in tiers.below}
+        return {
+            tenant.name: TenantStats(
+                counters=tiers.by_tenant[number],
+                tiers={name: of[number] for name, of in uses.items() if of},
+            )
+            for number, tenant in enumerate(tiers.tenants.listed)
+        }
+
+    # --- for the store ----------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedOK("the store is closed")
+
+    def _keys(
+        self,
+        hashes: Hashes,
+        cache: PagedCache,
+        hash_tokens: HashTokens,
+        tenant: str,
+    ) -> dict[str, Keys]:
+        """Return the keys of some hashes, by group."""
+        self._check_open()
+        keys = {}
+        for name, listed in by_group(hashes, tuple(cache.groups)).items():
+            namespace = self._namespace(name, cache, hash_tokens, tenant)
+            assert namespace is not None, "a cache was given"
+            keys[name] = as_keys(keys_of(listed, namespace))
+        return keys
+
+    def _namespace(
+        self,
+        group: str,
+        cache: PagedCache | None,
+        hash_tokens: HashTokens,
+        tenant: str,
+    ) -> Namespace | None:
+        """Return the namespace that a group's hashes are in, if there is one yet."""
+        if tenant:
+            self._tiers.tenants.require(tenant)
+        tokens = hash_tokens
+        if isinstance(hash_tokens, Mapping):
+            tokens = hash_tokens.get(group)
+        if cache is not None:
+            if group not in cache.groups:
+                raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
+            return namespace_of(cache.groups[group], tokens, tenant)  # type: ignore[arg-type]
+        known = [
+            space
+            for space in self._tiers.namespaces.values()
+            if (space.group, space.tenant) == (group, tenant)
+        ]
+        if len(known) > 1:
+            fields = ", ".join(known[0].differing(known[1]))
+            raise UsageError(
+                f"match: this store has blocks of group {group!r} for caches that "
+                f"differ in {fields}; pass cache="
+            )
+        return known[0] if known else None

@@ -1,0 +1,189 @@
+"""Tenants of one server, who try each other's blocks, quotas and names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvwire import BlockStore, StoreServer, UsageError
+from kvwire.config import Config
+from kvwire.errors import KVWireError
+from kvwire.security.keys import write_key_file
+from kvwire.store.server.messages import Delete, Names, Pin
+from kvwire.store.server.stats_client import ask_report, delete_all
+from kvwire.store.tiers.remote import RemoteTier
+from tests.store.caches import Filled, chain
+from tests.store.server.test_server import where
+from tests.support.certificates import FAR, NEAR, Authority
+
+A, B = chain(4, "a"), chain(4, "b")
+
+
+class Shop:
+    """A server with tenants x and y, and their keys."""
+
+    def __init__(self, path: Path, store: BlockStore, server: StoreServer) -> None:
+        self.path, self.store, self.server = path, store, server
+
+    def tier(self, who: str) -> str:
+        return where(self.server, f"?psk_file={self.path}/{who}")
+
+    def config(self, who: str) -> Config:
+        return Config.load(None, trust="psk", psk_file=str(self.path / who))
+
+    def client(self, who: str, **arguments: Any) -> Any:
+        return BlockStore.open(["memory:64KiB", self.tier(who)], **arguments)
+
+
+@pytest.fixture
+async def shop(tmp_path: Path) -> AsyncIterator[Shop]:
+    for who in ("x", "y", "all"):
+        write_key_file(tmp_path / who)
+    tiers = ["memory:128KiB", f"disk:{tmp_path}/disk?size=1MiB"]
+    tenants = [f"x?quota=32KiB&key={tmp_path}/x", f"y?key={tmp_path}/y"]
+    key = str(tmp_path / "all")
+    async with (
+        BlockStore.open(tiers, tenants=tenants) as store,
+        StoreServer(store, "127.0.0.1:0", psk_file=key) as server,
+    ):
+        yield Shop(tmp_path, store, server)
+
+
+async def test_one_tenant_neither_finds_gets_deletes_nor_pins_anothers(
+    shop: Shop,
+) -> None:
+    have, other = Filled(seed=1), Filled(seed=2)
+    async with shop.client("x") as x, shop.client("y") as y:
+        assert (await x.put(A, have.cache, range(4))).complete
+        assert await y.match(A, have.cache) == 0
+        got = await y.get(A, Filled().cache, range(4))
+        # Nor is it told for which cache somebody else has them.
+        assert set(got.missing.reasons) == {"it is not in the store"}
+        await y.delete(A, have.cache)
+        await y.delete_all(have.cache)
+        assert await y.pin(A, have.cache) == 0
+        # The same hashes with other bytes are its own.
+        assert (await y.put(A, other.cache, range(4))).complete
+    for who, cache in (("x", have), ("y", other)):
+        async with shop.client(who) as again:
+            target = Filled()
+            assert (await again.get(A, target.cache, range(4))).complete
+            assert (target.tokens([0, 1, 2, 3]) == cache.tokens([0, 1, 2, 3])).all()
+            assert await again.pin(A, cache.cache) == 4
+            assert shop.store.tenant_stats()[who].tiers["memory:128KiB"].pinned_bytes
+            await again.unpin(A, cache.cache)
+            await again.delete(A[3:], cache.cache)
+            assert await again.match(A, cache.cache) == 3
+            await again.delete_all(cache.cache)
+            assert await again.match(A, cache.cache) == 0
+
+
+async def test_a_tenant_evicts_its_own_beyond_its_quota(shop: Shop) -> None:
+    cache = Filled(seed=1).cache
+    async with shop.client("x") as x, shop.client("y") as y:
+        await y.put(A + B, cache, range(8))
+        for number in range(20):
+            await x.put(chain(8, f"{number}"), cache, range(8))
+        uses = shop.store.tenant_stats()["x"].tiers
+        assert [use.used_bytes for use in uses.values()] == [32 * 1024] * 2
+        assert uses["memory:128KiB"].evicted_blocks == 19 * 8
+    async with shop.client("y") as y:
+        assert await y.match(A + B, cache) == 8
+
+
+async def test_a_tenant_is_told_of_itself_and_the_operator_of_all(shop: Shop) -> None:
+    cache, address = Filled(seed=1).cache, str(shop.server.address).split("//")[-1]
+    async with shop.client("x") as x, shop.client("all", tenants=["y"]) as operator:
+        await x.put(A, cache, range(4))
+        assert (await operator.put(B, cache, range(4), tenant="y")).complete
+        report = await ask_report(address, shop.config("x"))
+        assert [row.name for row in report.tenants] == ["x"]
+        assert {row.tenant for row in report.clients} == {"x"}
+        assert report.tiers == ()
+        assert report.tenants[0].counters.stored_blocks == 4
+        whole = await ask_report(address, shop.config("all"))
+        assert [row.name for row in whole.tenants] == ["", "x", "y"]
+        assert len(whole.tiers) == 2
+        # Who asks with a tenant's key, for whom it may say, deletes its own.
+        await delete_all(address, shop.config("x"), "y")
+        async with shop.client("y") as y:
+            assert await y.match(B, cache) == 4
+        await delete_all(address, shop.config("all"), "y")
+        async with shop.client("y") as y, shop.client("x") as again:
+            assert await y.match(B, cache) == 0
+            assert await again.match(A, cache) == 0
+    with pytest.raises(KVWireError, match="there is x, y"):
+        await delete_all(address, shop.config("all"), "z")
+
+
+async def test_a_tenant_cannot_act_for_another(shop: Shop) -> None:
+    cache = Filled(seed=1).cache
+    async with shop.client("x", tenants=["y"]) as x:
+        put = await x.put(A, cache, range(4), tenant="y")
+        assert any("cannot act for 'y'" in why for why in put.missing.reasons)
+        assert await x.match(A, cache, tenant="y") == 4, "in its own memory"
+    async with shop.client("y") as y:
+        assert await y.match(A, cache) == 0
+
+
+async def test_a_certificate_says_who_a_tenant_is(tmp_path: Path) -> None:
+    authority, cache = Authority(tmp_path), Filled(seed=1).cache
+    async with (
+        BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={NEAR}"]) as store,
+        StoreServer(store, "127.0.0.1:0", **authority.config(FAR, NEAR)) as server,
+    ):
+        keys = {k: v for k, v in authority.config(NEAR).items() if k != "trust"}
+        keys["tls_peers"] = FAR
+        tier = where(server, "?" + "&".join(f"{k}={v}" for k, v in keys.items()))
+        async with BlockStore.open([tier]) as x:
+            assert (await x.put(A, cache, range(4))).complete
+        assert await store.match(A, cache) == 0
+        assert await store.match(A, cache, tenant="x") == 4
+
+
+async def test_an_older_server_says_that_it_cannot_delete(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Filled(seed=1).cache
+    async with shop.client("x") as x:
+        tier = x._tiers.below[0]
+        assert isinstance(tier, RemoteTier)
+        welcome = tier._client.now().welcome
+        older = type(welcome)(welcome.version, berth_bytes=welcome.berth_bytes)
+        monkeypatch.setattr(tier._client.now(), "welcome", older)
+        with pytest.raises(OSError, match="older"):
+            await x.delete(A, cache)
+        assert await x.pin(A, cache) == 0
+
+
+WRONG = [
+    (["x?key={0}/x"], {}, "the server needs one"),
+    (["x?identity=a"], {"psk_file": "{0}/all"}, 'needs trust="mtls"'),
+    (["x?key={0}/all"], {"psk_file": "{0}/all"}, "one of its own"),
+    (["x?key={0}/x", "y?key={0}/x"], {"psk_file": "{0}/all"}, "have one key"),
+    (["x?key={0}/none"], {"psk_file": "{0}/all"}, "none"),
+]
+
+
+@pytest.mark.parametrize(("tenants", "arguments", "said"), WRONG)
+async def test_keys_that_prove_nothing_are_refused(
+    tmp_path: Path, tenants: list[str], arguments: dict[str, str], said: str
+) -> None:
+    for who in ("x", "all"):
+        write_key_file(tmp_path / who)
+    given: Any = {key: text.format(tmp_path) for key, text in arguments.items()}
+    named = [text.format(tmp_path) for text in tenants]
+    async with BlockStore.open(["memory:64KiB"], tenants=named) as store:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(pytest.raises(UsageError, match=said))
+            StoreServer(store, "127.0.0.1:0", **given)
+
+
+def test_a_request_without_a_subject_is_none() -> None:
+    with pytest.raises(ValueError, match="digest"):
+        Delete(1, None, b"short")
+    assert Pin(1, Names(20, bytes(20)), pinned=True).pinned

@@ -1,0 +1,157 @@
+"""Blocks that are deleted, pinned, and of tenants, in memory and below."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, UsageError
+from tests.store.caches import Filled, chain
+from tests.store.fakes import FakeTier
+from tests.store.files import store_on
+from tests.support.pairs import until
+
+A, B = chain(4, "a"), chain(4, "b")
+
+
+@pytest.fixture(params=["memory", "disk", "coded"])
+def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """A store of one tier that counts, and memory where that is another."""
+    disk = f"disk:{tmp_path}/disk?size=1MiB"
+    below = {"disk": [disk], "coded": [f"{disk}&codec=zstd-planes"]}
+    return ["memory:256KiB", *below.get(request.param, [])]
+
+
+async def test_what_is_deleted_is_in_no_tier(tiers: list[str]) -> None:
+    """Nor after a restart, and what others have stays."""
+    cache = Filled(seed=1).cache
+    async with BlockStore.open(tiers, tenants=["t"]) as store:
+        for tenant in ("", "t"):
+            await store.put(A + B, cache, range(8), tenant=tenant)
+        await store.delete(A[2:], cache, tenant="t")
+        assert await store.match(A, cache, tenant="t") == 2
+        assert await store.match(A, cache) == 4
+        await store.delete_all(tenant="t")
+        assert await store.match(B, cache, tenant="t") == 0
+        got = await store.get(A, Filled().cache, range(4), tenant="t")
+        assert set(got.missing.reasons) == {"it is not in the store"}
+        assert (await store.put(A[:1], cache, [0], tenant="t")).complete
+    if len(tiers) == 1:
+        return
+    async with BlockStore.open(tiers, tenants=["t"]) as store:
+        assert await store.match(A + B, cache) == 8
+        assert await store.match(A, cache, tenant="t") == 1
+        await store.delete_all(cache)
+        assert await store.match(B, cache) == 0
+        assert await store.match(A, cache, tenant="t") == 1
+
+
+async def test_a_tenant_that_there_is_not_is_refused() -> None:
+    cache = Filled(seed=1).cache
+    async with BlockStore.open(["memory:64KiB"], tenants=["t"]) as store:
+        with pytest.raises(UsageError, match="there is t"):
+            store.put(A, cache, range(4), tenant="u")
+        with pytest.raises(UsageError, match="there is t"):
+            await store.match(A, cache, tenant="u")
+        with pytest.raises(UsageError, match="there is t"):
+            await store.delete_all(tenant="u")
+    with pytest.raises(UsageError, match="fp8 loses bits"):
+        BlockStore.open(["memory:64KiB", "disk:d?size=1MiB&codec=fp8"], tenants=["t"])
+
+
+async def test_a_delete_waits_for_who_writes_and_deletes_that_too() -> None:
+    tier, go = FakeTier(), asyncio.Event()
+    tier.before = go.wait
+    cache = Filled(seed=1).cache
+    store = store_on(tier)
+    put = store.put(A, cache, range(4))
+    await until(lambda: tier.moving)
+    deleting = asyncio.create_task(store.delete(A, cache))
+    await asyncio.sleep(0)
+    assert not deleting.done()
+    go.set()
+    await deleting
+    await put
+    assert await store.match(A, cache) == 0
+    await store.close()
+    assert not tier.orders
+
+
+async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
+    tiers = ["memory:128KiB", f"disk:{tmp_path}?size=128KiB&slab=64KiB"]
+    cache = Filled(seed=1).cache
+    async with BlockStore.open(tiers, tenants=["t"]) as store:
+        await store.put(A, cache, range(4), tenant="t")
+        assert await store.pin(A, cache, tenant="t") == 4
+        for number in range(20):
+            await store.put(chain(8, f"{number}"), cache, range(8))
+        assert await store.match(A, cache, tenant="t") == 4
+        assert (await store.get(A, Filled().cache, range(4), tenant="t")).complete
+        for use in store.tenant_stats()["t"].tiers.values():
+            assert use.pinned_bytes == use.used_bytes == 4 * 4096
+        # No more than a quarter of a tier.
+        some = chain(8, "19") + chain(4, "18")
+        assert await store.pin(some, cache) < len(some)
+        await store.unpin(some, cache)
+        await store.unpin(A, cache, tenant="t")
+        for number in range(20):
+            await store.put(chain(8, f"{number} again"), cache, range(8))
+        assert await store.match(A, cache, tenant="t") == 0
+
+
+async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    tiers = ["memory:256KiB", f"disk:{tmp_path}?size=1MiB"]
+    tenants = ["t?memory=16KiB&disk=64KiB&ttl=3600"]
+    cache, hashes = Filled(24, seed=1).cache, chain(24)
+
+    def used(store: BlockStore) -> list[int]:
+        tiers = store.tenant_stats()["t"].tiers.values()
+        return [use.used_bytes for use in tiers]
+
+    async with BlockStore.open(tiers, tenants=tenants) as store:
+        await store.put(hashes, cache, range(24))
+        done = await store.put(hashes, cache, range(24), tenant="t")
+        assert done.complete
+        assert used(store) == [16 * 1024, 64 * 1024]
+        assert await store.match(hashes, cache) == 24
+        target = Filled(24)
+        got = await store.get(hashes, target.cache, range(24), tenant="t")
+        assert got.nbytes == 16 * 512
+        assert used(store) == [16 * 1024, 64 * 1024]
+    async with BlockStore.open(tiers, tenants=tenants) as store:
+        assert used(store) == [0, 64 * 1024]
+        assert await store.match(hashes[:4], cache, tenant="t") == 4
+    async with BlockStore.open(tiers, tenants=tenants) as store:
+        index = store._tiers.memory.index
+        index._now = lambda: time.time() + 3601
+        (tier,) = store._tiers.below
+        tier.inner._index._now = index._now  # type: ignore[attr-defined]
+        assert await store.match(hashes[:4], cache, tenant="t") == 0
+        assert await store.match(hashes, cache) == 24
+
+
+async def test_a_block_that_is_too_large_for_a_quota_says_so(tmp_path: Path) -> None:
+    cache = Filled(seed=1).cache
+    for tenant, said in (("t?memory=4KiB", "memory"), ("t?disk=4KiB", "on this disk")):
+        tiers = ["memory:64KiB", f"disk:{tmp_path}/{said[0]}?size=64KiB"]
+        async with BlockStore.open(tiers, tenants=[tenant]) as store:
+            put = await store.put(A, cache, range(4), tenant="t")
+            assert not put.complete
+            assert all(said in why for why in put.missing.reasons)
+
+
+async def test_keys_of_a_tenant_are_its_own() -> None:
+    cache = Filled(seed=1).cache
+    async with BlockStore.open(["memory:64KiB"], tenants=["t", "u"]) as store:
+        keys = [
+            store._keys(A, cache, None, tenant)["kv"].tolist()
+            for tenant in ("", "t", "u")
+        ]
+    assert len({key for some in keys for key in some}) == 12
+    assert np.unique([key[16:] for some in keys for key in some]).size == 4
