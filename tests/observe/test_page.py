@@ -73,10 +73,10 @@ def test_sizes(count: int, said: str) -> None:
 def browser() -> str:
     """A browser without a screen, if there is one."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    for name in (os.environ.get("KVWIRE_TEST_BROWSER", ""), *names):
+    for name in (os.environ.get("FLEET_TEST_BROWSER", ""), *names):
         if name and (found := shutil.which(name)):
             return found
-    pytest.skip("no browser: apt-get install chromium, or set KVWIRE_TEST_BROWSER")
+    pytest.skip("no browser: apt-get install chromium, or set FLEET_TEST_BROWSER")
 
 
 @pytest.mark.parametrize("width", [390, 1200])
@@ -96,7 +96,7 @@ def test_a_browser_shows_it_whole(width: int, tmp_path: Path) -> None:
         f'<body style="margin:0"><iframe src="page.html" width="{width}" height="700" '
         'style="border:0"></iframe>'
     )
-    picture = Path(os.environ.get("KVWIRE_TEST_PICTURES", tmp_path)) / f"{width}.png"
+    picture = Path(os.environ.get("FLEET_TEST_PICTURES", tmp_path)) / f"{width}.png"
     with tempfile.TemporaryDirectory() as profile:
         command = [
             *(browser(), "--headless", "--no-sandbox", "--disable-gpu"),

@@ -146,6 +146,9 @@ def engine(
     port, kv_port = free_port(), free_port()
     workers = ranks * stages
     listen = [f"127.0.0.1:{kv_port + worker}" for worker in range(workers)]
+    url = f"http://127.0.0.1:{port}"
+    if "directory" in transfer:
+        transfer = {"http": url, **transfer}
     config: dict[str, Any] = {
         "kv_connector": "KvwireConnector",
         "kv_connector_module_path": "kvwire.integrations.vllm",
@@ -188,7 +191,6 @@ def engine(
         # numbers (`sync_and_gather_intermediate_tensors`).
         compiled = {"mode": 2, "backend": "eager"}
         command += ["--no-enforce-eager", "--compilation-config", json.dumps(compiled)]
-    url = f"http://127.0.0.1:{port}"
     log = folder / f"{name}.log"
     return Engine(command, log, url, environment, kv=",".join(listen), stages=stages)
 

@@ -25,7 +25,9 @@ def vllm_config(role: str = "kv_producer") -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role=role),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=2, pipeline_parallel_size=2
+        ),
     )
 
 
@@ -59,7 +61,7 @@ async def test_a_worker_announces_itself_until_it_is_closed(
             change: Change = await anext(changes)
             member = read_member(change.record, AllowedHosts())
             assert (member.url, member.address) == (http, worker.address)
-            assert (member.rank, member.ranks, member.slots) == (1, 2, 4)
+            assert (member.rank, member.ranks, member.slots) == (1, 4, 4)
             assert (member.role, member.model) == (announced, "a" * 32)
             assert len(change.record.specs) == 1
             announcer.running = 3
