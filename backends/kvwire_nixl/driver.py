@@ -340,8 +340,8 @@ class NixlDriver:
         """Take in what the peer has read of ours."""
         if self._taken >= self._offered:
             return False
-        taken = self._proofs.read_notes(self.agent.notes())
-        if taken == BYE:
+        taken, bye = self._proofs.read_notes(self.agent.notes())
+        if bye and taken < self._offered:
             raise _peer_has_ended()
         if not self._taken < taken <= self._offered:
             return False

@@ -126,15 +126,21 @@ class NixlLane(Lane):
         self._closing = False
         self._ending = False
         self._error: Exception | None = None
-        # Both halves make their agents at the same time.
-        self._driver.start()
+        self._started = False
 
     # --- coming up --------------------------------------------------------------------
 
     @property
     def bootstrap(self) -> bytes:
-        """See :class:`~kvwire.backend.lane.Lane`."""
+        """See :class:`~kvwire.backend.lane.Lane`; who asks is about to use the lane."""
+        self._start()
         return self._bootstrap
+
+    def _start(self) -> None:
+        """Begin to make the agent: both halves do at the same time."""
+        if not (self._started or self._ending):
+            self._started = True
+            self._driver.start()
 
     @property
     def description(self) -> str:
@@ -156,6 +162,7 @@ class NixlLane(Lane):
             peer.require_same(self._own)
             if self._role is Role.CLIENT and not peer.metadata:
                 raise BackendUnavailable("the peer does not say how to reach it")
+            self._start()
             self._driver.meet(peer)
             await asyncio.shield(self._came_up)
             if self._ending:  # between its coming up and this turn
@@ -326,6 +333,8 @@ class NixlLane(Lane):
             return
         self._ending, self._error = True, error
         self._driver.end(error)
+        if not self._started:
+            self._loop.call_soon(self._gone, error)
 
     def _gone(self, error: Exception | None) -> None:
         if not self._ending:

@@ -196,17 +196,19 @@ class LaneProofs:
         said = _COUNT.pack(count)
         return said + self._proof(b"read" + said, False)
 
-    def read_notes(self, notes: Iterable[bytes]) -> int:
-        """Return how many payloads the peer has read, by its newest note; 0 without.
+    def read_notes(self, notes: Iterable[bytes]) -> tuple[int, bool]:
+        """Return how many payloads the peer has read, and whether it says bye.
 
         What does not prove the secret is not the peer's, and counts for nothing.
         """
-        most = 0
+        most, bye = 0, False
         for note in notes:
             said, proof = note[: _COUNT.size], note[_COUNT.size :]
             if hmac.compare_digest(proof, self._proof(b"read" + said, True)):
-                most = max(most, *_COUNT.unpack(said))
-        return most
+                (count,) = _COUNT.unpack(said)
+                bye |= count == BYE
+                most = max(most, count if count != BYE else 0)
+        return most, bye
 
     def _proof(self, text: bytes, of_peer: bool) -> bytes:
         role = self._role.other if of_peer else self._role

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvwire.errors import BackendUnavailable, MalformedFrame
 from kvwire.limits import BOOTSTRAP_BYTES_MAX, DESCRIPTOR_BYTES_MAX, SPAN_PIECES_MAX
 from kvwire.types import Role
-from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
+from kvwire_nixl.wire import BYE, LaneProofs, NixlBootstrap, NixlPlace
 
 OURS = LaneProofs(b"s" * 32, Role.CLIENT)
 THEIRS = LaneProofs(b"s" * 32, Role.SERVER)
@@ -63,8 +63,9 @@ def test_a_place_that_does_not_fit_is_not_said() -> None:
 
 def test_the_newest_note_counts_and_a_strangers_does_not() -> None:
     notes = [THEIRS.note(3), THEIRS.note(7), STRANGER.note(9), OURS.note(8), b""]
-    assert OURS.read_notes(notes) == 7
-    assert OURS.read_notes([]) == 0
+    assert OURS.read_notes(notes) == (7, False)
+    assert OURS.read_notes([]) == (0, False)
+    assert OURS.read_notes([*notes, THEIRS.note(BYE)]) == (7, True)
 
 
 def test_words_are_each_sides_own() -> None:
