@@ -6,6 +6,7 @@ It receives what comes with tag 1, or does nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from contextlib import AbstractAsyncContextManager
 
@@ -18,14 +19,20 @@ def child(
     comm: Communicator, manner: str = "receive"
 ) -> AbstractAsyncContextManager[Child]:
     """Start a peer that connects to a communicator, with the same configuration."""
-    tls = comm.config.backends["ucx"]["TLS"]
+    settings = comm.config.backends["ucx"]
     module = "tests.backends.kvwire_ucx.child"
-    return started(comm, module, manner, tls, comm.config.ping_interval_s)
+    return started(
+        comm, module, manner, json.dumps(settings), comm.config.ping_interval_s
+    )
 
 
-async def _main(address: str, manner: str, tls: str, ping_interval_s: float) -> None:
+async def _main(
+    address: str, manner: str, settings: str, ping_interval_s: float
+) -> None:
     async with kvwire.open(
-        name="child", ping_interval_s=ping_interval_s, backends={"ucx": {"TLS": tls}}
+        name="child",
+        ping_interval_s=ping_interval_s,
+        backends={"ucx": json.loads(settings)},
     ) as comm:
         connection = await comm.connect(address, transport="ucx")
         await stay(connection, tag=1 if manner == "receive" else 9)

@@ -20,7 +20,9 @@ import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
 from tests.backends.kvwire_ucx.child import child
 from tests.backends.kvwire_ucx.support import (
+    SHARED_MEMORY,
     TRANSPORTS,
+    needs_reading,
     needs_ucx,
     transports_of_this_loop,
 )
@@ -37,15 +39,19 @@ HUGE = 32 << 20
 patient = pytest.mark.timeout(60)
 
 
-@pytest.fixture
-async def comm() -> AsyncIterator[Communicator]:
+@pytest.fixture(params=["sent", pytest.param("read", marks=needs_reading)])
+async def comm(request: pytest.FixtureRequest) -> AsyncIterator[Communicator]:
+    """Large messages are sent, or the child reads them where they lie."""
+    settings = {"TLS": transports_of_this_loop()}
+    if request.param == "read":
+        settings = {"TLS": SHARED_MEMORY, "one_sided": "yes"}
     async with kvwire.open(
         name="parent",
         ping_interval_s=INTERVAL_S,
         ping_misses=MISSES,
         close_timeout_s=0.5,
         require=("ucx",),
-        backends={"ucx": {"TLS": transports_of_this_loop()}},
+        backends={"ucx": settings},
     ) as found:
         yield found
 
