@@ -22,6 +22,7 @@ from kvwire.testing.conformance.lanes.rig import LaneRig
 from kvwire.testing.conformance.lanes.side import Parcel
 from kvwire.testing.harness import Loopback
 from kvwire_ucx import UcxBackend, one_sided
+from kvwire_ucx import lane as lane_module
 from kvwire_ucx.bootstrap import FIRST_PAYLOAD
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.lent import LentFragment, is_lent, lent_descriptor
@@ -270,4 +271,23 @@ async def test_a_range_may_stay_registered() -> None:
     left.abort()
     await rig.closes(left)
     assert len(ranges) == 0
+    await rig.aclose()
+
+
+async def test_a_stopped_reader_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Memory that it may be reading stays in quarantine until it goes on."""
+    monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
+    rig = LaneRig(UcxBackend, settings(), 10)
+    left, right = await rig.held_pair()
+    left.send(MIB)
+    stopped: Any = right.lane
+    stopped._worker._turning = True  # takes no turn, as a process that is stopped
+    left.abort()
+    await rig.until(lambda: "stays in quarantine" in caplog.text, "the log says so")
+    assert not left.closed
+    stopped._worker._turning = False
+    stopped._worker.wake()
+    await rig.closes(left)
     await rig.aclose()
