@@ -12,5 +12,14 @@ app: App = App(
         "the medians. Run it where nothing else runs."
     ),
 )
-for name in ("messages", "overlap", "fragments", "many", "ops", "setup", "store"):
+for name in (
+    "messages",
+    "overlap",
+    "fragments",
+    "many",
+    "ops",
+    "setup",
+    "store",
+    "codecs",
+):
     app.command(f"kvwire.cli.bench.{name}:command", name=name)

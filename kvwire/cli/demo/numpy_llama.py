@@ -73,11 +73,28 @@ class NumpyLlama(Llama):
 
     def forward(self, tokens: list[int], sequence: BlockSequence | Plain) -> Forward:
         """See Llama."""
+        x, spans = self._computed(tokens, sequence)
+        return Forward(int(np.argmax(self._scored(x[-1:]))), spans)
+
+    def scores(self, tokens: list[int], sequence: BlockSequence | Plain) -> Floats:
+        """Compute the KV of some tokens, and the log probability of each next one.
+
+        Returns:
+            Shape (tokens, vocabulary).
+        """
+        found = self._scored(self._computed(tokens, sequence)[0])
+        found -= found.max(axis=-1, keepdims=True)
+        found -= np.log(np.exp(found).sum(axis=-1, keepdims=True))
+        return found
+
+    def _computed(
+        self, tokens: list[int], sequence: BlockSequence | Plain
+    ) -> tuple[Floats, list[LayerSpan]]:
+        """Compute all layers, and when each was."""
         start, count = sequence.length, len(tokens)
         at = np.arange(start, start + count)
         angles = self._angles(at)
-        embedding = self._weights["model.embed_tokens.weight"]
-        x = embedding[tokens]
+        x = self._weights["model.embed_tokens.weight"][tokens]
         spans = []
         for index, weights in enumerate(self._layers):
             began = time.monotonic()
@@ -85,8 +102,13 @@ class NumpyLlama(Llama):
             x = x + self._mlp(x, weights)
             spans.append(LayerSpan(index, count, began, time.monotonic()))
         sequence.length += count
-        last = self._norm(x[-1], self._weights["model.norm.weight"])
-        return Forward(int(np.argmax(embedding @ last)), spans)
+        return x, spans
+
+    def _scored(self, x: Floats) -> Floats:
+        """Return how likely each token is to follow, before they add up to 1."""
+        normal = self._norm(x, self._weights["model.norm.weight"])
+        out: Floats = normal @ self._weights["model.embed_tokens.weight"].T
+        return out
 
     def generate(self, tokens: list[int], new: int) -> list[int]:
         """See Llama."""
@@ -191,19 +213,24 @@ class BlockSequence:
 
 
 class Plain:
-    """The KV of one sequence in arrays that grow, for the run in a single process."""
+    """The KV of one sequence in arrays that grow, for the run in a single process.
+
+    Attributes:
+        length: Tokens whose KV is there in every layer.
+        kv: Keys and values of each layer.
+    """
 
     def __init__(self, layers: int) -> None:
         self.length = 0
-        self._kv: list[tuple[Floats, Floats] | None] = [None] * layers
+        self.kv: list[tuple[Floats, Floats] | None] = [None] * layers
 
     def update(self, layer: int, keys: Floats, values: Floats) -> tuple[Any, Any]:
         """Append the KV of new tokens; all of it."""
-        before = self._kv[layer]
+        before = self.kv[layer]
         if before is not None:
             keys = np.concatenate((before[0], keys))
             values = np.concatenate((before[1], values))
-        self._kv[layer] = keys, values
+        self.kv[layer] = keys, values
         return keys, values
 
 
