@@ -1,0 +1,144 @@
+"""Real vLLM engines that a proxy finds in a Redis: answers, draining, a kill, an end.
+
+`make test-vllm` runs this; without vLLM it is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import redis_server
+from tests.support.waiting import eventually
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vllm is not installed here; `make test-vllm` installs it",
+        allow_module_level=True,
+    )
+
+import httpx
+
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.serving import (
+    Engine,
+    Process,
+    complete,
+    engine,
+    free_port,
+    prompt,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+FETCHED = "vllm:external_prefix_cache_hits_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An engine that prefills, two that decode, and the proxy that has found them."""
+
+    prefill: Engine
+    first: Engine
+    second: Engine
+    proxy: Process
+
+    def up(self) -> set[str]:
+        """URLs of those that get requests."""
+        text = httpx.get(f"{self.proxy.url}/metrics").text
+        lines = [line for line in text.splitlines() if "engine_up{" in line]
+        return {line.split('"')[1] for line in lines if line.endswith(" 1.0")}
+
+    def is_up(self, *engines: Engine) -> bool:
+        """Whether these get requests in the end, and no others."""
+        return eventually(lambda: self.up() == {one.url for one in engines})
+
+    def right(self, seed: int, alone: Engine) -> None:
+        """Check that an answer is that of one engine alone."""
+        ids = prompt(900, seed)
+        want = tokens_of(alone.generate(ids, cache_salt=f"alone {seed}"))
+        assert tokens_of(complete(self.proxy.url, ids)) == want
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
+    """All of them, started; nobody has been told an address."""
+    folder = tmp_path_factory.mktemp("found")
+    with ExitStack() as stack:
+        server = stack.enter_context(redis_server())
+        url = f"redis://127.0.0.1:{server.port}"
+        model = make_model("gqa", folder)
+        shared = {"lease_s": 3.0, "require": ["tcp"], "directory": url}
+        roles = ("prefill", "decode", "decode")
+        prefill, first, second = engines = [
+            engine(model, folder, f"{role}-{core}", core, {**shared, "role": role})
+            for core, role in enumerate(roles)
+        ]
+        port = free_port()
+        command = [sys.executable, "-m", "kvwire.integrations.vllm.proxy"]
+        where = ["--directory", url, "--port", str(port)]
+        log = folder / "proxy.log"
+        proxy = Process([*command, *where], log, f"http://127.0.0.1:{port}")
+        for process in (*engines, proxy):
+            stack.callback(process.kill)
+            process.start()
+        for process in (*engines, proxy):
+            process.wait()
+        made = Found(prefill, first, second, proxy)
+        assert made.is_up(*engines)
+        yield made
+
+
+def test_engines_are_found(found: Found) -> None:
+    """What was prefilled elsewhere was fetched, whoever decoded; the page says it."""
+    for seed in range(6):
+        found.right(seed, found.prefill)
+    assert found.first.metric(FETCHED) + found.second.metric(FETCHED) == 6 * 900
+
+    def page() -> str:
+        return httpx.get(f"{found.proxy.url}/fleet").text
+
+    for text in (found.prefill.url, found.first.url, found.second.url, "tcp"):
+        assert text in page()
+    # Of the connections that the transfers were on, said within a second.
+    assert eventually(lambda: "tcp:" in page())
+    folder = Path(os.environ.get("FLEET_TEST_PICTURES", found.proxy.log.parent))
+    (folder / "fleet.html").write_text(page())
+
+
+def test_an_engine_is_drained_and_ends(found: Found) -> None:
+    """Its record goes with it."""
+    asked = {"engine": found.first.url, "wait_s": 60}
+    said = httpx.post(f"{found.proxy.url}/drain", json=asked, timeout=90)
+    assert said.json() == {"engine": found.first.url, "running": 0}
+    before = found.first.metric(FETCHED)
+    found.right(10, found.prefill)
+    assert found.first.metric(FETCHED) == before
+    assert found.first.running is not None
+    found.first.running.send_signal(signal.SIGTERM)
+    found.first.running.wait(60)
+    assert found.is_up(found.prefill, found.second)
+    page = f"{found.proxy.url}/fleet"
+    assert eventually(lambda: found.first.url not in httpx.get(page).text)
+    found.first.kill()
+
+
+def test_an_engine_is_killed_and_started_again(found: Found) -> None:
+    """Meanwhile decode computes prompts itself."""
+    found.prefill.kill()
+    found.right(11, found.second)
+    assert found.is_up(found.second)
+    found.prefill.start()
+    found.prefill.wait()
+    assert found.is_up(found.prefill, found.second)
+    before = found.second.metric(FETCHED)
+    found.right(12, found.second)
+    assert found.second.metric(FETCHED) == before + 900
