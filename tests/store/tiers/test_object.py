@@ -405,6 +405,7 @@ async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> N
         ("object:memory:///?requests=0", "requests"),
         ("object:memory:///?timeout=soon", "timeout"),
         ("object:s3://b/p?regio=x", "regio"),
+        ("object:s3://b/p?allow_http=yes", "allow_http"),  # obstore panics
         ("object:s3://b/p?secret_access_key=x", "environment"),
         ("object:s3://b/p?aws_session_token=x", "environment"),
     ],

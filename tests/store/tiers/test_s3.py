@@ -1,0 +1,196 @@
+"""An object tier over the S3 protocol: moto's server, and a proxy that does wrong.
+
+`make test-s3` installs the server, 140 MB, in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
+
+import obstore.store
+
+from kvwire import BlockStore
+from tests.store.caches import Filled, chain
+from tests.support.servers import free_port, s3_server
+
+pytestmark = pytest.mark.timeout(90)
+BLOCKS = 8
+
+# Its threads start with the first request of a process, and stay.
+obstore.put(obstore.store.MemoryStore(), "first", b"")
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A server of S3 with one bucket."""
+    with s3_server() as running:
+        url = f"http://127.0.0.1:{running.port}"
+        assert httpx.put(f"{url}/cache", content=b"").status_code == 200
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "something")
+
+
+def tier(url: str, timeout_s: float = 10) -> str:
+    return f"object:s3://cache/p?endpoint={url}&region=us-east-1&timeout={timeout_s:g}"
+
+
+Fault = Callable[[Request], Response | None]
+
+
+@asynccontextmanager
+async def proxy(server: str, fault: Fault) -> AsyncIterator[str]:
+    """A way to the server on which some requests get what ``fault`` says."""
+    async with httpx.AsyncClient() as client:
+
+        async def forward(request: Request) -> Response:
+            if (wrong := fault(request)) is not None:
+                return wrong
+            path = request.url.path + (
+                "?" + request.url.query if request.url.query else ""
+            )
+            came = await client.request(
+                request.method,
+                server + path,
+                headers=request.headers.raw,
+                content=await request.body(),
+            )
+            return Response(came.content, came.status_code, dict(came.headers))
+
+        methods = ["GET", "PUT", "HEAD", "POST", "DELETE"]
+        app = Starlette(routes=[Route("/{path:path}", forward, methods=methods)])
+        port = free_port()
+        config = uvicorn.Config(app, port=port, log_level="critical", lifespan="off")
+        running = uvicorn.Server(config)
+        serving = asyncio.create_task(running.serve())
+        while not running.started:  # noqa: ASYNC110 - it announces it in no other way
+            await asyncio.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            running.should_exit = True
+            await serving
+
+
+async def put_and_get(address: str, name: str) -> tuple[int, int, bool]:
+    """Blocks stored, those that another store found, and whether they are right."""
+    source, target = Filled(BLOCKS, seed=3), Filled(BLOCKS)
+    async with BlockStore.open(["memory:1MiB", address]) as store:
+        put = await store.put(chain(BLOCKS, name), source.cache, range(BLOCKS))
+    async with BlockStore.open(["memory:1MiB", address]) as store:
+        got = await store.get(chain(BLOCKS, name), target.cache, range(BLOCKS))
+        landed = [block for _, block in got.landed]
+    right = all(
+        here[landed].tobytes() == there[landed].tobytes()
+        for here, there in zip(source.tensors, target.tensors, strict=True)
+    )
+    return len(put.landed), len(landed), right
+
+
+async def test_blocks_come_back_from_s3(server: str) -> None:
+    assert await put_and_get(tier(server), "plain") == (BLOCKS, BLOCKS, True)
+
+
+SLOW_DOWN = "<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
+DENIED = (
+    "<Error><Code>InvalidAccessKeyId</Code>"
+    "<Message>The access key does not exist.</Message></Error>"
+)
+
+
+def throttles(times: int) -> Fault:
+    """Each object's first requests are refused as S3 does where one asks too fast."""
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def fault(request: Request) -> Response | None:
+        seen[request.method, request.url.path] += 1
+        if seen[request.method, request.url.path] > times:
+            return None
+        return Response(SLOW_DOWN, 503, media_type="application/xml")
+
+    return fault
+
+
+async def test_a_bucket_that_throttles_is_asked_again(server: str) -> None:
+    async with proxy(server, throttles(2)) as url:
+        assert await put_and_get(tier(url), "throttled") == (BLOCKS, BLOCKS, True)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        pytest.param(503, SLOW_DOWN, "no answer in 1 s", id="throttled"),
+        pytest.param(403, DENIED, "lacked the necessary privileges", id="denied"),
+    ],
+)
+async def test_a_bucket_that_refuses_everything_is_named(
+    server: str, status: int, body: str, said: str
+) -> None:
+    """Nothing is acknowledged that would be gone with this process."""
+
+    def refuses(request: Request) -> Response:
+        return Response(body, status, media_type="application/xml")
+
+    async with proxy(server, refuses) as url:
+        memory, below = "memory:1MiB", tier(url, timeout_s=1)
+        async with BlockStore.open([memory, below]) as store:
+            outcome = await store.put(chain(2), Filled(2, seed=1).cache, range(2))
+            assert not outcome.landed
+            assert any(said in reason for reason in outcome.missing.reasons)
+            assert await store.match(chain(2), Filled(2).cache) == 2
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.999])
+async def test_half_an_object_is_no_block(server: str, cut: float) -> None:
+    """Every second object is shorter than it says, or has a bit that is wrong."""
+    count = itertools.count()
+
+    def spoils(request: Request) -> Response | None:
+        if request.method != "GET" or next(count) % 2:
+            return None
+        came = httpx.get(server + request.url.path, headers=dict(request.headers))
+        if came.status_code >= 400:
+            return None
+        body = bytearray(came.content)
+        body[int(len(body) * cut)] ^= 1
+        return Response(bytes(body), came.status_code, dict(came.headers))
+
+    async with proxy(server, spoils) as url:
+        put, got, right = await put_and_get(tier(url), f"spoilt {cut}")
+    assert put == BLOCKS
+    assert got < BLOCKS
+    assert right
+
+
+async def test_objects_that_others_delete_are_misses(server: str) -> None:
+    source, address = Filled(BLOCKS, seed=3), tier(server)
+    async with BlockStore.open(["memory:1MiB", address], write="through") as store:
+        await store.put(chain(BLOCKS, "gone"), source.cache, range(BLOCKS))
+    options = {"endpoint": server, "region": "us-east-1"}
+    bucket = obstore.store.from_url(
+        "s3://cache", config=options, client_options={"allow_http": True}
+    )
+    paths = [meta["path"] for meta in await obstore.list(bucket).collect_async()]
+    await obstore.delete_async(bucket, paths[::2])
+    async with BlockStore.open(["memory:1MiB", address]) as store:
+        target = Filled(BLOCKS)
+        got = await store.get(chain(BLOCKS, "gone"), target.cache, range(BLOCKS))
+        assert len(got.landed) == BLOCKS // 2
