@@ -75,7 +75,7 @@ class Context:
     def one_sided(self) -> bool:
         """Tell whether lanes lend memory: the user wants it, and UCX is up to it.
 
-        1.13 ends the process over a peer's key that is damaged.
+        1.13 did not pass the kit's checks of damaged keys.
         """
         return self.settings.one_sided and self.library.version >= OLD
 
