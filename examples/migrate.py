@@ -230,11 +230,16 @@ class Engine:
                 pass
 
     def _submit(self, order: Submit) -> None:
-        if order.request not in self._running:
+        here = self._running.get(order.request)
+        if here is None:
             self._running[order.request] = Running(
                 self, order.request, order.tokens, order.total
             )
             self.wake.set()
+            return
+        # It has come from an engine that died before its last words were heard.
+        for place in range(len(order.tokens), len(here.tokens)):
+            self._say(Token(here.name, place, here.tokens[place]))
 
     def _arrive(self, arrival: Arrival) -> None:
         tokens, total = msgspec.msgpack.decode(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -79,7 +78,7 @@ class TransferRecord:
     open_segments: int = 0
     sending: int = 0
     marks_in_data: bool = False
-    unsaid: deque[SegmentRecord] = field(default_factory=deque)
+    unsaid: dict[SegmentRecord, None] = field(default_factory=dict)
     on_sent: Callable[[], None] | None = None
     committed: bool = False
     acknowledge: list[int] = field(default_factory=list)

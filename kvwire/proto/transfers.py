@@ -216,7 +216,7 @@ class Transfers:
         if transfer.marks_in_data and self.only_link and nbytes <= self._chunk_bytes:
             segment.unsaid = packed_mark(box, commit)
         if segment.unsaid is not None:
-            transfer.unsaid.append(segment)  # bounded: SEGMENTS_MAX
+            transfer.unsaid[segment] = None  # bounded: SEGMENTS_MAX
         else:
             say_marks(self._outbox, transfer)
             say_mark(self._outbox, segment, commit)
@@ -250,8 +250,7 @@ class Transfers:
         assert isinstance(segment, SegmentRecord)
         mark, segment.unsaid = segment.unsaid, None
         if mark is not None:
-            first = self._transfers[chunk.request].unsaid.popleft()
-            assert first is segment, "chunks leave as they were marked"
+            del self._transfers[chunk.request].unsaid[segment]
         return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.cli import plot
-from kvwire.cli.bench import messages
+from kvwire.cli.bench import report
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.cli.plot import add_legend, colors, new_figure, save
 
@@ -35,7 +35,7 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
         measured.append(benchmark)
 
     monkeypatch.setattr(plot, "find_spec", lambda _: found)
-    monkeypatch.setattr(messages, "run", measure)
+    monkeypatch.setattr(report, "measure", measure)
     assert main(["bench", "messages", "--plot", name]) == CALLED_WRONG
     assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert measured == []

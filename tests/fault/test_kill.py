@@ -39,9 +39,10 @@ LEASE_S = 0.15
 # Runs at once; most of their time is spent on waiting.
 LANES = 4
 # What a whole run writes at least: the handshake, a question or an answer, for each
-# layer a mark and two chunks or an acknowledgement and a request for the next one, and
-# the commit or the settlement. 192 in all eight cases.
-FRAMES_MIN = {True: 2 + 1 + 3 * LAYERS + 1, False: 2 + 1 + 2 * LAYERS + 1}
+# layer a mark and two chunks or a request for the next one, and the commit or the
+# settlement. 160 in all eight cases. How many acknowledgements go together depends on
+# the clock, so some runs write a few frames more than others.
+FRAMES_MIN = {True: 2 + 1 + 3 * LAYERS + 1, False: 2 + 1 + LAYERS + 1}
 SALT, SALT_AGAIN = 1, 2
 
 
@@ -181,6 +182,6 @@ async def test_r8_killed_before_every_frame(
 
     async with Nursery() as nursery:
         written = await asyncio.gather(*map(lane, range(LANES)))
-    assert sorted(killed) == list(range(len(killed)))
-    assert len(killed) >= FRAMES_MIN[produces]
-    assert all(frames <= len(killed) for frames in written)
+    assert len(set(killed)) == len(killed)
+    assert set(killed) >= set(range(FRAMES_MIN[produces]))
+    assert all(frames >= FRAMES_MIN[produces] for frames in written)

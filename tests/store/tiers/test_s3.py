@@ -25,6 +25,7 @@ import obstore.store
 
 from kvwire import BlockStore
 from tests.store.caches import Filled, chain
+from tests.support.pairs import until
 from tests.support.servers import free_port, s3_server
 
 pytestmark = pytest.mark.timeout(90)
@@ -81,8 +82,7 @@ async def proxy(server: str, fault: Fault) -> AsyncIterator[str]:
         config = uvicorn.Config(app, port=port, log_level="critical", lifespan="off")
         running = uvicorn.Server(config)
         serving = asyncio.create_task(running.serve())
-        while not running.started:  # noqa: ASYNC110 - it announces it in no other way
-            await asyncio.sleep(0.01)
+        await until(lambda: running.started)
         try:
             yield f"http://127.0.0.1:{port}"
         finally:

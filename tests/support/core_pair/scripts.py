@@ -214,6 +214,7 @@ def _forged(grant: AccessBody) -> AccessBody:
 
 def _ask(peer: Peer, *, pull: bool) -> RequestRecord:
     transfer = TransferRecord(id=b"request 17", priority=1)
+    transfer.marks_in_data = peer.core.transfers.marks_in_data
     request = peer.core.open_transfer(transfer, b"mine", pull=pull, deadline=None)
     peer.collect()
     return request

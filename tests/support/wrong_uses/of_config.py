@@ -65,7 +65,7 @@ CONFIG: Final = [
             ("local", "tracr", "none", "there is no setting 'tracr'; did you mean"),
             ("local", "tracer", "non", "tracer='non'; did you mean 'none'? known are"),
             ("tcp", "x", "1", "there is no setting 'x'; it has none"),
-            ("ucx", "tls", "", "there is no setting 'tls'; there is"),
+            ("ucx", "tls", "", "there is no setting 'tls'; there are"),
         )
     ),
     _key("io_cpus", [-1], ": Expected `int` >= 0"),
