@@ -26,6 +26,7 @@ from kvwire.proto.events import (
     TransferCommitted,
     TransferOpened,
 )
+from kvwire.proto.marks import packed_mark
 from kvwire.proto.records import SegmentRecord
 from kvwire.wire.control import (
     Agree,
@@ -461,3 +462,74 @@ def test_a_commit_never_closes_a_gap(number: int) -> None:
         FrameType.COMMIT, Commit(number, True), request=m.asker.wire_id or 0
     )
     expect_broken(m.pair, m.consumer, "KVW-TR-04")
+
+
+# --- marks in the header of DATA
+
+
+def test_the_producer_learns_when_the_link_has_all() -> None:
+    m = moved(layers=True)
+    calls: list[int] = []
+    transfer = m.producer.core.transfers.transfer(m.outgoing)
+    transfer.on_sent = lambda: calls.append(transfer.sending)
+    m.mark(b"x")
+    m.mark(b"y")
+    m.pair.run()
+    assert calls
+    assert not any(calls)
+    assert not events_of(m.producer, SegmentsAcknowledged)
+
+
+@pytest.mark.rule("KVW-TR-13", "keeps")
+def test_a_chunk_says_its_segment() -> None:
+    """Behind a longer segment, and before one; the last one commits."""
+    m = moved(brief=True, layers=True)
+    m.producer.stalled = True
+    for nbytes, commit in ((9, 0), (CHUNK + 1, 0), (8, 0), (7, 2)):
+        m.mark(b"x" * nbytes, commit=commit)
+    m.producer.stalled = False
+    m.producer.collect()
+    data = ["DATA"] * 3
+    assert m.names == ["SEGMENT", "SEGMENT", *data, "MARKED_DATA", "MARKED_DATA"]
+    expect_fine(m.pair)
+    assert [len(m.content(number)) for number in (1, 2, 3, 4)] == [9, CHUNK + 1, 8, 7]
+
+
+@pytest.mark.rule("KVW-TR-13", "breaks")
+@pytest.mark.parametrize(("layers", "commit"), [(False, 0), (True, 3)])
+def test_a_mark_that_was_not_agreed_on(*, layers: bool, commit: int) -> None:
+    """Or with a commit that there is not."""
+    assert broken(moved(layers=layers), commit << 62 | 1 << 32 | 1) == "KVW-TR-13"
+
+
+@pytest.mark.parametrize(("number", "rule"), [(2, "KVW-TR-03"), (0, "KVW-TR-03")])
+def test_a_mark_out_of_turn(number: int, rule: str) -> None:
+    assert broken(moved(layers=True), packed_mark(BOX, 0) or 0, number) == rule
+
+
+def test_a_mark_of_a_transfer_that_is_over_is_dropped() -> None:
+    m = moved(layers=True)
+    m.consumer.core.refuse(m.incoming, RequestCancelled("enough"), WireCode.CANCELLED)
+    m.mark(b"x")
+    expect_fine(m.pair)
+
+
+def broken(m: Moved, offset: int, number: int = 1) -> str:
+    """The rule that a forged MARKED_DATA breaks."""
+    wire_id = m.asker.wire_id or 0
+    m.producer.forge_payload(
+        FrameType.MARKED_DATA, b"x", request=wire_id, segment=number, offset=offset
+    )
+    m.pair.run()
+    assert m.consumer.broken is not None
+    return m.consumer.broken.rule
+
+
+def test_an_end_between_a_mark_and_its_bytes() -> None:
+    """Whoever is asked for memory may end the connection; then the bytes go nowhere."""
+    m = moved(layers=True)
+    m.consumer.place = lambda segment: m.consumer.lose()
+    m.mark(b"x")
+    m.pair.run()
+    assert m.consumer.ended is not None
+    assert not events_of(m.consumer, SegmentLanded)
