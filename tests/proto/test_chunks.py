@@ -61,7 +61,9 @@ def test_a_chunk_of_a_segment_names_it() -> None:
     side = Side()
     segment = side.segment(5, priority=0, number=7)
     chunk = side.chunk()
-    assert (chunk.request, chunk.number) == (segment.request, 7)
+    assert (chunk.request, chunk.number, chunk.unsaid) == (segment.request, 7, False)
+    segment.unsaid = 1
+    assert chunk.unsaid
 
 
 def test_a_segment_is_sent_when_its_last_chunk_is() -> None:

@@ -465,3 +465,14 @@ def test_idle_while_nothing_is_open() -> None:
     expect_fine(pair)
     idle.append([end.core.idle for end in ends])
     assert idle == [[True, True], [False, False], [True, True]]
+
+
+def test_what_has_landed_is_said_before_a_transfer_fails() -> None:
+    """A mark in the header of its chunk, and no answer to it by itself."""
+    m = moved(layers=True)
+    m.mark(b"x")
+    assert m.names == ["MARKED_DATA"]
+    m.pair.run()
+    m.consumer.core.refuse(m.incoming, RequestCancelled("enough"), WireCode.CANCELLED)
+    m.consumer.collect()
+    assert m.names == ["SEGMENT_ACK", "FAIL"]

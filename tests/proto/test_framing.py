@@ -38,6 +38,7 @@ both_modes = pytest.mark.parametrize("sealed", [False, True], ids=["checked", "s
 def test_frames_arrive(sealed: bool) -> None:
     """Control and payload, numbered together in each direction."""
     client, server = framings(sealed=sealed)
+    assert client.sealed == sealed
     for count in range(3):
         header, body = client.control(FrameType.READY, b"body", request=5)
         assert len(body) == 4 + SEAL_BYTES * sealed
