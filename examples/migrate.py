@@ -332,6 +332,7 @@ class Frontend:
     def __init__(self, comm: kvwire.Communicator, library: str) -> None:
         self.comm, self.library = comm, library
         self.members: list[Member] = []
+        self._processes: list[asyncio.subprocess.Process] = []
         self.streams: dict[str, Stream] = {}
         self.counts = {"moved": 0, "stayed": 0, "unknown": 0, "asked again": 0}
         self._tasks = asyncio.TaskGroup()
@@ -345,6 +346,7 @@ class Frontend:
             *(sys.executable, __file__, "--engine", name, "--library", self.library),
             stdout=asyncio.subprocess.PIPE,
         )
+        self._processes.append(process)  # before it is a member: see __aexit__
         assert process.stdout is not None
         address = (await process.stdout.readline()).decode().strip()
         connection = await self.comm.connect(address)
@@ -437,8 +439,10 @@ class Frontend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for member in self.members:
-            member.process.kill()
+        # One that was still starting when its start was cancelled would outlive us.
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
         await self._tasks.__aexit__(kind, error, trace)
 
 

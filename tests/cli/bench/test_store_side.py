@@ -207,5 +207,5 @@ def test_pages_that_stay_are_an_error(
 def test_where_nobody_can_tell_nothing_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(os, "RWF_NOWAIT")
+    monkeypatch.delattr(os, "posix_fadvise")
     assert not can_drop(tmp_path)
