@@ -22,10 +22,12 @@ from kvwire.types import Address
 HTTP: Final = "http"
 RANK: Final = "rank"
 RANKS: Final = "ranks"
+STAGES: Final = "stages"
 SLOTS: Final = "slots"
 CARRYING: Final = "carrying"
-"""Labels: where the engine serves, which rank of how many this is, how many requests it
-computes at once, and by which transports its connections carry KV now."""
+"""Labels: where the engine serves, which rank of how many this is, how many pipeline
+stages they are, how many requests it computes at once, and by which transports its
+connections carry KV now."""
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -58,8 +60,8 @@ class Announcer:
     ) -> None:
         self.running: int = 0
         parallel = vllm_config.parallel_config
-        ranks = parallel.tensor_parallel_size
-        ranks *= getattr(parallel, "pipeline_parallel_size", 1)
+        stages = getattr(parallel, "pipeline_parallel_size", 1)
+        ranks = parallel.tensor_parallel_size * stages
         said = vllm_config.kv_transfer_config.kv_role
         self._role = role or _OF_VLLM.get(said, BOTH)
         self._model = model
@@ -68,6 +70,7 @@ class Announcer:
             HTTP: http_url(http),
             RANK: str(rank),
             RANKS: str(ranks),
+            STAGES: str(stages),
             SLOTS: str(self._slots),
         }
         self._keeping: concurrent.futures.Future[None] | None = None

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -186,16 +186,9 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
             )
     _check_scales(vllm_config.cache_config)
     kinds: dict[CacheShape, list[str]] = {}
-    for table, group in enumerate(kv_cache_config.kv_cache_groups):
-        if not getattr(group, "enable_kv_transfer", True):
-            continue  # made again from what is transferred
-        one = group.kv_cache_spec
-        specs = getattr(one, "kv_cache_specs", None) or dict.fromkeys(
-            group.layer_names, one
-        )
-        for layer, spec in specs.items():
-            shape = dataclasses.replace(_shape(spec, vllm_config), table=table)
-            kinds.setdefault(shape, []).append(layer)
+    for table, layer, spec in layer_specs(kv_cache_config):
+        shape = dataclasses.replace(_shape(spec, vllm_config), table=table)
+        kinds.setdefault(shape, []).append(layer)
     stages = parallel.pipeline_parallel_size
     if stages > 1 and (len(kinds) > 1 or any(shape.state for shape in kinds)):
         raise UsageError(
@@ -209,6 +202,19 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
         dataclasses.replace(shape, name=f"{index} {shape.kind}", layers=tuple(layers))
         for index, (shape, layers) in enumerate(kinds.items())
     )
+
+
+def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
+    """Return block table, name and vLLM's spec of each layer that is transferred."""
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue  # made again from what is transferred
+        one = group.kv_cache_spec
+        specs = getattr(one, "kv_cache_specs", None) or dict.fromkeys(
+            group.layer_names, one
+        )
+        for layer, spec in specs.items():
+            yield table, layer, spec
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:

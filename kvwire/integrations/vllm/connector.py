@@ -18,7 +18,11 @@ from kvwire.integrations.vllm.hooks import (
     StepMetadata,
     register_connector,
 )
-from kvwire.integrations.vllm.identity import draft_name, model_digest
+from kvwire.integrations.vllm.identity import (
+    block_order,
+    draft_name,
+    model_digest,
+)
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
@@ -61,6 +65,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             {
                 "vllm_model": model_digest(vllm_config),
                 "vllm_groups": groups,
+                "vllm_blocks": block_order(vllm_config, kv_cache_config),
                 "vllm_draft": draft_name(vllm_config),
             },
         )

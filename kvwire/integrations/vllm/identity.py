@@ -1,10 +1,15 @@
-"""What KV depends on besides tokens: the model's config, and names of a request."""
+"""What KV depends on besides tokens: model, kernels, names of a request."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+import sys
+from typing import Any, Final
+
+from kvwire.integrations.vllm.caches import layer_specs
+
+WHOLE_TOKENS: Final = "whole tokens"
 
 
 def identity_of(request: Any) -> bytes:
@@ -49,6 +54,51 @@ def draft_name(vllm_config: Any) -> str:
         return "none"
     return f"{said.method} of {' '.join(model.architectures)}"
 
+
+def block_order(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return how attention kernels lay out a block, as far as engines must agree on it.
+
+    A tensor's shape does not say it. Some kernels keep all keys of a block before all
+    values, or its keys with the token as the last axis; such blocks are only of use as
+    they are, to a kernel of the same kind and block size.
+
+    Args:
+        vllm_config: vLLM's, when the model is loaded.
+        kv_cache_config: vLLM's.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    found = set()
+    for _, name, spec in layer_specs(kv_cache_config):
+        if hasattr(spec, "shapes"):
+            continue  # recurrent states are moved whole
+        get_backend = getattr(layers.get(name), "get_attn_backend", None)
+        module = get_backend().__module__ if get_backend else "unknown"
+        kernel = module.rpartition(".")[2]
+        if kernel in _WHOLE_TOKENS:
+            found.add(WHOLE_TOKENS)
+            continue
+        isa_of = getattr(sys.modules.get(module), "_get_attn_isa", None)
+        if isa_of is not None:
+            dtype = vllm_config.model_config.dtype
+            kernel += f" {isa_of(dtype, spec.block_size, spec.head_size)}"
+        found.add(f"{kernel} with blocks of {spec.block_size}")
+    return "; ".join(sorted(found))
+
+
+# Modules of vLLM's backends, whose names are not unique, that were read: they find keys
+# and values of a token in one place of a block.
+_WHOLE_TOKENS: Final = {
+    "flash_attn",
+    "flashinfer",
+    "flex_attention",
+    "triton_attn",
+    "cpu_mla",
+    "cutlass_mla",
+    "flashattn_mla",
+    "flashinfer_mla",
+    "flashmla",
+    "triton_mla",
+}
 
 # What a model's config says about where it came from.
 _OF_THE_FILES = {

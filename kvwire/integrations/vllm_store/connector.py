@@ -11,7 +11,7 @@ from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.hooks import ConnectorHooks, register_connector
-from kvwire.integrations.vllm.identity import model_digest
+from kvwire.integrations.vllm.identity import WHOLE_TOKENS, block_order, model_digest
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
@@ -61,7 +61,9 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
             )
             return
         # Blocks of another model, or of other weights, are never found as ours.
-        fingerprint = f"{model_digest(vllm_config)} {settings.fingerprint}".strip()
+        order = block_order(vllm_config, kv_cache_config).replace(WHOLE_TOKENS, "")
+        named = (model_digest(vllm_config), settings.fingerprint, order)
+        fingerprint = " ".join(filter(None, named))
         rank = vllm_config.parallel_config.rank % shape.ranks
         self._worker = StoreWorker(
             dataclasses.replace(settings, fingerprint=fingerprint),

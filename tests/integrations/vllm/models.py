@@ -30,6 +30,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gemma": {"num_attention_heads": 4, "num_key_value_heads": 2},
     # As LFM2: short convolutions, whose states are none of tokens, and attention.
     "conv": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    # As Granite 4: Mamba 2 and attention.
+    "mamba": {"num_attention_heads": 4, "num_key_value_heads": 2},
     # One latent of 512 + 64 for all heads: the only size vLLM computes on CPUs.
     "mla": {
         "num_attention_heads": 4,
@@ -75,6 +77,8 @@ def _network(kind: str) -> Any:
         DeepseekV2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
         Lfm2Config,
         Lfm2ForCausalLM,
         LlamaConfig,
@@ -104,8 +108,23 @@ def _network(kind: str) -> Any:
                 query_pre_attn_scalar=32,
             )
         )
-    if kind == "conv":
+    if kind in ("conv", "mamba"):
         del common["head_dim"]
+    if kind == "mamba":
+        return GraniteMoeHybridForCausalLM(
+            GraniteMoeHybridConfig(
+                **{**common, "hidden_size": 128},
+                layer_types=["mamba", "attention"] * 2,
+                num_local_experts=0,
+                shared_intermediate_size=128,
+                position_embedding_type="rope",
+                mamba_n_heads=8,
+                mamba_d_head=32,
+                mamba_d_state=16,
+                mamba_chunk_size=64,
+            )
+        )
+    if kind == "conv":
         layers = ["conv", "full_attention"] * 2
         return Lfm2ForCausalLM(
             Lfm2Config(

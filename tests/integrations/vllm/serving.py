@@ -198,10 +198,10 @@ def engine(
 def front(prefill: Engine, decode: Engine, folder: Path, *arguments: str) -> Process:
     """The proxy before two engines, not started."""
     port = free_port()
+    found = [f"{e.url}={e.kv},stages={e.stages}" for e in (prefill, decode)]
     command = [
         *(sys.executable, "-m", "kvwire.integrations.vllm.proxy"),
-        *("--prefill", f"{prefill.url}={prefill.kv}"),
-        *("--decode", f"{decode.url}={decode.kv}"),
+        *("--prefill", found[0], "--decode", found[1]),
         *("--port", str(port), *arguments),
     ]
     return Process(command, folder / "proxy.log", f"http://127.0.0.1:{port}")

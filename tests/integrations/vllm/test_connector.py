@@ -64,6 +64,7 @@ def configs(spec: Any, *, mla: bool = False, **parallel: Any) -> tuple[Any, Any]
             model_config=model,
             parallel_config=SimpleNamespace(**SIZES, **parallel),
             cache_config=SimpleNamespace(cache_dtype="auto"),
+            compilation_config=SimpleNamespace(static_forward_context={}),
             kv_transfer_config=SimpleNamespace(
                 kv_connector_extra_config={}, engine_id="0", is_kv_producer=True
             ),

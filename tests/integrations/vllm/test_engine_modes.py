@@ -39,7 +39,7 @@ class Way:
     Attributes:
         kind: Of the model.
         transfer: Keys of kv_connector_extra_config.
-        prefill: Its tensor-parallel ranks, pipeline stages and tokens of a block.
+        prefill: Its tensor-parallel ranks and pipeline stages.
         decode: Likewise.
         files: vLLM's connector for files is there as well. It breaks with a prompt that
             is computed in chunks, so none is.
@@ -47,8 +47,8 @@ class Way:
 
     kind: str
     transfer: dict[str, Any] = field(default_factory=dict)
-    prefill: tuple[int, int, int] = (1, 1, 128)
-    decode: tuple[int, int, int] = (1, 1, 128)
+    prefill: tuple[int, int] = (1, 1)
+    decode: tuple[int, int] = (1, 1)
     files: bool = False
 
 
@@ -58,10 +58,10 @@ WAYS: dict[str, Way] = {
     ),
     "chunk by chunk, sliding windows": Way("window", {"stream": "chunk"}),
     "as a whole": Way("gqa", {"stream": "request"}),
-    "two ranks to one": Way("gqa", prefill=(2, 1, 128)),
-    "one rank to two, push": Way("gqa", {"mode": "push"}, decode=(2, 1, 128)),
-    "two stages to one, small blocks to large": Way("gqa", prefill=(1, 2, 32)),
-    "one stage to two, large blocks to small": Way("gqa", decode=(1, 2, 32)),
+    "two ranks to one": Way("gqa", prefill=(2, 1)),
+    "one rank to two, push": Way("gqa", {"mode": "push"}, decode=(2, 1)),
+    "two stages to one": Way("gqa", prefill=(1, 2)),
+    "one stage to two, push": Way("gqa", {"mode": "push"}, decode=(1, 2)),
     "a child of MultiConnector": Way("gqa", files=True),
 }
 
@@ -79,18 +79,31 @@ def pair(
     more = ("--max-num-batched-tokens", "4352") if way.files else ()
     made = [
         engine(
-            *(model, folder, name, core, transfer, *more, "--block-size", str(block)),
+            *(model, folder, name, core, transfer, *more),
             ranks=ranks,
             stages=stages,
             beside=beside,
         )
-        for name, core, (ranks, stages, block) in (
+        for name, core, (ranks, stages) in (
             ("prefill", 0, way.prefill),
             ("decode", 1, way.decode),
         )
     ]
     with running(*made):
         yield Pair(*made)
+
+
+def test_blocks_of_other_sizes_are_refused_on_cpus(tmp_path: Path) -> None:
+    """The kernel for CPUs has the token as the last axis of a block's keys."""
+    model, made = make_model("gqa", tmp_path), []
+    for core, (name, size) in enumerate((("prefill", "32"), ("decode", "128"))):
+        transfer = {"require": ["tcp"], "load_timeout_s": 5.0}
+        said = (model, tmp_path, name, core, transfer, "--block-size", size)
+        made.append(engine(*said))
+    with running(*made):
+        pair, ids = Pair(*made), prompt(300, seed=1)
+        assert pair.both(ids) == pair.local(ids)
+    assert "vllm_blocks" in made[1].log.read_text(errors="replace")
 
 
 def files(folder: Path) -> dict[str, Any]:

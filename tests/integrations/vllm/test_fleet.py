@@ -166,7 +166,8 @@ def test_an_engine_is_there_when_it_has_answered_and_all_its_ranks_are() -> None
     fleet = EngineFleet()
 
     def rank(number: int, start: int) -> None:
-        labels = {"rank": str(number), "ranks": "2", "http": "http://127.0.0.1:1"}
+        labels = {"rank": str(number), "http": "http://127.0.0.1:1"}
+        labels |= {"ranks": "2", "stages": "2"}
         fleet.joined(*member(7 + number, start=start, labels=labels))
 
     rank(1, 1)
@@ -174,6 +175,7 @@ def test_an_engine_is_there_when_it_has_answered_and_all_its_ranks_are() -> None
     rank(0, 2)
     (engine,) = fleet.engines
     assert engine.server.remote == ("tcp://127.0.0.1:7", "tcp://127.0.0.1:8")
+    assert engine.server.stages == 2
     assert fleet.pick(DECODE, ASK, ()) is None
     engine.ready = True
     assert fleet.pick(DECODE, ASK, ()) is engine

@@ -21,6 +21,7 @@ from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.requests import (
     AT_ONCE,
     IN_SEQUENCE,
+    for_decode,
     for_prefill,
     is_for_two,
 )
@@ -543,7 +544,11 @@ def test_prefill_is_not_asked_for_what_decoding_does() -> None:
     assert not {"stream", "stream_options", "n"} & asked.keys()
 
 
-@pytest.mark.parametrize("text", ["http://a", "a=b:1", "http://a=", "http://a=b"])
+NO_ENGINES = ["http://a", "a=b:1", "http://a=", "http://a=b"]
+NO_STAGES = [f"http://a=b:1,stages={count}" for count in ("0", "2", "-1", "x", "1,2")]
+
+
+@pytest.mark.parametrize("text", NO_ENGINES + NO_STAGES)
 def test_an_engine_that_is_none(text: str) -> None:
     with pytest.raises(UsageError):
         parse_engine(text)
@@ -553,6 +558,11 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_engine("http://a:1/=b:2,c:3") == VllmServer(
         "http://a:1", ("b:2", "c:3")
     )
+    staged = parse_engine("http://a:1=b:2,c:3,stages=2")
+    assert staged == VllmServer("http://a:1", ("b:2", "c:3"), 2)
+    for asked in (for_prefill, for_decode):
+        told = asked(ASK, staged, "t", UNSIGNED)["kv_transfer_params"]
+        assert (told["remote"], told["stages"]) == (["b:2", "c:3"], 2)
     with pytest.raises(SystemExit):
         main(["--prefill", "nonsense", "--decode", "http://a=b:1"])
     assert "engine 'nonsense'" in capsys.readouterr().err

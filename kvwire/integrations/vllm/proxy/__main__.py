@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m kvwire.integrations.vllm.proxy",
         description="Sends each request to a prefill and a decode engine of vLLM.",
     )
-    engine = "URL=KV[,KV...]: where it serves, and where each rank of it listens"
+    engine = (
+        "URL=KV[,KV...][,stages=N]: where it serves, where each rank of it listens, "
+        "and in how many pipeline stages they are"
+    )
     parser.add_argument("--prefill", action="append", default=[], help=engine)
     parser.add_argument("--decode", action="append", default=[], help=engine)
     parser.add_argument(

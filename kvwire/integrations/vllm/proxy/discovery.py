@@ -25,6 +25,7 @@ from kvwire.integrations.vllm.announce import (
     RANKS,
     ROLES,
     SLOTS,
+    STAGES,
     http_url,
 )
 from kvwire.limits import MEMBERS_MAX, PROXY_RANKS_MAX
@@ -45,6 +46,7 @@ class VllmMember:
         address: Where this rank listens for KV.
         rank: Which one.
         ranks: How many the engine has.
+        stages: How many pipeline stages they are.
         start: The incarnation.
         role: What the engine does.
         model: A fingerprint of its model.
@@ -58,6 +60,7 @@ class VllmMember:
     address: str
     rank: int
     ranks: int
+    stages: int
     start: str
     role: str
     model: str
@@ -129,6 +132,9 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
     rank, ranks = _count(labels, RANK, 0), _count(labels, RANKS, 1)
     if not 0 <= rank < ranks <= PROXY_RANKS_MAX:
         raise UsageError(f"rank {rank} of {ranks}; {PROXY_RANKS_MAX} ranks are allowed")
+    stages = _count(labels, STAGES, 1)
+    if not stages or ranks % stages:
+        raise UsageError(f"{ranks} ranks are not those of {stages} pipeline stages")
     if record.role not in ROLES:
         raise UsageError(f"role {shown(record.role)} is none of {', '.join(ROLES)}")
     slots = _count(labels, SLOTS, 0)
@@ -145,6 +151,7 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
         address=str(address),
         rank=rank,
         ranks=ranks,
+        stages=stages,
         start=record.key,
         role=record.role,
         model=record.model,

@@ -25,29 +25,38 @@ class VllmServer:
 
     Attributes:
         url: Where it serves HTTP.
-        remote: Where each of its ranks listens for KV, in rank order.
+        remote: Where each of its ranks listens for KV, stage by stage, in rank order.
+        stages: Its pipeline stages.
     """
 
     url: str
     remote: tuple[str, ...]
+    stages: int = 1
 
 
 def parse_engine(text: str) -> VllmServer:
-    """Read ``http://host:8100=host:7400,host:7401``.
+    """Read ``http://host:8100=host:7400,host:7401,stages=2``.
 
     Raises:
         UsageError: It is not that.
     """
-    url, separator, addresses = text.partition("=")
+    url, separator, said = text.partition("=")
+    addresses, _, stages = said.partition(",stages=")
     remote = tuple(part.strip() for part in addresses.split(",") if part.strip())
     if not separator or not remote or urlsplit(url).scheme not in ("http", "https"):
         raise UsageError(
-            f"engine {text!r}: write URL=KV[,KV...], such as "
+            f"engine {text!r}: write URL=KV[,KV...][,stages=N], such as "
             "http://127.0.0.1:8100=127.0.0.1:7400"
         )
     for address in remote:
         Address.parse(address)
-    return VllmServer(url.rstrip("/"), remote)
+    count = int(stages or 1) if (stages or "1").isdecimal() else 0
+    if not count or len(remote) % count:
+        raise UsageError(
+            f"engine {text!r}: {len(remote)} addresses are not the ranks of "
+            f"{stages!r} pipeline stages"
+        )
+    return VllmServer(url.rstrip("/"), remote, count)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -156,9 +156,8 @@ class EngineFleet:
         if found is None or found.start != start:
             self._retire(found)
             remote = tuple(ranks[rank].address for rank in range(first.ranks))
-            found = VllmEngine(
-                server=VllmServer(url, remote), role="", start=start, ready=False
-            )
+            server = VllmServer(url, remote, first.stages)
+            found = VllmEngine(server=server, role="", start=start, ready=False)
             self._found[url] = found
         found.role, found.model, found.slots = first.role, first.model, first.slots
         found.load = max(ranks[rank].load for rank in range(first.ranks))

@@ -47,7 +47,7 @@ def for_prefill(
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
         asked["max_completion_tokens"] = 1
-    params = answer(transfer_id, decode.remote)
+    params = answer(transfer_id, decode.remote, decode.stages)
     params |= {"do_remote_decode": True, "do_remote_prefill": False}
     return asked | {"kv_transfer_params": references.signed(params)}
 
@@ -56,7 +56,8 @@ def for_decode(
     body: dict[str, Any], prefill: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
     """Return the decode engine's request: everything, with the KV elsewhere."""
-    params = references.signed(answer(transfer_id, prefill.remote))
+    params = answer(transfer_id, prefill.remote, prefill.stages)
+    params = references.signed(params)
     return body | {"kv_transfer_params": params}
 
 
