@@ -75,6 +75,9 @@ SPAN_BYTES_MAX: Final = 8 * MIB
 SPAN_PIECES_MAX: Final = 1024
 # How long a lane may take to come up before the next transport is tried.
 LANE_TIMEOUT_S: Final = 2.0
+# The same where no other transport is left, and on the side that answers. A first look
+# at the devices of a large or busy host takes UCX seconds.
+LANE_TIMEOUT_LAST_S: Final = 4.0
 # A lane that broke is raised again after a pause, doubling with jitter. What broke has
 # hardly recovered within a second, and a try makes a half on both sides: threads and
 # registered memory. A minute is a small part of an outage that has lasted one already.
@@ -376,7 +379,7 @@ assert CONTROL_BODY_BYTES_MAX < CONTROL_QUEUE_BYTES_MAX
 assert SPAN_PIECES_MAX * 8 < DESCRIPTOR_BYTES_MAX - KIB
 assert DESCRIPTOR_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert BOOTSTRAP_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
-assert LANE_TIMEOUT_S < HANDSHAKE_TIMEOUT_S
+assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
 assert PING_MISSES_MIN <= PING_MISSES <= PING_MISSES_MAX
 assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2

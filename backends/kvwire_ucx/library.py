@@ -115,7 +115,7 @@ def load() -> UcxLibrary:
 
 @functools.cache
 def answer() -> UcxLibrary | str:
-    """Return the ``kv_transfer_params`` by which decode finds what prefill computed."""
+    """Return the library, or why there is none; looked for once."""
     try:
         return _load()
     except BackendUnavailable as exc:
@@ -221,15 +221,16 @@ def _shared_objects(prefix: str) -> list[str]:
 def _load_dependencies(path: str) -> ctypes.CDLL:
     """Load what libucp needs from beside it; returns libucs.
 
-    Their symbols are global, because plug-ins that UCX opens later, such as
-    ``libuct_ib.so``, expect to find them.
+    Their symbols are for nobody else: a second UCX in the process, such as that in
+    NIXL's wheel, would call ours in the place of its own, and fails where they differ.
+    Plug-ins that UCX opens later name what they need, and find it by name.
     """
     folder = Path(path).parent
     loaded = []
     for name in _SONAMES:
         beside = folder / name
         target = str(beside) if beside.is_file() else name
-        loaded.append(ctypes.CDLL(target, mode=ctypes.RTLD_GLOBAL))
+        loaded.append(ctypes.CDLL(target, mode=ctypes.RTLD_LOCAL))
     return loaded[0]
 
 

@@ -407,6 +407,8 @@ def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> No
                 f"{name} {wire}", FragmentsSide, environment=UCX[wire], **options
             )
             found.append(one)
+        if transport == "nixl":
+            return
         environment = {**UCX["shm"], **ONE_SIDED}
         one_sided = Contender(
             f"{name} one-sided", FragmentsSide, environment=environment, **options

@@ -19,7 +19,7 @@ from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
 from kvwire.driver.ports import DriverOwner
 from kvwire.errors import BackendUnavailable, KVWireError
-from kvwire.limits import LANE_TIMEOUT_S
+from kvwire.limits import LANE_TIMEOUT_LAST_S, LANE_TIMEOUT_S
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
@@ -108,9 +108,11 @@ class LaneSetup:
             return
         for name in lanes.possible:
             first = 0 if name == lanes.scheme else 1
+            is_last = name == lanes.possible[-1]
+            timeout_s = LANE_TIMEOUT_LAST_S if is_last else LANE_TIMEOUT_S
             try:
                 if first:
-                    await self._open(name)
+                    await self._open(name, timeout_s)
             except BackendUnavailable as exc:
                 lanes.failed[name] = str(exc)
                 peer = self._core.agreement.peer
@@ -167,7 +169,7 @@ class LaneSetup:
         self._refusals = 0
         self._active.lane_came_back(endpoint)
 
-    async def _open(self, name: str) -> LaneEndpoint:
+    async def _open(self, name: str, timeout_s: float = LANE_TIMEOUT_S) -> LaneEndpoint:
         """Open one lane.
 
         Raises:
@@ -188,10 +190,10 @@ class LaneSetup:
         # In a task of its own, which the end of the connection cancels.
         self._joining = loop.create_task(self._join(endpoint, bootstrap))
         try:
-            async with asyncio.timeout(LANE_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await self._joining
         except BaseException as exc:
-            given_up = self._give_up(endpoint, exc)
+            given_up = self._give_up(endpoint, exc, timeout_s)
             if given_up is exc:
                 raise
             raise given_up from exc
@@ -256,7 +258,7 @@ class LaneSetup:
                 raise BackendUnavailable(f"{name} was not agreed on")
             endpoint = self._make(name, number)
             self._lanes.add(endpoint)
-            async with asyncio.timeout(LANE_TIMEOUT_S):
+            async with asyncio.timeout(LANE_TIMEOUT_LAST_S):
                 await endpoint.lane.join(event.bootstrap, self._handler)
                 self._lanes.advance(endpoint, LaneInput.JOINED)
         except BaseException as exc:
@@ -265,7 +267,7 @@ class LaneSetup:
                 self._core.lane_gone(number, reason)
                 self._run()
             else:
-                reason = str(self._give_up(endpoint, exc))
+                reason = str(self._give_up(endpoint, exc, LANE_TIMEOUT_LAST_S))
             if name in self._lanes.possible:  # and not whatever the peer has made up
                 self._lanes.failed[name] = reason
             if not isinstance(exc, Exception):
@@ -353,7 +355,9 @@ class LaneSetup:
                 raise
             raise _unavailable(name, exc) from exc
 
-    def _give_up(self, endpoint: LaneEndpoint, exc: BaseException) -> BaseException:
+    def _give_up(
+        self, endpoint: LaneEndpoint, exc: BaseException, timeout_s: float
+    ) -> BaseException:
         """End an endpoint that nobody waits for any more; what its opener gets.
 
         One that had joined at the last moment may touch memory until ``lane_closed``.
@@ -365,7 +369,7 @@ class LaneSetup:
         else:
             self._owner.counters.lanes_failed += 1
             if isinstance(exc, TimeoutError):
-                exc = BackendUnavailable(f"it did not come up in {LANE_TIMEOUT_S:g} s")
+                exc = BackendUnavailable(f"it did not come up in {timeout_s:g} s")
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
                 exc = _unavailable(endpoint.backend, exc)
         reason = str(exc) or "cancelled"

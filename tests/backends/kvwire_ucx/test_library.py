@@ -147,8 +147,8 @@ def test_what_is_no_library_is_an_error(
 def test_one_copy_is_loaded_and_described() -> None:
     loaded = load()
     assert loaded.version >= VERSION_MIN
-    (copy,) = copies()
-    assert Path(copy).samefile(loaded.path)
+    ours = [path for path in copies() if Path(path).name.startswith("libucp.so")]
+    assert [Path(path).resolve() for path in ours] == [Path(loaded.path).resolve()]
     assert loaded.status_text(-25) == "Connection reset by remote peer (-25)"
     assert UcxBackend.availability().reason.startswith(f"UCX {loaded.version}, ")
 
