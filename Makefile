@@ -33,7 +33,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-nixl test-s3 demo-agent
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-nixl test-s3 store-torture demo-agent
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -115,6 +115,11 @@ test-nixl: $(STAMP)
 test-s3: $(STAMP) $(S3_VENV)/.installed
 	S3_SERVER=$(S3_VENV)/bin/moto_server \
 	  $(BIN)/python -m pytest tests/store/tiers/test_s3.py $(ARGS)
+
+# A store's engines, server and object server are killed 200 times, beside full disks and
+# clients that vanish: about half an hour on two cores. ARGS="--kills 20 --seed 7"
+store-torture: $(STAMP) $(S3_VENV)/.installed
+	S3_SERVER=$(S3_VENV)/bin/moto_server $(BIN)/python -m tests.store.torture $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store

@@ -17,6 +17,9 @@ Array = npt.NDArray[Any]
 SPEC = KVSpec(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16")
 """Of 512 bytes a block, so a slot of a store is one grain."""
 
+LARGE = KVSpec(layers=4, kv_heads=4, head_dim=64, block_tokens=16, dtype="float16")
+"""Of 64 KiB a block, so that a few hundred of them take a while."""
+
 
 def chain(count: int, name: str = "") -> list[bytes]:
     """Hashes of a chain; each name makes another one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -89,38 +88,6 @@ class Faults:
     def broken(self) -> None:
         """From now on nothing can be read or written."""
         self.failing |= dict.fromkeys(("preadv", "pwritev", "sync"), errno.EIO)
-
-
-class Killer:
-    """A hook that ends the process in front of a call, or in the middle of it.
-
-    Args:
-        at: Which call, from 0 on.
-        torn: Whether half of it is done, if it writes.
-        end: How the process is ended.
-    """
-
-    def __init__(self, at: int, *, torn: bool, end: Callable[[], None]) -> None:
-        self.at = at
-        self.count = 0
-        self._torn = torn
-        self._end = end
-
-    def __call__(
-        self, call: str, file: Scripted, views: Views | None, offset: int
-    ) -> None:
-        """Count the call, and end the process if it is the one."""
-        if self.count == self.at and self._torn and call == "pwritev":
-            assert views is not None
-            file.tear(views, offset)
-        if self.count >= self.at:
-            self._end()
-        self.count += 1
-
-
-def kill_myself() -> None:
-    """What nothing in this process can delay."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def disk(path: Any, size: str = "1MiB", hook: Hook | None = None) -> DiskTier:

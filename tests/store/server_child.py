@@ -29,6 +29,16 @@ class ServerProcess:
         self.where = f"kvwire://127.0.0.1:{port}"
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.returncode is None
+
     def signal(self, number: signal.Signals) -> None:
         """Kill, stop or continue it."""
         os.kill(self._process.pid, number)

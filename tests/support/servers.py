@@ -89,10 +89,15 @@ def nats_server() -> Iterator[Server]:
         yield from _run(command, "Server is ready")
 
 
+def s3_program() -> str | None:
+    """Where moto's server is installed, if it is."""
+    return shutil.which(os.environ.get("S3_SERVER", "moto_server"), path=_PATH)
+
+
 @contextlib.contextmanager
 def s3_server() -> Iterator[Server]:
     """A server of the S3 protocol with no buckets, moto's."""
-    program = shutil.which(os.environ.get("S3_SERVER", "moto_server"), path=_PATH)
+    program = s3_program()
     if program is None:
         pytest.skip("no moto_server: `make test-s3` installs it")
     yield from _run([program, "-H", "127.0.0.1", "-p", "{port}"], "Running on")

@@ -49,8 +49,7 @@ from kvwire.store.server.messages import (
 )
 from kvwire.store.tiers.base import BlockResult
 from kvwire.store.tiers.slabs import rounded
-from tests.store.caches import SPEC, Filled, chain
-from tests.store.client_child import LARGE
+from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.support.pairs import until
 
 NAMESPACE = Namespace("kv", SPEC)

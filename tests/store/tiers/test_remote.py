@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -30,11 +26,9 @@ from kvwire.store.server.messages import (
     payload_tag,
 )
 from kvwire.store.tiers.remote import RemoteTier
-from tests.store.caches import SPEC, Filled, chain
-from tests.store.client_child import LARGE
+from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.store.server_child import serving
 from tests.support.pairs import until
-from tests.support.tree import ROOT
 
 BLOCKS = 256
 # So a batch of a store is sixteen requests, and whoever is killed has some to go.
@@ -173,53 +167,6 @@ async def test_a_server_that_stands_still_is_given_up() -> None:
             await until(lambda: tier_of(store).taking)
             outcome = await store.put(hashes[:4], source.cache, range(4))
             assert outcome.complete
-
-
-# --- a client that dies ---------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", ["put", "get"])
-async def test_a_client_killed_in_the_middle(verb: str) -> None:
-    """The server forgets it, keeps what had landed whole, and serves the others."""
-    source, hashes = Filled(BLOCKS, LARGE, seed=7), chain(BLOCKS)
-    async with (
-        BlockStore.open(["memory:64MiB"]) as store,
-        StoreServer(store, "127.0.0.1:0", berth_bytes=BERTH) as server,
-    ):
-        where = f"kvwire://127.0.0.1:{server.address.port}"
-        if verb == "get":
-            assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
-        async with _child(where, verb) as process:
-            # It has looked up what is there, and is at one of the first requests.
-            await until(lambda: any(row.asked >= 4 for row in server.clients()))
-            os.kill(process.pid, signal.SIGKILL)
-            await process.wait()
-        await until(lambda: not server.clients())
-        if verb == "put":
-            assert len(store._tiers.memory.index) < BLOCKS
-        target = Filled(BLOCKS, LARGE)
-        async with BlockStore.open([where]) as other:
-            outcome = await other.get(hashes, target.cache, range(BLOCKS))
-            assert outcome.complete or verb == "put"
-            here = outcome.landed.ids().tolist()
-            assert np.array_equal(source.tokens(here), target.tokens(here))
-        await store._tiers.memory.empty()
-        assert not store._tiers.memory.index.slabs.used_bytes
-
-
-@contextlib.asynccontextmanager
-async def _child(where: str, verb: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.store.client_child", where, verb, str(BLOCKS)),
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
 
 
 # --- a server that lies ---------------------------------------------------------------

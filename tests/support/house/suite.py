@@ -91,7 +91,7 @@ CHECKS = (
         over=_TESTS,
         # Programs that people run: a benchmark pauses between its measurements, and a
         # soak between its faults.
-        beyond=("tests/bench/", "tests/soak/"),
+        beyond=("tests/bench/", "tests/soak/", "tests/store/torture/"),
         find=each(sleeps),
         bad=[
             ("tests/a.py", "async def test_a():\n    await asyncio.sleep(0.1)"),
