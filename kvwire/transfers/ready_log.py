@@ -282,8 +282,11 @@ def _range(which: Which, held: range, what: str, group: str) -> range:
         return held if not held.start else range(len(held))
     where = f"ready: {what} of group {group!r}"
     if isinstance(which, slice):
-        start = held.start if which.start is None else _index(which.start, where)
-        stop = held.stop if which.stop is None else _index(which.stop, where)
+        start, stop = which.start, which.stop
+        if type(start) is not int:
+            start = held.start if start is None else _index(start, where)
+        if type(stop) is not int:
+            stop = held.stop if stop is None else _index(stop, where)
         inside = held.start <= start <= stop <= held.stop
         if which.step not in (None, 1) or not inside:
             raise UsageError(

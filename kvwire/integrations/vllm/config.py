@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvwire.config import Config
-from kvwire.errors import UsageError
+from kvwire.config import FIELDS, Config
+from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.announce import ROLES, http_url
 from kvwire.limits import MIB
 from kvwire.types import Address
@@ -154,6 +154,7 @@ def read_settings(
         UsageError: A key is unknown or its value is not allowed; names it.
     """
     own = {field.name for field in dataclasses.fields(VllmSettings)}
+    check_keys(extra, own | FIELDS)
     settings = VllmSettings(**{key: extra[key] for key in extra.keys() & own})
     wire = {key: value for key, value in extra.items() if key not in own}
     said = wire.pop("profile", {})
@@ -164,3 +165,14 @@ def read_settings(
     # Two engines that both wait for the other would wait for ever.
     profile = {"vllm_kv_mode": settings.mode, **profile, **said}
     return settings, Config.load(profile=profile, **wire)
+
+
+def check_keys(extra: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse a key of ``kv_connector_extra_config`` that there is not.
+
+    Raises:
+        UsageError: Names it, and the nearest one.
+    """
+    for name in extra.keys() - set(known):
+        hint = nearest(name, known)
+        raise UsageError(f"kv_connector_extra_config: no key {name!r}; {hint}")

@@ -114,13 +114,15 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See vLLM."""
-        self._working.wait_layer(layer_name)
+        assert self._worker is not None
+        self._worker.wait_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """See vLLM."""
-        self._working.layer_written(layer_name)
+        assert self._worker is not None
+        self._worker.layer_written(layer_name)
 
     def wait_for_save(self) -> None:
         """See vLLM; nothing is waited for, blocks are held until they have drained."""

@@ -36,6 +36,7 @@ class SendPrompt:
         remote: The other engine's ranks; empty where decode comes by itself.
         stages: Its pipeline stages.
         content: Names the tokens.
+        priority: 0 to 255; what is higher goes first.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class SendPrompt:
     remote: tuple[str, ...] = ()
     stages: int = 1
     content: bytes = b""
+    priority: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +80,7 @@ class LoadPrompt:
         remote: The other engine's ranks.
         stages: Its pipeline stages.
         content: Names the tokens.
+        priority: 0 to 255; what is higher goes first.
         declined: Nothing is wanted any more; the other engine may free its blocks.
         computed: The other engine has said that it computed the prompt.
     """
@@ -91,6 +94,7 @@ class LoadPrompt:
     hashes: dict[str, list[bytes]] = field(default_factory=dict)
     stages: int = 1
     content: bytes = b""
+    priority: int = 0
     declined: bool = False
     computed: bool = False
 

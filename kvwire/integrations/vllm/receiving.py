@@ -193,6 +193,7 @@ class PromptReceive:
             "tokens": load.listed,
             "hashes": load.hashes or None,
             "content": load.content or None,
+            "priority": load.priority,
             "deadline": timedelta(seconds=self._timeout_s),
         }
         if any(load.cached.values()) and load.hashes:

@@ -26,7 +26,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape
@@ -47,8 +47,12 @@ from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.topology import check_ranks
 from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.hashing import HashScheme
+from kvwire.limits import PRIORITY_MAX
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+# Of requests that ask for none; vLLM's may be below 0.
+_USUAL_PRIORITY: Final = PRIORITY_MAX // 2
 
 
 @dataclass(slots=True)
@@ -239,6 +243,7 @@ class SchedulerSide:
             remote=wanted.remote,
             stages=wanted.stages,
             content=self._content(request, request.num_prompt_tokens),
+            priority=_priority(request),
         )
 
     def _new_load(
@@ -267,6 +272,7 @@ class SchedulerSide:
             remote=wanted.remote,
             stages=wanted.stages,
             content=self._content(request, tokens),
+            priority=_priority(request),
             computed=wanted.computed,
         )
 
@@ -347,6 +353,12 @@ class SchedulerSide:
             return
         prompt.lost = prompt.begun
         prompt.tables, prompt.named, prompt.written = [], {}, 0
+
+
+def _priority(request: Any) -> int:
+    """Return a request's priority as kvwire has it; vLLM's lower ones go first."""
+    asked = getattr(request, "priority", 0)
+    return min(PRIORITY_MAX, max(0, _USUAL_PRIORITY - asked))
 
 
 def _chain(block_tokens: int, tokens: Sequence[int], salt: bytes) -> list[bytes]:

@@ -66,7 +66,7 @@ class PromptSend:
     def extend(self, blocks: Blocks) -> None:
         """Add blocks that the prompt got; from any thread, does not wait."""
         if any(blocks.values()):
-            self._say(lambda out: out.extend(blocks))
+            self._say(Outgoing.extend, blocks)
 
     def ready(
         self, group: str, layers: slice, blocks: slice, after: object | None
@@ -79,7 +79,7 @@ class PromptSend:
             blocks: By position in the group's list.
             after: An event that fires when the GPU has written them; None if they are.
         """
-        self._say(lambda out: out.ready(layers, blocks, group=group, after=after))
+        self._say(Outgoing.ready, layers, blocks, group=group, after=after)
 
     def finish(self) -> None:
         """Mark everything as written; from any thread, does not wait."""
@@ -138,6 +138,7 @@ class PromptSend:
             "tokens": send.listed,
             "hashes": send.hashes or None,
             "content": send.content or None,
+            "priority": send.priority,
             "growing": True,
         }
         if not route.pushed:
@@ -159,15 +160,16 @@ class PromptSend:
         for out in self._outs:
             out.abort(self._reason)
 
-    def _say(self, call: Callable[[Outgoing], None]) -> None:
+    def _say(self, call: Callable[..., None], *what: Any, **more: Any) -> None:
         with self._lock:
             if self._early is not None:
-                self._early.append(call)  # bounded by the marks of one prompt
+                # bounded by the marks of one prompt
+                self._early.append(lambda out: call(out, *what, **more))
                 return
             outs = self._outs
         for out in outs:
             try:
-                call(out)
+                call(out, *what, **more)
             except UsageError:
                 # The transfer may have ended under us; a forward pass need not know.
                 if not out.done():

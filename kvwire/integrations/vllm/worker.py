@@ -253,14 +253,14 @@ class WorkerSide:
         last = written.stop >= departure.tokens
         if not last:
             departure.renew()
-        parts: dict[str, slice] = {}
+        parts: dict[str, range] = {}
         for shape in self._shapes:
             needed = shape.needed(departure.tokens)
             whole = needed.stop if last else written.stop // shape.block_tokens
             start = departure.written.get(shape.name, 0)
             stop = max(start, whole - needed.start)
             departure.written[shape.name] = stop
-            parts[shape.name] = slice(start, stop)
+            parts[shape.name] = range(start, stop)
         return PromptBlocks(departure, parts, last)
 
     # --- fetching ---------------------------------------------------------------------

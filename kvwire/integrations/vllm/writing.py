@@ -35,12 +35,8 @@ class PromptBlocks:
     """
 
     departure: PromptSend
-    blocks: Mapping[str, slice]
+    blocks: Mapping[str, range]
     last: bool
-
-    def count(self, group: str) -> int:
-        """Return how many blocks of a group it completes."""
-        return len(range(self.blocks[group].start, self.blocks[group].stop))
 
 
 @dataclass(slots=True)
@@ -80,7 +76,7 @@ class ForwardPass:
         self._over = not parts
         self._groups: dict[str, _Layers] = {}
         for name, spec in groups.items():
-            blocks = sum(part.count(name) for part in parts)
+            blocks = sum(len(part.blocks[name]) for part in parts)
             if blocks:
                 together = _group_layers(blocks * spec.layer_block_bytes, group_bytes)
                 self._groups[name] = _Layers(set(spec.layer_indices), together)
@@ -125,8 +121,10 @@ class ForwardPass:
         after = self._recorded()
         held, layers.held = slice(layers.held.start, layers.held.stop), range(0)
         for part in self._parts:
-            if part.count(group):
-                part.departure.ready(group, held, part.blocks[group], after)
+            blocks = part.blocks[group]
+            if blocks:
+                which = slice(blocks.start, blocks.stop)
+                part.departure.ready(group, held, which, after)
 
 
 def _group_layers(layer_bytes: int, group_bytes: int) -> int:

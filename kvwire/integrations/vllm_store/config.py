@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm.config import check_keys
 from kvwire.store.address import TierAddress
 from kvwire.store.store import Write
 
@@ -41,12 +42,7 @@ class StoreSettings:
         Raises:
             UsageError: A key is unknown or its value is not allowed; names it.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in extra.keys() - known:
-            raise UsageError(
-                f"kv_connector_extra_config: no key {name!r}; there is "
-                f"{', '.join(sorted(known))}"
-            )
+        check_keys(extra, {field.name for field in dataclasses.fields(cls)})
         return cls(**extra)
 
     def __post_init__(self) -> None:

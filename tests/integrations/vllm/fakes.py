@@ -55,6 +55,7 @@ class Request:
     mm_features: list[Feature] = field(default_factory=list)
     skip_reading_prefix_cache: bool = False
     max_tokens: int = 1
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self._all_token_ids = list(self.prompt_token_ids)

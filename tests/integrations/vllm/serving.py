@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -18,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+NEEDS_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vllm is not installed here; `make test-vllm` installs it",
+)
 # vLLM takes half a minute to start on two idle cores.
 STARTS_WITHIN_S = 300.0
 # What a request of these models takes at most on a busy machine.

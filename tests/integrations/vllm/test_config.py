@@ -35,6 +35,7 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"peers": "a:1"}, "peers='a:1': a list of addresses"),
         ({"peers": ["a"]}, "no port"),
         ({"lease": 5}, "did you mean 'lease_s'"),
+        ({"gate_layer": 1}, "did you mean 'gate_layers'"),
         ({"profile": "x"}, "profile='x'"),
     ],
 )

@@ -5,25 +5,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.waiting import eventually
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
-
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
-from tests.integrations.vllm.serving import engine, prompt, tokens_of
+from tests.integrations.vllm.serving import NEEDS_VLLM, engine, prompt, tokens_of
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [NEEDS_VLLM, pytest.mark.timeout(900)]
 FETCHED = "vllm:external_prefix_cache_hits_total"
 
 

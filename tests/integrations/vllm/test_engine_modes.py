@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,21 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import eventually
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
-
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
-from tests.integrations.vllm.serving import Engine, engine, prompt
+from tests.integrations.vllm.serving import NEEDS_VLLM, Engine, engine, prompt
 from tests.integrations.vllm.wire import slow_wire
+from tests.support.waiting import eventually
 
 PROMPTS = "vllm:prompt_tokens_total"
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +85,15 @@ def pair(
         yield Pair(*made)
 
 
-def test_blocks_of_other_sizes_are_refused_on_cpus(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder; what writes it leaves a thread behind."""
+    return make_model("gqa", tmp_path_factory.mktemp("model"))
+
+
+def test_blocks_of_other_sizes_are_refused_on_cpus(model: Path, tmp_path: Path) -> None:
     """The kernel for CPUs has the token as the last axis of a block's keys."""
-    model, made = make_model("gqa", tmp_path), []
+    made = []
     for core, (name, size) in enumerate((("prefill", "32"), ("decode", "128"))):
         transfer = {"require": ["tcp"], "load_timeout_s": 5.0}
         said = (model, tmp_path, name, core, transfer, "--block-size", size)

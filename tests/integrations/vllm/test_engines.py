@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,41 +13,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.waiting import eventually
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
-
 import httpx
+import msgspec
+import pytest
 
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.serving import (
+    ANSWERS_WITHIN_S,
+    NEEDS_VLLM,
     Engine,
     Process,
     complete,
     engine,
+    free_port,
     front,
     prompt,
     tokens_of,
 )
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 # Not the default, so that a transfer whose peer was killed is over within a test.
 LEASE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prefill and a decode engine and the proxy before them."""
+    """A prefill and a decode engine, the proxy before them, decode's old events."""
 
     prefill: Engine
     decode: Engine
     proxy: Process
+    events: str
 
     def local(self, ids: list[int], tokens: int = 12) -> list[int]:
         """What the prefill engine alone makes of a prompt, without anybody's cache."""
@@ -66,14 +63,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = make_model("gqa", folder)
     transfer = {"lease_s": LEASE_S, "require": ["tcp"]}
     prefill = engine(model, folder, "prefill", 0, transfer)
-    decode = engine(model, folder, "decode", 1, transfer)
+    replay = f"tcp://127.0.0.1:{free_port()}"
+    said = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://127.0.0.1:{free_port()}",
+        "replay_endpoint": replay,
+    }
+    events = ("--kv-events-config", json.dumps(said))
+    decode = engine(model, folder, "decode", 1, transfer, *events)
     proxy = front(prefill, decode, folder)
     try:
         for process in (prefill, decode, proxy):
             process.start()
         for process in (prefill, decode, proxy):
             process.wait()
-        yield Pair(prefill, decode, proxy)
+        yield Pair(prefill, decode, proxy, replay)
     finally:
         for process in (proxy, decode, prefill):
             process.kill()
@@ -143,6 +147,27 @@ def test_what_decode_has_is_not_sent_again(pair: Pair) -> None:
     fetched = pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits
     # Seven blocks of 128 tokens were there.
     assert fetched == len(longer) - 896
+
+
+def test_routers_hear_of_blocks_that_arrive(pair: Pair) -> None:
+    """From vLLM, once each; so the connector says nothing of them."""
+    ids = prompt(300, seed=14)
+    pair.both(ids, 1)
+
+    zmq = pytest.importorskip("zmq", reason="vLLM brings it")
+
+    def stored() -> list[list[int]]:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+            asking.rcvtimeo = 1000 * int(ANSWERS_WITHIN_S)
+            asking.connect(pair.events)
+            asking.send_multipart([b"", bytes(8)])
+            told = iter(lambda: asking.recv_multipart()[2:], [b"\xff" * 8, b""])
+            batches = [msgspec.msgpack.decode(batch) for _, batch in told]
+        events = [one for _, events, *_ in batches for one in events]
+        stored = [one["token_ids"] for one in events if one["type"] == "BlockStored"]
+        return [tokens for tokens in stored if tokens[:9] == ids[:9]]
+
+    assert eventually(lambda: stored() == [ids[:256]])
 
 
 def test_the_other_direction(pair: Pair) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -14,21 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
-from tests.support.servers import redis_server
-from tests.support.waiting import eventually
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
-
 import httpx
+import pytest
 
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.serving import (
+    NEEDS_VLLM,
     Engine,
     Process,
     complete,
@@ -37,8 +27,10 @@ from tests.integrations.vllm.serving import (
     prompt,
     tokens_of,
 )
+from tests.support.servers import redis_server
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
 FETCHED = "vllm:external_prefix_cache_hits_total"
 
 

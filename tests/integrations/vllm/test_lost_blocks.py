@@ -9,7 +9,6 @@ of it. vLLM itself counts what it computes again.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 import secrets
 from collections.abc import Iterator
@@ -17,19 +16,12 @@ from collections.abc import Iterator
 import pytest
 
 import kvwire
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
-
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
 from tests.integrations.vllm.relay import BLOCK_TOKENS, Relay
-from tests.integrations.vllm.serving import engine, prompt, tokens_of
+from tests.integrations.vllm.serving import NEEDS_VLLM, engine, prompt, tokens_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [NEEDS_VLLM, pytest.mark.timeout(900)]
 BLOCKS = 8
 TOKENS = BLOCKS * BLOCK_TOKENS
 AFFECTED = re.compile(r"request\(s\) rescheduled \((\d+) tokens affected\)")

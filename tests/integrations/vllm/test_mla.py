@@ -10,27 +10,26 @@ caches of both engines can.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
-
 from tests.integrations.vllm.digests import CacheDigests
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
-from tests.integrations.vllm.serving import ANSWERS_WITHIN_S, Engine, engine, prompt
+from tests.integrations.vllm.serving import (
+    ANSWERS_WITHIN_S,
+    NEEDS_VLLM,
+    Engine,
+    engine,
+    prompt,
+)
 
 BLOCK_TOKENS = 16
 LAYERS = 4
 FETCHED = "vllm:external_prefix_cache_hits_total"
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

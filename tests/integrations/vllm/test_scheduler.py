@@ -156,6 +156,18 @@ def test_a_prompt_that_is_fetched() -> None:
     assert scheduler.finished(request) == (False, None)
 
 
+@pytest.mark.parametrize(
+    ("asked", "priority"), [(0, 127), (-3, 130), (-1000, 255), (1000, 0)]
+)
+def test_what_vllm_schedules_first_is_moved_first(asked: int, priority: int) -> None:
+    for params in (dict(SENDS), loads()):
+        scheduler, request = side(), Request("r", TOKENS, params, priority=asked)
+        scheduler.allocated(request, [[7, 8, 9]], 10)
+        step = scheduler.step(first_step([7, 8, 9], 10))
+        asked_for = [send.priority for send in step.sends]
+        assert asked_for + [load.priority for load in step.loads] == [priority]
+
+
 def test_both_engines_name_blocks_alike() -> None:
     producer, consumer = side(), side()
     sent, fetched = Request("r", TOKENS, dict(SENDS)), Request("q", TOKENS, loads())

@@ -53,7 +53,7 @@ def passing(
     """A pass that writes two blocks of each, whose layers have 100 bytes in each."""
     counter = itertools.count()
     parts = [
-        PromptBlocks(cast(PromptSend, one), {"kv": slice(4, 6)}, last) for one in heard
+        PromptBlocks(cast(PromptSend, one), {"kv": range(4, 6)}, last) for one in heard
     ]
     return ForwardPass(parts, {"kv": spec(layers)}, group_bytes, lambda: next(counter))
 
@@ -95,7 +95,7 @@ def test_all_prompts_of_a_pass_count() -> None:
 
 def test_a_pass_that_completes_no_block_says_nothing() -> None:
     heard = Heard()
-    part = PromptBlocks(cast(PromptSend, heard), {"kv": slice(3, 3)}, False)
+    part = PromptBlocks(cast(PromptSend, heard), {"kv": range(3, 3)}, False)
     writing = ForwardPass([part], {"kv": spec(range(4))})
     for layer in range(4):
         writing.layer("kv", layer)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,18 +15,11 @@ import pytest
 
 from kvwire.config import Config
 from kvwire.errors import KVWireError
-from tests.support.waiting import eventually
-
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip(
-        "vllm is not installed here; `make test-vllm` installs it",
-        allow_module_level=True,
-    )
-
 from kvwire.store.server.stats_client import ask_report
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
 from tests.integrations.vllm.serving import (
+    NEEDS_VLLM,
     Engine,
     Process,
     engine,
@@ -35,8 +27,9 @@ from tests.integrations.vllm.serving import (
     prompt,
     tokens_of,
 )
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 128
 PROMPTS = (128, 129, 300, 3000)
