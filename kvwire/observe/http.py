@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from kvwire import BlockStore, ListenError, StoreServer
 from kvwire.extras import needed_by
@@ -33,6 +33,9 @@ T = TypeVar("T")
 LOOP_TURN_S: Final = 0.5
 # Whoever connects and asks nothing holds a thread for so long.
 _SILENT_S: Final = 5.0
+# Answered at once: a few scrapers, probes and people. Others are hung up on, since each
+# has a thread.
+_ASKERS_MAX: Final = 16
 
 
 class MetricsServer:
@@ -176,6 +179,26 @@ class _Server(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         super().__init__(where, request)
         self.owner = owner
+        self._places = threading.BoundedSemaphore(_ASKERS_MAX)
+
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Take a place; without one the connection is closed."""
+        return self._places.acquire(blocking=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection."""
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()  # the system has no more threads
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, and give its place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
 
 class _Request(BaseHTTPRequestHandler):

@@ -11,7 +11,6 @@ import ipaddress
 import os
 import secrets
 import socket
-import stat
 from pathlib import Path
 
 from kvwire.backend import Backend
@@ -19,6 +18,7 @@ from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import check_psk, key_id
+from kvwire.security.files import read_file
 from kvwire.types import Address, TrustMode
 
 # A key file holds the key in hexadecimal; two digits a byte, and a line end.
@@ -48,16 +48,7 @@ def read_key_file(path: str) -> bytes:
     Raises:
         UsageError: It cannot be read, others can read it, or it holds no key.
     """
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - fstat the file that is read
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(_KEY_FILE_BYTES_MAX + 1)
-    except OSError as exc:
-        raise UsageError(f"psk_file {path}: {exc.strerror}") from None
-    if mode & 0o077:
-        raise UsageError(
-            f"psk_file {path} has mode {mode:04o} and others can read it: chmod 600 it"
-        )
+    text = read_file("psk_file", path, _KEY_FILE_BYTES_MAX + 1, private=True)
     try:
         key = bytes.fromhex(text.decode("ascii").strip())
     except ValueError:

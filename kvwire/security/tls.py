@@ -21,7 +21,6 @@ import hashlib
 import logging
 import os
 import ssl
-import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from typing import Any, Final
 
 from kvwire.config import ANYBODY, Config
 from kvwire.errors import AuthenticationFailed, UsageError, shown
+from kvwire.security.files import read_file
 from kvwire.types import PeerIdentity, Role
 
 # Names of one certificate that an error message lists.
@@ -54,9 +54,11 @@ class Credentials:
     def __init__(self, config: Config) -> None:
         self._peers = frozenset(_folded(name) for name in config.tls_peers)
         self._ca_file = config.tls_ca_file
-        certificate = _read("tls_cert_file", config.tls_cert_file)
-        authorities = _read("tls_ca_file", config.tls_ca_file)
-        key = _read("tls_key_file", config.tls_key_file, private=True)
+        certificate = read_file("tls_cert_file", config.tls_cert_file, _FILE_BYTES_MAX)
+        authorities = read_file("tls_ca_file", config.tls_ca_file, _FILE_BYTES_MAX)
+        key = read_file(
+            "tls_key_file", config.tls_key_file, _FILE_BYTES_MAX, private=True
+        )
         self._digest = _digest(config.tls_cert_file, certificate)
         self._contexts = {
             Role.CLIENT: _context(ssl.PROTOCOL_TLS_CLIENT, config, authorities),
@@ -197,25 +199,6 @@ def _load_own(
             f"tls_cert_file {config.tls_cert_file} or tls_key_file "
             f"{config.tls_key_file} cannot be used: {exc}"
         ) from None
-
-
-def _read(key: str, path: str, *, private: bool = False) -> bytes:
-    """Return a file's content; of a private one, if its owner alone can read.
-
-    Raises:
-        UsageError: It cannot be read, or others can read what they must not.
-    """
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - fstat the file that is read
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            content = file.read(_FILE_BYTES_MAX)
-    except OSError as exc:
-        raise UsageError(f"{key} {path}: {exc.strerror}") from None
-    if private and mode & 0o077:
-        raise UsageError(
-            f"{key} {path} has mode {mode:04o} and others can read it: chmod 600 it"
-        )
-    return content
 
 
 @contextlib.contextmanager

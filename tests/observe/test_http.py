@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import urllib.error
 import urllib.request
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -25,6 +27,14 @@ def fetched(server: MetricsServer, path: str) -> tuple[int, str]:
             return exc.code, exc.read().decode()
 
 
+def wait_answered(server: MetricsServer) -> None:
+    """Ask until the threads of those who have gone have noticed."""
+    while True:
+        with contextlib.suppress(OSError):
+            fetched(server, "/metrics")
+            return
+
+
 async def test_metrics_and_health_are_answered() -> None:
     async with BlockStore.open(["memory:1MiB"]) as store:
         with MetricsServer(store, "127.0.0.1:0") as server:
@@ -35,6 +45,20 @@ async def test_metrics_and_health_are_answered() -> None:
             assert (status, json.loads(body)["status"]) == (HTTPStatus.OK, "ok")
             status, body = await asyncio.to_thread(fetched, server, "/")
             assert (status, "/metrics" in body) == (HTTPStatus.NOT_FOUND, True)
+
+
+async def test_those_beyond_the_limit_are_hung_up_on() -> None:
+    """Whoever has connected and asks nothing has a place until it goes."""
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            where = ("127.0.0.1", urlsplit(server.url).port)
+            silent = [socket.create_connection(where) for _ in range(16)]
+            with socket.create_connection(where) as late:
+                assert await asyncio.to_thread(late.recv, 1) == b""
+            for one in silent:
+                one.close()
+
+            await asyncio.to_thread(wait_answered, server)
 
 
 async def test_the_page_shows_tiers_and_clients() -> None:
