@@ -165,7 +165,7 @@ class Index:
         found = map(self._slots.get, keys.tolist(), repeat(NO_SLOT))
         slots = np.fromiter(found, np.int64, keys.size)
         if self.shares.expire and keys.size:
-            late = (slots >= 0) & self._late(slots)
+            late = (slots >= 0) & self.late(slots)
             if late.any():
                 self.delete(keys[late])
                 slots[late] = NO_SLOT
@@ -334,7 +334,10 @@ class Index:
         return named
 
     def trim(self) -> None:
-        """Forget what tenants have beyond quotas that were other ones before."""
+        """Evict what tenants have beyond quotas that were other ones before.
+
+        So may have been what a put has evicted that was killed: its rows are there.
+        """
         over = self.used_bytes - self.shares.quota_bytes
         for tenant in np.flatnonzero(over > 0).tolist():
             while (
@@ -343,6 +346,7 @@ class Index:
                 named = self._own_victims(1, int(excess), tenant)
                 if not named.slots.size:
                     break
+                self.count_evicted(named.slots)
                 self.drop(*named)
 
     def count_evicted(self, slots: Ids) -> None:
@@ -429,14 +433,15 @@ class Index:
         used = int(self.used_bytes[tenant]) + taken * size
         return max(0, (int(self.shares.quota_bytes[tenant]) - used) // size)
 
-    def _late(self, slots: Ids) -> Bits:
+    def late(self, slots: Ids) -> Bits:
+        """Return which slots have a block that is too old."""
         born, ttl_s = self._born[slots], self.shares.ttl_s[self._owner[slots]]
         late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self._now())
         return late
 
     def _delete_late(self) -> bool:
         """Delete every block that is too old; whether there was one."""
-        late = self._late(np.arange(self.slabs.slots)) & ~self._doomed
+        late = self.late(np.arange(self.slabs.slots)) & ~self._doomed
         if not late.any():
             return False
         named = self.named()

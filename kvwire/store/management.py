@@ -96,9 +96,10 @@ class StoreManagement:
         hash_tokens: int | None = None,
         tenant: str = "",
     ) -> int:
-        """Keep a chain's blocks from being evicted, until :meth:`unpin` or the close.
+        """Keep a chain's blocks from being evicted, until :meth:`unpin`.
 
-        They are pinned in each tier that has them, as far as the tenant may: half of
+        They are pinned in each tier that has them, on a disk also after a restart, and
+        in memory until the close; as far as the tenant may: half of
         its quota, at most a quarter of a tier of all tenants together. What is deleted,
         damaged or too old goes all the same.
 

@@ -258,9 +258,10 @@ class TierStack:
 
     async def _demote(self, named: IndexedSlots) -> str:
         """Bring blocks of memory to the next tier below, if none there has them."""
-        lacking = np.ones(named.keys.size, np.bool_)
+        # The age of a block on a disk begins anew with a restart.
+        lacking = ~self.memory.index.late(named.slots)
         if all(tier.asks for tier in self.below):
-            lacking = ~self.memory.below[named.slots]
+            lacking &= ~self.memory.below[named.slots]
         for tier in self.below:
             if lacking.any():
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])

@@ -99,4 +99,9 @@ async def disk(path: Any, size: str = "1MiB", hook: Hook | None = None) -> DiskT
 
 def store_on(*below: Tier, memory: str = "memory:128KiB", **how: Any) -> BlockStore:
     """A store with tiers that are open already."""
-    return BlockStore(TierAddress.parse(memory), below, how.get("write", "through"))
+    return BlockStore(
+        TierAddress.parse(memory),
+        below,
+        how.get("write", "through"),
+        how.get("tenants"),
+    )

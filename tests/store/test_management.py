@@ -97,10 +97,29 @@ async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
         some = chain(8, "19") + chain(4, "18")
         assert await store.pin(some, cache) < len(some)
         await store.unpin(some, cache)
-        await store.unpin(A, cache, tenant="t")
-        for number in range(20):
-            await store.put(chain(8, f"{number} again"), cache, range(8))
-        assert await store.match(A, cache, tenant="t") == 0
+    # What is pinned on a disk is pinned after a restart, and what is not is not.
+    for left in (4, 0):
+        async with BlockStore.open(tiers, tenants=["t"]) as store:
+            for number in range(20):
+                await store.put(chain(8, f"{number} again"), cache, range(8))
+            assert await store.match(A, cache, tenant="t") == left
+            uses = store.tenant_stats()
+            assert uses[""].tiers[tiers[1]].pinned_bytes == 0
+            assert uses["t"].tiers[tiers[1]].pinned_bytes == left * 4096
+            await store.unpin(A, cache, tenant="t")
+
+
+async def test_what_a_disk_cannot_note_is_not_pinned(tmp_path: Path) -> None:
+    tiers = ["memory:16KiB", f"disk:{tmp_path}?size=128KiB&slab=64KiB"]
+    cache = Filled(seed=1).cache
+    async with BlockStore.open(tiers) as store:
+        await store.put(A + B, cache, range(8))
+        assert await store.match(A, cache) == 4
+        (tier,) = store._tiers.below
+        rows = tier.inner._rows  # type: ignore[attr-defined]
+        rows._db.execute("DROP TABLE pins")
+        assert await store.pin(A, cache) < 4
+        assert "no such table" in store.report[tiers[1]]
 
 
 async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(

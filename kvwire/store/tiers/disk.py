@@ -267,11 +267,22 @@ class DiskTier(Tier):
         await self.delete(np.concatenate((coming, self._index.of_namespace(digest))))
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """See Tier.
+        """See Tier; a restart finds it pinned, so what it could not be told is not.
 
         Cancel safety: safe, it may be called again.
         """
-        return self._index.pin_named(keys, pinned=pinned)
+        slots = self._index.find(keys)
+        kept = self._index.pin_named(keys, pinned=pinned)
+        told = kept if pinned else slots >= 0
+        write = partial(self._rows.pin, keys[told], slots[told], pinned=pinned)
+        try:
+            async with self._writing:
+                await self._threads.run(write)
+        except _ERRORS as exc:
+            self._failed("pinning", exc)
+            self._index.pin_named(keys, pinned=False)
+            kept[:] = False
+        return kept
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         """See Tier."""
@@ -470,6 +481,8 @@ class DiskTier(Tier):
                 owners[mine],
                 born[mine],
             )
+        pinned = np.isin(rows.slots, self._rows.pins())
+        self._index.keep(rows.keys[pinned], rows.slots[pinned])
         self._index.trim()
 
     def _owners(self, keys: Keys) -> Ids:

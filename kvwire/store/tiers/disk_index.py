@@ -57,6 +57,14 @@ _TABLES: Final = (
     )""",
     f"PRAGMA user_version={FORMAT}",
 )
+# Of the row that had this serial number in this slot, and of no later one. Whoever does
+# not know this table leaves it alone.
+_PINS: Final = """
+    CREATE TABLE IF NOT EXISTS pins (slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL)
+"""
+_PIN: Final = """
+    INSERT OR REPLACE INTO pins SELECT slot, serial FROM blocks WHERE slot=? AND key=?
+"""
 # To SQLite, a text is more than any number: whoever is between two of them is one.
 _ROWS: Final = """
     SELECT slot, key, image_order, nbytes, checksum, serial FROM blocks
@@ -132,6 +140,7 @@ class DiskIndex:
         )
         try:
             self._set_up(path, slab_bytes)
+            self._db.execute(_PINS)
             found = self._db.execute("SELECT slab_bytes, closed FROM tier").fetchone()
             if not found or found[0] not in _SLABS:
                 raise sqlite3.DatabaseError("its slabs have no length")
@@ -200,6 +209,21 @@ class DiskIndex:
                 "DELETE FROM blocks WHERE slot >= ? AND slot < ?",
                 ((some.start, some.stop) for some in slots),
             )
+
+    def pin(self, keys: Keys, slots: Ids, *, pinned: bool) -> None:
+        """Say that the rows of some blocks are pinned, or no more."""
+        with self._transaction():
+            if pinned:
+                named = zip(slots.tolist(), keys.tolist(), strict=True)
+                self._db.executemany(_PIN, named)
+            else:
+                delete = "DELETE FROM pins WHERE slot=?"
+                self._db.executemany(delete, ((slot,) for slot in slots.tolist()))
+
+    def pins(self) -> Ids:
+        """Return the slots whose rows are pinned."""
+        found = self._db.execute("SELECT slot FROM pins NATURAL JOIN blocks")
+        return np.fromiter((slot for (slot,) in found), np.int64)
 
     def sync(self) -> None:
         """Return when all of it survives a power cut."""

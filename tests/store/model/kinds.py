@@ -18,6 +18,8 @@ Words = npt.NDArray[np.uint64]
 
 # One page, one page and a bit, two pages, three.
 HEAD_DIMS = (256, 296, 512, 768)
+# Kind 4 is kind 0 of another tenant: of the same hashes, and with other bytes.
+TENANTS = ("", "a", "b")
 _TOKENS = 8
 _ODD = 0x9E37_79B9_7F4A_7C15
 
@@ -31,7 +33,8 @@ class Block(NamedTuple):
     @property
     def hash(self) -> bytes:
         """The name it is put under."""
-        return hashlib.sha256(repr(tuple(self)).encode()).digest()
+        named = self.kind % len(HEAD_DIMS), self.number
+        return hashlib.sha256(repr(named).encode()).digest()
 
     @property
     def key(self) -> bytes:
@@ -39,8 +42,14 @@ class Block(NamedTuple):
         return namespace_of_kind(self.kind).digest + self.hash
 
 
+def tenant_of(kind: int) -> str:
+    """Whose blocks of one kind are."""
+    return TENANTS[kind // len(HEAD_DIMS)]
+
+
 def spec_of(kind: int) -> KVSpec:
     """The spec of one kind of blocks."""
+    kind %= len(HEAD_DIMS)
     return KVSpec(
         layers=1,
         kv_heads=1,
@@ -54,7 +63,7 @@ def spec_of(kind: int) -> KVSpec:
 @cache
 def namespace_of_kind(kind: int) -> Namespace:
     """The namespace of one kind of blocks."""
-    return Namespace("kv", spec_of(kind))
+    return Namespace("kv", spec_of(kind), tenant_of(kind))
 
 
 @dataclass
@@ -78,7 +87,7 @@ class Cache:
     @property
     def paged(self) -> PagedCache:
         """It, as kvwire sees it."""
-        shape = (len(self.rows), 2, _TOKENS, 1, HEAD_DIMS[self.kind])
+        shape = (len(self.rows), 2, _TOKENS, 1, spec_of(self.kind).head_dim)
         return PagedCache(spec_of(self.kind), [self.rows.view(np.uint8).reshape(shape)])
 
 

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+import kvwire.store.tiers.disk
 from kvwire.store.address import TierAddress
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT
 from kvwire.store.store import BlockStore
+from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.disk import DiskTier
 from tests.store.files import store_on
 from tests.store.model.faults import POINTS, PointedFile
-from tests.store.model.kinds import Block, Cache, contents
+from tests.store.model.kinds import Block, Cache, contents, tenant_of
+
+TTL_S = 100_000
+
+
+class Clock:
+    """The time of all stores of this process, which may be ahead."""
+
+    ahead_s = 0
+
+    def __call__(self) -> float:
+        """Seconds since 1970."""
+        return time.time() + self.ahead_s
+
+
+CLOCK = Clock()
+# What a row on a disk says of its age; from here on, in this process.
+kvwire.store.tiers.disk.time = CLOCK  # type: ignore[attr-defined]
 
 
 class Wrong(AssertionError):
@@ -34,6 +54,7 @@ class Room:
         batch: The most blocks of a put.
         puts: The most puts between two restarts.
         evicts: Whether there are more blocks than room.
+        tenants: Who shares it; blocks of a room with tenants are of one size.
     """
 
     memory: str
@@ -43,6 +64,7 @@ class Room:
     batch: int
     puts: int
     evicts: bool = True
+    tenants: tuple[str, ...] = ()
 
 
 @dataclass
@@ -54,17 +76,22 @@ class Shadow:
         flushed: Those of them that a power cut leaves as well.
         tried: Blocks that were put at all.
         rotten: Blocks damaged on the disk, which is known once one is read.
+        deleted: Blocks that must not be found, since they were deleted or are too old.
+        pinned: Blocks that are not evicted.
     """
 
     sure: set[Block] = field(default_factory=set)
     flushed: set[Block] = field(default_factory=set)
     tried: set[Block] = field(default_factory=set)
     rotten: set[Block] = field(default_factory=set)
+    deleted: set[Block] = field(default_factory=set)
+    pinned: set[Block] = field(default_factory=set)
 
     def forget(self, blocks: set[Block]) -> None:
         """These may be missing from now on."""
         self.sure -= blocks
         self.flushed -= blocks
+        self.pinned -= blocks
 
 
 class Life:
@@ -86,8 +113,13 @@ class Life:
         address = TierAddress.parse(f"disk:{self.directory}?{self.room.disk}")
         POINTS.watch(self.directory)
         self._tier = None
-        self._tier = await DiskTier.open(address, file_type=PointedFile)
-        self._store = store_on(self._tier, memory=f"memory:{self.room.memory}")
+        tenants = Tenants(self.room.tenants)
+        self._tier = await DiskTier.open(address, tenants, file_type=PointedFile)
+        memory = f"memory:{self.room.memory}"
+        self._store = store_on(self._tier, memory=memory, tenants=tenants)
+        for index in (self._tier._index, self._store._tiers.memory.index):
+            index._now = CLOCK
+        self._check_present(set(self.shadow.sure), 0)
 
     @property
     def is_open(self) -> bool:
@@ -109,9 +141,11 @@ class Life:
         kind, cache = blocks[0].kind, Cache.of(blocks[0].kind, blocks)
         before, evicted = set(self.shadow.sure), self._evicted
         self.shadow.tried.update(blocks)
+        self.shadow.deleted.difference_update(blocks)
         hashes, ids = [block.hash for block in blocks], list(range(len(blocks)))
         assert self._store is not None
-        outcome = await self._store.put(hashes, cache.paged, ids)
+        tenant = tenant_of(kind)
+        outcome = await self._store.put(hashes, cache.paged, ids, tenant=tenant)
         if not np.array_equal(cache.rows, Cache.of(kind, blocks).rows):
             raise Wrong("a put has changed the caller's cache")
         landed = {blocks[place] for place in outcome.landed.ids().tolist()}
@@ -136,15 +170,17 @@ class Life:
         before, evicted = set(self.shadow.sure), self._evicted
         hashes, ids = [block.hash for block in blocks], list(range(len(blocks)))
         assert self._store is not None
-        outcome = await self._store.get(hashes, cache.paged, ids)
+        tenant = tenant_of(kind)
+        outcome = await self._store.get(hashes, cache.paged, ids, tenant=tenant)
         here = outcome.landed.ids()
         numbers = np.array([block.number for block in blocks], np.uint64)[here]
         wrong = (cache.rows[here] != contents(kind, numbers)).any(axis=1)
         if wrong.any():
             raise Wrong(f"wrong bytes: {[blocks[at] for at in here[wrong]]}")
-        strange = {blocks[at] for at in here} - self.shadow.tried
+        shadow = self.shadow
+        strange = {blocks[at] for at in here} - (shadow.tried - shadow.deleted)
         if strange:
-            raise Wrong(f"blocks that nobody has put: {sorted(strange)[:5]}")
+            raise Wrong(f"not put, or deleted, or too old: {sorted(strange)[:5]}")
         self._check_present(before, evicted)
         missed = self.shadow.sure & {blocks[at] for _, at in outcome.missing}
         if len(missed) > self._evicted - evicted and not failing:
@@ -152,6 +188,34 @@ class Life:
                 f"{len(missed)} acknowledged blocks are lost: {sorted(missed)[:5]}; "
                 f"{'; '.join(outcome.missing.reasons)}"
             )
+
+    async def delete(self, blocks: Sequence[Block]) -> None:
+        """Delete blocks of one kind.
+
+        Raises:
+            OSError: They may be there after a restart.
+        """
+        self.shadow.forget(set(blocks))
+        hashes, cache = [one.hash for one in blocks], Cache.empty(blocks[0].kind, 1)
+        assert self._store is not None
+        tenant = tenant_of(blocks[0].kind)
+        await self._store.delete(hashes, cache.paged, tenant=tenant)
+        self.shadow.deleted.update(blocks)
+
+    async def pin(self, blocks: Sequence[Block], *, pinned: bool) -> None:
+        """Pin blocks on the disk as far as that goes, or no more."""
+        assert self._tier is not None
+        keys = as_keys(block.key for block in blocks)
+        self.shadow.pinned.difference_update(blocks)
+        kept = await self._tier.pin(keys, pinned=pinned)
+        self.shadow.pinned.update(b for b, k in zip(blocks, kept, strict=True) if k)
+
+    def age(self) -> None:
+        """Let so much time pass that what a tenant has is too old."""
+        late = {block for block in self.shadow.tried if tenant_of(block.kind) == "b"}
+        CLOCK.ahead_s += TTL_S
+        self.shadow.forget(late)
+        self.shadow.deleted |= late
 
     async def get_all(self) -> None:
         """Get every block that was ever put, some at a time."""
@@ -207,6 +271,8 @@ class Life:
         """What is not there any more was evicted, and nothing else."""
         gone = expected - self.present(expected)
         count = self._evicted - evicted
+        if pinned := gone & self.shadow.pinned:
+            raise Wrong(f"pinned blocks are gone: {sorted(pinned)[:5]}")
         if len(gone) > count or (gone and not self.room.evicts):
             raise Wrong(
                 f"{len(gone)} blocks are gone and {count} were evicted: "

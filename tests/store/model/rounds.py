@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from errno import EIO
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from kvwire.errors import UsageError
 from tests.store.model.faults import ERRORS, POINTS, Plan, copied
 from tests.store.model.kinds import Block
-from tests.store.model.life import Life, Room, Shadow, Wrong
+from tests.store.model.life import TTL_S, Life, Room, Shadow, Wrong
 
 ROOMS = {
     # Slots are written over all the time, and slabs change their size.
@@ -23,6 +24,16 @@ ROOMS = {
     # Nothing is ever evicted.
     "roomy": Room(
         "256KiB", "size=8MiB&slab=256KiB", (0, 1, 2, 3), 200, 60, 8, evicts=False
+    ),
+    # Of one size and three tenants, one with a quota and one whose blocks grow too old.
+    "shared": Room(
+        "128KiB",
+        "size=512KiB&slab=64KiB",
+        (0, 4, 8),
+        80,
+        12,
+        16,
+        tenants=("a?disk=128KiB", f"b?ttl={TTL_S}"),
     ),
     # Slabs with as many slots as a slab can have.
     "wide": Room("4MiB", "size=14MiB&slab=4500KiB", (0,), 2600, 300, 16, evicts=False),
@@ -68,6 +79,8 @@ class Round:
         # A disk that has failed to sync once is not believed any more.
         self._flushes = True
         self._kill = kill
+        # Another process would not know how late it is.
+        self._ages = kill is None
         self._ends = 0
         # What a killed process has left, and what has to be found in it.
         self._left: Life | None = None
@@ -99,7 +112,9 @@ class Round:
 
     async def _step(self) -> None:
         draw = self._draw.random()
-        if draw < 0.6:
+        if self.life.room.tenants and self._draw.random() < 0.3:
+            await self._with_event(self._manage)
+        elif draw < 0.6:
             await self._with_event(self._put)
         elif draw < 0.9:
             await self._get()
@@ -148,6 +163,18 @@ class Round:
             if not POINTS.disarm() and self._flushes:
                 raise
             self._flushes = False
+
+    async def _manage(self) -> None:
+        """Delete, pin or unpin some blocks, or let them grow too old."""
+        what = self._draw.choice(("deleted", "pinned", "pinned", "unpinned", "aged"))
+        self.counts[what] += 1
+        if what == "aged" and self._ages:
+            self.life.age()
+        elif what == "deleted":
+            with suppress(OSError):
+                await self.life.delete(self._blocks())
+        else:
+            await self.life.pin(self._blocks(), pinned=what == "pinned")
 
     async def _damage(self) -> None:
         if self.life.shadow.sure:
@@ -207,7 +234,12 @@ class Round:
         life, then = self.life, self.life.shadow
         flushed = life.present(then.flushed)
         sure = flushed if power else life.present(then.sure)
-        shadow = Shadow(set(sure), flushed, set(then.tried), set(then.rotten))
+        # What is not synced may be as it was before.
+        lasts = not power or "sync=put" in life.room.disk
+        shadow = Shadow(
+            *(set(sure), flushed, set(then.tried), set(then.rotten)),
+            *(set(some) if lasts else set() for some in (then.deleted, then.pinned)),
+        )
         if self._kill is not None:
             self._kill(shadow)
         self._ends += 1

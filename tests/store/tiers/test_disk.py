@@ -47,18 +47,6 @@ def tiers(path: Path, size: str = "1MiB") -> list[str]:
     return ["memory:128KiB", f"disk:{path}?size={size}"]
 
 
-async def test_a_restart_finds_what_was_put(tmp_path: Path) -> None:
-    source, hashes = Filled(seed=1), chain(16)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        assert (await store.put(hashes, source.cache, IDS)).complete
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        assert await store.match(hashes) == 16
-        assert await landed(store, source, hashes) == IDS
-        # And what it has is not written again.
-        await store.put(hashes, source.cache, IDS)
-        assert store.stats()[tiers(tmp_path)[1]].written_blocks == 0
-
-
 async def test_written_back_blocks_are_there_after_a_close(tmp_path: Path) -> None:
     source, hashes = Filled(64, seed=1), chain(64)
     async with BlockStore.open(tiers(tmp_path), write="back") as store:
@@ -67,28 +55,6 @@ async def test_written_back_blocks_are_there_after_a_close(tmp_path: Path) -> No
         assert stats["memory:128KiB"].evicted_blocks >= 32
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await landed(store, source, hashes) == list(range(64))
-
-
-@pytest.mark.parametrize("seed", range(8))
-async def test_a_flipped_bit_is_never_returned(tmp_path: Path, seed: int) -> None:
-    """Anywhere in the images, or in what fills their slots."""
-    source, hashes = Filled(seed=1), chain(16)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        await store.put(hashes, source.cache, IDS)
-    rng = np.random.default_rng(seed)
-    images = tmp_path / "images"
-    data = bytearray(images.read_bytes())
-    used = np.flatnonzero(np.frombuffer(data, np.uint8))
-    for place in rng.choice(used, 40):
-        data[place] ^= 1 << int(rng.integers(8))
-    images.write_bytes(data)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        here = await landed(store, source, hashes)
-        assert len(here) < 16
-        # What was damaged is forgotten, and can be put again.
-        assert (await store.put(hashes, source.cache, IDS)).complete
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        assert await landed(store, source, hashes) == IDS
 
 
 async def test_an_order_that_is_another_one_is_damage(tmp_path: Path) -> None:
@@ -161,22 +127,6 @@ async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
         assert any(
             "shorter than it was" in reason for reason in outcome.missing.reasons
         )
-
-
-async def test_a_slot_that_another_block_has_taken(tmp_path: Path) -> None:
-    """Its row was lost in a power cut: the older one does not fit its bytes."""
-    source, hashes = Filled(64, seed=1), chain(64)
-    one = tiers(tmp_path, "64KiB&slab=64KiB")
-    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
-        await store.put(hashes[:4], source.cache, IDS[:4])
-    early = (tmp_path / "index.sqlite").read_bytes()
-    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
-        await store.put(hashes[4:], source.cache, list(range(4, 64)))
-    (tmp_path / "index.sqlite").write_bytes(early)
-    async with BlockStore.open(["memory:16KiB", one[1]]) as store:
-        assert store.stats()[one[1]].blocks > 0
-        assert await landed(store, source, hashes) == []
-        assert store.stats()[one[1]].damaged_blocks > 0
 
 
 async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
