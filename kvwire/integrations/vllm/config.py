@@ -25,29 +25,36 @@ GROUP_BYTES: Final = 4 * MIB
 
 # vLLM's names of how layers, blocks, heads and tokens follow each other in memory.
 LAYOUTS: Final = ("", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-_CHOICES: Final = {
-    "mode": (PULL, PUSH),
-    "stream": (LAYER, CHUNK, REQUEST),
-    "layout": LAYOUTS,
-    "role": ("", *ROLES),
-}
+ValueCheck = tuple[Callable[[Any], bool], str]
+"""Tells whether a value may be, and what may be."""
 
 
-_Check = tuple[Callable[[Any], bool], str]
-_TEXT: Final[_Check] = lambda value: isinstance(value, str), "a text"
-_TIME: Final[_Check] = (
+def one_of(*choices: str) -> ValueCheck:
+    """Return a check for texts of which "" is not named."""
+    return choices.__contains__, f"none of {', '.join(filter(None, choices))}"
+
+
+def whole_number(first: int, last: int | None = None) -> ValueCheck:
+    """Return a check for whole numbers."""
+    said = f"a whole number from {first}" + (f" to {last}" if last else "")
+    return lambda n: type(n) is int and first <= n and (not last or n <= last), said
+
+
+TEXT: Final[ValueCheck] = lambda value: isinstance(value, str), "a text"
+SECONDS: Final[ValueCheck] = (
     lambda value: isinstance(value, int | float) and value > 0,
     "seconds above 0",
 )
-_VALUES: Final[dict[str, _Check]] = {
-    **dict.fromkeys(("listen", "advertise", "fingerprint", "http"), _TEXT),
-    **dict.fromkeys(("load_timeout_s", "fence_s"), _TIME),
-    **dict.fromkeys(
-        ("group_bytes", "gate_layers"),
-        (lambda value: type(value) is int and value >= 0, "a whole number from 0"),
-    ),
+_VALUES: Final[dict[str, ValueCheck]] = {
+    "mode": one_of(PULL, PUSH),
+    "stream": one_of(LAYER, CHUNK, REQUEST),
+    "layout": one_of(*LAYOUTS),
+    "role": one_of("", *ROLES),
+    **dict.fromkeys(("listen", "advertise", "fingerprint", "http"), TEXT),
+    **dict.fromkeys(("load_timeout_s", "fence_s"), SECONDS),
+    **dict.fromkeys(("group_bytes", "gate_layers"), whole_number(0)),
     "peers": (
-        lambda value: isinstance(value, list | tuple) and all(map(_TEXT[0], value)),
+        lambda value: isinstance(value, list | tuple) and all(map(TEXT[0], value)),
         "a list of addresses",
     ),
 }
@@ -100,18 +107,7 @@ class VllmSettings:
     role: str = ""
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise UsageError(
-                    f"kv_connector_extra_config: {name}={value!r} is none of "
-                    f"{', '.join(filter(None, choices))}"
-                )
-        for name, (fits, what) in _VALUES.items():
-            if not fits(getattr(self, name)):
-                raise UsageError(
-                    f"kv_connector_extra_config: {name}={getattr(self, name)!r}: {what}"
-                )
+        check_values(self, _VALUES)
         for address in (self.listen, *self.peers):
             Address.parse(address)
         if self.http:
@@ -165,6 +161,18 @@ def read_settings(
     # Two engines that both wait for the other would wait for ever.
     profile = {"vllm_kv_mode": settings.mode, **profile, **said}
     return settings, Config.load(profile=profile, **wire)
+
+
+def check_values(settings: object, checks: Mapping[str, ValueCheck]) -> None:
+    """Refuse a value of ``kv_connector_extra_config`` that cannot be.
+
+    Raises:
+        UsageError: Names it, and what can.
+    """
+    for name, (fits, what) in checks.items():
+        value = getattr(settings, name)
+        if not fits(value):
+            raise UsageError(f"kv_connector_extra_config: {name}={value!r}: {what}")
 
 
 def check_keys(extra: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -23,15 +23,14 @@ Blocks = dict[str, list[int]]
 
 
 @dataclass(slots=True, kw_only=True)
-class SendPrompt:
-    """Tells a worker of a prompt to be computed whose KV goes to another engine.
+class PromptTransfer:
+    """Tells a worker of a prompt whose KV moves between two engines.
 
     Attributes:
         request_id: vLLM's name of the request.
         transfer_id: What both engines call the transfer.
-        tokens: That are computed of the prompt.
         listed: Tokens of each group's whole list of blocks.
-        blocks: Those known so far.
+        blocks: Of each group, as far as they are known.
         hashes: Of the blocks that the whole lists have.
         remote: The other engine's ranks; empty where decode comes by itself.
         stages: Its pipeline stages.
@@ -41,14 +40,34 @@ class SendPrompt:
 
     request_id: str
     transfer_id: str
-    tokens: int
-    listed: dict[str, int]
-    blocks: Blocks
-    hashes: dict[str, list[bytes]]
+    listed: dict[str, int] = field(default_factory=dict)
+    blocks: Blocks = field(default_factory=dict)
+    hashes: dict[str, list[bytes]] = field(default_factory=dict)
     remote: tuple[str, ...] = ()
     stages: int = 1
     content: bytes = b""
     priority: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what both ends of the transfer say of it."""
+        return {
+            "tokens": self.listed,
+            "hashes": self.hashes or None,
+            "content": self.content or None,
+            "priority": self.priority,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class SendPrompt(PromptTransfer):
+    """Tells a worker of a prompt to be computed whose KV goes to another engine.
+
+    Attributes:
+        tokens: That are computed of the prompt.
+    """
+
+    tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,34 +86,16 @@ class ComputedTokens:
 
 
 @dataclass(slots=True, kw_only=True)
-class LoadPrompt:
+class LoadPrompt(PromptTransfer):
     """Tells a worker of a prompt whose KV comes from another engine.
 
     Attributes:
-        request_id: vLLM's name of the request.
-        transfer_id: What both engines call the transfer.
-        listed: Tokens of each group's list of blocks.
-        blocks: Where it goes, with those that are here already.
-        cached: How many leading blocks of each list are here.
-        hashes: Of its blocks.
-        remote: The other engine's ranks.
-        stages: Its pipeline stages.
-        content: Names the tokens.
-        priority: 0 to 255; what is higher goes first.
+        cached: How many leading blocks of each list are here already.
         declined: Nothing is wanted any more; the other engine may free its blocks.
         computed: The other engine has said that it computed the prompt.
     """
 
-    request_id: str
-    transfer_id: str
-    remote: tuple[str, ...]
-    listed: dict[str, int] = field(default_factory=dict)
-    blocks: Blocks = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
-    hashes: dict[str, list[bytes]] = field(default_factory=dict)
-    stages: int = 1
-    content: bytes = b""
-    priority: int = 0
     declined: bool = False
     computed: bool = False
 

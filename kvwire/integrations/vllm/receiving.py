@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -189,13 +189,8 @@ class PromptReceive:
 
     async def _begin(self, communicator: Communicator) -> list[Incoming]:
         load = self.load
-        options: dict[str, Any] = {
-            "tokens": load.listed,
-            "hashes": load.hashes or None,
-            "content": load.content or None,
-            "priority": load.priority,
-            "deadline": timedelta(seconds=self._timeout_s),
-        }
+        options = load.options
+        options["deadline"] = timedelta(seconds=self._timeout_s)
         if any(load.cached.values()) and load.hashes:
             options["have"] = frozenset(
                 named

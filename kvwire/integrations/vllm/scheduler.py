@@ -232,19 +232,11 @@ class SchedulerSide:
         return max(0, len(request.prompt_token_ids or ()) - self._partial)
 
     def _new_send(self, request: Any, wanted: TransferParams) -> SendPrompt:
-        return SendPrompt(
-            request_id=request.request_id,
-            # Clients choose parts of a request's id; this one nobody can guess.
-            transfer_id=wanted.transfer_id or secrets.token_hex(16),
-            tokens=request.num_prompt_tokens,
-            listed=self._listed(request.num_prompt_tokens),
-            blocks={},
-            hashes=self._hashes(request, request.num_prompt_tokens),
-            remote=wanted.remote,
-            stages=wanted.stages,
-            content=self._content(request, request.num_prompt_tokens),
-            priority=_priority(request),
-        )
+        tokens = request.num_prompt_tokens
+        send = SendPrompt(tokens=tokens, **self._moved(request, wanted, tokens))
+        # Clients choose parts of a request's id; this one nobody can guess.
+        send.transfer_id = send.transfer_id or secrets.token_hex(16)
+        return send
 
     def _new_load(
         self,
@@ -256,25 +248,31 @@ class SchedulerSide:
         if not external:
             return self._declined(request, wanted)
         tokens = self._fetched_tokens(request)
-        blocks, cached = {}, {}
+        load = LoadPrompt(
+            computed=wanted.computed, **self._moved(request, wanted, tokens)
+        )
         for shape in self._shapes:
             needed = shape.needed(tokens)
-            blocks[shape.name] = list(tables[shape.table][needed.start : needed.stop])
+            blocks = tables[shape.table][needed.start : needed.stop]
+            load.blocks[shape.name] = list(blocks)
             here = (tokens - external) // shape.block_tokens - needed.start
-            cached[shape.name] = min(max(0, here), len(needed))
-        return LoadPrompt(
-            request_id=request.request_id,
-            transfer_id=wanted.transfer_id,
-            listed=self._listed(tokens),
-            blocks=blocks,
-            cached=cached,
-            hashes=self._hashes(request, tokens),
-            remote=wanted.remote,
-            stages=wanted.stages,
-            content=self._content(request, tokens),
-            priority=_priority(request),
-            computed=wanted.computed,
-        )
+            load.cached[shape.name] = min(max(0, here), len(needed))
+        return load
+
+    def _moved(
+        self, request: Any, wanted: TransferParams, tokens: int
+    ) -> dict[str, Any]:
+        """Return what workers are told of a prompt's first tokens, either way."""
+        return {
+            "request_id": request.request_id,
+            "transfer_id": wanted.transfer_id,
+            "listed": {one.name: one.listed_tokens(tokens) for one in self._shapes},
+            "hashes": self._hashes(request, tokens),
+            "remote": wanted.remote,
+            "stages": wanted.stages,
+            "content": self._content(request, tokens),
+            "priority": _priority(request),
+        }
 
     def _declined(self, request: Any, wanted: TransferParams) -> LoadPrompt:
         request.kv_transfer_params["do_remote_prefill"] = False
@@ -285,9 +283,6 @@ class SchedulerSide:
             stages=wanted.stages,
             declined=True,
         )
-
-    def _listed(self, tokens: int) -> dict[str, int]:
-        return {shape.name: shape.listed_tokens(tokens) for shape in self._shapes}
 
     def _content(self, request: Any, count: int) -> bytes:
         """Name a prompt's first tokens, whatever the sizes of blocks are."""

@@ -134,13 +134,7 @@ class PromptSend:
 
     async def _begin(self, communicator: Communicator) -> list[Outgoing]:
         send, route = self._send, self._route
-        options: dict[str, Any] = {
-            "tokens": send.listed,
-            "hashes": send.hashes or None,
-            "content": send.content or None,
-            "priority": send.priority,
-            "growing": True,
-        }
+        options = {**send.options, "growing": True}
         if not route.pushed:
             options["consumers"] = len(route.peers)
             return [communicator.publish(route.id, self._cache, send.blocks, **options)]

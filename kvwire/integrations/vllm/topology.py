@@ -19,6 +19,7 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape, stage_layers
+from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt
 from kvwire.kv.spec import KVSpec, shard_sources
 
 
@@ -74,47 +75,32 @@ class OwnRank:
         return ("",) * (self.stage[1] * self.spec.shard[1]), self.stage[1]
 
 
-def incoming_route(
-    id: str, own: OwnRank, remote: tuple[str, ...], stages: int = 1, *, pushed: bool
+def rank_route(
+    moved: SendPrompt | LoadPrompt, own: OwnRank, *, pushed: bool
 ) -> RankRoute:
-    """Return where a consuming rank gets a prompt from.
+    """Return which ranks of the other engine a rank exchanges a prompt with.
 
     Args:
-        id: Of the transfer.
+        moved: The prompt; without addresses the other engine is like this one.
         own: This rank.
-        remote: Addresses of the producing ranks; none for a group like this one.
-        stages: Pipeline stages of the producing engine.
         pushed: Prefill sends.
 
-    Raises:
-        UsageError: The heads cannot be split over so many ranks.
-    """
-    addresses, stages = own.others(remote, stages)
-    found = sources(own.spec, len(addresses) // stages, stages)
-    return RankRoute(
-        id,
-        pushed,
-        tuple(PeerRank(addresses[at], f"{id}/{at}/{own.index}") for at in found),
-    )
-
-
-def outgoing_route(
-    id: str, own: OwnRank, remote: tuple[str, ...], stages: int = 1, *, pushed: bool
-) -> RankRoute:
-    """Return where a producing rank sends; no peer if others have its heads.
-
-    The arguments are those of :func:`incoming_route`, seen from the other end.
+    Returns:
+        A route without peers, if other ranks send all that this one could.
 
     Raises:
-        UsageError: The heads cannot be split over so many ranks.
+        UsageError: The heads or layers cannot be split over so many ranks.
     """
-    addresses, stages = own.others(remote, stages)
-    found = targets(own.spec, len(addresses) // stages, stages)
-    return RankRoute(
-        id,
-        pushed,
-        tuple(PeerRank(addresses[at], f"{id}/{own.index}/{at}") for at in found),
-    )
+    addresses, stages = own.others(moved.remote, moved.stages)
+    ranks, id = len(addresses) // stages, moved.transfer_id
+    if isinstance(moved, SendPrompt):
+        found = targets(own.spec, ranks, stages)
+        names = [f"{id}/{own.index}/{at}" for at in found]
+    else:
+        found = sources(own.spec, ranks, stages)
+        names = [f"{id}/{at}/{own.index}" for at in found]
+    there = [addresses[at] for at in found]
+    return RankRoute(id, pushed, tuple(map(PeerRank, there, names)))
 
 
 def check_ranks(shapes: Sequence[CacheShape], listed: int, stages: int = 1) -> None:

@@ -34,11 +34,7 @@ from kvwire.integrations.vllm.metrics import (
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import PromptReceive
 from kvwire.integrations.vllm.sending import PromptSend
-from kvwire.integrations.vllm.topology import (
-    OwnRank,
-    incoming_route,
-    outgoing_route,
-)
+from kvwire.integrations.vllm.topology import OwnRank, rank_route
 from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 from kvwire.kv.spec import KVSpec
 
@@ -234,10 +230,7 @@ class WorkerSide:
     # --- sending ----------------------------------------------------------------------
 
     def _send(self, send: SendPrompt) -> None:
-        pushed = self._settings.mode == PUSH
-        route = outgoing_route(
-            send.transfer_id, self._own(), send.remote, send.stages, pushed=pushed
-        )
+        route = rank_route(send, self._own(), pushed=self._settings.mode == PUSH)
         if not route.peers:
             # Other ranks have the same heads, and this one nothing to do.
             self._unsent.add(send.request_id)
@@ -266,10 +259,7 @@ class WorkerSide:
     # --- fetching ---------------------------------------------------------------------
 
     def _load(self, load: LoadPrompt, after: object | None) -> None:
-        pushed = self._settings.mode == PUSH
-        route = incoming_route(
-            load.transfer_id, self._own(), load.remote, load.stages, pushed=pushed
-        )
+        route = rank_route(load, self._own(), pushed=self._settings.mode == PUSH)
         assert self._caches is not None
         arrival = PromptReceive(
             self._engine,

@@ -8,11 +8,28 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvwire.errors import UsageError
-from kvwire.integrations.vllm.config import check_keys
+from kvwire.integrations.vllm.config import (
+    SECONDS,
+    TEXT,
+    ValueCheck,
+    check_keys,
+    check_values,
+    one_of,
+    whole_number,
+)
 from kvwire.store.address import TierAddress
 from kvwire.store.store import Write
 
-_PARTS_MAX: Final = 64
+_VALUES: Final[dict[str, ValueCheck]] = {
+    "tiers": (
+        lambda value: isinstance(value, list | tuple) and bool(value),
+        'a list, such as ["memory:4GiB"]',
+    ),
+    "write": one_of("through", "back"),
+    "parts": whole_number(1, 64),
+    "fingerprint": TEXT,
+    "lookup_timeout_s": SECONDS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +63,9 @@ class StoreSettings:
         return cls(**extra)
 
     def __post_init__(self) -> None:
-        tiers: object = self.tiers
-        if not isinstance(tiers, list | tuple) or not tiers:
-            raise _wrong("tiers", tiers, 'a list, such as ["memory:4GiB"]')
+        check_values(self, _VALUES)
         for tier in self.tiers:
             TierAddress.parse(tier)
-        if self.write not in ("through", "back"):
-            raise _wrong("write", self.write, '"through" or "back"')
-        if type(self.parts) is not int or not 1 <= self.parts <= _PARTS_MAX:
-            raise _wrong("parts", self.parts, f"a number from 1 to {_PARTS_MAX}")
-        fingerprint: object = self.fingerprint
-        if not isinstance(fingerprint, str):
-            raise _wrong("fingerprint", fingerprint, "a text")
-        wait: object = self.lookup_timeout_s
-        if not isinstance(wait, int | float) or wait <= 0:
-            raise _wrong("lookup_timeout_s", wait, "seconds above 0")
 
     def tiers_of(self, rank: int, ranks: int) -> list[str]:
         """Return the tiers of one rank.
@@ -70,9 +75,8 @@ class StoreSettings:
         """
         for tier in self.tiers:
             if ranks > 1 and tier.startswith("disk:") and "{rank}" not in tier:
-                raise _wrong("tiers", tier, f"{{rank}} in it, since there are {ranks}")
+                raise UsageError(
+                    f"kv_connector_extra_config: tiers={tier!r}: {{rank}} in it, since "
+                    f"there are {ranks}"
+                )
         return [tier.replace("{rank}", str(rank)) for tier in self.tiers]
-
-
-def _wrong(name: str, value: object, what: str) -> UsageError:
-    return UsageError(f"kv_connector_extra_config: {name}={value!r}: {what}")

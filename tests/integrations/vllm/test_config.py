@@ -22,7 +22,7 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"mode": "pusch"}, "mode='pusch' is none of pull, push"),
+        ({"mode": "pusch"}, "mode='pusch': none of pull, push"),
         ({"stream": 1}, "stream=1"),
         ({"listen": "7400"}, "no port"),
         ({"listen": 7400}, "listen=7400"),
@@ -31,7 +31,7 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"gate_layers": -1}, "gate_layers=-1"),
         ({"gate_layers": True}, "gate_layers=True"),
         ({"fence_s": 0}, "fence_s=0"),
-        ({"layout": "NHD"}, "layout='NHD' is none of LBHNC, LBNHC"),
+        ({"layout": "NHD"}, "layout='NHD': none of LBHNC, LBNHC"),
         ({"peers": "a:1"}, "peers='a:1': a list of addresses"),
         ({"peers": ["a"]}, "no port"),
         ({"lease": 5}, "did you mean 'lease_s'"),

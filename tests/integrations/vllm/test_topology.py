@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire import KVSpec, UsageError
+from kvwire.integrations.vllm.metadata import LoadPrompt, SendPrompt
 from kvwire.integrations.vllm.topology import (
     OwnRank,
     check_ranks,
     group_specs,
-    incoming_route,
     lacking,
-    outgoing_route,
+    rank_route,
     sources,
     targets,
 )
@@ -111,23 +111,23 @@ def test_what_cannot_be_split() -> None:
         check_ranks([SHAPE], 6, 2)
 
 
+def met(
+    kind: type[SendPrompt | LoadPrompt], own: OwnRank, *there: str, stages: int = 1
+) -> list[tuple[str, str]]:
+    """Addresses of the ranks that a rank meets, and what the pushes are called."""
+    more: dict[str, Any] = {"tokens": 1} if kind is SendPrompt else {}
+    moved = kind(request_id="r", transfer_id="t", remote=there, stages=stages, **more)
+    route = rank_route(moved, own, pushed=True)
+    return [(peer.address, peer.id) for peer in route.peers]
+
+
 def test_a_push_has_a_name_for_each_two_ranks() -> None:
-    there = ("a:1", "a:2")
     (whole,) = ranks_of(4, (1, 1))
-    out = outgoing_route("t", OwnRank(whole), there, pushed=True)
-    assert [(peer.address, peer.id) for peer in out.peers] == [
-        ("a:1", "t/0/0"),
-        ("a:2", "t/0/1"),
-    ]
+    both = [("a:1", "t/0/0"), ("a:2", "t/0/1")]
+    assert met(SendPrompt, OwnRank(whole), "a:1", "a:2") == both
     half = OwnRank(ranks_of(4, (2, 1))[1])
-    into = incoming_route("t", half, ("b:1",), pushed=True)
-    assert [peer.id for peer in into.peers] == ["t/0/1"]
+    assert met(LoadPrompt, half, "b:1") == [("b:1", "t/0/1")]
     last = OwnRank(ranks_of(4, (2, 2))[3], stage=(1, 2))
-    into = incoming_route("t", last, there, 2, pushed=True)
-    assert [(peer.address, peer.id) for peer in into.peers] == [("a:2", "t/1/3")]
-
-
-def test_a_group_like_this_one_needs_no_addresses() -> None:
-    own = OwnRank(ranks_of(4, (2, 2))[3], stage=(1, 2))
-    route = outgoing_route("t", own, (), pushed=False)
-    assert [peer.id for peer in route.peers] == ["t/3/3"]
+    assert met(LoadPrompt, last, "a:1", "a:2", stages=2) == [("a:2", "t/1/3")]
+    # Without addresses: those of an engine like this one.
+    assert met(SendPrompt, last) == [("", "t/3/3")]
