@@ -23,6 +23,7 @@ from tests.bench.vllm_servers import (
     write_model,
 )
 from tests.bench.vllm_wire import HERE, Host, two_hosts
+from tests.integrations.vllm.pairs import running as serving_all
 from tests.integrations.vllm.serving import Engine
 
 # And beside which servers, whose threads take their share of the cores.
@@ -93,11 +94,7 @@ def running(
             for one in group
         }
         engines = [alone, *itertools.chain.from_iterable(pairs.values())]
-        for engine in engines:
-            stack.callback(engine.kill)
-            engine.start()
-        for engine in engines:
-            engine.wait()
+        stack.enter_context(serving_all(*engines))
         turns = [
             Turn(one.name, _ask(one, *pairs[one.servers]), pairs[one.servers])
             for one in group

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from tests.bench.vllm_wire import HERE, Host
+from tests.integrations.vllm import serving
 from tests.integrations.vllm.serving import Engine, free_port
 
 # The first has 64 KiB of KV a token, and little else to compute; the second next to no
@@ -36,9 +36,6 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 # Tokens of one forward pass: 4,000 are computed in two.
 CHUNK_TOKENS: Final = 2048
 _BYTES_A_NUMBER: Final = 2
-# Four prompts of 4,000 tokens of the larger shape fit, and more wait for their turn.
-# NixlConnector has the same once more in host memory.
-_CACHE_GIB: Final = "1"
 Connector = Callable[[str, str], dict[str, Any]]
 
 
@@ -161,42 +158,37 @@ def server(
     """
     port, kv = free_port(), free_port()
     core %= os.cpu_count() or 1
-    command = [
-        *(("taskset", "-c", str(core)) if placement.bound else ()),
-        *(*host.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
-        *("--host", host.http, "--enforce-eager", "--max-model-len", "4352"),
-        *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
-        *("--dtype", "bfloat16", "--load-format", "dummy"),
-        *("--no-enable-prefix-caching", *placement.arguments),
-    ]
+    bound = ("taskset", "-c", str(core)) if placement.bound else ()
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": _CACHE_GIB,
-        **{
-            key: value.format(core=core) for key, value in placement.environment.items()
-        },
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": host.kv,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv),
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **host.environment,
+        key: value.format(core=core) for key, value in placement.environment.items()
     }
-    name = "off"
+    environment |= host.engine_environment(kv)
+    name, transfer = "off", None
+    more: tuple[str, ...] = ()
     if contender is not None:
-        name = f"{contender.servers}-{role}"
+        name, more = f"{contender.servers}-{role}", contender.arguments
         connector = contender.connector(role, f"{host.kv}:{kv}")
         own = connector.setdefault("kv_connector_extra_config", {})
         if connector["kv_connector"] == "KvwireConnector":
             own |= host.trust
         elif connector["kv_connector"] == "ExampleConnector":
             own["shared_storage_path"] = str(folder / "kv")
-        transfer = {"kv_role": role, **connector}
-        command += ["--kv-transfer-config", json.dumps(transfer), *contender.arguments]
+        # What fails is an error, as vLLM has it by default.
+        transfer = {**connector, "kv_role": role, "kv_load_failure_policy": "fail"}
         environment |= contender.environment
-    url = f"http://{host.http}:{port}"
-    log = folder / f"{model.name}-{name}.log"
-    return Engine(command, log, url, environment, kv=f"{host.kv}:{kv}")
+    made = serving.server(
+        model,
+        folder / f"{model.name}-{name}.log",
+        f"http://{host.http}:{port}",
+        transfer,
+        *("--max-model-len", "4352", "--max-num-batched-tokens", str(CHUNK_TOKENS)),
+        *("--dtype", "bfloat16", "--load-format", "dummy"),
+        *("--no-enable-prefix-caching", *placement.arguments, *more),
+        prefix=(*bound, *host.prefix),
+        **environment,
+    )
+    made.kv = f"{host.kv}:{kv}"
+    return made
 
 
 def varied(contender: Contender, number: int, extra: Mapping[str, Any]) -> Contender:
@@ -216,14 +208,7 @@ def varied(contender: Contender, number: int, extra: Mapping[str, Any]) -> Conte
 
 
 def _kvwire(**more: Any) -> Connector:
-    def connector(role: str, listen: str) -> dict[str, Any]:
-        return {
-            "kv_connector": "KvwireConnector",
-            "kv_connector_module_path": "kvwire.integrations.vllm",
-            "kv_connector_extra_config": {"listen": listen, **more},
-        }
-
-    return connector
+    return lambda role, listen: serving.kvwire_config(listen, more)
 
 
 def _nixl(role: str, listen: str) -> dict[str, Any]:

@@ -39,6 +39,15 @@ class Host:
     trust: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
+    def engine_environment(self, port: int) -> dict[str, str]:
+        """What an engine's process needs there, NixlConnector's port among it."""
+        return {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": self.kv,
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+            "VLLM_HOST_IP": "127.0.0.1",
+            **self.environment,
+        }
+
 
 HERE: Final = Host("127.0.0.1", "127.0.0.1")
 

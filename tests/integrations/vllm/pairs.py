@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from tests.integrations.vllm.serving import Engine, tokens_of
+from tests.integrations.vllm.serving import Engine, Process, prompt, tokens_of
+from tests.support.waiting import eventually
 
 
 class Pair:
@@ -26,8 +27,26 @@ class Pair:
         self.prefill, self.decode = prefill, decode
         self._signed = references.signed
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request and no block is in use."""
+        return self.prefill.idle and self.decode.idle
+
+    @property
+    def fetched(self) -> float:
+        """Tokens whose KV decode has not computed."""
+        return self.decode.metric("vllm:external_prefix_cache_hits_total")
+
     def local(self, ids: list[int]) -> list[int]:
         return tokens_of(self.prefill.generate(ids, cache_salt=f"local-{ids[:4]}"))
+
+    def check_alike(self, lengths: Iterable[int], seed: int) -> None:
+        """Check that prompts asked at once are answered as one engine answers each."""
+        prompts = [prompt(length, seed=seed) for length in lengths]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(self.both, prompts))
+        assert answers == [self.local(ids) for ids in prompts]
+        assert eventually(lambda: self.idle)
 
     def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
         """What the two make of a prompt.
@@ -59,7 +78,7 @@ class Pair:
 
 
 @contextmanager
-def running(*engines: Engine) -> Iterator[None]:
+def running(*engines: Process) -> Iterator[None]:
     """Engines that serve, until the end of the block."""
     try:
         for one in engines:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,44 +149,30 @@ def engine(
         stages: Of pipeline parallelism.
         beside: Other connectors; MultiConnector has them all.
     """
-    port, kv_port = free_port(), free_port()
+    kv_port = free_port()
     workers = ranks * stages
     listen = [f"127.0.0.1:{kv_port + worker}" for worker in range(workers)]
-    url = f"http://127.0.0.1:{port}"
+    log, url = folder / f"{name}.log", f"http://127.0.0.1:{free_port()}"
     if "directory" in transfer:
         transfer = {"http": url, **transfer}
-    config: dict[str, Any] = {
-        "kv_connector": "KvwireConnector",
-        "kv_connector_module_path": "kvwire.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"listen": listen[0], **transfer},
-    }
+    config = kvwire_config(listen[0], transfer)
     if beside:
+        children = {"connectors": [config, *beside]}
         config = {
             "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": [config, *beside]},
+            "kv_connector_extra_config": children,
         }
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
-        *("--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "4352"),
+    said = [
+        *("--max-model-len", "4352", "--max-num-batched-tokens", "1024"),
         # Other sums of another batch change no token in this type.
-        *("--dtype", "float32", "--max-num-batched-tokens", "1024"),
-        *("--tensor-parallel-size", str(ranks)),
+        *("--dtype", "float32", "--tensor-parallel-size", str(ranks)),
         *("--pipeline-parallel-size", str(stages)),
         *("--distributed-executor-backend", "uni" if workers == 1 else "mp"),
-        *("--kv-transfer-config", json.dumps(config), *arguments),
     ]
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(
             str((core + worker) % (os.cpu_count() or 1)) for worker in range(workers)
         ),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
         "KVWIRE_PREFER": "",
     }
     if workers == 1:
@@ -196,9 +182,43 @@ def engine(
         # On CPUs only the warm-up of what is compiled makes room for another stage's
         # numbers (`sync_and_gather_intermediate_tensors`).
         compiled = {"mode": 2, "backend": "eager"}
-        command += ["--no-enforce-eager", "--compilation-config", json.dumps(compiled)]
-    log = folder / f"{name}.log"
-    return Engine(command, log, url, environment, kv=",".join(listen), stages=stages)
+        said += ["--no-enforce-eager", "--compilation-config", json.dumps(compiled)]
+    made = server(model, log, url, config, *said, *arguments, **environment)
+    made.kv, made.stages = ",".join(listen), stages
+    return made
+
+
+def kvwire_config(listen: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``kv-transfer-config`` of our connector."""
+    return {
+        "kv_connector": "KvwireConnector",
+        "kv_connector_module_path": "kvwire.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"listen": listen, **extra},
+    }
+
+
+def server(
+    model: Path,
+    log: Path,
+    url: str,
+    transfer: Mapping[str, Any] | None,
+    *arguments: str,
+    prefix: Sequence[str] = (),
+    **environment: str,
+) -> Engine:
+    """A server of a model with this ``kv-transfer-config``, not started."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    command = [
+        *(*prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--served-model-name", "m"),
+        *("--host", host, "--port", port, "--enforce-eager", *arguments),
+    ]
+    if transfer is not None:
+        said = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **transfer}
+        command += ["--kv-transfer-config", json.dumps(said)]
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return Engine(command, log, url, environment | {"HF_HUB_OFFLINE": "1"})
 
 
 def front(prefill: Engine, decode: Engine, folder: Path, *arguments: str) -> Process:
@@ -214,7 +234,7 @@ def front(prefill: Engine, decode: Engine, folder: Path, *arguments: str) -> Pro
 
 
 def complete(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
-    """A completion; the whole answer."""
+    """A completion; the whole answer. ``client`` and ``timeout`` are httpx's."""
     body = {
         "model": "m",
         "prompt": list(prompt),
@@ -225,7 +245,8 @@ def complete(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> 
         **more,
     }
     timeout = body.pop("timeout", ANSWERS_WITHIN_S)
-    said = httpx.post(f"{url}/v1/completions", json=body, timeout=timeout)
+    client = body.pop("client", httpx)
+    said = client.post(f"{url}/v1/completions", json=body, timeout=timeout)
     said.raise_for_status()
     return said.json()
 

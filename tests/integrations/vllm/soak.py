@@ -22,6 +22,7 @@ from pathlib import Path
 import httpx
 
 from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import running
 from tests.integrations.vllm.serving import (
     Engine,
     Process,
@@ -64,11 +65,7 @@ def main() -> int:
         more = ["--no-enable-prefix-caching"] if options.fresh else []
         decode = engine(model, folder, "decode", 1, transfer, *more)
         proxy = front(prefill, decode, folder)
-        for process in (prefill, decode, proxy):
-            stack.callback(process.kill)
-            process.start()
-        for process in (prefill, decode, proxy):
-            process.wait()
+        stack.enter_context(running(prefill, decode, proxy))
         prompts = [
             prompt(chance.choice([1, 30, 130, 500, 1100, 2000]), seed)
             for seed in range(DIFFERENT_PROMPTS)

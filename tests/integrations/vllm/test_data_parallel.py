@@ -16,7 +16,6 @@ from tests.integrations.vllm.serving import NEEDS_VLLM, engine, prompt, tokens_o
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(900)]
-FETCHED = "vllm:external_prefix_cache_hits_total"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def test_tokens_are_those_of_local_generation(pair: Pair) -> None:
     """Decode finds each prompt with the engine that has computed it."""
     prompts = [prompt(100 * size, seed=1) for size in range(1, 9)]
     sends = {"do_remote_decode": True}
-    hits = pair.decode.metric(FETCHED)
+    hits = pair.fetched
     with ThreadPoolExecutor(8) as pool:
         answers = list(
             pool.map(
@@ -61,5 +60,5 @@ def test_tokens_are_those_of_local_generation(pair: Pair) -> None:
     for ids, where in zip(prompts, found, strict=True):
         answer = pair.decode.generate(ids, kv_transfer_params=where)
         assert tokens_of(answer) == pair.local(ids)
-    assert pair.decode.metric(FETCHED) - hits == sum(map(len, prompts))
-    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+    assert pair.fetched - hits == sum(map(len, prompts))
+    assert eventually(lambda: pair.idle)

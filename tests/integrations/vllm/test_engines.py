@@ -9,7 +9,6 @@ import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import msgspec
 import pytest
 
 from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import Pair, running
 from tests.integrations.vllm.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
-    Engine,
     Process,
     complete,
     engine,
@@ -37,53 +36,34 @@ pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 LEASE_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A prefill and a decode engine, the proxy before them, decode's old events."""
+class Found(Pair):
+    """A pair behind a proxy; where decode says again what it has published."""
 
-    prefill: Engine
-    decode: Engine
     proxy: Process
     events: str
 
-    def local(self, ids: list[int], tokens: int = 12) -> list[int]:
-        """What the prefill engine alone makes of a prompt, without anybody's cache."""
-        answer = self.prefill.generate(ids, tokens, cache_salt=f"local-{ids[:4]}")
-        return tokens_of(answer)
-
-    def both(self, ids: list[int], tokens: int = 12) -> list[int]:
-        """What the two make of it together."""
-        return tokens_of(complete(self.proxy.url, ids, tokens))
+    def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
+        """What the two make of a prompt, asked by the proxy."""
+        return tokens_of(complete(self.proxy.url, ids))
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
     """Two engines of a model with grouped queries, and the proxy."""
     folder = tmp_path_factory.mktemp("vllm")
     model = make_model("gqa", folder)
     transfer = {"lease_s": LEASE_S, "require": ["tcp"]}
     prefill = engine(model, folder, "prefill", 0, transfer)
-    replay = f"tcp://127.0.0.1:{free_port()}"
-    said = {
-        "enable_kv_cache_events": True,
-        "endpoint": f"tcp://127.0.0.1:{free_port()}",
-        "replay_endpoint": replay,
-    }
-    events = ("--kv-events-config", json.dumps(said))
-    decode = engine(model, folder, "decode", 1, transfer, *events)
-    proxy = front(prefill, decode, folder)
-    try:
-        for process in (prefill, decode, proxy):
-            process.start()
-        for process in (prefill, decode, proxy):
-            process.wait()
-        yield Pair(prefill, decode, proxy, replay)
-    finally:
-        for process in (proxy, decode, prefill):
-            process.kill()
+    replay, endpoint = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    said = {"enable_kv_cache_events": True, "endpoint": endpoint}
+    events = ("--kv-events-config", json.dumps({**said, "replay_endpoint": replay}))
+    made = Found(prefill, engine(model, folder, "decode", 1, transfer, *events))
+    made.proxy, made.events = front(prefill, made.decode, folder), replay
+    with running(prefill, made.decode, made.proxy):
+        yield made
 
 
-def test_the_model_tells_prompts_apart(pair: Pair) -> None:
+def test_the_model_tells_prompts_apart(pair: Found) -> None:
     """Else the tests below would pass with any KV."""
     ids = prompt(300)
     other = [ids[0] + 1, *ids[1:]]
@@ -91,16 +71,16 @@ def test_the_model_tells_prompts_apart(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 127, 128, 129, 1024, 1025, 4000])
-def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
+def test_tokens_are_those_of_local_generation(pair: Found, length: int) -> None:
     """Blocks have 128 tokens and chunks 1,024, so 4,000 stream chunk by chunk."""
     ids = prompt(length, seed=1)
-    hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    hits = pair.fetched
     assert pair.both(ids) == pair.local(ids)
-    fetched = pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits
+    fetched = pair.fetched - hits
     assert fetched == length
 
 
-def test_in_sequence(pair: Pair) -> None:
+def test_in_sequence(pair: Found) -> None:
     """Prefill answers first, and its answer says where the KV is."""
     ids = prompt(1500, seed=2)
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -110,7 +90,7 @@ def test_in_sequence(pair: Pair) -> None:
     assert tokens_of(answer) == pair.local(ids)
 
 
-def test_probabilities_of_the_prompt_itself(pair: Pair) -> None:
+def test_probabilities_of_the_prompt_itself(pair: Found) -> None:
     """Whoever is asked for them computes the prompt; nobody waits for what it drops."""
     ids = prompt(700, seed=13)
     here = pair.prefill.generate(ids, cache_salt="here", prompt_logprobs=1)
@@ -122,7 +102,7 @@ def test_probabilities_of_the_prompt_itself(pair: Pair) -> None:
     for answer in (there, shared):
         assert tokens_of(answer) == tokens_of(here)
         assert _of_prompt(answer) == pytest.approx(_of_prompt(here), abs=1e-4)
-    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+    assert eventually(lambda: pair.idle)
 
 
 def _of_prompt(answer: Any) -> list[float]:
@@ -131,28 +111,25 @@ def _of_prompt(answer: Any) -> list[float]:
     return [next(iter(position.values()))["logprob"] for position in positions]
 
 
-def test_a_batch(pair: Pair) -> None:
-    prompts = [prompt(100 * size + 3, seed=3) for size in range(1, 9)]
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(pair.both, prompts))
-    assert answers == [pair.local(ids) for ids in prompts]
+def test_a_batch(pair: Found) -> None:
+    pair.check_alike(range(103, 804, 100), seed=3)
 
 
-def test_what_decode_has_is_not_sent_again(pair: Pair) -> None:
+def test_what_decode_has_is_not_sent_again(pair: Found) -> None:
     ids = prompt(900, seed=4)
     longer = ids + prompt(200, seed=5)
     assert pair.both(ids) == pair.local(ids)
-    hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    hits = pair.fetched
     assert pair.both(longer) == pair.local(longer)
-    fetched = pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits
+    fetched = pair.fetched - hits
     # Seven blocks of 128 tokens were there.
     assert fetched == len(longer) - 896
 
 
-def test_routers_hear_of_blocks_that_arrive(pair: Pair) -> None:
+def test_routers_hear_of_blocks_that_arrive(pair: Found) -> None:
     """From vLLM, once each; so the connector says nothing of them."""
     ids = prompt(300, seed=14)
-    pair.both(ids, 1)
+    pair.both(ids)
 
     zmq = pytest.importorskip("zmq", reason="vLLM brings it")
 
@@ -170,7 +147,7 @@ def test_routers_hear_of_blocks_that_arrive(pair: Pair) -> None:
     assert eventually(lambda: stored() == [ids[:256]])
 
 
-def test_the_other_direction(pair: Pair) -> None:
+def test_the_other_direction(pair: Found) -> None:
     """Each engine can be either end."""
     ids = prompt(700, seed=6)
     asked = {"do_remote_decode": True}
@@ -179,7 +156,7 @@ def test_the_other_direction(pair: Pair) -> None:
     assert tokens_of(answer) == pair.local(ids)
 
 
-def test_another_prompt_under_the_same_name_is_refused(pair: Pair) -> None:
+def test_another_prompt_under_the_same_name_is_refused(pair: Found) -> None:
     """Decode computes what it was not given."""
     ids, other = prompt(600, seed=7), prompt(600, seed=8)
     asked = {"do_remote_decode": True}
@@ -189,7 +166,7 @@ def test_another_prompt_under_the_same_name_is_refused(pair: Pair) -> None:
     assert eventually(lambda: pair.prefill.idle)
 
 
-def test_nobody_comes_for_it(pair: Pair) -> None:
+def test_nobody_comes_for_it(pair: Found) -> None:
     """Blocks that are not fetched are free when their lease is over."""
     pair.prefill.generate(
         prompt(300, seed=9), 1, kv_transfer_params={"do_remote_decode": True}
@@ -198,7 +175,7 @@ def test_nobody_comes_for_it(pair: Pair) -> None:
     assert eventually(lambda: pair.prefill.idle)
 
 
-def test_clients_that_go_away(pair: Pair) -> None:
+def test_clients_that_go_away(pair: Found) -> None:
     """Nothing stays behind on either side, and nobody else gets a wrong token."""
     chance = random.Random(10)
     prompts = [prompt(chance.randrange(1, 2000), seed=11 + i) for i in range(40)]
@@ -217,10 +194,10 @@ def test_clients_that_go_away(pair: Pair) -> None:
         answers = list(pool.map(ask, prompts, patience))
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer is None or answer == pair.local(ids)
-    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+    assert eventually(lambda: pair.idle)
 
 
-def test_a_prefill_engine_that_is_killed(pair: Pair, tmp_path: Path) -> None:
+def test_a_prefill_engine_that_is_killed(pair: Found, tmp_path: Path) -> None:
     """What decode waits for does not come; it computes, and the next one works."""
     ids = prompt(2000, seed=60)
     params = {
@@ -241,4 +218,4 @@ def test_a_prefill_engine_that_is_killed(pair: Pair, tmp_path: Path) -> None:
     assert alone == pair.local(prompt(800, seed=61))
     again = prompt(1200, seed=62)
     assert pair.both(again) == pair.local(again)
-    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+    assert eventually(lambda: pair.idle)

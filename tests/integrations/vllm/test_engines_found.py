@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import running
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
     Engine,
@@ -79,11 +80,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
         where = ["--directory", url, "--port", str(port)]
         log = folder / "proxy.log"
         proxy = Process([*command, *where], log, f"http://127.0.0.1:{port}")
-        for process in (*engines, proxy):
-            stack.callback(process.kill)
-            process.start()
-        for process in (*engines, proxy):
-            process.wait()
+        stack.enter_context(running(*engines, proxy))
         made = Found(prefill, first, second, proxy)
         assert made.is_up(*engines)
         yield made

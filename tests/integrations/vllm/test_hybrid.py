@@ -29,7 +29,6 @@ from tests.integrations.vllm.serving import (
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(900)]
-FETCHED = "vllm:external_prefix_cache_hits_total"
 WAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "short convolutions": ("conv", {}, ()),
     # With prefix caching vLLM's kernel for CPUs breaks at the second checkpoint.
@@ -69,19 +68,15 @@ def pair(
 def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
     """Windows have 256 tokens, blocks 16, chunks of a prompt 1,024."""
     ids = prompt(length, seed=1)
-    hits = pair.decode.metric(FETCHED)
+    hits = pair.fetched
     assert pair.both(ids) == pair.local(ids)
-    assert pair.decode.metric(FETCHED) - hits == length - 1
+    assert pair.fetched - hits == length - 1
 
 
 def test_several_at_once(pair: Pair) -> None:
     if "/conv" in " ".join(pair.decode.command):
         pytest.skip("one engine alone answers otherwise in batches with this model")
-    prompts = [prompt(200 * size, seed=2) for size in range(1, 7)]
-    with ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(pair.both, prompts))
-    assert answers == [pair.local(ids) for ids in prompts]
-    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+    pair.check_alike(range(200, 1201, 200), seed=2)
 
 
 def test_what_decode_has_of_a_beginning(pair: Pair) -> None:
@@ -145,7 +140,7 @@ def test_whatever_clients_write_harms_nobody(pair: Pair) -> None:
             listener.accept()
     ids = prompt(700, seed=6)
     assert pair.both(ids) == pair.local(ids)
-    assert eventually(lambda: pair.prefill.idle and pair.decode.idle)
+    assert eventually(lambda: pair.idle)
 
 
 def test_a_prompt_that_is_not_there_is_computed(pair: Pair) -> None:

@@ -28,7 +28,6 @@ from tests.integrations.vllm.serving import (
 
 BLOCK_TOKENS = 16
 LAYERS = 4
-FETCHED = "vllm:external_prefix_cache_hits_total"
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 
@@ -66,11 +65,11 @@ def blocks_of(engine: Engine) -> list[set[str]]:
 @pytest.mark.parametrize("length", [17, 129, 300, 1500, 3001])
 def test_decode_has_the_blocks_that_prefill_computed(pair: Pair, length: int) -> None:
     ids = prompt(length, seed=1)
-    hits = pair.decode.metric(FETCHED)
+    hits = pair.fetched
     before = [blocks_of(one) for one in (pair.prefill, pair.decode)]
     pair.both(ids)
     after = [blocks_of(one) for one in (pair.prefill, pair.decode)]
-    assert pair.decode.metric(FETCHED) - hits == length
+    assert pair.fetched - hits == length
     for layer in range(LAYERS):
         computed, fetched = (
             new[layer] - old[layer] for new, old in zip(after, before, strict=True)

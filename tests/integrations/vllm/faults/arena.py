@@ -5,11 +5,9 @@ The hosts are network namespaces, so that a cut hits whatever a connector opens.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,7 +25,14 @@ from kvwire.security.keys import read_key_file
 from tests.bench.vllm_wire import Host, two_hosts
 from tests.integrations.vllm.faults.answers import Outcome, Reference, judged
 from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.serving import Engine, free_port, prompt
+from tests.integrations.vllm.pairs import running
+from tests.integrations.vllm.serving import (
+    Engine,
+    complete,
+    free_port,
+    prompt,
+    server,
+)
 
 LEASE_S: Final = 6
 # Of an answer that has not come, it is said that it never will.
@@ -142,7 +147,7 @@ class Arena:
         """Have a prompt computed; what decode is told, or None without an engine."""
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         try:
-            said = self._post(self.prefill, known.ids, asked, max_tokens=1)
+            said = self._post(self.prefill, known.ids, asked, 1)
         except httpx.HTTPError:
             return None
         params: Params | None = said["kv_transfer_params"]
@@ -212,25 +217,13 @@ class Arena:
         engine: Engine,
         ids: Sequence[int],
         params: Params | None,
-        *,
-        timeout: float = HANG_S,
+        tokens: int = TOKENS,
         **more: Any,
     ) -> Any:
-        body = {
-            "model": "m",
-            "prompt": list(ids),
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **more,
-        }
+        asked = {"timeout": HANG_S, "client": self._client, **more}
         if params:
-            body["kv_transfer_params"] = params
-        url = f"{engine.url}/v1/completions"
-        said = self._client.post(url, json=body, timeout=timeout)
-        said.raise_for_status()
-        return said.json()
+            asked["kv_transfer_params"] = params
+        return complete(engine.url, ids, tokens, **asked)
 
     # --- what is done to them -----------------------------------------------------
 
@@ -332,11 +325,7 @@ def arena(contender: Contender, kind: str) -> Iterator[Arena]:
             _engine(contender, model, folder, name, host)
             for name, host in zip(("prefill", "decode"), hosts, strict=True)
         )
-        for engine in engines:
-            stack.callback(engine.kill)
-            engine.start()
-        for engine in engines:
-            engine.wait()
+        stack.enter_context(running(*engines))
         made = Arena(contender, hosts, (engines[0], engines[1]))
         made.learn()
         yield made
@@ -354,38 +343,30 @@ def _engine(
     contender: Contender, model: Path, folder: Path, name: str, host: Host
 ) -> Engine:
     port, kv = free_port(), free_port()
-    transfer = {
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        **contender.config(host, f"{host.kv}:{kv}"),
-    }
-    command = [
-        *(*host.prefix, sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--served-model-name", "m", "--port", str(port)),
-        *("--host", host.http, "--enforce-eager", "--max-model-len", "1024"),
-        *("--dtype", "float32", "--block-size", "32"),
-        *("--num-gpu-blocks-override", str(BLOCKS), "--no-enable-prefix-caching"),
-        *("--logprobs-mode", "raw_logits", "--distributed-executor-backend", "uni"),
-        *("--disable-uvicorn-access-log", "--kv-transfer-config", json.dumps(transfer)),
-    ]
+    log = folder / f"{name}.log"
+    log.unlink(missing_ok=True)
     environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         # One process and one thread: two engines and more share two cores.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": host.kv,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv),
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        **host.environment,
+        **host.engine_environment(kv),
         **contender.environment,
     }
-    url = f"http://{host.http}:{port}"
-    log = folder / f"{name}.log"
-    log.unlink(missing_ok=True)
-    return Engine(command, log, url, environment, kv=f"{host.kv}:{kv}")
+    made = server(
+        model,
+        log,
+        f"http://{host.http}:{port}",
+        contender.config(host, f"{host.kv}:{kv}"),
+        *("--max-model-len", "1024", "--dtype", "float32", "--block-size", "32"),
+        *("--num-gpu-blocks-override", str(BLOCKS), "--no-enable-prefix-caching"),
+        *("--logprobs-mode", "raw_logits", "--distributed-executor-backend", "uni"),
+        "--disable-uvicorn-access-log",
+        prefix=host.prefix,
+        **environment,
+    )
+    made.kv = f"{host.kv}:{kv}"
+    return made
 
 
 def _idle(engine: Engine) -> bool:

@@ -8,15 +8,12 @@ from typing import Any, Final
 from kvwire.integrations.vllm.references import References
 from tests.bench.vllm_wire import Host
 from tests.integrations.vllm.faults.arena import LEASE_S, Contender, Params
+from tests.integrations.vllm.serving import kvwire_config
 
 
 def _kvwire(host: Host, listen: str) -> dict[str, Any]:
-    own = {"listen": listen, "require": ["tcp"], "lease_s": LEASE_S, **host.trust}
-    return {
-        "kv_connector": "KvwireConnector",
-        "kv_connector_module_path": "kvwire.integrations.vllm",
-        "kv_connector_extra_config": own,
-    }
+    own = {"require": ["tcp"], "lease_s": LEASE_S, **host.trust}
+    return kvwire_config(listen, own)
 
 
 def _nixl(host: Host, listen: str) -> dict[str, Any]:
