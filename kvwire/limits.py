@@ -227,6 +227,10 @@ STORE_GRACE_S: Final = 1.0
 # cold cache after its return are little beside the minutes of its restart.
 STORE_REDIAL_S: Final = 0.1
 STORE_REDIAL_S_MAX: Final = 10.0
+# Servers of one sharded tier: each is a connection, and a round trip of every match.
+STORE_NODES_MAX: Final = 256
+# A node of many that is slower than that costs a prompt more than its blocks are worth.
+STORE_NODE_TIMEOUT_S: Final = 2.0
 # Requests of one object tier at once: at 20 ms each, 32 of 2 MiB are 3 GB/s.
 STORE_OBJECT_REQUESTS: Final = 32
 STORE_OBJECT_REQUESTS_MAX: Final = 1024

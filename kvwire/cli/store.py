@@ -15,7 +15,8 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 import kvwire
-from kvwire import Config, KVWireError
+from kvwire import Config, KVWireError, UsageError
+from kvwire.directory import Selector
 from kvwire.limits import STORE_BERTH_BYTES
 from kvwire.observe.page import in_bytes
 from kvwire.store.address import TierAddress
@@ -42,6 +43,9 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     write: Literal["through", "back"] = "through",
     metrics: str = "",
     tenant: Annotated[list[str] | None, Parameter(negative="")] = None,
+    directory: str = "",
+    label: Annotated[list[str] | None, Parameter(negative="")] = None,
+    advertise: str = "",
 ) -> None:
     """Serve a store to other processes, whose tier it is as kvwire://HOST:PORT.
 
@@ -63,6 +67,11 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         tenant: Who shares it, what each may have, and the key that proves it: --tenant
             'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key', several times.
             Who has the key of --psk-file is the operator.
+        directory: Announce it here as a node of role "store", such as
+            redis://host:6379; clients have kvwire://role=store?directory=URL.
+        label: What else selectors may ask for: --label pool=a, several times. The label
+            `node` names a node whose address changes.
+        advertise: By which address others reach it, if it listens on all of them.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -72,6 +81,12 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         if berth
         else STORE_BERTH_BYTES
     )
+    if directory:
+        settings |= {"directory": directory, "advertise": advertise or None}
+        # A selector is written in the same way.
+        settings["labels"] = dict(Selector.parse(",".join(label or ())).terms)
+    elif label or advertise:
+        raise UsageError("--label and --advertise are for a --directory")
     tenants = tenant or []
     _run(_serve(listen, tier, write, metrics, tenants, settings), listen)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Self, Unpack
 
@@ -67,6 +67,9 @@ class StoreServer:
         berths: How many transfers of one client may move at once.
         berth_bytes: The most that one transfer moves, so the largest block. The memory
             of a client is ``berths * berth_bytes``, as far as it is used.
+        labels: Announces it in the directory of the configuration as a member of the
+            role "store", with these labels; None for not at all.
+        advertise: By which address others reach it, if it listens on all of them.
         **arguments: Keys of :class:`kvwire.Config`, such as ``psk_file``.
 
     Attributes:
@@ -87,6 +90,8 @@ class StoreServer:
         read_only: bool = False,
         berths: int = STORE_BERTHS,
         berth_bytes: int = STORE_BERTH_BYTES,
+        labels: Mapping[str, str] | None = None,
+        advertise: str | Address | None = None,
         **arguments: Unpack[ConfigOptions],
     ) -> None:
         if not 1 <= berths <= STORE_BERTHS_MAX:
@@ -104,6 +109,7 @@ class StoreServer:
                 )
         tenants = store._tiers.tenants.listed  # noqa: SLF001 - the library's own
         self._where = Address.parse(address)
+        self._labels, self._advertise = labels, advertise
         self._config = _config(config, arguments, tenants)
         self._served = ServedStore(
             store, read_only, berths, berth_bytes, self._report, _proofs(tenants)
@@ -138,6 +144,10 @@ class StoreServer:
         self._communicator = await kvwire.open(self._config)
         try:
             self.address = await self._communicator.listen(self._where)
+            if self._labels is not None:
+                self._communicator.announce(
+                    role="store", labels=self._labels, address=self._advertise
+                )
         except BaseException:
             await self._communicator.close()
             raise

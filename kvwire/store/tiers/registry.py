@@ -16,6 +16,7 @@ from kvwire.store.tiers.coded import CodedTier
 from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.remote import RemoteTier
+from kvwire.store.tiers.sharded import ShardedTier
 
 ELSEWHERE: Final = frozenset({"kvwire", "object"})
 """Kinds that may be the only tier: others have the blocks as well."""
@@ -25,7 +26,7 @@ PASSAGE: Final = "memory:256MiB"
 _KINDS: Final[dict[str, Callable[[TierAddress, Tenants], Awaitable[Tier]]]] = {
     "disk": DiskTier.open,
     # Those that keep blocks elsewhere bound nobody: who is there does.
-    "kvwire": lambda address, _: RemoteTier.open(address),
+    "kvwire": lambda address, _: _servers(address).open(address),
     "object": lambda address, _: ObjectTier.open(address),
 }
 
@@ -37,6 +38,12 @@ _NOT_CODED: Final[Mapping[str, str]] = {
     "it, which may be in memory: disk:/dev/shm/DIRECTORY?size=SIZE&codec=NAME",
     "kvwire": "the server's own tiers may have one: kvwire store serve",
 }
+
+
+def _servers(address: TierAddress) -> type[RemoteTier | ShardedTier]:
+    """Return what a place names: one server by its address, or many by a selector."""
+    by_selector = "=" in address.place or "directory" in address.options
+    return ShardedTier if by_selector else RemoteTier
 
 
 async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:

@@ -90,15 +90,15 @@ class RemoteTier(Tier):
 
         Cancel safety: nothing stays open.
         """
-        address.require("psk_file", *_CERTIFICATES, "timeout")
+        address.require(*OPTIONS)
         if not address.place.startswith("//"):
             raise UsageError(f"tier {address.text!r}: write kvwire://HOST:PORT")
         timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
-        communicator = await kvwire.open(_config(address))
+        communicator = await kvwire.open(client_config(address))
         where = address.place.removeprefix("//")
         tier = cls(address.text, communicator, where, timeout_s)
         try:
-            await tier._client.open()
+            await tier.dial()
         except BaseException as exc:
             await communicator.close()
             if isinstance(exc, KVWireError):
@@ -240,9 +240,26 @@ class RemoteTier(Tier):
         Cancel safety: the connection is ended in any case.
         """
         try:
-            await self._client.close()
+            await self.hang_up()
         finally:
             await self._communicator.close()
+
+    async def dial(self) -> None:
+        """Connect for the first time, and again whenever the connection is lost.
+
+        Raises:
+            KVWireError: Dialling again would not help: the address or the key is wrong.
+
+        Cancel safety: safe, nothing stays connected.
+        """
+        await self._client.open()
+
+    async def hang_up(self) -> None:
+        """End the connection, and not the communicator, which others may share.
+
+        Cancel safety: safe, it may be called again.
+        """
+        await self._client.close()
 
     # --- inside -----------------------------------------------------------------------
 
@@ -367,11 +384,13 @@ class RemoteTier(Tier):
 
 # The keys of Config by which a server and its clients know each other in mtls.
 _CERTIFICATES: Final = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
+OPTIONS: Final = ("psk_file", *_CERTIFICATES, "timeout")
 _Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[BlockResults]]
 _Asked = tuple[int, NamespaceText, Names, int]
 
 
-def _config(address: TierAddress) -> Config:
+def client_config(address: TierAddress) -> Config:
+    """Return the configuration of who uses store servers, as a tier's options say."""
     arguments: dict[str, Any] = {
         "message_bytes": STORE_REQUEST_BYTES_MAX,
         # A thousand keys, or a small block, go at once.
@@ -379,6 +398,8 @@ def _config(address: TierAddress) -> Config:
         # What a lost connection interrupts is asked for again, or is not.
         "resume": False,
     }
+    if "directory" in address.options:
+        arguments["directory"] = address.options["directory"]
     if "psk_file" in address.options:
         arguments |= {"trust": "psk", "psk_file": address.options["psk_file"]}
     given = {

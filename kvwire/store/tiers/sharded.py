@@ -1,0 +1,350 @@
+"""A tier on many store servers: ``kvwire://role=store?directory=redis://host:6379``.
+
+The place is a selector, as that of a peer. The servers that it means in the directory
+are the nodes, and each block lies at one of them, by :mod:`kvwire.store.placement`. A
+node is placed at while this side has a connection to it: one that is lost, or has not
+answered by a deadline, is passed over until it was dialled again, and what it has is
+missing meanwhile. Nothing is copied from one node to another.
+
+A node is told from others by the label ``node`` of its record, or by its address: it
+keeps its share of the blocks as long as that stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import kvwire
+from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
+from kvwire.directory.base import ended
+from kvwire.directory.registry import open_directory, without_password
+from kvwire.errors import KVWireError, UsageError
+from kvwire.kv.blocks import Bits, Ids
+from kvwire.limits import STORE_NODE_TIMEOUT_S, STORE_NODES_MAX, STORE_TIMEOUT_S_MAX
+from kvwire.store.address import TierAddress
+from kvwire.store.cleanup import error_text, gather_all
+from kvwire.store.index import Keys, Orders
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.placement import placed, seed_of
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
+from kvwire.store.tiers.remote import OPTIONS, RemoteTier, client_config
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A server, and the task that dials it for the first time."""
+
+    name: str
+    address: str
+    seed: int
+    tier: RemoteTier
+    opening: asyncio.Task[None]
+
+
+class ShardedTier(Tier):
+    """Keeps each block at one of many store servers. Made by :meth:`open`."""
+
+    def __init__(
+        self,
+        name: str,
+        communicator: kvwire.Communicator,
+        directory: Directory,
+        selector: Selector,
+        timeout_s: float,
+    ) -> None:
+        self.name = name
+        self._communicator = communicator
+        self._directory = directory
+        self._selector = selector
+        self._timeout_s = timeout_s
+        self._records: dict[str, Record] = {}
+        self._nodes: dict[str, _Node] = {}
+        self._counts = TierStats()
+        self._watching: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(cls, address: TierAddress) -> ShardedTier:
+        """Open a tier: ``kvwire://SELECTOR?directory=URL``, and what one server has.
+
+        Without ``directory`` that of the configuration. Neither a directory nor a node
+        that cannot be reached is an error: ``error`` says so, and both are tried again.
+
+        Args:
+            address: As the user has written it.
+
+        Raises:
+            UsageError: The selector, the directory or the key is wrong.
+
+        Cancel safety: nothing stays open.
+        """
+        address.require("directory", *OPTIONS)
+        timeout_s = address.number("timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
+        config = client_config(address)
+        try:
+            selector = Selector.parse(address.place.removeprefix("//"))
+            directory = open_directory(config.directory or "file:")
+        except KVWireError as exc:
+            raise UsageError(f"tier {without_password(address.text)!r}: {exc}") from exc
+        communicator = await kvwire.open(config)
+        name = address.text
+        if "@" in name:  # a password of the directory
+            name = f"kvwire://{selector}?directory={directory}"
+        tier = cls(name, communicator, directory, selector, timeout_s)
+        try:
+            await tier._begin()
+        except BaseException:
+            await tier.close()
+            raise
+        return tier
+
+    @property
+    def error(self) -> str:  # type: ignore[override]
+        """Return what is wrong with which node."""
+        if not self._nodes:
+            return (
+                "no store server has announced itself; kvwire store serve --directory"
+            )
+        wrong = [
+            f"{n.name}: {n.tier.error}" for n in self._nodes.values() if n.tier.error
+        ]
+        return f"of {len(self._nodes)} nodes " + "; ".join(wrong) if wrong else ""
+
+    @property
+    def unavailable_reason(self) -> str:  # type: ignore[override]
+        """Return which nodes cannot be asked."""
+        tiers = [node.tier for node in self._nodes.values()]
+        away = any(tier.unavailable_reason for tier in tiers)
+        return self.error if away or not tiers else ""
+
+    @property
+    def durable(self) -> bool:  # type: ignore[override]
+        """Tell whether every node keeps blocks on a disk."""
+        tiers = self._asked()
+        return bool(tiers) and all(node.tier.durable for node in tiers)
+
+    @property
+    def taking(self) -> bool:
+        """Tell whether some node takes blocks."""
+        return any(node.tier.taking for node in self._nodes.values())
+
+    @property
+    def asks(self) -> bool:  # type: ignore[override]
+        """Tell whether some node can be asked."""
+        return bool(self._asked())
+
+    async def find(self, keys: Keys) -> Orders:
+        """Return the order of each block's image, or ``ABSENT``.
+
+        One round trip to each node, side by side.
+
+        Cancel safety: safe, it only looks.
+        """
+        orders = np.full(keys.size, ABSENT, np.uint8)
+
+        async def ask(tier: RemoteTier, which: Ids) -> None:
+            orders[which] = await tier.find(keys[which])
+
+        await gather_all(*(ask(tier, which) for tier, which in self._shards(keys)))
+        return orders
+
+    def touch(self, keys: Keys) -> None:
+        """See Tier; each node hears of its own with the next request."""
+        for tier, which in self._shards(keys):
+            tier.touch(keys[which])
+
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Send each block to its node.
+
+        Cancel safety: the write is finished first.
+        """
+
+        async def write(tier: RemoteTier, part: Batch) -> BlockResults:
+            if not tier.taking:
+                return np.full(part.keys.size, BlockResult.REFUSED, np.uint8)
+            return await tier.write(namespace, part)
+
+        results = await self._moved(batch, write)
+        self._counts.count(results, written=True)
+        return results
+
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Get each block from its node.
+
+        Cancel safety: the read is finished first.
+        """
+        results = await self._moved(
+            batch, lambda tier, part: tier.read(namespace, part)
+        )
+        self._counts.count(results, written=False)
+        return results
+
+    async def delete(self, keys: Keys) -> None:
+        """Forget blocks at every node: one may have them from another membership.
+
+        Raises:
+            OSError: A node cannot be asked, or could not do it.
+
+        Cancel safety: safe, it may be called again.
+        """
+        await self._everywhere(lambda tier: tier.delete(keys))
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """See Tier.
+
+        Raises:
+            OSError: A node cannot be asked, or could not do it.
+
+        Cancel safety: safe, it may be called again.
+        """
+        await self._everywhere(lambda tier: tier.delete_namespace(digest))
+
+    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
+        """See Tier.
+
+        Cancel safety: safe, it may be called again.
+        """
+        kept = np.zeros(keys.size, np.bool_)
+        for done in await gather_all(
+            *(node.tier.pin(keys, pinned=pinned) for node in self._asked())
+        ):
+            kept |= done
+        return kept
+
+    def stats(self) -> TierStats:
+        """Return what this side has moved; ``kvwire store stats`` has the rest."""
+        return self._counts
+
+    def namespaces(self) -> Iterable[Namespace]:
+        """See Tier."""
+        return [one for node in self._asked() for one in node.tier.namespaces()]
+
+    async def flush(self) -> None:
+        """Return when what was written survives a power cut as well.
+
+        Raises:
+            OSError: A node cannot be asked, or could not do it.
+
+        Cancel safety: safe, it may be called again.
+        """
+        await self._everywhere(lambda tier: tier.flush())
+
+    async def close(self) -> None:
+        """End every connection. Never raises.
+
+        Cancel safety: the connections are ended in any case.
+        """
+        try:
+            if self._watching is not None:
+                await ended(self._watching)
+            self._records.clear()
+            self._follow()
+            if self._leaving:
+                await asyncio.wait(self._leaving)
+            await self._directory.close()
+        finally:
+            await self._communicator.close()
+
+    # --- where blocks are -------------------------------------------------------------
+
+    def _asked(self) -> list[_Node]:
+        return [node for node in self._nodes.values() if node.tier.asks]
+
+    def _shards(self, keys: Keys) -> list[tuple[RemoteTier, Ids]]:
+        """Return which blocks are at which node, of those that can be asked."""
+        nodes = self._asked()
+        where = placed(keys, [node.seed for node in nodes])
+        shards = ((n.tier, np.flatnonzero(where == at)) for at, n in enumerate(nodes))
+        return [(tier, which) for tier, which in shards if which.size]
+
+    async def _moved(self, batch: Batch, move: Any) -> BlockResults:
+        """Move a batch, each node's part of it side by side."""
+        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+
+        async def one(tier: RemoteTier, which: Ids) -> None:
+            part = batch.selected(which)
+            results[which] = await move(tier, part)
+            batch.orders[which] = part.orders
+
+        shards = self._shards(batch.keys)
+        await gather_all(*(one(tier, which) for tier, which in shards))
+        return results
+
+    async def _everywhere(
+        self, do: Callable[[RemoteTier], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Have every node do something; one that cannot be asked says so."""
+        await gather_all(*(do(node.tier) for node in self._nodes.values()))
+
+    # --- who is there -----------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """Wait for those who are there now; then follow who comes and goes."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for record in await self._directory.members(self._selector):
+                    self._records[record.key] = record  # bounded: MEMBERS_MAX
+        except OSError as exc:  # a timeout is one as well
+            logger.warning("%s: %s; tried again", self.name, error_text(exc))
+        self._follow()
+        if self._nodes:
+            await asyncio.wait([node.opening for node in self._nodes.values()])
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        async with aclosing(self._directory.watch(self._selector)) as changes:
+            async for change in changes:
+                self._take(change)
+
+    def _take(self, change: Change) -> None:
+        key = change.record.key
+        self._records.pop(key, None)
+        if change.kind is not ChangeKind.LEFT:
+            self._records[key] = change.record  # bounded: MEMBERS_MAX
+        self._follow()
+
+    def _follow(self) -> None:
+        """Make the nodes those of the records; of two of one name the last heard."""
+        wanted = {_name(r): r.address for r in self._records.values()}
+        for node in list(self._nodes.values()):
+            if wanted.get(node.name) != node.address:
+                del self._nodes[node.name]
+                task = asyncio.create_task(_leave(node))
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+        for name, address in wanted.items():
+            if name in self._nodes:
+                continue
+            if len(self._nodes) >= STORE_NODES_MAX:
+                logger.warning("%s: more than %d nodes", self.name, STORE_NODES_MAX)
+                return
+            tier = RemoteTier(name, self._communicator, address, self._timeout_s)
+            opening = asyncio.create_task(_open(tier))
+            self._nodes[name] = _Node(name, address, seed_of(name), tier, opening)
+
+
+def _name(record: Record) -> str:
+    return record.labels.get("node") or record.address
+
+
+async def _open(tier: RemoteTier) -> None:
+    try:
+        await tier.dial()
+    except KVWireError as exc:
+        # A record may say anything; it costs its reader this attempt.
+        tier.error = tier.unavailable_reason = error_text(exc)
+        logger.warning("store server %s: %s", tier.name, tier.error)
+
+
+async def _leave(node: _Node) -> None:
+    await ended(node.opening)
+    await node.tier.hang_up()

@@ -1,0 +1,119 @@
+"""A tier on several store servers that a directory names."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvwire import BlockStore, StoreServer, UsageError
+from kvwire.store.index import Keys
+from kvwire.store.tiers.sharded import ShardedTier
+from tests.store.caches import Filled, chain
+from tests.store.server_child import serving
+from tests.support.pairs import until
+
+BLOCKS = 64
+
+
+def tier_of(store: BlockStore) -> ShardedTier:
+    """The tier below memory."""
+    (tier,) = store._tiers.below
+    assert isinstance(tier, ShardedTier)
+    return tier
+
+
+def nodes_of(store: BlockStore) -> int:
+    """How many servers this side is connected to."""
+    return len(tier_of(store)._asked())
+
+
+async def served(stack: AsyncExitStack, folder: Path) -> BlockStore:
+    """A store that is served, and announces itself."""
+    store = await stack.enter_async_context(BlockStore.open(["memory:1MiB"]))
+    where = f"file:{folder}?interval_s=0.05"
+    server = StoreServer(store, "127.0.0.1:0", labels={"pool": "a"}, directory=where)
+    await stack.enter_async_context(server)
+    return store
+
+
+async def test_nodes_come_and_go(tmp_path: Path) -> None:
+    source, target = Filled(BLOCKS, seed=1), Filled(BLOCKS)
+    hashes, blocks = chain(BLOCKS), list(range(BLOCKS))
+    where = f"kvwire://role=store,pool=a?directory=file:{tmp_path}?interval_s=0.05"
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(BlockStore.open([where]))
+        assert "no store server" in tier_of(client).error
+        assert await client.match(hashes, source.cache) == 0
+        stores = [await served(stack, tmp_path) for _ in range(2)]
+        await until(lambda: nodes_of(client) == 2)
+        assert (await client.put(hashes, source.cache, blocks)).complete
+        held = [len(store._tiers.memory.index) for store in stores]
+        assert sum(held) == BLOCKS
+        assert min(held) > BLOCKS // 8
+        async with BlockStore.open([where]) as other:
+            assert await other.match(hashes, target.cache) == BLOCKS
+            outcome = await other.get(hashes, target.cache, blocks)
+            assert outcome.complete
+            assert np.array_equal(source.tokens(blocks), target.tokens(blocks))
+            assert other.stats()[where].read_blocks == BLOCKS
+            # One that joins has nothing, and takes its share from both.
+            async with AsyncExitStack() as third:
+                await served(third, tmp_path)
+                await until(lambda: nodes_of(other) == 3)
+                found = await tier_of(other).find(_keys(stores))
+                assert 0 < (found != 255).sum() < BLOCKS
+            await until(lambda: len(tier_of(other)._nodes) == 2)
+            assert (await tier_of(other).find(_keys(stores)) != 255).all()
+            await other.delete(hashes, target.cache)
+        assert not any(len(store._tiers.memory.index) for store in stores)
+
+
+def _keys(stores: list[BlockStore]) -> Keys:
+    return np.concatenate([store._tiers.memory.index.named().keys for store in stores])
+
+
+async def test_a_node_that_is_killed_is_misses(tmp_path: Path) -> None:
+    """What it had is put to the other one, and no block is ever another one."""
+    source, target = Filled(BLOCKS, seed=1), Filled(BLOCKS)
+    hashes, blocks = chain(BLOCKS), list(range(BLOCKS))
+    where = f"file:{tmp_path}?interval_s=0.05"
+    async with AsyncExitStack() as stack:
+        arguments = ("--tier", "memory:1MiB", "--directory", where)
+        first, _ = [
+            await stack.enter_async_context(serving(*arguments, "--label", f"node={n}"))
+            for n in "ab"
+        ]
+        tier = f"kvwire://?directory={where}&timeout=5"
+        client = await stack.enter_async_context(BlockStore.open([tier]))
+        await until(lambda: nodes_of(client) == 2)
+        assert (await client.put(hashes, source.cache, blocks)).complete
+        first.signal(signal.SIGKILL)
+        await until(lambda: nodes_of(client) == 1)
+        assert tier_of(client).error.startswith("of 2 nodes a: ")
+        fresh = await stack.enter_async_context(BlockStore.open([tier]))
+        outcome = await fresh.get(hashes, target.cache, blocks)
+        here = outcome.landed.ids().tolist()
+        assert 0 < len(here) < BLOCKS
+        assert np.array_equal(source.tokens(here), target.tokens(here))
+        assert all("of 2 nodes a: " in why for why in outcome.missing.reasons)
+        # A flush or a delete that leaves out a node is none.
+        with pytest.raises(OSError, match=r"refused|closed|reset"):
+            await client.delete(hashes, source.cache)
+        assert (await fresh.put(hashes, source.cache, blocks)).complete
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ("kvwire://role=store,role=x?directory=file:/tmp", "'role' is there twice"),
+        ("kvwire://role=store?directory=nothing:", "no directory of the kind"),
+        ("kvwire://role=store?size=1GiB", "no option 'size'"),
+    ],
+)
+async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open([tier])
