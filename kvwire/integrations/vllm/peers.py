@@ -1,10 +1,16 @@
-"""One connection to each peer, dialled when it is first needed and by nobody twice."""
+"""Connections to peers, each dialled once, and what both ends of a prompt have."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Generic, TypeVar
 
-from kvwire import Communicator, Connection
+from kvwire import Communicator, Connection, Engine, Incoming, Outgoing, PagedCache
+from kvwire.integrations.vllm.topology import RankRoute
+
+P = TypeVar("P", Outgoing, Incoming)
 
 
 class Peers:
@@ -39,3 +45,48 @@ def _useless(dial: asyncio.Future[Connection]) -> bool:
     if not dial.done():
         return False
     return dial.cancelled() or dial.exception() is not None or dial.result().closed
+
+
+class PromptEnd(Generic[P]):
+    """Holds what the sender and the receiver of one prompt's KV have in common.
+
+    Args:
+        engine: Whose loop it runs on.
+        cache: Where the KV lies.
+        peers: Connections.
+        route: Which ranks it is exchanged with.
+    """
+
+    def __init__(
+        self, engine: Engine, cache: PagedCache, peers: Peers, route: RankRoute
+    ) -> None:
+        self._engine = engine
+        self._cache = cache
+        self._peers = peers
+        self._route = route
+        self._lock = threading.Lock()
+        self._parts: Sequence[P] = ()
+        self._begun = False
+        self._reason = ""
+
+    @property
+    def quarantined(self) -> bool:
+        """Tell whether it is over while its blocks may be read or written."""
+        return any(part.done() and not part.is_drained for part in self._parts)
+
+    def abort(self, reason: str) -> bool:
+        """End it; the blocks are free when ``done`` says so. Does not wait.
+
+        Returns:
+            Whether any link may have touched them; if not, they are free now.
+        """
+        with self._lock:
+            self._reason = reason
+            begun = self._begun
+        if begun:
+            self._engine.start(self._abort)
+        return begun
+
+    async def _abort(self, communicator: Communicator) -> None:
+        for part in self._parts:
+            part.abort(self._reason or "not wanted any more")

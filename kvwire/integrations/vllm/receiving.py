@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +15,7 @@ import numpy as np
 from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
 from kvwire.errors import KVWireError
 from kvwire.integrations.vllm.metadata import LoadPrompt
-from kvwire.integrations.vllm.peers import Peers
+from kvwire.integrations.vllm.peers import Peers, PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute, lacking
 from kvwire.kv.blocks import Ids
 
@@ -40,7 +39,7 @@ class ReceiveResult:
     outcomes: Sequence[Outcome] = ()
 
 
-class PromptReceive:
+class PromptReceive(PromptEnd[Incoming]):
     """Receives one prompt's KV from one prefill engine.
 
     Args:
@@ -69,17 +68,10 @@ class PromptReceive:
         timeout_s: float,
         after: object | None,
     ) -> None:
+        super().__init__(engine, cache, peers, route)
         self.load = load
-        self._engine = engine
-        self._cache = cache
-        self._peers = peers
-        self._route = route
         self._timeout_s = timeout_s
         self._after = after
-        self._parts: list[Incoming] = []
-        self._lock = threading.Lock()
-        self._begun = False
-        self._reason = ""
         self._left = "anything"
         self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
 
@@ -87,11 +79,6 @@ class PromptReceive:
     def stopped(self) -> bool:
         """Tell whether it was aborted."""
         return bool(self._reason)
-
-    @property
-    def quarantined(self) -> bool:
-        """Tell whether it is over while its blocks may be written."""
-        return any(part.done() and not part.is_drained for part in self._parts)
 
     def landed(self, group: str, layer: int) -> bool:
         """Tell whether a layer of every block is here; from any thread.
@@ -123,19 +110,6 @@ class PromptReceive:
             except (KVWireError, TimeoutError):
                 waiting.cancel()
         return self.landed(group, layer)
-
-    def abort(self, reason: str) -> bool:
-        """End it; the blocks are free when :attr:`done` says so. Does not wait.
-
-        Returns:
-            Whether any link may have touched them; if not, they are free now.
-        """
-        with self._lock:
-            self._reason = reason
-            begun = self._begun
-        if begun:
-            self._engine.start(self._abort)
-        return begun
 
     # --- on the loop ------------------------------------------------------------------
 
@@ -230,7 +204,3 @@ class PromptReceive:
         for part in self._parts if self.load.computed else ():
             if not part.met:
                 part.abort("it was published once, and is not any more")
-
-    async def _abort(self, communicator: Communicator) -> None:
-        for part in self._parts:
-            part.abort(self._reason or "not wanted any more")

@@ -9,20 +9,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
 from kvwire.errors import KVWireError, UsageError
 from kvwire.integrations.vllm.metadata import Blocks, SendPrompt
-from kvwire.integrations.vllm.peers import Peers
+from kvwire.integrations.vllm.peers import Peers, PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
-class PromptSend:
+class PromptSend(PromptEnd[Outgoing]):
     """Sends one prompt's KV to one decode engine.
 
     Args:
@@ -51,16 +50,10 @@ class PromptSend:
         self.tokens: int = send.tokens
         self.written: dict[str, int] = {}
         self.finished: bool = False
-        self._engine = engine
+        super().__init__(engine, cache, peers, route)
         self._send = send
-        self._cache = cache
-        self._peers = peers
-        self._route = route
-        self._lock = threading.Lock()
-        self._outs: list[Outgoing] = []
         # What was said before there was anybody to say it to.
         self._early: list[Callable[[Outgoing], None]] | None = []
-        self._reason = ""
         self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
 
     def extend(self, blocks: Blocks) -> None:
@@ -90,24 +83,6 @@ class PromptSend:
         """Renew the lease, as prefill goes on."""
         self._engine.start(self._renew)
 
-    @property
-    def quarantined(self) -> bool:
-        """Tell whether it is over while its blocks may be read."""
-        return any(out.done() and not out.is_drained for out in self._outs)
-
-    def abort(self, reason: str) -> bool:
-        """End it; the blocks are free when :attr:`done` says so. Does not wait.
-
-        Returns:
-            Whether any link may have touched them; if not, they are free now.
-        """
-        with self._lock:
-            self._reason = reason
-            begun = bool(self._outs)
-        if begun:
-            self._engine.start(self._abort)
-        return begun
-
     # --- on the loop ------------------------------------------------------------------
 
     async def _run(self, communicator: Communicator) -> list[Outcome]:
@@ -120,7 +95,7 @@ class PromptSend:
             return []
         with self._lock:
             early, self._early = self._early or [], None
-            self._outs = outs
+            self._parts, self._begun = outs, True
             for call in [] if self._reason else early:
                 for out in outs:
                     call(out)
@@ -147,12 +122,8 @@ class PromptSend:
         ]
 
     async def _renew(self, communicator: Communicator) -> None:
-        for out in self._outs:
+        for out in self._parts:
             out.renew_lease()
-
-    async def _abort(self, communicator: Communicator) -> None:
-        for out in self._outs:
-            out.abort(self._reason)
 
     def _say(self, call: Callable[..., None], *what: Any, **more: Any) -> None:
         with self._lock:
@@ -160,7 +131,7 @@ class PromptSend:
                 # bounded by the marks of one prompt
                 self._early.append(lambda out: call(out, *what, **more))
                 return
-            outs = self._outs
+            outs = self._parts
         for out in outs:
             try:
                 call(out, *what, **more)

@@ -314,8 +314,8 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     (departure,) = p.side._departures.values()
     assert eventually(
         lambda: (
-            len(departure._outs) == 1
-            and len(departure._outs[0]._state.ready_log.log) == len(NAMES)
+            len(departure._parts) == 1
+            and len(departure._parts[0]._state.ready_log.log) == len(NAMES)
         )
     )
     gpus.of(p).hold()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
@@ -87,56 +87,43 @@ class ProxyCollector(Collector):
         for status, number in sorted(state.answered.items()):
             answered.add_metric([str(status)], number)
         yield answered
+        budget, admitted = state.budget, state.admission
         for name, text, value in (
-            ("retries", "Tries beyond a request's first", state.budget.spent),
+            ("retries", "Tries beyond a request's first", budget.spent),
             (
                 "retries_refused",
                 "Tries that the budget had no room for",
-                state.budget.refused,
+                budget.refused,
             ),
-            ("rejected", "Requests sent away with 429", state.admission.rejected),
-            (
-                "records_ignored",
-                "Entries of the directory that could not be used",
-                state.ignored(),
-            ),
+            ("rejected", "Requests sent away with 429", admitted.rejected),
+            ("records_ignored", _IGNORED, state.ignored()),
         ):
             yield CounterMetricFamily(f"kvwire_proxy_{name}", text, value=value)
         for name, text, value in (
-            ("running", "Requests that have an engine", state.admission.running),
-            ("waiting", "Requests that wait for their turn", state.admission.waiting),
+            ("running", "Requests that have an engine", admitted.running),
+            ("waiting", "Requests that wait for their turn", admitted.waiting),
         ):
             yield GaugeMetricFamily(f"kvwire_proxy_{name}", text, value=value)
-        yield from self._of_engines()
+        now, engines = state.fleet.clock(), state.fleet.engines
+        labels = ("engine", "role")
+        for name, (family, text) in _OF_ENGINES.items():
+            metric = family(f"kvwire_proxy_engine_{name}", text, labels=labels)
+            for one in engines:
+                value = one.state(now) == "up" if name == "up" else getattr(one, name)
+                metric.add_metric([one.url, one.role], value)
+            yield metric
 
-    def _of_engines(self) -> Iterator[Metric]:
-        now, engines = self._state.fleet.clock(), self._state.fleet.engines
-        labels = ["engine", "role"]
-        up = GaugeMetricFamily(
-            "kvwire_proxy_engine_up", "Whether an engine takes requests", labels=labels
-        )
-        running = GaugeMetricFamily(
-            "kvwire_proxy_engine_running",
-            "Requests that an engine has of this proxy",
-            labels=labels,
-        )
-        load = GaugeMetricFamily(
-            "kvwire_proxy_engine_load",
-            "How busy an engine says it is, from 0 to 1",
-            labels=labels,
-        )
-        failed = CounterMetricFamily(
-            "kvwire_proxy_engine_failed",
-            "Requests that an engine has failed since it started",
-            labels=labels,
-        )
-        for engine in engines:
-            whose = [engine.url, engine.role]
-            up.add_metric(whose, engine.state(now) == "up")
-            running.add_metric(whose, engine.running)
-            load.add_metric(whose, engine.load)
-            failed.add_metric(whose, engine.failed)
-        yield from (up, running, load, failed)
+
+_IGNORED: Final = "Entries of the directory that could not be used"
+_OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
+    "up": (GaugeMetricFamily, "Whether an engine takes requests"),
+    "running": (GaugeMetricFamily, "Requests that an engine has of this proxy"),
+    "load": (GaugeMetricFamily, "How busy an engine says it is, from 0 to 1"),
+    "failed": (
+        CounterMetricFamily,
+        "Requests that an engine has failed since it started",
+    ),
+}
 
 
 async def fleet_page(state: ProxyState, client: httpx.AsyncClient) -> str:
