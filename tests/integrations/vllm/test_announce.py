@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,13 +79,11 @@ def test_an_address_that_nobody_can_dial(tmp_path: Path) -> None:
     config = kvwire.Config(
         directory=f"file:{tmp_path}", trust="psk", psk_file=key(tmp_path)
     )
-    worker = WorkerSide(VllmSettings(listen="0.0.0.0:0"), config, [SHAPE])
-    try:
+    settings = VllmSettings(listen="0.0.0.0:0")
+    with closing(WorkerSide(settings, config, [SHAPE])) as worker:
         worker.register(caches())
         with pytest.raises(UsageError, match='set "advertise"'):
             worker.announce(Announcer("http://h:1", "", vllm_config(), 0, "m"))
-    finally:
-        worker.close()
 
 
 def key(folder: Path) -> str:

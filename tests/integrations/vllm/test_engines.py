@@ -80,13 +80,16 @@ def test_tokens_are_those_of_local_generation(pair: Found, length: int) -> None:
     assert fetched == length
 
 
-def test_in_sequence(pair: Found) -> None:
-    """Prefill answers first, and its answer says where the KV is."""
-    ids = prompt(1500, seed=2)
+@pytest.mark.parametrize("back", [False, True])
+def test_in_sequence(pair: Found, back: bool) -> None:
+    """The answer of one says where the KV is; each engine can be either end."""
+    ids = prompt(1500, seed=2 + back)
+    first, then = pair.prefill, pair.decode
+    if back:
+        first, then = then, first
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    first = pair.prefill.generate(ids, 1, kv_transfer_params=asked)
-    params = first["kv_transfer_params"]
-    answer = pair.decode.generate(ids, kv_transfer_params=params)
+    said = first.generate(ids, 1, kv_transfer_params=asked)
+    answer = then.generate(ids, kv_transfer_params=said["kv_transfer_params"])
     assert tokens_of(answer) == pair.local(ids)
 
 
@@ -145,15 +148,6 @@ def test_routers_hear_of_blocks_that_arrive(pair: Found) -> None:
         return [tokens for tokens in stored if tokens[:9] == ids[:9]]
 
     assert eventually(lambda: stored() == [ids[:256]])
-
-
-def test_the_other_direction(pair: Found) -> None:
-    """Each engine can be either end."""
-    ids = prompt(700, seed=6)
-    asked = {"do_remote_decode": True}
-    first = pair.decode.generate(ids, 1, kv_transfer_params=asked)
-    answer = pair.prefill.generate(ids, kv_transfer_params=first["kv_transfer_params"])
-    assert tokens_of(answer) == pair.local(ids)
 
 
 def test_another_prompt_under_the_same_name_is_refused(pair: Found) -> None:

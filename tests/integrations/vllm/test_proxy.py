@@ -267,8 +267,10 @@ async def test_a_prompt_that_prefill_rejects_is_for_decode_to_answer() -> None:
     assert (said.status_code, said.json()) == (400, {"error": "too long"})
 
 
-async def test_another_decode_engine_takes_over() -> None:
-    engines = Engines(d1=refused)
+@pytest.mark.parametrize("failing", [refused, broken])
+async def test_another_decode_engine_takes_over(failing: Handler) -> None:
+    """Also where an API server outlives its engine for a moment, and answers 500."""
+    engines = Engines(d1=failing)
     assert (await post(app(engines))).json() == {"tokens": 9}
     assert engines.hosts().count("d2") == 1
 
@@ -281,12 +283,6 @@ async def test_no_decode_engine_at_all() -> None:
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["code"] == 503
     assert error["message"] == "no decode engine answers: nobody listens"
-
-
-async def test_a_decode_engine_that_says_it_is_broken() -> None:
-    """Its API server outlives its engine for a moment, and answers 500."""
-    engines = Engines(d1=broken)
-    assert (await post(app(engines))).json() == {"tokens": 9}
 
 
 async def test_what_every_decode_engine_fails_at() -> None:

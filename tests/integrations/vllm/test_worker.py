@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -149,9 +149,8 @@ def test_a_request_that_names_too_few_ranks(
 def test_blocks_of_other_sizes(mode: str, there: int, here: int) -> None:
     """What is the same prompt shows its content, and not the hashes of its blocks."""
     rng, counts = np.random.default_rng(7), (-(-10 // there), -(-10 // here))
-    p = Worker(block_tokens=there, mode=mode)
-    d = Worker(block_tokens=here, mode=mode)
-    try:
+    p, d = (Worker(block_tokens=size, mode=mode) for size in (there, here))
+    with closing(p), closing(d):
         for tensor in p.tensors.values():
             tensor[:] = rng.random(tensor.shape, np.float32)
         blocks, into = list(range(1, 1 + counts[0])), list(range(3, 3 + counts[1]))
@@ -173,9 +172,6 @@ def test_blocks_of_other_sizes(mode: str, there: int, here: int) -> None:
             assert np.array_equal(
                 in_tokens(p.tensors[name][blocks]), in_tokens(d.tensors[name][into])
             )
-    finally:
-        p.close()
-        d.close()
 
 
 def in_tokens(blocks: Any) -> Any:
@@ -190,7 +186,7 @@ def test_memory_in_any_order_of_vllm(order: str) -> None:
     """To and from an engine whose attention backend has the first."""
     for there, here in ((order, "LBHNC"), ("LBHNC", order)):
         p, d = Worker(order=there), Worker(order=here)
-        try:
+        with closing(p), closing(d):
             fetch(d, fetching(addresses([p])))
             p.side.begin_step(sending(FROM, 10))
             p.forward(FROM)
@@ -198,9 +194,6 @@ def test_memory_in_any_order_of_vllm(order: str) -> None:
             assert d.holds(INTO[:2])
             others = [block for block in range(BLOCKS) if block not in INTO]
             assert all((d.read(name)[others] == FREE).all() for name in NAMES)
-        finally:
-            p.close()
-            d.close()
 
 
 def test_what_is_here_is_neither_sent_nor_written_to() -> None:
@@ -270,14 +263,11 @@ def test_a_gated_request_that_ends_leaves_its_blocks_alone() -> None:
 
 def test_a_rank_whose_heads_others_send_has_sent_at_once() -> None:
     """Eight ranks of a model with four heads: every second one has nothing to do."""
-    worker = Worker(1, 8)
-    try:
+    with closing(Worker(1, 8)) as worker:
         worker.side.begin_step(sending(FROM, 10, ("127.0.0.1:9",)))
         worker.forward(FROM)
         assert worker.side.finished(()) == (set(), set())
         assert worker.side.finished(("p", "other")) == ({"p"}, set())
-    finally:
-        worker.side.close()
 
 
 def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
