@@ -33,7 +33,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-nixl test-s3 store-torture demo-agent
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-sglang test-nixl test-s3 store-torture demo-agent
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -136,6 +136,12 @@ test-lmcache: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps lmcache==0.5.6
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_lmcache.py $(ARGS)
+
+# The backend of SGLang, likewise: its interface and factory, 39 MB, and none of its engine.
+test-sglang: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps sglang==0.5.23 orjson pybase64
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_sglang.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(S3_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

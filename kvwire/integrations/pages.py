@@ -98,6 +98,14 @@ class PageStore:
 
         return self._engine.start(run)
 
+    def delete_all(self, pages: PagedCache) -> Future[None]:
+        """Forget every page of the length of these, in all tiers."""
+
+        async def run(_: Communicator) -> None:
+            await self._store.delete_all(pages)
+
+        return self._engine.start(run)
+
     def close(self) -> None:
         """End the store, once what was begun is over."""
 
