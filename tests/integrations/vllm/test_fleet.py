@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvwire import UsageError
 from kvwire.directory import Record, open_directory
 from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull, RetryBudget
+from kvwire.integrations.vllm.proxy.client import EngineResponse
 from kvwire.integrations.vllm.proxy.discovery import (
     AllowedHosts,
     Discovery,
@@ -373,43 +373,42 @@ def test_death_is_noticed_within_a_second() -> None:
     """And silence, and a sick engine, and their ends. Virtual time."""
     silent = asyncio.Event()
 
-    async def hangs(_: dict[str, Any]) -> httpx.Response:
+    async def hangs(_: dict[str, Any]) -> EngineResponse:
         await silent.wait()
         return await fine({})
 
-    async def sick(_: dict[str, Any]) -> httpx.Response:
+    async def sick(_: dict[str, Any]) -> EngineResponse:
         return answer(503, {})
 
     async def watch() -> None:
         clock = asyncio.get_running_loop().time
         fleet = EngineFleet([P1, P2], [D1, D2], clock=clock)
         network = Engines()
-        async with httpx.AsyncClient(transport=network) as client:
-            prober = Prober(fleet, client)
-            probing = asyncio.create_task(prober.run())
+        prober = Prober(fleet, network)
+        probing = asyncio.create_task(prober.run())
 
-            def states() -> list[str]:
-                return [engine.state(clock()) for engine in fleet.engines]
+        def states() -> list[str]:
+            return [engine.state(clock()) for engine in fleet.engines]
 
-            await virtual_time.pass_time(PROBE_S)
-            assert states() == ["up"] * 4
-            network.handlers |= {"p1": refused, "p2": hangs, "d1": sick}
-            given_up = asyncio.create_task(waits(fleet.engines[1]))
-            await virtual_time.pass_time(1.0)
-            assert states() == ["down", "up", "down", "up"]
-            assert fleet.lives(DECODE)
-            await virtual_time.pass_time(SLOW_S)
-            assert states() == ["down", "slow", "down", "up"]
-            assert not given_up.done()
-            await virtual_time.pass_time(SILENT_S)
-            with pytest.raises(TimeoutError):
-                given_up.result()
-            silent.set()
-            network.handlers.clear()
-            await virtual_time.pass_time(DOWN_S + 1)
-            assert states() == ["up"] * 4
-            probing.cancel()
-            await asyncio.wait({probing})
+        await virtual_time.pass_time(PROBE_S)
+        assert states() == ["up"] * 4
+        network.handlers |= {"p1": refused, "p2": hangs, "d1": sick}
+        given_up = asyncio.create_task(waits(fleet.engines[1]))
+        await virtual_time.pass_time(1.0)
+        assert states() == ["down", "up", "down", "up"]
+        assert fleet.lives(DECODE)
+        await virtual_time.pass_time(SLOW_S)
+        assert states() == ["down", "slow", "down", "up"]
+        assert not given_up.done()
+        await virtual_time.pass_time(SILENT_S)
+        with pytest.raises(TimeoutError):
+            given_up.result()
+        silent.set()
+        network.handlers.clear()
+        await virtual_time.pass_time(DOWN_S + 1)
+        assert states() == ["up"] * 4
+        probing.cancel()
+        await asyncio.wait({probing})
 
     async def waits(engine: VllmEngine) -> None:
         async with asyncio.timeout(None) as wait:

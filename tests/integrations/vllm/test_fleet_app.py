@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvwire.directory import open_directory
 from kvwire.integrations.vllm.announce import BOTH, DECODE
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.client import EngineResponse
 from kvwire.integrations.vllm.proxy.discovery import (
     Discovery,
 )
@@ -46,7 +48,7 @@ from tests.support.pairs import until
 
 def app(network: Engines, **options: Any) -> Starlette:
     fleet = options.pop("fleet", None) or EngineFleet([P1, P2], [D1, D2])
-    return make_app(fleet, order=AT_ONCE, transport=network, **options)
+    return make_app(fleet, order=AT_ONCE, client=network, **options)
 
 
 async def call(
@@ -64,7 +66,7 @@ async def call(
 async def test_too_many_requests() -> None:
     may_answer = asyncio.Event()
 
-    async def waits(body: dict[str, Any]) -> httpx.Response:
+    async def waits(body: dict[str, Any]) -> EngineResponse:
         await may_answer.wait()
         return await fine(body)
 
@@ -129,7 +131,7 @@ async def test_health_is_that_of_decode_engines() -> None:
 async def test_draining_an_engine() -> None:
     may_answer = asyncio.Event()
 
-    async def waits(body: dict[str, Any]) -> httpx.Response:
+    async def waits(body: dict[str, Any]) -> EngineResponse:
         await may_answer.wait()
         return await fine(body)
 
@@ -184,7 +186,7 @@ async def test_who_may_drain(key: bytes, client: str, header: str, status: int) 
 async def test_an_engine_that_is_given_up_costs_another_try() -> None:
     """It was silent for too long, so what waits for it is asked elsewhere."""
 
-    async def hangs(_: dict[str, Any]) -> httpx.Response:
+    async def hangs(_: dict[str, Any]) -> EngineResponse:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -204,8 +206,11 @@ async def test_the_page_shows_engines_and_their_hits() -> None:
     """What they say is escaped; one that says too much, or nothing, has no figures."""
 
     def says(text: str) -> Handler:
-        async def handler(_: dict[str, Any]) -> httpx.Response:
-            return httpx.Response(200, stream=httpx.ByteStream(text.encode()))
+        async def handler(_: dict[str, Any]) -> EngineResponse:
+            async def parts() -> AsyncIterator[bytes]:
+                yield text.encode()
+
+            return EngineResponse(200, {}, parts())
 
         return handler
 

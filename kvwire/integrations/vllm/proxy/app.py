@@ -20,12 +20,16 @@ from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import DECODE
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
+from kvwire.integrations.vllm.proxy.client import (
+    EngineClient,
+    EngineResponse,
+    Unanswered,
+)
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.dispatch import (
     ClientRequest,
     Dispatcher,
     EngineFailed,
-    EngineResponse,
 )
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.probing import PROBE_S, Prober
@@ -36,7 +40,6 @@ from kvwire.security.keys import is_loopback
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):
-    import httpx
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
     from starlette.applications import Starlette
@@ -53,9 +56,6 @@ _KEPT_HEADERS: Final = ("content-type", "x-request-id")
 _EVENTS: Final = "text/event-stream"
 # What nginx notes where a client has closed the connection; there is no standard one.
 _CLIENT_CLOSED: Final = 499
-# uvicorn, which vLLM serves with, closes an idle connection after 5 s. A request that
-# is sent at that moment would fail.
-_KEPT_OPEN_S: Final = 2.0
 _DRAIN_WAIT_S_MAX: Final = 3600.0
 
 
@@ -67,7 +67,7 @@ def make_app(
     admission: Admission | None = None,
     discovery: Discovery | None = None,
     operator_key: bytes = b"",
-    transport: httpx.AsyncBaseTransport | None = None,
+    client: EngineClient | None = None,
 ) -> Starlette:
     """Return the application.
 
@@ -79,20 +79,9 @@ def make_app(
         discovery: Finds more of them; closed with the application.
         operator_key: What whoever drains engines has to know; without it he has to be
             on this host.
-        transport: For tests; None for the network.
+        client: Asks the engines; None for one of the network.
     """
-    client = httpx.AsyncClient(
-        # An answer may take minutes to begin: a queue, a long prompt.
-        timeout=httpx.Timeout(None, connect=5.0),
-        limits=httpx.Limits(
-            max_connections=None,
-            max_keepalive_connections=None,
-            keepalive_expiry=_KEPT_OPEN_S,
-        ),
-        # Parts of an answer are passed on as they come.
-        headers={"accept-encoding": "identity"},
-        transport=transport,
-    )
+    client = client or EngineClient()
     dispatcher = Dispatcher(client, fleet, order=order, references=references)
     prober = Prober(fleet, client)
     running = [prober.run]
@@ -110,7 +99,7 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(client)
+            stack.push_async_callback(client.close)
             if discovery is not None:
                 stack.push_async_callback(discovery.close)
             for work in running:
@@ -150,7 +139,7 @@ class _Front:
         self,
         dispatcher: Dispatcher,
         state: ProxyState,
-        client: httpx.AsyncClient,
+        client: EngineClient,
         operator_key: bytes,
     ) -> None:
         self._dispatcher = dispatcher
@@ -199,12 +188,11 @@ class _Front:
 
     async def models(self, request: Request) -> Response:
         try:
-            said = await self._dispatcher.get("/v1/models", _passed_on(request))
+            return Response(
+                *await self._dispatcher.get("/v1/models", _passed_on(request))
+            )
         except EngineFailed as exc:
             return _failed(exc)
-        return Response(
-            said.content, said.status_code, media_type=said.headers.get("content-type")
-        )
 
     async def health(self, _: Request) -> Response:
         if self._state.fleet.lives(DECODE):
@@ -295,7 +283,7 @@ async def _relay(answer: EngineResponse, rest: AsyncExitStack) -> AsyncIterator[
         try:
             async for part in answer.parts:
                 yield part
-        except httpx.HTTPError as exc:
+        except Unanswered as exc:
             logger.warning("an engine broke off its answer: %r", exc)
             if not answer.headers.get("content-type", "").startswith(_EVENTS):
                 raise  # the connection is cut, so the client knows

@@ -25,9 +25,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
-from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
+from kvwire.integrations.vllm.proxy.client import (
+    EngineClient,
+    EngineResponse,
+    Unanswered,
+)
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.requests import (
@@ -38,9 +42,6 @@ from kvwire.integrations.vllm.proxy.requests import (
     new_transfer_id,
 )
 from kvwire.integrations.vllm.references import UNSIGNED, References
-
-with needed_by("the proxy", extra="vllm"):
-    import httpx
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -92,21 +93,6 @@ class ClientRequest:
     engines: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class EngineResponse:
-    """Holds a decode engine's response, from its first part on.
-
-    Attributes:
-        status: Of HTTP.
-        headers: Likewise.
-        parts: The body as it comes.
-    """
-
-    status: int
-    headers: httpx.Headers
-    parts: AsyncIterator[bytes]
-
-
 class Dispatcher:
     """Sends requests to engines.
 
@@ -122,7 +108,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        client: EngineClient,
         fleet: EngineFleet,
         *,
         order: str,
@@ -182,8 +168,10 @@ class Dispatcher:
                 break
         raise last
 
-    async def get(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
-        """Return what a decode engine says to a GET, such as its models.
+    async def get(
+        self, path: str, headers: Mapping[str, str]
+    ) -> tuple[bytes, int, dict[str, str]]:
+        """Return what a decode engine says to a GET: body, status and content type.
 
         Raises:
             EngineFailed: None can be reached, or answers in :data:`GET_S`.
@@ -195,10 +183,14 @@ class Dispatcher:
         engine = self._fleet.pick(DECODE, {}, dead)
         while engine is not None:
             try:
-                async with asyncio.timeout(GET_S):
-                    return await self._client.get(engine.url + path, headers=headers)
-            except httpx.HTTPError as exc:
-                last = EngineFailed(engine, _said(exc))
+                async with (
+                    asyncio.timeout(GET_S),
+                    self._client.ask(engine.url + path, headers) as said,
+                ):
+                    kind = said.headers.get("content-type", "")
+                    return await said.body(), said.status, {"content-type": kind}
+            except Unanswered as exc:
+                last = EngineFailed(engine, str(exc))
             except TimeoutError:
                 last = EngineFailed(engine, f"no answer within {GET_S:g} s")
             dead.add(engine)  # bounded by the engines there are
@@ -239,16 +231,19 @@ class Dispatcher:
         """Have a prompt computed; return where its KV is, if the engine says so."""
         try:
             with engine.at_work():
-                async with _unless_given_up(engine):
-                    said = await self._client.post(
-                        engine.url + asked.path, json=body, headers=asked.headers
-                    )
-        except httpx.HTTPError as exc:
-            raise EngineFailed(engine, _said(exc)) from None
+                async with (
+                    _unless_given_up(engine),
+                    self._client.ask(
+                        engine.url + asked.path, asked.headers, body
+                    ) as said,
+                ):
+                    content = await said.body()
+        except Unanswered as exc:
+            raise EngineFailed(engine, str(exc)) from None
         if said.is_error:
-            raise EngineFailed(engine, _quoted(said.content), said.status_code)
+            raise EngineFailed(engine, _quoted(content), said.status)
         with contextlib.suppress(ValueError, AttributeError):
-            return said.json().get("kv_transfer_params")
+            return json.loads(content).get("kv_transfer_params")
         return None
 
     async def _answer(
@@ -263,34 +258,28 @@ class Dispatcher:
         try:
             async with _unless_given_up(engine):
                 said = await attempt.enter_async_context(
-                    self._client.stream(
-                        "POST",
-                        engine.url + asked.path,
-                        json=body,
-                        headers=asked.headers,
-                    )
+                    self._client.ask(engine.url + asked.path, asked.headers, body)
                 )
-                parts = said.aiter_raw()
                 # Headers come before there is a token, so they are no answer yet.
-                first = await anext(parts, b"")
-            if said.is_server_error:
-                why = first + b"".join([part async for part in parts])
-                raise EngineFailed(engine, _quoted(why), said.status_code)
-        except httpx.HTTPError as exc:
-            raise EngineFailed(engine, _said(exc)) from None
-        rest = _chained(engine, first, parts)
-        return EngineResponse(said.status_code, said.headers, rest)
+                first = await anext(said.parts, b"")
+            if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                why = first + await said.body()
+                raise EngineFailed(engine, _quoted(why), said.status)
+        except Unanswered as exc:
+            raise EngineFailed(engine, str(exc)) from None
+        rest = _chained(engine, first, said.parts)
+        return EngineResponse(said.status, said.headers, rest)
 
 
 @asynccontextmanager
 async def _unless_given_up(engine: VllmEngine) -> AsyncIterator[None]:
-    """Raise what httpx raises for silence, if an engine is given up meanwhile."""
+    """Raise :exc:`Unanswered` if an engine is given up meanwhile."""
     try:
         async with asyncio.timeout(None) as wait:
             with engine.waited_for(wait):
                 yield
     except TimeoutError:
-        raise httpx.ReadTimeout("it is silent") from None
+        raise Unanswered("it is silent", silent=True) from None
 
 
 async def _chained(
@@ -320,11 +309,6 @@ async def _ended(future: asyncio.Future[Any]) -> None:
     await asyncio.wait((future,))
     if not future.cancelled():
         future.exception()
-
-
-def _said(error: httpx.HTTPError) -> str:
-    """Return why nothing came; some of httpx's errors have no text."""
-    return str(error) or type(error).__name__
 
 
 def _quoted(body: bytes) -> str:

@@ -18,12 +18,10 @@ from http import HTTPStatus
 from typing import Final
 
 from kvwire.directory.base import ended
-from kvwire.extras import needed_by
+from kvwire.integrations.vllm.proxy.client import EngineClient, Unanswered
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-
-with needed_by("the proxy", extra="vllm"):
-    import httpx
+from kvwire.limits import PROXY_METRICS_BYTES_MAX
 
 PROBE_S: Final = 0.5
 # So many questions a second at most; a fleet of more than 100 engines is asked less
@@ -41,7 +39,7 @@ class Prober:
         client: That asks.
     """
 
-    def __init__(self, fleet: EngineFleet, client: httpx.AsyncClient) -> None:
+    def __init__(self, fleet: EngineFleet, client: EngineClient) -> None:
         self._fleet = fleet
         self._client = client
         # One for each engine, with when it was asked. bounded: MEMBERS_MAX
@@ -82,17 +80,20 @@ class Prober:
 
     async def _ask(self, engine: VllmEngine) -> None:
         try:
-            async with asyncio.timeout(SILENT_S):
-                said = await self._client.get(f"{engine.url}/health")
-        except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
-            engine.refusing = True
-            return
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
+            async with (
+                asyncio.timeout(SILENT_S),
+                self._client.ask(f"{engine.url}/health") as said,
+            ):
+                await said.body(PROXY_METRICS_BYTES_MAX)
+        except (Unanswered, TimeoutError) as exc:
+            if isinstance(exc, Unanswered) and not exc.silent:
+                engine.refusing = True
+                return
             engine.slow = True
             engine.give_up()
             return
         engine.slow = engine.refusing = False
-        if said.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._fleet.down(engine)
         else:
             engine.ready = True

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
+from kvwire.integrations.vllm.proxy.client import EngineClient, Unanswered
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -16,7 +17,6 @@ from kvwire.limits import PROXY_METRICS_BYTES_MAX
 from kvwire.observe.page import Table, render, share
 
 with needed_by("the proxy", extra="vllm"):
-    import httpx
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -126,7 +126,7 @@ _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
 }
 
 
-async def fleet_page(state: ProxyState, client: httpx.AsyncClient) -> str:
+async def fleet_page(state: ProxyState, client: EngineClient) -> str:
     """Return the page about a proxy's engines and requests.
 
     Cancel safety: safe, it only looks.
@@ -194,7 +194,7 @@ _REQUEST_COLUMNS: Final = ("request", "since", "waits for", "engines")
 
 
 async def _shares(
-    client: httpx.AsyncClient, engines: Sequence[VllmEngine]
+    client: EngineClient, engines: Sequence[VllmEngine]
 ) -> dict[VllmEngine, tuple[str, str]]:
     """Ask engines for their hits; those that do not answer in time are left out."""
     asking = {asyncio.ensure_future(_share(client, one)): one for one in engines}
@@ -209,18 +209,14 @@ async def _shares(
         await asyncio.wait(asking)
 
 
-async def _share(
-    client: httpx.AsyncClient, engine: VllmEngine
-) -> tuple[str, str] | None:
-    text = b""
+async def _share(client: EngineClient, engine: VllmEngine) -> tuple[str, str] | None:
     try:
-        async with client.stream("GET", f"{engine.url}/metrics") as said:
-            async for part in said.aiter_raw():
-                text += part
-                if said.is_error or len(text) > PROXY_METRICS_BYTES_MAX:
-                    return None
+        async with client.ask(f"{engine.url}/metrics") as said:
+            if said.is_error:
+                return None
+            text = await said.body(PROXY_METRICS_BYTES_MAX)
         numbers = _sums(text.decode(errors="replace"))
-    except (httpx.HTTPError, ValueError):
+    except (Unanswered, ValueError):
         return None
     hits, fetched = ((numbers[a], numbers[b]) for a, b in (_HITS, _FETCHED))
     return share(*hits), share(*fetched)

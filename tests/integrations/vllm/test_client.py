@@ -1,0 +1,100 @@
+"""The proxy's client of HTTP, before servers that say what they like."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from kvwire.integrations.vllm.proxy.client import EngineClient, Unanswered
+from tests.integrations.vllm.serving import free_port
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
+
+
+@asynccontextmanager
+async def engine(said: bytes, *, silent: bool = False) -> AsyncIterator[list[bytes]]:
+    """One that says this at its port, and then no more; its requests, port first."""
+    heard: list[bytes] = []
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(said)
+        if silent:
+            with suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        heard.append(b"%d" % server.sockets[0].getsockname()[1])
+        yield heard
+
+
+async def asked(port: int | bytes, limit: int | None = None) -> tuple[int, bytes]:
+    client = EngineClient()
+    try:
+        async with client.ask(f"http://127.0.0.1:{int(port)}/x", {"a": "b"}) as said:
+            return said.status, await said.body(limit)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (HEAD + b"content-length: 2\r\n\r\nok", (200, b"ok")),
+        (
+            HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+            (200, b"ok"),
+        ),
+        (HEAD + b"\r\nok", (200, b"ok")),
+        # These are the client's.
+        (HEAD.replace(b"200", b"302") + b"content-length: 0\r\n\r\n", (302, b"")),
+        (HEAD + b"content-encoding: gzip\r\n\r\nok", (200, b"ok")),
+    ],
+)
+async def test_what_an_engine_answers(said: bytes, answer: tuple[int, bytes]) -> None:
+    async with engine(said) as heard:
+        assert await asked(heard[0]) == answer
+    head = heard[1].lower()
+    assert head.startswith(b"get /x http/1.1\r\n")
+    for line in (b"\r\naccept-encoding: identity\r\n", b"\r\na: b\r\n"):
+        assert line in head
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"", "Server disconnected"),
+        (b"no HTTP\r\n\r\n", "what it says is no HTTP"),
+        (HEAD + b"content-length: 9\r\n\r\nok", "."),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", "."),
+        (HEAD + b"\r\nmore than this", "more than 9 bytes"),
+    ],
+)
+async def test_what_is_no_answer(said: bytes, why: str) -> None:
+    async with engine(said) as heard:
+        with pytest.raises(Unanswered, match=why):
+            await asked(heard[0], 9)
+
+
+async def test_nobody_listens() -> None:
+    """That is no silence, and the reason has no address."""
+    with pytest.raises(Unanswered, match=r"^Connection refused$") as caught:
+        await asked(free_port())
+    assert not caught.value.silent
+
+
+async def test_an_answer_that_is_given_up_ends_its_connection() -> None:
+    async with engine(HEAD + b"\r\none", silent=True) as heard:
+        client = EngineClient()
+        url = f"http://127.0.0.1:{int(heard[0])}"
+        async with client.ask(url, body={"a": 1}) as said:
+            assert await anext(said.parts) == b"one"
+        assert b"\r\nContent-Type: application/json\r\n".lower() in heard[1].lower()
+        await client.close()
