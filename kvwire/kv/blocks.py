@@ -27,6 +27,10 @@ BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
 """What callers pass: the ids of the only group, or {group: ids}."""
 
+# As methods of an array both run a function in Python first.
+any_of: Final = np.logical_or.reduce
+all_of: Final = np.logical_and.reduce
+
 UNNAMED: Final = -1
 """The id of a position whose block the producer has not named yet."""
 

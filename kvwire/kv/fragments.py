@@ -59,12 +59,12 @@ class Fragments:
             raise UsageError("fragments: addresses and lengths must be uint64 arrays")
         if addresses.shape != lengths.shape or addresses.ndim != 1:
             raise UsageError("fragments: addresses and lengths must be 1-D and as long")
-        if lengths.size and not lengths.all():
+        if not np.logical_and.reduce(lengths):
             raise UsageError("fragments: a fragment of 0 bytes")
         self.addresses: Array = addresses
         self.lengths: Array = lengths
         self.starts: npt.NDArray[np.uint64] = np.zeros(lengths.size + 1, np.uint64)
-        np.cumsum(lengths, out=self.starts[1:])
+        lengths.cumsum(out=self.starts[1:])
         self.nbytes: int = int(self.starts[-1])
         self.owner: object = owner
         self.writable: bool = writable
@@ -147,7 +147,7 @@ class Fragments:
         touches = self.addresses[1:] == self.addresses[:-1] + self.lengths[:-1]
         if not np.logical_or.reduce(touches):
             return self
-        heads = np.flatnonzero(np.concatenate(([True], ~touches)))
+        heads = np.concatenate(([True], ~touches)).nonzero()[0]
         return self._part(self.addresses[heads], np.add.reduceat(self.lengths, heads))
 
     def _part(self, addresses: Array, lengths: Array) -> Fragments:

@@ -30,14 +30,14 @@ that is in use then is *doomed*, and free when its last user lets go of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.eviction import EVICTIONS, EvictionQueue, Key, Keys, SlotState, each
 from kvwire.store.tenants import Shares
 from kvwire.store.tiers.slabs import Slabs, rounded
@@ -166,7 +166,7 @@ class Index:
         slots = np.fromiter(found, np.int64, keys.size)
         if self.shares.expire and keys.size:
             late = (slots >= 0) & self.late(slots)
-            if late.any():
+            if any_of(late):
                 self.delete(keys[late])
                 slots[late] = NO_SLOT
         return slots
@@ -253,12 +253,12 @@ class Index:
     def unpin(self, keys: Keys, slots: Ids) -> None:
         """Let go of named slots; they are now the ones used last, the head last."""
         pins = self._state.pins
-        assert pins[slots].all(), "somebody has let go twice"
+        assert all_of(pins[slots]), "somebody has let go twice"
         np.subtract.at(pins, slots, 1)
         left = pins[slots] == 0
         names, numbers = keys[left][::-1], slots[left][::-1]
         doomed = self._doomed[numbers]
-        if doomed.any():
+        if any_of(doomed):
             self.give_back(np.unique(numbers[doomed]))
             names, numbers = names[~doomed], numbers[~doomed]
         for queue, which in self._queues_of(numbers):
@@ -374,7 +374,7 @@ class Index:
 
     def doomed(self, slots: Ids) -> bool:
         """Tell whether any of these is deleted and still in use."""
-        return bool(self._doomed[slots].any())
+        return bool(any_of(self._doomed[slots]))
 
     def keep(self, keys: Keys, slots: Ids) -> Bits:
         """Keep named blocks, each once, from being evicted, as far as a tenant may.
@@ -383,7 +383,7 @@ class Index:
             Which are kept now.
         """
         kept = self._kept[slots]
-        new = np.flatnonzero(~kept)
+        new = (~kept).nonzero()[0]
         sizes = self.slabs.slot_bytes[slots[new] // self.slabs.stride]
         owners = self._owner[slots[new]]
         for tenant in np.unique(owners).tolist():
@@ -442,7 +442,7 @@ class Index:
     def _delete_late(self) -> bool:
         """Delete every block that is too old; whether there was one."""
         late = self.late(np.arange(self.slabs.slots)) & ~self._doomed
-        if not late.any():
+        if not any_of(late):
             return False
         named = self.named()
         return bool(self.delete(named.keys[late[named.slots]]).size)
@@ -473,17 +473,18 @@ class Index:
         self._state.pins[named.slots] = 1
         return named
 
-    def _queues_of(self, slots: Ids) -> Iterator[tuple[EvictionQueue, Bits | slice]]:
+    def _queues_of(self, slots: Ids) -> list[tuple[EvictionQueue, Bits | slice]]:
         """Return the queues of slots, and which belongs to each."""
         if not slots.size:
-            return
+            return []
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         owners = self._owner[slots]
-        if (sizes == sizes[0]).all() and (owners == owners[0]).all():
-            yield self._queue_of(int(sizes[0]), int(owners[0])), slice(None)
-            return
-        for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True)):
-            yield self._queue_of(size, owner), (sizes == size) & (owners == owner)
+        if all_of(sizes == sizes[0]) and all_of(owners == owners[0]):
+            return [(self._queue_of(int(sizes[0]), int(owners[0])), slice(None))]
+        return [
+            (self._queue_of(size, owner), (sizes == size) & (owners == owner))
+            for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True))
+        ]
 
     def _queue_of(self, size: int, tenant: int) -> EvictionQueue:
         queues = self._queues.setdefault(size, {})
@@ -494,7 +495,7 @@ class Index:
     def _older_slab(self, slot: int, own: EvictionQueue | None) -> int | None:
         """Return a slab of another size older than all of this one."""
         slabs, pins = self.slabs, self._state.pins
-        others = np.flatnonzero((slabs.slot_bytes != slot) & (slabs.slot_bytes > 0))
+        others = ((slabs.slot_bytes != slot) & (slabs.slot_bytes > 0)).nonzero()[0]
         if not others.size or not slabs.capacity(slot):
             return None
         front = own.oldest() if own is not None else None
@@ -504,15 +505,15 @@ class Index:
         for slab in ordered:
             # A slab changes its size as a whole: one pinned slot keeps all of it.
             begin = slab * slabs.stride
-            if not pins[begin : begin + slabs.stride].any():
+            if not any_of(pins[begin : begin + slabs.stride]):
                 return int(slab)
-        if (slabs.slot_bytes == slot).any():
+        if any_of(slabs.slot_bytes == slot):
             return None
         # What is kept does not keep a size from its first slab: that would wait for
         # ever.
         for slab in ordered:
             inside = slice(slab * slabs.stride, (slab + 1) * slabs.stride)
-            if (pins[inside] == self._kept[inside]).all():
+            if all_of(pins[inside] == self._kept[inside]):
                 named = self._named_in(slab)
                 self.unkeep(*named)
                 return int(slab)

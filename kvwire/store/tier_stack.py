@@ -7,14 +7,14 @@ from operator import itemgetter
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.cleanup import gather_all
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
+from kvwire.store.tiers.base import LANDED, Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
 
 _digest = itemgetter(slice(DIGEST_BYTES))
@@ -72,7 +72,7 @@ class TierStack:
         """
         here = self.memory.index.find(keys) >= 0
         for tier in self.below:
-            if here.all():
+            if all_of(here):
                 break
             here[~here] = await tier.find(keys[~here]) != ABSENT
         return here
@@ -88,7 +88,7 @@ class TierStack:
         orders[here] = self.memory.index.orders(slots[here])
         for tier in self.below:
             lacking = orders == ABSENT
-            if not lacking.any():
+            if not any_of(lacking):
                 break
             orders[lacking] = await tier.find(keys[lacking])
         return orders
@@ -136,7 +136,7 @@ class TierStack:
             if self.below[number].asks and not ask:
                 return number, np.full(keys.size, UNKNOWN, np.uint8)
             orders = await self.below[number].find(keys)
-            if (orders != ABSENT).any():
+            if any_of(orders != ABSENT):
                 return number, orders
         return len(self.below), np.full(keys.size, ABSENT, np.uint8)
 
@@ -191,13 +191,13 @@ class TierStack:
         self, tier: Tier, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Bring images to one tier, but those that it has."""
-        results = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
+        results = np.full(batch.keys.size, LANDED, np.uint8)
         lacking = np.ones(batch.keys.size, np.bool_)
         # One that asks was asked at the beginning of the put, or is not worth it.
         if not tier.asks:
             lacking = ~await tier.holds(batch.keys)
             tier.touch(batch.keys[~lacking])
-        if not lacking.any():
+        if not any_of(lacking):
             return results
         if not tier.taking:
             results[lacking] = BlockResult.REFUSED
@@ -263,10 +263,10 @@ class TierStack:
         if all(tier.asks for tier in self.below):
             lacking &= ~self.memory.below[named.slots]
         for tier in self.below:
-            if lacking.any():
+            if any_of(lacking):
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])
         taker = next((tier for tier in self.below if tier.taking), None)
-        if not lacking.any():
+        if not any_of(lacking):
             return ""
         if taker is None:
             return "; ".join(f"{tier.name}: {tier.error}" for tier in self.below)
@@ -280,5 +280,5 @@ class TierStack:
             born = self.memory.index.born(slots[mine])
             batch = Batch(keys[mine], orders, images, born=born)
             results = await taker.write(namespace, batch)
-            taken &= bool((results == BlockResult.LANDED).all())
+            taken &= bool(all_of(results == LANDED))
         return "" if taken else f"{taker.name}: {taker.error}"

@@ -155,7 +155,8 @@ class Operation(ABC):
         """Return the positions that do not land for one reason."""
         if reason not in self._reasons:
             return np.empty(0, np.int64)
-        return np.flatnonzero(self._codes[request] == self._reasons.index(reason))
+        here: Bits = self._codes[request] == self._reasons.index(reason)
+        return here.nonzero()[0]
 
     def settled(self, blocks: int) -> None:
         """Count blocks of the caller's that are not touched any more."""

@@ -8,13 +8,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Ids, among
+from kvwire.kv.blocks import Bits, Ids, among, any_of
 from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.index import Keys, as_keys, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.group_request import BlockRequest
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
+from kvwire.store.tiers.base import (
+    LANDED,
+    MISSING,
+    Batch,
+    BlockResult,
+    BlockResults,
+    Tier,
+)
 
 NOT_THERE: Final = "it is not in the store"
 
@@ -41,7 +48,7 @@ class GetOperation(Operation):
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
         """Put first what is in memory, before others take its room."""
         here = self.tiers.memory.index.find(request.keys) >= 0
-        return np.flatnonzero(here), np.flatnonzero(~here)
+        return here.nonzero()[0], (~here).nonzero()[0]
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy what is in memory at once; bring the rest there.
@@ -52,7 +59,7 @@ class GetOperation(Operation):
         keys = request.keys[positions]
         slots = memory.index.find(keys)
         here = slots >= 0
-        if here.any():
+        if any_of(here):
             memory.index.pin(keys[here], slots[here])
             await self._hand_out(request, positions[here], slots[here])
             return here
@@ -92,7 +99,7 @@ class GetOperation(Operation):
             for other, there in zip(namespaces, table, strict=True):
                 fields = ", ".join(request.namespace.differing(other))
                 why = f"{NOT_THERE} for this cache; it is for one with another {fields}"
-                if there.any():
+                if any_of(there):
                     self.lost(request, positions[there], why)
 
     def absent(self, request: BlockRequest) -> Bits:
@@ -106,7 +113,7 @@ class GetOperation(Operation):
         """Bring blocks that are not in memory from the first tier that has some."""
         done = np.zeros(positions.size, np.bool_)
         tried = self._next[request][positions]
-        which = np.flatnonzero((tried == tried.min()) & once(request.keys[positions]))
+        which = ((tried == tried.min()) & once(request.keys[positions])).nonzero()[0]
         asked = positions[which]
         ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
         number, orders = await self.tiers.source(
@@ -143,7 +150,7 @@ class GetOperation(Operation):
         keys = request.keys[positions]
         # Taking may have waited: somebody else may have brought some of them.
         free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)
-        mine = np.flatnonzero(free)[-taken.size :]
+        mine = free.nonzero()[0][-taken.size :]
         memory.give_back(taken[mine.size :])
         taken, keys, orders = taken[: mine.size], keys[mine], orders[mine]
         positions = positions[mine]
@@ -158,9 +165,9 @@ class GetOperation(Operation):
                 batch = Batch(keys, orders, memory.images(taken, nbytes), born=born)
                 results = await tier.read(request.namespace, batch)
                 # What nobody had found was not evicted: it is just not there.
-                told = found | (results != BlockResult.MISSING)
+                told = found | (results != MISSING)
                 self._note(request, positions[told], results[told], tier)
-                landed = results == BlockResult.LANDED
+                landed = results == LANDED
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.mark(taken[landed], orders[landed])
                 memory.below[taken[landed]] = True
@@ -169,7 +176,7 @@ class GetOperation(Operation):
         finally:
             memory.in_flight.end(keys)
             memory.give_back(taken[~landed])
-        if landed.any():
+        if any_of(landed):
             await self._hand_out(request, positions[landed], taken[landed])
         return positions[landed], positions[~landed]
 
@@ -190,7 +197,7 @@ class GetOperation(Operation):
         self, request: BlockRequest, positions: Ids, results: BlockResults, tier: Tier
     ) -> None:
         """Keep why a tier did not give some blocks, in case no other one does."""
-        if not results.any():
+        if not any_of(results):
             return  # all have landed
         reasons = {
             BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
@@ -199,7 +206,7 @@ class GetOperation(Operation):
             BlockResult.REFUSED: f"{tier.name} did not give it: {tier.error}",
         }
         for result, reason in reasons.items():
-            if (results == result).any():
+            if any_of(results == result):
                 self.lost(request, positions[results == result], reason)
 
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.index import NO_SLOT, once
 from kvwire.store.operations.base import Operation
-from kvwire.store.tiers.base import Batch, BlockResult
+from kvwire.store.tiers.base import LANDED, Batch
 
 if TYPE_CHECKING:
     from kvwire.store.operations.group_request import BlockRequest
@@ -61,7 +61,7 @@ class PutOperation(Operation):
         slots = memory.index.find(keys)
         if not self.tiers.through:
             done = slots >= 0
-        if done.any():
+        if any_of(done):
             self._present += int(done.sum())
             self.settled(int(done.sum()))
             return done
@@ -88,7 +88,7 @@ class PutOperation(Operation):
         memory, keys = self.tiers.memory, request.keys[positions]
         slots = memory.index.find(keys)
         held = slots >= 0
-        lacking = np.flatnonzero(~held & once(keys) & ~memory.in_flight.busy(keys))
+        lacking = (~held & once(keys) & ~memory.in_flight.busy(keys)).nonzero()[0]
         copying = not self._arrived.size
         if copying:
             # Without room for all, the head of the chain comes last and stays.
@@ -135,9 +135,9 @@ class PutOperation(Operation):
         )
         batch = Batch(keys[first], orders, images, born=born)
         results, error = await self.tiers.write_through(request.namespace, batch)
-        failed = results != BlockResult.LANDED
+        failed = results != LANDED
         memory.below[slots[first]] = ~failed
-        if failed.any():
+        if any_of(failed):
             lost = np.isin(keys, batch.keys[failed])
             self.lost(request, positions[lost], f"it is in memory only: {error}")
 

@@ -9,9 +9,8 @@ client then dials again, after pauses that grow.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from kvwire.errors import (
     VersionMismatch,
 )
 from kvwire.limits import STORE_GRACE_S, STORE_REDIAL_S, STORE_REDIAL_S_MAX
-from kvwire.store.cleanup import drain_or_abort, error_text
+from kvwire.store.cleanup import error_text
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
@@ -43,7 +42,7 @@ from kvwire.store.server.messages import (
 )
 
 if TYPE_CHECKING:
-    from kvwire import Communicator, Connection, Request
+    from kvwire import Communicator, Connection
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
@@ -54,6 +53,7 @@ class ActiveConnection:
     Attributes:
         connection: The connection.
         welcome: What the server said of itself.
+        berths: The server's berths; the deadline of what moves counts from there.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ActiveConnection:
         self.welcome = welcome
         self._timeout_s = timeout_s
         self._requests = asyncio.Semaphore(welcome.requests)
-        self._berths = asyncio.Semaphore(welcome.berths)
+        self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
         # Called with each answer.
         self.works: Callable[[], None] = lambda: None
@@ -113,26 +113,6 @@ class ActiveConnection:
             self.connection.abort(f"{type(found).__name__} is no answer to that")
             raise ConnectionLost("the server has answered something else")
         return found
-
-    @contextlib.asynccontextmanager
-    async def berth(self) -> AsyncIterator[None]:
-        """Wait for one of the server's berths; the deadline counts from here.
-
-        Cancel safety: safe.
-        """
-        async with self._berths:
-            yield
-
-    @contextlib.asynccontextmanager
-    async def moving(self, blocks: Request[int]) -> AsyncIterator[None]:
-        """End a message of blocks with the block; after it their memory is free.
-
-        Cancel safety: the memory is waited for in any case.
-        """
-        try:
-            yield
-        finally:
-            await drain_or_abort(blocks, self.connection)
 
     async def listen(self) -> None:
         """Take answers until the connection ends; then fail what waits for one.

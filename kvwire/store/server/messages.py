@@ -35,6 +35,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvwire.errors import UsageError, shown
+from kvwire.kv.blocks import all_of, any_of
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import (
     NAME_CHARS_MAX,
@@ -122,7 +123,7 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         """Tell whether every key is of one namespace."""
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width)
         digest = np.frombuffer(namespace.digest, np.uint8)
-        return bool((table[:, :DIGEST_BYTES] == digest).all())
+        return bool(all_of(table[:, :DIGEST_BYTES] == digest, axis=None))
 
 
 class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -411,7 +412,7 @@ def payload_tag(number: int) -> int:
 
 
 def _require_orders(table: Orders) -> None:
-    if ((table >= len(ORDERS)) & (table != ABSENT)).any():
+    if any_of((table >= len(ORDERS)) & (table != ABSENT)):
         raise ValueError("an order that there is not")
 
 

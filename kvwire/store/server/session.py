@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvwire.errors import ConnectionClosed, KVWireError, RequestError, UsageError, shown
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     EAGER_BYTES_MAX,
@@ -238,9 +238,9 @@ class ClientSession:
         memory, nbytes = self._tiers.memory, namespace.image_bytes
         none, lent = np.empty(0, np.int64), keys.size * rounded(nbytes)
         tenant = self._tiers.tenants.number(namespace.tenant)
-        if not memory.index.fits(nbytes, tenant) or not once(keys).all():
+        if not memory.index.fits(nbytes, tenant) or not all_of(once(keys)):
             return none
-        if (memory.index.find(keys) >= 0).any() or not self._served.lend(lent):
+        if any_of(memory.index.find(keys) >= 0) or not self._served.lend(lent):
             return none
         slots = none
         try:
@@ -280,7 +280,7 @@ class ClientSession:
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
             slots = memory.index.find(keys)
-            if (slots >= 0).all() and self._served.lend(nbytes):
+            if all_of(slots >= 0) and self._served.lend(nbytes):
                 memory.index.pin(keys, slots)
                 try:
                     orders = memory.index.orders(slots)
@@ -303,7 +303,7 @@ class ClientSession:
             reason = "; ".join(got.reasons)
             done = StoreDone.of(request.number, results, reason, blocks.orders)
             await self._send(done)
-            if here.any():
+            if any_of(here):
                 await self._send_images(request, images.selected(here))
 
     async def _send_images(self, request: Get, images: Fragments) -> None:

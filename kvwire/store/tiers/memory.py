@@ -64,6 +64,9 @@ class MemoryTier:
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         self._base = int(self._bytes.ctypes.data)
+        self._headroom_bytes = min(
+            STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS
+        )
         self._demote = demote
         self._changed = asyncio.Event()
         self._clearing: asyncio.Task[None] | None = None
@@ -251,10 +254,6 @@ class MemoryTier:
 
     def _lacks_headroom(self, nbytes: int) -> bool:
         return self.index.slabs.free(nbytes) * nbytes < self._headroom_bytes
-
-    @property
-    def _headroom_bytes(self) -> int:
-        return min(STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS)
 
     def _notify(self) -> None:
         """Wake those who wait for room."""

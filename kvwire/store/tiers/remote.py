@@ -18,7 +18,7 @@ import numpy as np
 import kvwire
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.limits import (
     EAGER_BYTES_MAX,
     STORE_KEYS_MAX,
@@ -28,7 +28,7 @@ from kvwire.limits import (
     STORE_TOUCHES_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import error_text, run_to_completion
+from kvwire.store.cleanup import drain_or_abort, error_text, run_to_completion
 from kvwire.store.images import message_of, payload_of
 from kvwire.store.index import Key, Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
@@ -47,7 +47,15 @@ from kvwire.store.server.messages import (
     Touch,
     payload_tag,
 )
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
+from kvwire.store.tiers.base import (
+    FAILED,
+    LANDED,
+    Batch,
+    BlockResult,
+    BlockResults,
+    Tier,
+    TierStats,
+)
 
 _READ_ONLY: Final = "this server is read-only"
 
@@ -204,7 +212,7 @@ class RemoteTier(Tier):
             with suppress(OSError):
                 done = await self._asked_for(Pin(number, names, pinned))
                 if done.table.size == which.size:
-                    kept[which] = done.table == BlockResult.LANDED
+                    kept[which] = done.table == LANDED
         return kept
 
     def stats(self) -> TierStats:
@@ -297,7 +305,7 @@ class RemoteTier(Tier):
         self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step
     ) -> BlockResults:
         """Move a batch in parts, as large as the server's berths; each of one kind."""
-        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        results = np.full(batch.keys.size, FAILED, np.uint8)
         try:
             active = self._client.now()
             most = active.welcome.berth_bytes // namespace.image_bytes
@@ -310,14 +318,14 @@ class RemoteTier(Tier):
                 return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
             await self._tell_touches(active)
             for which in _parts(batch.keys, kinds, min(most, STORE_KEYS_MAX)):
-                async with active.berth():
+                async with active.berths:
                     part = batch.selected(which)
                     results[which] = await step(active, namespace, part)
                     batch.orders[which] = part.orders
         except KVWireError as exc:
             self.error = error_text(exc)
         if len(self._moved) < STORE_TOUCHES_MAX:
-            self._moved.update(batch.keys[results == BlockResult.LANDED].tolist())
+            self._moved.update(batch.keys[results == LANDED].tolist())
         return results
 
     async def _put(
@@ -331,9 +339,11 @@ class RemoteTier(Tier):
             message_of(batch.images),
             deadline=timedelta(seconds=self._timeout_s),
         )
-        async with active.moving(images):
+        try:
             done = await active.call(put.number, put, StoreDone)
             return self._checked(active, batch, done)
+        finally:
+            await drain_or_abort(images, active.connection)
 
     async def _get(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
@@ -342,11 +352,11 @@ class RemoteTier(Tier):
         get = Get(*self._asked(namespace, batch))
         done = await active.call(get.number, get, StoreDone)
         results = self._checked(active, batch, done)
-        coming = np.flatnonzero(results == BlockResult.LANDED)
+        coming = (results == LANDED).nonzero()[0]
         if not coming.size:
             return results
         orders = np.frombuffer(done.orders, np.uint8)
-        if orders.size != results.size or (orders[coming] == ABSENT).any():
+        if orders.size != results.size or any_of(orders[coming] == ABSENT):
             raise _lie(active, f"{orders.size} orders of {results.size} blocks")
         batch.orders[coming] = orders[coming]
         images = active.connection.recv(
@@ -354,8 +364,10 @@ class RemoteTier(Tier):
             payload_of(batch.images.selected(coming)),
             deadline=timedelta(seconds=self._timeout_s),
         )
-        async with active.moving(images):
+        try:
             nbytes = await images
+        finally:
+            await drain_or_abort(images, active.connection)
         if nbytes != coming.size * namespace.image_bytes:
             raise _lie(active, f"{nbytes} bytes of {coming.size} blocks")
         return results
@@ -415,7 +427,7 @@ def _by_width(keys: Keys) -> Iterator[Ids]:
     """Yield positions for one message: keys of one length, not too many."""
     widths = np.fromiter(map(len, keys.tolist()), np.int64, keys.size)
     for width in sorted(set(widths.tolist())):
-        same = np.flatnonzero(widths == width)
+        same = (widths == width).nonzero()[0]
         for first in range(0, same.size, STORE_KEYS_MAX):
             yield same[first : first + STORE_KEYS_MAX]
 

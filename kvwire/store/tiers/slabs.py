@@ -93,7 +93,7 @@ class Slabs:
     def free(self, nbytes: int) -> int:
         """Return how many slots :meth:`take` can give for blocks of so many bytes."""
         slabs = self._open.get(rounded(nbytes), ())
-        ready = sum(len(self._free[slab]) for slab in slabs)
+        ready = sum(map(len, map(self._free.__getitem__, slabs)))
         return ready + len(self._blank) * self.capacity(nbytes)
 
     def take(self, nbytes: int, count: int) -> Ids:
@@ -125,7 +125,7 @@ class Slabs:
         """Give slots back; a slab of which none is taken belongs to no size."""
         slabs = slots // self.stride
         order = np.argsort(slabs, kind="stable")
-        borders = np.flatnonzero(np.diff(slabs[order])) + 1
+        borders = np.diff(slabs[order]).nonzero()[0] + 1
         for back in np.split(slots[order], borders):
             if not back.size:
                 continue

@@ -33,10 +33,10 @@ CEILINGS: Final = {
     "send, 1 MiB": (263, 3),
     "put, 64 KiB": (236, 3),
     "get, 64 KiB": (203, 2),
-    "store put, 64 KiB": (1320, 8),
-    "store get, 64 KiB": (880, 4),
-    "store put, 1 MiB": (1760, 11),
-    "store get, 1 MiB": (1255, 7),
+    "store put, 64 KiB": (1080, 8),
+    "store get, 64 KiB": (740, 4),
+    "store put, 1 MiB": (1450, 11),
+    "store get, 1 MiB": (1110, 7),
 }
 # A wake-up more or less; a ping.
 _MARGIN: Final = 1.03
