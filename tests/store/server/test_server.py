@@ -480,40 +480,6 @@ async def test_without_a_key_it_listens_to_this_host_only() -> None:
 # --- many -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-async def test_eight_clients_at_once_under_eviction() -> None:
-    """A store of 64 blocks, and 8 clients that put 40 of their own each, and get."""
-    async with serving("memory:256KiB") as (store, server):
-        done = await asyncio.gather(*(_storm(server, seed) for seed in range(8)))
-        assert sum(done) > 8 * 20, "hardly anything was found"
-        stats = store.stats()["memory:256KiB"]
-        assert stats.evicted_blocks > 100
-        await until(lambda: not server.clients())
-        # No slot and no pin is left behind: all of it can go.
-        await store._tiers.memory.empty()
-        assert not len(store._tiers.memory.index)
-        assert not store._tiers.memory.index.slabs.used_bytes
-
-
-async def _storm(server: StoreServer, seed: int) -> int:
-    """Put and get at random; how many blocks landed, each of which was right."""
-    rng = np.random.default_rng(seed)
-    source = Filled(40, seed=seed)
-    hashes, landed = chain(40, str(seed)), 0
-    async with BlockStore.open(["memory:16KiB", where(server)]) as store:
-        for _ in range(12):
-            some = np.sort(rng.choice(40, 8, replace=False)).tolist()
-            asked = [hashes[i] for i in some]
-            await store.put(asked, source.cache, some)
-            target = Filled(40)
-            outcome = await store.get(asked, target.cache, some)
-            here = outcome.landed.ids().tolist()
-            assert np.array_equal(source.tokens(here), target.tokens(here))
-            assert set(here) | {block for _, block in outcome.missing} == set(some)
-            landed += len(here)
-    return landed
-
-
 async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
     tiers = ("memory:64KiB", f"disk:{tmp_path}?size=1MiB")
     async with serving(*tiers) as (_, server), client(server) as one:

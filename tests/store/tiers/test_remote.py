@@ -121,22 +121,6 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
             assert not memory.index.slabs.used_bytes
 
 
-@pytest.mark.slow
-async def test_a_server_that_comes_back_is_used_again() -> None:
-    source, target, hashes = Filled(seed=1), Filled(), chain(4)
-    async with serving("--tier", "memory:1MiB") as server:
-        store = await BlockStore.open(["memory:1MiB", server.where])
-        server.signal(signal.SIGKILL)
-        await until(lambda: not tier_of(store).taking)
-    async with serving("--tier", "memory:1MiB", port=server.port), store:
-        await until(lambda: tier_of(store).taking)
-        assert not store.report[server.where]
-        assert (await store.put(hashes, source.cache, [0, 1, 2, 3])).complete
-        async with BlockStore.open([server.where]) as other:
-            assert (await other.get(hashes, target.cache, [4, 5, 6, 7])).complete
-    assert np.array_equal(source.tokens([0, 1, 2, 3]), target.tokens([4, 5, 6, 7]))
-
-
 async def test_a_server_that_is_not_there_yet() -> None:
     async with BlockStore.open(["memory:64KiB"]) as own:
         async with StoreServer(own, "127.0.0.1:0") as server:
@@ -149,24 +133,6 @@ async def test_a_server_that_is_not_there_yet() -> None:
                 await until(lambda: tier_of(store).taking)
                 again = await store.put(chain(1), Filled(seed=1).cache, [0])
                 assert again.complete
-
-
-@pytest.mark.slow
-async def test_a_server_that_stands_still_is_given_up() -> None:
-    """By the deadline the request is over, and nobody waits for the next ones."""
-    source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
-    async with serving("--tier", "memory:64MiB") as server:
-        where = f"{server.where}?timeout=0.2"
-        async with BlockStore.open(["memory:64MiB", where]) as store:
-            server.signal(signal.SIGSTOP)
-            outcome = await store.put(hashes, source.cache, range(BLOCKS))
-            assert len(outcome.missing) == BLOCKS
-            await until(lambda: not tier_of(store).taking)
-            assert tier_of(store).unavailable_reason
-            server.signal(signal.SIGCONT)
-            await until(lambda: tier_of(store).taking)
-            outcome = await store.put(hashes[:4], source.cache, range(4))
-            assert outcome.complete
 
 
 # --- a server that lies ---------------------------------------------------------------
