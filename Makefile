@@ -19,6 +19,7 @@ VLLM_VERSION ?= $(VLLM_NEWEST)
 VLLM_VENV := .venv-vllm$(if $(filter-out $(VLLM_NEWEST),$(VLLM_VERSION)),-$(VLLM_VERSION))
 VLLM_STAMP := $(VLLM_VENV)/.installed
 S3_VENV := .venv-s3
+RAY_VENV := .venv-ray
 # On Linux pip takes the build for CUDA, several GB, unless it is told otherwise;
 # docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
@@ -33,7 +34,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-sglang test-nixl test-s3 store-torture demo-agent
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 store-torture demo-agent
 
 # Every module and every transport once; about 2 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -111,6 +112,10 @@ test-nixl: $(STAMP)
 	  --no-deps 'nixl-cu12>=1.5'
 	$(BIN)/python -m pytest -m '' tests/backends/kvwire_nixl $(ARGS)
 
+# Tensors of actors, on a local Ray: 450 MB with torch. Ray has no build for every Python.
+test-ray: $(RAY_VENV)/.installed
+	$(RAY_VENV)/bin/python -m pytest -m '' tests/integrations/ray $(ARGS)
+
 # Object tiers over the S3 protocol, with moto's server in an environment of its own, 140 MB.
 test-s3: $(STAMP) $(S3_VENV)/.installed
 	S3_SERVER=$(S3_VENV)/bin/moto_server \
@@ -144,7 +149,7 @@ test-sglang: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_sglang.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(S3_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(RAY_VENV) $(S3_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed.
@@ -169,6 +174,10 @@ $(DEMO_STAMP): pyproject.toml README.md | $(DEMO_VENV)/bin/python
 
 $(S3_VENV)/.installed: | $(S3_VENV)/bin/python
 	$(S3_VENV)/bin/python $(PIP_INSTALL) --quiet 'moto[s3]>=5' flask flask-cors
+	@touch $@
+
+$(RAY_VENV)/.installed: pyproject.toml | $(RAY_VENV)/bin/python
+	$(RAY_VENV)/bin/python $(PIP_INSTALL) --quiet -e '.[ray,test]' $(TORCH)
 	@touch $@
 
 $(TORCH_STAMP): pyproject.toml | $(TORCH_VENV)/bin/python

@@ -1,0 +1,34 @@
+"""Ray Direct Transport: tensors go from actor to actor through kvwire.
+
+::
+
+    from kvwire.integrations.ray import register
+
+    register()          # before a class says that it uses it
+
+    @ray.remote(enable_tensor_transport=True)
+    class Prefill:
+        @ray.method(tensor_transport="KVWIRE")
+        def run(self, prompt):
+            return [keys, values]                # tensors stay where they are
+
+    decode.run.remote(prefill.run.remote(prompt))  # and come to who takes them
+
+Ray pickles what it sends itself; of kvwire nothing is. See docs/howto/ray.md.
+"""
+
+
+def register() -> None:
+    """Tell Ray of the transport, in the process that defines and makes actors.
+
+    Calling it again does no harm.
+
+    Raises:
+        ModuleNotFoundError: Ray or torch is missing.
+    """
+    from kvwire.integrations.ray.transport import register  # noqa: PLC0415 - needs Ray
+
+    register()
+
+
+__all__ = ["register"]

@@ -1,0 +1,224 @@
+"""Buffers of a process by name, for others to fetch: what Ray needs, without Ray.
+
+Whoever has a buffer *offers* it and moves nothing. Who wants it asks by name, is given
+a grant of the memory, and gets it with one request, whatever number of pieces it has.
+To *withdraw* an offer ends its grants and waits until nothing can touch its memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+import kvwire
+from kvwire.kv.fragments import Fragments
+
+Bytes = npt.NDArray[np.uint8]
+
+# Tags: questions have one, and each question says where its answer goes.
+_ASK: Final = 1
+_ANSWERS: Final = 16
+# Ray's ids are 56 characters.
+_NAME_CHARACTERS_MAX: Final = 256
+
+
+class _Ask(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(max_length=_NAME_CHARACTERS_MAX)]
+    tag: Annotated[int, msgspec.Meta(ge=_ANSWERS, lt=2**62)]
+
+
+class _Answer(msgspec.Struct, forbid_unknown_fields=True):
+    grant: bytes = b""  # empty: there is no such offer
+
+
+@dataclass(slots=True)
+class _Offer:
+    buffers: Sequence[Bytes]
+    region: kvwire.Region | None = None  # from the first question on
+
+
+class NoSuchOffer(kvwire.RequestError):
+    """Nothing is offered under this name, or not any more."""
+
+
+class FetchAborted(kvwire.RequestError):
+    """A fetch was aborted on this side."""
+
+
+class TensorExchange:
+    """Offers buffers, and fetches those of others, from any thread.
+
+    Args:
+        listen: Where others ask; ``"host:0"`` takes any free port.
+        **options: Keys of :class:`kvwire.Config` over those of the environment.
+
+    Attributes:
+        address: Where it listens.
+
+    Raises:
+        UsageError: The configuration cannot be used, or the address needs a key.
+        ListenError: It cannot listen there.
+    """
+
+    def __init__(self, listen: str = "127.0.0.1:0", **options: Any) -> None:
+        self._engine = kvwire.Engine(**options)
+        self._offers: dict[str, _Offer] = {}  # bounded: what the user holds
+        # Of each name those that are under way, on the loop.
+        self._fetching: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
+        self._tags = itertools.count(_ANSWERS)
+        try:
+            self.address: str = str(self._engine.listen(listen))
+        except BaseException:
+            self._engine.close()
+            raise
+        self._serving = self._engine.start(self._serve)
+
+    # --- the side that has ------------------------------------------------------------
+
+    def offer(self, name: str, buffers: Sequence[Bytes]) -> None:
+        """Let others fetch these bytes until they are withdrawn; they must not change.
+
+        Offering a name again changes nothing.
+        """
+        self._offers.setdefault(name, _Offer([one for one in buffers if one.size]))
+
+    def withdraw(self, name: str) -> None:
+        """End an offer, and wait until nothing can touch its memory.
+
+        Gets that are under way fail on the other side.
+        """
+        offer = self._offers.pop(name, None)
+        if offer is not None and offer.region is not None:
+            region = offer.region
+            self._engine.start(lambda _: region.close()).result()
+
+    async def _serve(self, comm: kvwire.Communicator) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            async for connection in comm.connections():
+                tasks.create_task(self._answer(comm, connection))
+
+    async def _answer(
+        self, comm: kvwire.Communicator, connection: kvwire.Connection
+    ) -> None:
+        try:
+            while True:
+                ask = msgspec.msgpack.decode(await connection.recv(_ASK), type=_Ask)
+                answer = _Answer(self._grant(comm, connection, ask.name))
+                await connection.send(ask.tag, msgspec.msgpack.encode(answer))
+        except kvwire.ConnectionClosed:
+            pass  # who asks again has a new one
+        except Exception as exc:  # noqa: BLE001 - one peer's question ends no other's
+            connection.abort(f"not a question of TensorExchange: {exc}")
+
+    def _grant(
+        self, comm: kvwire.Communicator, connection: kvwire.Connection, name: str
+    ) -> bytes:
+        offer = self._offers.get(name)
+        if offer is None:
+            return b""
+        if offer.region is None:
+            offer.region = comm.register(_memory_of(offer.buffers), "read")
+        return offer.region.grant(connection).to_bytes()
+
+    # --- the side that wants ----------------------------------------------------------
+
+    def fetch(
+        self, address: str, name: str, into: Sequence[Bytes]
+    ) -> concurrent.futures.Future[None]:
+        """Begin to read an offer of another process.
+
+        Args:
+            address: Where that exchange listens.
+            name: Of the offer.
+            into: As many bytes in all, in pieces of any size. They are the fetch's
+                until the future is done, also where it fails.
+
+        Returns:
+            A future; it raises what :meth:`kvwire.Connection.get` raises, ConnectError,
+            :exc:`NoSuchOffer` or :exc:`FetchAborted`. To stop it call :meth:`abort`;
+            ``cancel`` of the future would not wait for the memory.
+        """
+        pieces = [one for one in into if one.size]
+        return self._engine.start(lambda comm: self._fetch(comm, address, name, pieces))
+
+    def abort(self, name: str) -> None:
+        """End what is fetched under a name; their futures end with FetchAborted."""
+
+        async def end(_: kvwire.Communicator) -> None:
+            for task in self._fetching.get(name, ()):
+                task.cancel()
+
+        self._engine.start(end).result()
+
+    async def _fetch(
+        self,
+        comm: kvwire.Communicator,
+        address: str,
+        name: str,
+        into: Sequence[Bytes],
+    ) -> None:
+        if not into:
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._fetching[name].add(task)
+        try:
+            connection = await comm.peer(address).connect()
+            grant = await self._ask(connection, address, name)
+            request = connection.get(grant, _memory_of(into))
+            try:
+                await request
+            finally:
+                request.cancel()
+                await request.released()
+        except asyncio.CancelledError:
+            raise FetchAborted(
+                f"the fetch of {name} from {address} was aborted"
+            ) from None
+        finally:
+            self._fetching[name].discard(task)
+            if not self._fetching[name]:
+                del self._fetching[name]
+
+    async def _ask(
+        self, connection: kvwire.Connection, address: str, name: str
+    ) -> kvwire.Grant:
+        ask = _Ask(name, next(self._tags))
+        answering = connection.recv(ask.tag)
+        try:
+            await connection.send(_ASK, msgspec.msgpack.encode(ask))
+            answer = msgspec.msgpack.decode(await answering, type=_Answer)
+        finally:
+            answering.cancel()
+        if not answer.grant:
+            raise NoSuchOffer(f"{address} offers no {name}: its owner has freed it")
+        return kvwire.Grant.from_bytes(answer.grant)
+
+    # --- the end ----------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all of it; memory is nobody's but the caller's when this returns."""
+        self._engine.close()
+        with contextlib.suppress(kvwire.KVWireError, concurrent.futures.CancelledError):
+            self._serving.result()
+
+
+def _memory_of(buffers: Sequence[Bytes]) -> Fragments:
+    """Return pieces as one memory, which one request moves."""
+    addresses = [one.__array_interface__["data"][0] for one in buffers]
+    return Fragments(
+        np.array(addresses, np.uint64),
+        np.array([one.nbytes for one in buffers], np.uint64),
+        owner=buffers,
+        writable=all(one.flags.writeable for one in buffers),
+    )

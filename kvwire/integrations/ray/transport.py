@@ -1,0 +1,255 @@
+"""The tensor transport: what Ray calls, as calls of a :class:`TensorExchange`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any, Final
+
+import kvwire
+from kvwire.extras import needed_by
+from kvwire.integrations.ray.exchange import Bytes, TensorExchange
+
+with needed_by("kvwire.integrations.ray", extra="ray"):
+    import ray
+    import torch
+    from ray.exceptions import RayDirectTransportError
+    from ray.experimental import register_tensor_transport
+    from ray.experimental.rdt.tensor_transport_manager import (
+        CommunicatorMetadata,
+        FetchRequest,
+        TensorTransportManager,
+        TensorTransportMetadata,
+    )
+    from ray.experimental.rdt.util import get_tensor_transport_manager
+
+NAME: Final = "KVWIRE"
+# Where an actor's exchange listens; by default at the node's address, or on loopback
+# where there is neither a key nor certificates.
+LISTEN: Final = "KVWIRE_RAY_LISTEN"
+
+
+def register() -> None:
+    """Tell Ray of the transport; before actors are made, in the process that does.
+
+    Calling it again does no harm.
+    """
+    with contextlib.suppress(ValueError):  # it is registered
+        register_tensor_transport(
+            NAME, ["cpu", "cuda"], KvwireTensorTransport, torch.Tensor
+        )
+
+
+@dataclass
+class KvwireTensors(TensorTransportMetadata):
+    """Says where the tensors of an object are.
+
+    Attributes:
+        address: Of the exchange that offers them; empty where there are no tensors.
+    """
+
+    address: str = ""
+
+
+class KvwireFetch(FetchRequest):
+    """Is an object on its way here."""
+
+    def __init__(
+        self,
+        obj_id: str,
+        tensors: list[torch.Tensor],
+        landing: list[torch.Tensor],
+        fetched: concurrent.futures.Future[None] | None,
+    ) -> None:
+        super().__init__(obj_id, tensors)
+        self.landing: list[torch.Tensor] = landing
+        self.fetched: concurrent.futures.Future[None] | None = fetched
+
+
+class KvwireTensorTransport(TensorTransportManager):
+    """Moves tensors from actor to actor through kvwire.
+
+    One-sided in Ray's words: who wants an object gets it, and no task runs at who has
+    it. A fetch can be aborted, so Ray kills no actor. An object that Ray has freed is
+    memory that nothing reads any more, when Ray says so.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._exchange: TensorExchange | None = None
+
+    def tensor_transport_backend(self) -> str:
+        """See Ray."""
+        return NAME
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        """See Ray."""
+        return True
+
+    @staticmethod
+    def can_abort_transport() -> bool:
+        """See Ray."""
+        return True
+
+    def actor_has_tensor_transport(self, actor: Any) -> bool:
+        """See Ray: asks the actor, which opens its exchange."""
+
+        def has_exchange(self: object) -> bool:
+            return bool(get_tensor_transport_manager(NAME).exchange().address)
+
+        call = actor.__ray_call__.options(concurrency_group="_ray_system")
+        return bool(ray.get(call.remote(has_exchange)))
+
+    def exchange(self) -> TensorExchange:
+        """Return this process's exchange, opened at its first use."""
+        with self._lock:
+            if self._exchange is None:
+                self._exchange = TensorExchange(_listen(), name=_name())
+            return self._exchange
+
+    # --- the actor that has an object -------------------------------------------------
+
+    def extract_tensor_transport_metadata(
+        self, obj_id: str, rdt_object: list[torch.Tensor]
+    ) -> KvwireTensors:
+        """See Ray: offers the tensors; those on a GPU by a copy in host memory."""
+        kinds = {one.device.type for one in rdt_object}
+        if len(kinds) > 1:
+            found = " and ".join(sorted(kinds))
+            raise ValueError(f"tensors of one object are on {found}: take one of them")
+        if not rdt_object:
+            return KvwireTensors(tensor_meta=[])
+        exchange = self.exchange()
+        exchange.offer(obj_id, [_bytes_of(one.detach().cpu()) for one in rdt_object])
+        return KvwireTensors(
+            tensor_meta=[(one.shape, one.dtype) for one in rdt_object],
+            tensor_device=kinds.pop(),
+            address=exchange.address,
+        )
+
+    def send_multiple_tensors(
+        self,
+        tensors: list[torch.Tensor],
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+    ) -> None:
+        """See Ray, which does not call it."""
+        raise NotImplementedError("the receiver gets them")
+
+    def garbage_collect(
+        self,
+        obj_id: str,
+        tensor_transport_meta: TensorTransportMetadata,
+        tensors: list[torch.Tensor],
+    ) -> None:
+        """See Ray: returns when nothing reads the tensors any more."""
+        if tensors:
+            self.exchange().withdraw(obj_id)
+
+    # --- the actor that wants it ------------------------------------------------------
+
+    def get_communicator_metadata(
+        self, src_actor: Any, dst_actor: Any, backend: str | None = None
+    ) -> CommunicatorMetadata:
+        """See Ray: nothing is to be agreed."""
+        return CommunicatorMetadata()
+
+    def recv_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: list[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """See Ray."""
+        return self.wait_fetch_complete(
+            self.fetch_multiple_tensors(
+                obj_id, tensor_transport_metadata, communicator_metadata, target_buffers
+            )
+        )
+
+    def fetch_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: list[torch.Tensor] | None = None,
+    ) -> KvwireFetch:
+        """See Ray: begins to get an object, into its target buffers if it has any."""
+        meta = tensor_transport_metadata
+        assert isinstance(meta, KvwireTensors)
+        if not meta.tensor_meta:
+            return KvwireFetch(obj_id, [], [], None)
+        tensors = target_buffers or [
+            torch.empty(shape, dtype=dtype, device=meta.tensor_device)
+            for shape, dtype in meta.tensor_meta
+        ]
+        landing = [
+            one
+            if one.device.type == "cpu"
+            else torch.empty_like(one, device="cpu", pin_memory=True)
+            for one in tensors
+        ]
+        into = [_bytes_of(one.detach()) for one in landing]
+        fetched = self.exchange().fetch(meta.address, obj_id, into)
+        return KvwireFetch(obj_id, tensors, landing, fetched)
+
+    def wait_fetch_complete(
+        self, fetch_request: FetchRequest, timeout: float = -1
+    ) -> list[torch.Tensor]:
+        """See Ray; an object that did not come in time is aborted, and its memory free.
+
+        Raises:
+            RayDirectTransportError: It did not come.
+            TimeoutError: Not within ``timeout`` seconds.
+        """
+        fetch = fetch_request
+        assert isinstance(fetch, KvwireFetch)
+        tensors: list[torch.Tensor] = fetch.tensors
+        if fetch.fetched is None:
+            return tensors
+        done, _ = concurrent.futures.wait(
+            [fetch.fetched], None if timeout < 0 else timeout
+        )
+        if not done:
+            self.exchange().abort(fetch.obj_id)
+            concurrent.futures.wait([fetch.fetched])
+            raise TimeoutError(f"object {fetch.obj_id} did not come in {timeout:g} s")
+        try:
+            fetch.fetched.result()
+        except (kvwire.KVWireError, concurrent.futures.CancelledError) as exc:
+            raise RayDirectTransportError(
+                f"object {fetch.obj_id} did not come through kvwire: {exc!r}"
+            ) from exc
+        for tensor, landed in zip(tensors, fetch.landing, strict=True):
+            if tensor is not landed:
+                tensor.copy_(landed)
+        return tensors
+
+    def abort_transport(
+        self, obj_id: str, communicator_metadata: CommunicatorMetadata
+    ) -> None:
+        """See Ray: ends what is being fetched of an object."""
+        self.exchange().abort(obj_id)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return a tensor's memory, or that of a contiguous copy of it."""
+    flat = tensor.contiguous().reshape(-1)
+    found: Bytes = flat.view(torch.uint8).numpy()
+    return found
+
+
+def _listen() -> str:
+    if listen := os.environ.get(LISTEN):
+        return listen
+    is_open = kvwire.Config.load().trust == "loopback"
+    return "127.0.0.1:0" if is_open else f"{ray.util.get_node_ip_address()}:0"
+
+
+def _name() -> str:
+    return f"ray-{ray.get_runtime_context().get_actor_id() or 'driver'}"
