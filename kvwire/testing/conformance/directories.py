@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import aclosing
 from typing import Any, Final, TypeAlias
 
@@ -306,18 +306,12 @@ async def check_directory(
 
     Cancel safety: safe, records of the check under way may stay for their lease.
     """
-    report = Report(
-        backend=url.partition(":")[0],
-        results=await run_all(
-            chosen(DIRECTORY_CHECKS, only, " of directories"),
-            lambda check: run_directory_check(check, url, timeout_s),
-            False,
-            progress,
-        ),
-    )
-    if raising:
-        report.raise_for_failures()
-    return report
+
+    def run(check: DirectoryCheck) -> Awaitable[Result]:
+        return run_directory_check(check, url, timeout_s)
+
+    checks = chosen(DIRECTORY_CHECKS, only, " of directories")
+    return await run_all(url.partition(":")[0], checks, run, False, progress, raising)
 
 
 async def run_directory_check(

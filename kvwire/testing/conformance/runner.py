@@ -106,11 +106,8 @@ async def check_backend(
     def run(check: Check) -> Awaitable[Result]:
         return run_check(check, make, where, timeout_s)
 
-    results = await run_all(chosen(CHECKS, only), run, first_only, progress)
-    report = Report(backend=cls.scheme, results=results)
-    if raising:
-        report.raise_for_failures()
-    return report
+    checks = chosen(CHECKS, only)
+    return await run_all(cls.scheme, checks, run, first_only, progress, raising)
 
 
 async def run_check(
@@ -150,12 +147,17 @@ async def run_on(make_rig: Callable[[], R], check: CheckOf[R]) -> Result:
 
 
 async def run_all(
+    scheme: str,
     checks: Sequence[CheckOf[R]],
     run: Callable[[CheckOf[R]], Awaitable[Result]],
     first_only: bool,
     progress: Callable[[Result], None] | None,
-) -> tuple[Result, ...]:
+    raising: bool,
+) -> Report:
     """Run checks one after the other, if wanted up to the first that fails.
+
+    Raises:
+        CheckFailed: A check failed, and ``raising`` is true.
 
     Cancel safety: safe, what the check under way has opened may stay open.
     """
@@ -166,7 +168,10 @@ async def run_all(
             progress(results[-1])
         if first_only and not results[-1].passed:
             break
-    return tuple(results)
+    report = Report(backend=scheme, results=tuple(results))
+    if raising:
+        report.raise_for_failures()
+    return report
 
 
 def chosen(

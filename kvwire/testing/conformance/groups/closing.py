@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Memory
+from kvwire.testing.conformance.poison import poison
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.shared import closing as shared
 from kvwire.testing.conformance.side import LinkSide
@@ -31,8 +32,7 @@ async def _untokened(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     sent = [left.queue(50_000, token=False) for _ in range(40)]
     left.close()
     for token in sent:
-        assert token.memory is not None
-        token.memory.poison(0xEE)
+        poison(token)
     await rig.end(left, right)
     require(len(right.arrived) == 40, f"{len(right.arrived)} of 40 frames arrived")
 

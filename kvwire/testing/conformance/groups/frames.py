@@ -7,6 +7,7 @@ from itertools import product
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern
+from kvwire.testing.conformance.poison import poison
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import LinkSide
 
@@ -38,11 +39,7 @@ _SMALL = {"0": 0, "1": 1, "4KiB": 4 * KIB, "16KiB": 16 * KIB, "64KiB": 64 * KIB}
 )
 async def _untokened(rig: Rig, size: int) -> None:
     left, right = await rig.pair()
-    for _ in range(20):
-        sent = left.queue(size, token=False)
-        left.flush()
-        if sent.memory:
-            sent.memory.poison(0xEE)
+    _send_and_reuse(left, size)
     await rig.arrives(right, 20)
 
 
@@ -50,23 +47,23 @@ async def _untokened(rig: Rig, size: int) -> None:
 async def _untokened_full(rig: Rig, size: int) -> None:
     left, right = await rig.pair(start_right=False)
     left.send(16 * MIB)
-    for _ in range(20):
-        sent = left.queue(size, token=False)
-        left.flush()
-        if sent.memory:
-            sent.memory.poison(0xEE)
+    _send_and_reuse(left, size)
     right.start()
     await rig.arrives(right, 21)
 
 
 @group.pair("untokened-cut", "The same for fragments")
 async def _untokened_cut(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    for _ in range(20):
-        sent = left.queue(40_000, CUTS["odd-pages"], token=False)
-        left.flush()
-        assert sent.memory is not None
-        sent.memory.poison(0xEE)
+    _send_and_reuse(left, 40_000, CUTS["odd-pages"])
     await rig.arrives(right, 20)
+
+
+def _send_and_reuse(left: LinkSide, size: int, cut: Cut | None = None) -> None:
+    """Send 20 payloads without a token, each overwritten as soon as it is flushed."""
+    for _ in range(20):
+        sent = left.queue(size, cut, token=False)
+        left.flush()
+        poison(sent)
 
 
 @group.pair("untokened-batch", "Memory is free only after flush, and for all queued")
@@ -74,8 +71,7 @@ async def _untokened_batch(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     queued = [left.queue(1000, token=False) for _ in range(100)]
     left.flush()
     for sent in queued:
-        assert sent.memory is not None
-        sent.memory.poison(0xEE)
+        poison(sent)
     await rig.arrives(right, 100)
 
 

@@ -83,12 +83,7 @@ async def check_lanes(
         return run_lane_check(check, cls, settings, timeout_s, address)
 
     checks = chosen(LANE_CHECKS, only, " of lanes")
-    report = Report(
-        backend=cls.scheme, results=await run_all(checks, run, first_only, progress)
-    )
-    if raising:
-        report.raise_for_failures()
-    return report
+    return await run_all(cls.scheme, checks, run, first_only, progress, raising)
 
 
 async def run_lane_check(
