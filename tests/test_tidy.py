@@ -11,7 +11,8 @@ from tests.support.tree import Source
 _FOLDERS = {"kvwire", "backends", "examples", "tests", "docs", ".ci"}
 
 # Rules about the text of files: `make check` runs them, and so does make test-all.
-pytestmark = pytest.mark.slow
+# The check that parses every file took 33 s alone, and over 60 s beside other work.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 every_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 
