@@ -76,7 +76,8 @@ def test_nobody_listens(pair: tuple[TensorExchange, TensorExchange]) -> None:
 def test_nothing_to_fetch_asks_nobody(
     pair: tuple[TensorExchange, TensorExchange],
 ) -> None:
-    pair[1].fetch("127.0.0.1:1", "a", empty_buffers((0, 0))).result(10)
+    fetched = pair[1].fetch("127.0.0.1:1", "a", empty_buffers((0, 0)))
+    assert fetched.exception(10) is None
 
 
 def test_a_fetch_is_aborted_while_the_owner_says_nothing() -> None:
@@ -133,4 +134,6 @@ def test_who_asks_otherwise_is_hung_up_on(
     with closing(kvwire.Engine(name="odd")) as odd:
         odd.start(ask).result(10)
     pair[0].offer("a", random_buffers())
-    pair[1].fetch(pair[0].address, "a", empty_buffers()).result(10)
+    into = empty_buffers()
+    pair[1].fetch(pair[0].address, "a", into).result(10)
+    assert b"".join(map(bytes, into)) == b"".join(map(bytes, random_buffers()))
