@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import kvwire
 from kvwire.integrations.migration import Arrival, MigrationTarget, Written
@@ -84,10 +85,10 @@ class Host:
 
 @asynccontextmanager
 async def engines(
-    *, free: int = 12, spec: kvwire.KVSpec = SPEC
+    *, free: int = 12, spec: kvwire.KVSpec = SPEC, **config: Any
 ) -> AsyncIterator[tuple[Pair, Host]]:
     """A connection whose far end takes requests."""
-    async with connected() as pair:
+    async with connected(**config) as pair:
         host = Host(pair.far, free, spec)
         serving = asyncio.create_task(host.target.serve(pair.right))
         yield pair, host

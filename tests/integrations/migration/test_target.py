@@ -67,8 +67,9 @@ async def test_a_round_that_does_not_fit_ends_the_migration(
 
 
 async def test_a_handover_before_its_kv_starts_nothing() -> None:
+    """A push that was aborted at once never came, and is awaited for the lease."""
     move = os.urandom(16)
-    async with engines() as (pair, host):
+    async with engines(lease_s=1) as (pair, host):
         say(pair, a_round(move), Handover(move, b"state"))
         pair.left.push(b"kvwire-move/" + move + bytes(4), Memory().cache, [0, 1]).abort(
             "never"
