@@ -307,6 +307,10 @@ PROXY_RETRY_MAX: Final = 200.0
 PROXY_RANKS_MAX: Final = 64
 # What an engine may say at /metrics: vLLM's has 100 KiB.
 PROXY_METRICS_BYTES_MAX: Final = 4 * MIB
+# Blocks of one engine's cache that the proxy knows of, of 200 bytes there: the 141 GB
+# of a GPU have some 100,000 of 16 tokens. And one message of them.
+KV_EVENT_BLOCKS_MAX: Final = 1_000_000
+KV_EVENT_BYTES_MAX: Final = 16 * MIB
 # Rows of a table that somebody reads.
 PAGE_ROWS_MAX: Final = 200
 

@@ -25,9 +25,10 @@ RANKS: Final = "ranks"
 STAGES: Final = "stages"
 SLOTS: Final = "slots"
 CARRYING: Final = "carrying"
+KV_EVENTS: Final = "kv_events"
 """Labels: where the engine serves, which rank of how many this is, how many pipeline
 stages they are, how many requests it computes at once, and by which transports its
-connections carry KV now."""
+connections carry KV now, and where it says which blocks its cache has."""
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -73,6 +74,8 @@ class Announcer:
             STAGES: str(stages),
             SLOTS: str(self._slots),
         }
+        if events := _events(vllm_config, self._labels[HTTP]):
+            self._labels[KV_EVENTS] = events
         self._keeping: concurrent.futures.Future[None] | None = None
 
     def start(self, engine: Engine, address: str, cache: PagedCache) -> None:
@@ -141,6 +144,18 @@ def http_url(text: str) -> str:
 
 
 _PORTS: Final = {"http": 80, "https": 443}
+
+
+def _events(vllm_config: Any, url: str) -> str:
+    """Return where vLLM publishes its blocks, as others reach it; "" if it does not."""
+    said = getattr(vllm_config, "kv_events_config", None)
+    if said is None or not said.enable_kv_cache_events or said.publisher != "zmq":
+        return ""
+    where, _, port = str(said.endpoint).rpartition(":")
+    # Where it names a host it connects to that, and nobody can listen here.
+    if where not in ("tcp://*", "tcp://[::]"):
+        return ""
+    return f"tcp://{url.partition('://')[2].rpartition(':')[0]}:{port}"
 
 
 def _carrying(communicator: Communicator) -> str:

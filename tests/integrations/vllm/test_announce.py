@@ -14,19 +14,22 @@ import pytest
 import kvwire
 from kvwire import UsageError
 from kvwire.directory import Change, ChangeKind, open_directory
-from kvwire.integrations.vllm.announce import Announcer, http_url
+from kvwire.integrations.vllm.announce import KV_EVENTS, Announcer, http_url
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.integrations.vllm.fakes import SHAPE
 
 
-def vllm_config(role: str = "kv_producer") -> Any:
+def vllm_config(role: str = "kv_producer", events: str = "tcp://*:5557") -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role=role),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=2, pipeline_parallel_size=2
+        ),
+        kv_events_config=SimpleNamespace(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=events
         ),
     )
 
@@ -63,6 +66,7 @@ async def test_a_worker_announces_itself_until_it_is_closed(
             assert (member.url, member.address) == (http, worker.address)
             assert (member.rank, member.ranks, member.slots) == (1, 4, 4)
             assert (member.role, member.model) == (announced, "a" * 32)
+            assert member.labels[KV_EVENTS] == "tcp://127.0.0.1:5557"
             assert len(change.record.specs) == 1
             announcer.running = 3
             change = await anext(changes)
@@ -84,6 +88,13 @@ def test_an_address_that_nobody_can_dial(tmp_path: Path) -> None:
         worker.register(caches())
         with pytest.raises(UsageError, match='set "advertise"'):
             worker.announce(Announcer("http://h:1", "", vllm_config(), 0, "m"))
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5557", "ipc://x", "nonsense"])
+def test_events_that_nobody_can_hear(endpoint: str) -> None:
+    """vLLM connects to a host that it names; the record says nothing of that."""
+    said = Announcer("http://h:1", "", vllm_config(events=endpoint), 0, "m")
+    assert KV_EVENTS not in said._labels
 
 
 def key(folder: Path) -> str:

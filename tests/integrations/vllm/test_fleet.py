@@ -240,6 +240,8 @@ def test_only_engines_of_one_model_share_a_request() -> None:
         ({"http": "http://127.0.0.1:99999"}, "http"),
         ({"http": "http://[::1"}, "http"),
         ({"http": ""}, "no http://"),
+        ({"kv_events": "tcp://10.0.0.1:1"}, "no host that --allow"),
+        ({"kv_events": "inproc://x"}, "no tcp://host:port"),
         ({"rank": "-1"}, "no number"),
         ({"rank": "2", "ranks": "2"}, "rank 2 of 2"),
         ({"ranks": "1000"}, "ranks are allowed"),

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             discovery = Discovery(directory, fleet, allowed, meant)
     except UsageError as exc:
         parser.error(str(exc))
-    except BackendUnavailable as exc:
+    except (BackendUnavailable, ModuleNotFoundError) as exc:
         print(exc, file=sys.stderr)
         return 1
     try:
@@ -107,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         "--route",
         default=LEAST_LOADED,
         help="which engine: least-loaded, round-robin, prefix (equal beginnings to the "
-        "same prefill engine), or package.module:Class",
+        "same prefill engine), kv-events (where the prompt's blocks are), or "
+        "package.module:Class",
     )
     parser.add_argument(
         "--running", type=_above_0, default=PROXY_RUNNING_MAX, help="requests at once"

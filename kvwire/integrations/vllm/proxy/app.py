@@ -100,6 +100,7 @@ def make_app(
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
+            stack.push_async_callback(fleet.close)
             if discovery is not None:
                 stack.push_async_callback(discovery.close)
             for work in running:

@@ -21,6 +21,7 @@ from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.errors import UsageError, shown
 from kvwire.integrations.vllm.announce import (
     HTTP,
+    KV_EVENTS,
     RANK,
     RANKS,
     ROLES,
@@ -144,7 +145,13 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
     if address.scheme != "tcp" or not address.port:
         raise UsageError(f"{shown(record.address)} is no tcp://host:port")
     url = http_url(labels.get(HTTP, ""))
-    for host in (address.host, urlsplit(url).hostname or ""):
+    hosts = [address.host, urlsplit(url).hostname or ""]
+    if KV_EVENTS in labels:
+        events = Address.parse(labels[KV_EVENTS])
+        if events.scheme != "tcp" or not events.port:
+            raise UsageError(f"label {KV_EVENTS} is no tcp://host:port")
+        hosts.append(events.host)
+    for host in hosts:
         allowed.check(host)
     return VllmMember(
         url=url,

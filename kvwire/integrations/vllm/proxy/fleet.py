@@ -125,6 +125,14 @@ class EngineFleet:
         known = ", ".join(sorted(engine.url for engine in self.engines))
         raise UsageError(f"no engine at {wanted!r}; there is: {known or 'none'}")
 
+    async def close(self) -> None:
+        """Let go of what the policies hold.
+
+        Cancel safety: they may hold something still.
+        """
+        for policy in self._policies.values():
+            await policy.close()
+
     # --- what a directory says --------------------------------------------------------
 
     def joined(self, key: str, member: VllmMember) -> None:

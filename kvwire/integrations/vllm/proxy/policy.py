@@ -18,6 +18,7 @@ from kvwire.integrations.vllm.proxy.engines import VllmEngine
 LEAST_LOADED: Final = "least-loaded"
 ROUND_ROBIN: Final = "round-robin"
 BY_PREFIX: Final = "prefix"
+BY_KV_EVENTS: Final = "kv-events"
 
 # So much of a prompt decides where it goes: about what a system prompt begins with.
 _PREFIX_TOKENS: Final = 256
@@ -36,6 +37,12 @@ class Policy(ABC):
         Args:
             engines: Those that may be taken now, at least one; only to be read.
             body: What the client has asked. It may be anything that JSON can say.
+        """
+
+    async def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Let go of what it holds; called once, after the last choice.
+
+        Cancel safety: it may hold something still.
         """
 
 
@@ -79,10 +86,18 @@ class RoundRobin(Policy):
         return engines[next(self._turns) % len(engines)]
 
 
+def _by_kv_events() -> Policy:
+    # It needs pyzmq, and the others do not.
+    from kvwire.integrations.vllm.proxy.kv_events import ByKvEvents  # noqa: PLC0415
+
+    return ByKvEvents()
+
+
 _KNOWN: Final[Mapping[str, Callable[[], Policy]]] = {
     LEAST_LOADED: LeastLoaded,
     ROUND_ROBIN: RoundRobin,
     BY_PREFIX: ByPrefix,
+    BY_KV_EVENTS: _by_kv_events,
 }
 
 

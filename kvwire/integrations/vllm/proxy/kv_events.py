@@ -1,0 +1,225 @@
+"""Prompts go where their blocks are: ``--route kv-events``.
+
+vLLM says over ZeroMQ which blocks its cache takes and drops (``--kv-events-config``).
+A block is known here by a hash of its tokens and of all before them, whatever hash the
+engine has for it. Who may write there can lie, which costs hits and nothing else.
+
+What was missed is not asked for again: a gap in the numbers of an engine's messages
+makes its cache unknown, and so does its restart. Blocks of an adapter, of pictures and
+of a salt are passed over, as the prompt alone does not name them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from kvwire.directory.base import ended
+from kvwire.extras import needed_by
+from kvwire.integrations.vllm.announce import KV_EVENTS
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.policy import LeastLoaded, Policy
+from kvwire.limits import KV_EVENT_BLOCKS_MAX, KV_EVENT_BYTES_MAX
+from kvwire.wire.decode_errors import DECODE_ERRORS
+
+with needed_by("--route kv-events", extra="kv-events"):
+    import zmq
+    import zmq.asyncio
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+BlockHash: TypeAlias = int | bytes
+# An engine may have so many requests more than the idlest one for the sake of a hit.
+_BUSIER_MAX: Final = 4
+_OF_GPU: Final = (None, "GPU")
+
+
+class EngineBlocks:
+    """Knows which blocks an engine's cache has, as far as it has said."""
+
+    def __init__(self) -> None:
+        # By the engine's hash, and what they are. bounded: KV_EVENT_BLOCKS_MAX
+        self._chains: dict[BlockHash, int] = {}
+        self._held: set[int] = set()
+        self.block_size: int = 0
+
+    def clear(self) -> None:
+        """Know of none."""
+        self._chains.clear()
+        self._held.clear()
+
+    def take(self, raw: bytes) -> None:
+        """Take a message of events.
+
+        Raises:
+            msgspec.MsgspecError: It is none of vLLM's.
+        """
+        for event in _BATCH.decode(raw).events:
+            if isinstance(event, _Cleared):
+                self.clear()
+            elif event.medium not in _OF_GPU or event.group_idx:
+                continue
+            elif isinstance(event, _Stored):
+                self._store(event)
+            else:
+                for name in event.block_hashes:
+                    self._held.discard(self._chains.pop(name, 0))
+
+    def matched(self, chains: Sequence[int]) -> int:
+        """Return how many of a prompt's blocks the engine has, from its first on."""
+        for number, chain in enumerate(chains):
+            if chain not in self._held:
+                return number
+        return len(chains)
+
+    def _store(self, event: _Stored) -> None:
+        if event.lora_id is not None or event.lora_name or any(event.extra_keys or ()):
+            return
+        parent = event.parent_block_hash
+        before = 0 if parent is None else self._chains.get(parent)
+        size = event.block_size
+        if before is None or size < 1 or self.block_size not in (0, size):
+            return
+        self.block_size = size
+        chains = chains_of(event.token_ids, size, before)
+        for name, chain in zip(event.block_hashes, chains, strict=False):
+            if len(self._chains) < KV_EVENT_BLOCKS_MAX:
+                self._chains[name] = chain
+                self._held.add(chain)  # bounded: KV_EVENT_BLOCKS_MAX
+
+
+class ByKvEvents(Policy):
+    """Takes the engine that has most of a prompt, unless it is much busier."""
+
+    def __init__(self) -> None:
+        self._idlest = LeastLoaded()
+        self._context = zmq.asyncio.Context()
+        # bounded: MEMBERS_MAX, and dropped when they are not listed any more
+        self._known: dict[VllmEngine, tuple[EngineBlocks, asyncio.Task[None]]] = {}
+
+    def choose(
+        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
+    ) -> VllmEngine:
+        """See :meth:`Policy.choose`."""
+        fewest = min(engine.requests for engine in engines)
+        tokens, chains = _tokens(body), dict[int, list[int]]()
+        most, best = 0, list(engines)
+        for engine in engines:
+            blocks = self._blocks(engine)
+            if blocks is None or engine.requests > fewest + _BUSIER_MAX:
+                continue
+            size = blocks.block_size
+            if size and size not in chains:
+                chains[size] = chains_of(tokens, size)
+            matched = blocks.matched(chains.get(size, ())) * size
+            if matched > most:
+                most, best = matched, []
+            if matched == most and most:
+                best.append(engine)
+        return self._idlest.choose(best, body)
+
+    async def close(self) -> None:
+        """See :meth:`Policy.close`.
+
+        Cancel safety: call it again.
+        """
+        for _, task in self._known.values():
+            await ended(task)
+        self._known.clear()
+        self._context.term()
+
+    def _blocks(self, engine: VllmEngine) -> EngineBlocks | None:
+        """Return what is known of an engine; begin to listen, if it says anything."""
+        if engine in self._known:
+            return self._known[engine][0]
+        if KV_EVENTS not in engine.labels:
+            return None
+        for gone in [one for one in self._known if not one.listed]:
+            self._known.pop(gone)[1].cancel()
+        blocks = EngineBlocks()
+        self._known[engine] = blocks, asyncio.create_task(self._listen(engine, blocks))
+        return blocks
+
+    async def _listen(self, engine: VllmEngine, blocks: EngineBlocks) -> None:
+        """Take what an engine says until this is cancelled."""
+        socket = self._context.socket(zmq.SUB)
+        try:
+            socket.setsockopt(zmq.MAXMSGSIZE, KV_EVENT_BYTES_MAX)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.subscribe(b"")
+            socket.connect(engine.labels[KV_EVENTS])
+            last: bytes | None = None
+            while True:
+                said = await socket.recv_multipart()
+                try:
+                    _, number, raw = said
+                    if last is not None and number != _after(last):
+                        blocks.clear()
+                    last = number
+                    blocks.take(raw)
+                except (*DECODE_ERRORS, OverflowError) as exc:
+                    blocks.clear()
+                    logger.warning("events of %s: %r", engine.url, exc)
+                # One that says much does not keep the loop.
+                await asyncio.sleep(0)
+        except zmq.ZMQError as exc:
+            logger.warning("events of %s: %s", engine.url, exc)
+        finally:
+            socket.close(linger=0)
+
+
+def chains_of(tokens: Sequence[int], size: int, before: int = 0) -> list[int]:
+    """Return a hash of each whole block and of all that is before it."""
+    chains = []
+    for start in range(0, len(tokens) - size + 1, size):
+        before = hash((before, tuple(tokens[start : start + size])))
+        chains.append(before)
+    return chains
+
+
+def _tokens(body: Mapping[str, Any]) -> Sequence[int]:
+    """Return a prompt's tokens; none of one that is text, which engines split."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return prompt
+    return ()
+
+
+def _after(number: bytes) -> bytes:
+    return (int.from_bytes(number) + 1).to_bytes(8)
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: list[BlockHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[_Stored | _Removed | _Cleared]
+
+
+_BATCH: Final = msgspec.msgpack.Decoder(_Batch)
