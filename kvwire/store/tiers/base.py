@@ -39,9 +39,9 @@ from msgspec import Meta
 
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import STORE_TIER_BYTES_MAX
+from kvwire.limits import STORE_TIER_BYTES_MAX, STORE_TOUCHES_MAX
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Index, Keys, Orders, Times
+from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 
 
@@ -192,6 +192,40 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
     bounded = np.where(quotas == STORE_TIER_BYTES_MAX, 0, quotas)
     columns = (index.used_bytes, bounded, index.kept_bytes, index.evicted_blocks)
     return tuple(map(TenantUse, *(column.tolist() for column in columns)))
+
+
+class Touches:
+    """Remembers which blocks were used here, until the one who keeps them is told.
+
+    What was moved was touched for that there, and so is not told of once more.
+    """
+
+    def __init__(self) -> None:
+        # The one used last at the end.
+        self._used: dict[Key, None] = {}
+        # Moved, and not yet touched for that here.
+        self._moved: set[Key] = set()
+
+    def moved(self, keys: Keys) -> None:
+        """Note blocks that were read or written there."""
+        if len(self._moved) < STORE_TOUCHES_MAX:
+            self._moved.update(keys.tolist())
+
+    def add(self, keys: Keys) -> None:
+        """Note the use of a chain's blocks; its head goes last."""
+        for key in keys[::-1].tolist():
+            self._used.pop(key, None)
+            if key in self._moved:
+                self._moved.remove(key)
+            else:
+                self._used[key] = None
+        while len(self._used) > STORE_TOUCHES_MAX:
+            del self._used[next(iter(self._used))]
+
+    def take(self) -> Keys:
+        """Return the blocks that are to be told of, and forget them."""
+        used, self._used = as_keys(self._used), {}
+        return used
 
 
 class Tier(ABC):

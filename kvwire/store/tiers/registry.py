@@ -18,7 +18,8 @@ from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.remote import RemoteTier
 from kvwire.store.tiers.sharded import ShardedTier
 
-ELSEWHERE: Final = frozenset({"kvwire", "object"})
+REDIS: Final = ("redis", "rediss", "valkey", "valkeys")
+ELSEWHERE: Final = frozenset({"kvwire", "object", *REDIS})
 """Kinds that may be the only tier: others have the blocks as well."""
 PASSAGE: Final = "memory:256MiB"
 """What blocks pass through where there is no memory tier: a few batches each way."""
@@ -28,6 +29,7 @@ _KINDS: Final[dict[str, Callable[[TierAddress, Tenants], Awaitable[Tier]]]] = {
     # Those that keep blocks elsewhere bound nobody: who is there does.
     "kvwire": lambda address, _: _servers(address).open(address),
     "object": lambda address, _: ObjectTier.open(address),
+    **dict.fromkeys(REDIS, lambda address, _: _open_redis(address)),
 }
 
 
@@ -37,6 +39,7 @@ _NOT_CODED: Final[Mapping[str, str]] = {
     "memory": "blocks are copied to caches from here; put coded ones into a tier below "
     "it, which may be in memory: disk:/dev/shm/DIRECTORY?size=SIZE&codec=NAME",
     "kvwire": "the server's own tiers may have one: kvwire store serve",
+    **dict.fromkeys(REDIS, "values are images; put coded ones into disk or object"),
 }
 
 
@@ -44,6 +47,12 @@ def _servers(address: TierAddress) -> type[RemoteTier | ShardedTier]:
     """Return what a place names: one server by its address, or many by a selector."""
     by_selector = "=" in address.place or "directory" in address.options
     return ShardedTier if by_selector else RemoteTier
+
+
+async def _open_redis(address: TierAddress) -> Tier:
+    from kvwire.store.tiers.redis import RedisTier  # noqa: PLC0415 - an extra
+
+    return await RedisTier.open(address)
 
 
 async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:

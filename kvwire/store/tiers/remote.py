@@ -25,12 +25,11 @@ from kvwire.limits import (
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
     STORE_TIMEOUT_S_MAX,
-    STORE_TOUCHES_MAX,
 )
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import drain_or_abort, error_text, run_to_completion
 from kvwire.store.images import message_of, payload_of
-from kvwire.store.index import Key, Keys, Orders, as_keys
+from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (
@@ -55,6 +54,7 @@ from kvwire.store.tiers.base import (
     BlockResults,
     Tier,
     TierStats,
+    Touches,
 )
 
 _READ_ONLY: Final = "this server is read-only"
@@ -74,10 +74,7 @@ class RemoteTier(Tier):
         self._timeout_s = timeout_s
         self._client = StoreClient(communicator, where, timeout_s, self._changed)
         self._counts = TierStats()
-        # Used elsewhere since the server was told last; the one used last at the end.
-        self._touched: dict[Key, None] = {}
-        # Moved, and not yet touched for that here.
-        self._moved: set[Key] = set()
+        self._touches = Touches()
 
     @classmethod
     async def open(cls, address: TierAddress) -> RemoteTier:
@@ -148,14 +145,7 @@ class RemoteTier(Tier):
 
     def touch(self, keys: Keys) -> None:
         """See Tier; the server hears of it with the next request."""
-        for key in keys[::-1].tolist():
-            self._touched.pop(key, None)
-            if key in self._moved:
-                self._moved.remove(key)  # the server has touched it
-            else:
-                self._touched[key] = None
-        while len(self._touched) > STORE_TOUCHES_MAX:
-            del self._touched[next(iter(self._touched))]
+        self._touches.add(keys)
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Send blocks to the server.
@@ -297,7 +287,7 @@ class RemoteTier(Tier):
             self.error = _READ_ONLY if welcome.read_only else ""
 
     async def _tell_touches(self, active: ActiveConnection) -> None:
-        touched, self._touched = as_keys(self._touched), {}
+        touched = self._touches.take()
         for which in _by_width(touched):
             await active.tell(Touch(Names.of(touched[which])))
 
@@ -324,8 +314,7 @@ class RemoteTier(Tier):
                     batch.orders[which] = part.orders
         except KVWireError as exc:
             self.error = error_text(exc)
-        if len(self._moved) < STORE_TOUCHES_MAX:
-            self._moved.update(batch.keys[results == LANDED].tolist())
+        self._touches.moved(batch.keys[results == LANDED])
         return results
 
     async def _put(

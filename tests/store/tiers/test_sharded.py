@@ -6,10 +6,12 @@ import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvwire import BlockStore, StoreServer, UsageError
+from kvwire.directory.file import FileDirectory
 from kvwire.store.index import Keys
 from kvwire.store.tiers.sharded import ShardedTier
 from tests.store.caches import Filled, chain
@@ -91,7 +93,12 @@ async def test_a_node_that_is_killed_is_misses(tmp_path: Path) -> None:
         client = await stack.enter_async_context(BlockStore.open([tier]))
         await until(lambda: nodes_of(client) == 2)
         assert (await client.put(hashes, source.cache, blocks)).complete
+        directory = FileDirectory(where)
+        (record,) = await directory.members("node=a")
         first.signal(signal.SIGKILL)
+        # A lease that does not end here, however long this takes.
+        stays = msgspec.structs.replace(record, lease_s=600.0)
+        await directory.write(stays.key, stays.encode(), 600)
         await until(lambda: nodes_of(client) == 1)
         assert tier_of(client).error.startswith("of 2 nodes a: ")
         fresh = await stack.enter_async_context(BlockStore.open([tier]))
@@ -101,7 +108,7 @@ async def test_a_node_that_is_killed_is_misses(tmp_path: Path) -> None:
         assert np.array_equal(source.tokens(here), target.tokens(here))
         assert all("of 2 nodes a: " in why for why in outcome.missing.reasons)
         # A flush or a delete that leaves out a node is none.
-        with pytest.raises(OSError, match=r"refused|closed|reset"):
+        with pytest.raises(OSError, match="a: "):
             await client.delete(hashes, source.cache)
         assert (await fresh.put(hashes, source.cache, blocks)).complete
 

@@ -1,0 +1,502 @@
+"""A tier in Redis or Valkey: ``redis://host:6379``, one value for each block.
+
+A single server or a cluster: sharding, replication, failover, eviction and times to
+live are theirs. A value is what an object is, see
+:mod:`kvwire.store.tiers.object_format`: a head with the key, the order and checksums,
+and the image. So a value that was cut, replaced or answered by mistake is no block.
+
+All keys of a call that one server has go to it as pipelines, side by side with those
+of the others. One that fails, or has not answered by the deadline, is passed over from
+then on, until a task has asked the cluster anew who has which slots.
+
+An image is copied once in front of a write, behind its head: what redis-py was given
+may be touched by its connection as long as that lives, and nobody says until when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from kvwire.clock import Backoff
+from kvwire.directory.base import ended
+from kvwire.errors import UsageError
+from kvwire.extras import needed_by
+from kvwire.limits import (
+    REASON_CHARS_MAX,
+    STORE_NODE_TIMEOUT_S,
+    STORE_PIPELINE_BYTES,
+    STORE_REDIAL_S,
+    STORE_REDIAL_S_MAX,
+    STORE_TIMEOUT_S_MAX,
+    STORE_TTL_S_MAX,
+)
+from kvwire.store.address import TierAddress
+from kvwire.store.cleanup import error_text, gather_all, run_to_completion
+from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.threads import Threads
+from kvwire.store.tiers.base import (
+    Batch,
+    BlockResult,
+    BlockResults,
+    Tier,
+    TierStats,
+    Touches,
+)
+from kvwire.store.tiers.object_format import (
+    HEAD_BYTES,
+    ObjectHead,
+    packed,
+    path_of,
+    unpacked,
+)
+
+with needed_by("a tier in Redis", extra="redis"):
+    from redis import exceptions
+    from redis.asyncio import Redis, RedisCluster
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+    from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
+
+Command: TypeAlias = tuple[Any, ...]
+
+_FAULTS: Final = (RedisError, OSError, LookupError)
+# Errors that say something of the server, or where slots are, and not of one command.
+_AWAY: Final = (
+    OSError,
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.ClusterDownError,
+    exceptions.AskError,
+    exceptions.ReadOnlyError,
+    exceptions.TryAgainError,
+)
+_SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
+_TLS: Final = {
+    "tls_ca_file": "ssl_ca_certs",
+    "tls_cert_file": "ssl_certfile",
+    "tls_key_file": "ssl_keyfile",
+}
+# Keys that one SCAN looks at.
+_PAGE: Final = 1000
+
+
+class RedisTier(Tier):
+    """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`.
+
+    Args:
+        name: As the user has written it, without a password.
+        urls: Servers to begin with, one of which has to answer.
+        prefix: What keys begin with.
+        ttl_s: How long a block stays after it was put; 0 for as long as there is room.
+        timeout_s: Of each pipeline.
+        arguments: What the library is told besides.
+    """
+
+    durable: bool = False
+
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        *,
+        prefix: str,
+        ttl_s: float,
+        timeout_s: float,
+        arguments: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self.error: str = ""
+        self._urls = urls
+        self._prefix = f"{prefix}/"
+        self._expiry: Command = ("PX", max(1, int(ttl_s * 1000))) if ttl_s else ()
+        self._timeout_s = timeout_s
+        self._arguments = {
+            "socket_connect_timeout": timeout_s,
+            "socket_timeout": timeout_s,
+            # Who calls is told, and a task of this tier tries again.
+            "retry": Retry(NoBackoff(), 0),
+            **arguments,
+        }
+        self._client: Redis | RedisCluster | None = None
+        # Servers that have failed since it was last asked who is there.
+        self._failing: set[str] = set()
+        self._healing: asyncio.Task[None] | None = None
+        self._backoff = Backoff(STORE_REDIAL_S, STORE_NODE_TIMEOUT_S)
+        self._failed_at = 0.0
+        self._touches = Touches()
+        self._counts = TierStats()
+        self._threads = Threads()
+
+    @classmethod
+    async def open(cls, address: TierAddress) -> RedisTier:
+        """Open a tier: ``redis://HOST:PORT,HOST:PORT?prefix=NAME&ttl=SECONDS``.
+
+        ``rediss`` is TLS, ``valkey`` and ``valkeys`` the same. Whether it is a cluster
+        the first server says that answers. A server that cannot be reached is no
+        error: ``error`` says so, and it is tried again.
+
+        Args:
+            address: As the user has written it.
+
+        Raises:
+            UsageError: The address is wrong, or the password.
+
+        Cancel safety: nothing stays open.
+        """
+        address.require("prefix", "ttl", "timeout", *_TLS)
+        scheme = _SCHEMES.get(address.scheme, address.scheme)
+        url = urlsplit(f"{scheme}:{address.place}")
+        who, at, hosts = url.netloc.rpartition("@")
+        if not hosts:
+            raise UsageError(
+                f"tier {address.text!r}: write {address.scheme}://HOST:PORT"
+            )
+        options = address.options
+        tier = cls(
+            address.text,
+            [f"{scheme}://{who}{at}{host}{url.path}" for host in hosts.split(",")],
+            prefix=options.get("prefix", "kvwire"),
+            ttl_s=address.number("ttl", 0, STORE_TTL_S_MAX) if "ttl" in options else 0,
+            timeout_s=address.number(
+                "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
+            ),
+            arguments={_TLS[name]: options[name] for name in _TLS if name in options},
+        )
+        try:
+            await tier._connect()
+        except (AuthenticationError, ValueError, TypeError) as exc:
+            await tier.close()
+            raise UsageError(f"tier {address.text!r}: {error_text(exc)}") from None
+        except _FAULTS as exc:
+            tier._failed("", exc)
+        except BaseException:
+            await tier.close()
+            raise
+        return tier
+
+    @property
+    def asks(self) -> bool:  # type: ignore[override]
+        """Tell whether a server can be asked."""
+        return self._client is not None
+
+    @property
+    def taking(self) -> bool:
+        """Tell whether a server can be asked."""
+        return self._client is not None
+
+    @property
+    def unavailable_reason(self) -> str:  # type: ignore[override]
+        """Return which servers cannot be asked."""
+        return self.error if self._failing else ""
+
+    async def find(self, keys: Keys) -> Orders:
+        """Return the order of each block's image, or ``ABSENT``; one round trip.
+
+        Cancel safety: safe, it only looks.
+        """
+        touched = self._touches.take()
+        asked = np.concatenate([keys, touched])
+
+        def command(at: int, name: str) -> Command:
+            if at < keys.size:
+                return "GETRANGE", name, 0, HEAD_BYTES - 1
+            return "TOUCH", name
+
+        heads = (await self._ask(asked, command))[: keys.size]
+        return np.fromiter(map(_order, keys.tolist(), heads), np.uint8, keys.size)
+
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Set a value for each block, in place of what may be there.
+
+        Cancel safety: the write is finished first.
+        """
+        results = await run_to_completion(self._write(batch))
+        self._touches.moved(batch.keys[results == BlockResult.LANDED])
+        self._counts.count(results, written=True)
+        return results
+
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Get the values of blocks, and compare them with their checksums.
+
+        Cancel safety: the read is finished first.
+        """
+        results = await run_to_completion(self._read(batch))
+        self._touches.moved(batch.keys[results == BlockResult.LANDED])
+        self._counts.count(results, written=False)
+        return results
+
+    def touch(self, keys: Keys) -> None:
+        """See Tier; the servers hear of it when something is looked for."""
+        self._touches.add(keys)
+
+    async def delete(self, keys: Keys) -> None:
+        """Delete the values of blocks, whoever has put them.
+
+        Raises:
+            OSError: Some could not be deleted.
+
+        Cancel safety: safe, it may be called again.
+        """
+        done = await self._ask(keys, lambda _, name: ("UNLINK", name))
+        failed = sum(isinstance(one, BaseException) for one in done)
+        if failed:
+            raise OSError(f"{self.name}: {failed} not deleted: {self.error}")
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """Delete every value of a namespace, whoever has put it; looks at all keys.
+
+        Raises:
+            OSError: Some could not be found or deleted.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._client is None:
+            raise OSError(f"{self.name}: {self.error}")
+        pattern = f"{self._prefix}{digest.hex()}/*"
+        try:
+            names: list[Any] = []
+            async for name in self._client.scan_iter(match=pattern, count=_PAGE):
+                names.append(name)
+                if len(names) == _PAGE:
+                    await self._client.unlink(*names)
+                    names.clear()
+            if names:
+                await self._client.unlink(*names)
+        except _FAULTS as exc:
+            raise OSError(f"{self.name}: {error_text(exc)}") from exc
+
+    def stats(self) -> TierStats:
+        """Return what this side has moved; what is there is not counted."""
+        return self._counts
+
+    async def flush(self) -> None:
+        """Do nothing: whether they write to a disk is in their configuration.
+
+        Cancel safety: safe.
+        """
+
+    async def close(self) -> None:
+        """End every connection. Never raises.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._healing is not None:
+            await ended(self._healing)
+        self._threads.close()
+        client, self._client = self._client, None
+        if client is not None:
+            await _closed(client)
+
+    # --- blocks -----------------------------------------------------------------------
+
+    async def _write(self, batch: Batch) -> BlockResults:
+        values = await self._threads.run(partial(packed, batch))
+
+        def command(at: int, name: str) -> Command:
+            return "SET", name, values[at].data, *self._expiry
+
+        nbytes = HEAD_BYTES + int(batch.images.lengths[0])
+        done = await self._ask(batch.keys, command, nbytes)
+        kinds = (
+            BlockResult.REFUSED
+            if isinstance(one, OutOfMemoryError)
+            else BlockResult.FAILED
+            if isinstance(one, BaseException)
+            else BlockResult.LANDED
+            for one in done
+        )
+        return np.fromiter(kinds, np.uint8, batch.keys.size)
+
+    async def _read(self, batch: Batch) -> BlockResults:
+        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        nbytes = HEAD_BYTES + int(batch.images.lengths[0])
+        done = await self._ask(batch.keys, lambda _, name: ("GET", name), nbytes)
+        raws: list[memoryview] = []
+        came: list[int] = []
+        for at, value in enumerate(done):
+            if value is None:
+                results[at] = BlockResult.MISSING
+            elif isinstance(value, bytes):
+                raws.append(memoryview(value))
+                came.append(at)
+                head = ObjectHead.read(raws[-1])
+                # Nobody may have asked before.
+                batch.orders[at] = head.order if head else ABSENT
+        if came:
+            where = np.array(came)
+            part = batch.selected(where)
+            results[where] = await self._threads.run(partial(unpacked, part, raws))
+            batch.tell(where, part)
+            damaged = batch.keys[results == BlockResult.DAMAGED]
+            # Otherwise a put would take it that the block is there.
+            await self._ask(damaged, lambda _, name: ("UNLINK", name))
+        return results
+
+    # --- requests ---------------------------------------------------------------------
+
+    async def _ask(
+        self,
+        keys: Keys,
+        command: Callable[[int, str], Command],
+        nbytes: int = HEAD_BYTES,
+    ) -> list[Any]:
+        """Send a command for each key; return each answer, or an error in its place."""
+        away = ConnectionError(self.error or "it is not connected")
+        done: list[Any] = [away] * keys.size
+        if self._client is None:
+            return done
+        client, most = self._client, max(1, STORE_PIPELINE_BYTES // nbytes)
+
+        async def ask(server: str, positions: list[int]) -> None:
+            for first in range(0, len(positions), most):
+                some = positions[first : first + most]
+                if server in self._failing:
+                    return
+                commands = (command(at, self._name(keys[at])) for at in some)
+                answers = await self._pipelined(client, server, commands)
+                for at, answer in zip(some, answers, strict=False):
+                    done[at] = answer
+
+        servers = self._by_server(client, keys)
+        await gather_all(*(ask(server, some) for server, some in servers.items()))
+        return done
+
+    async def _pipelined(
+        self,
+        client: Redis | RedisCluster,
+        server: str,
+        commands: Iterable[Command],
+    ) -> list[Any]:
+        """Send commands to one server; return the answers, or nothing if it fails."""
+        pipeline = client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answers: list[Any] = await pipeline.execute(raise_on_error=False)
+        except _FAULTS as exc:
+            self._failed(server, exc)
+            return []
+        for answer in answers:
+            if isinstance(answer, _AWAY):
+                self._failed(server, answer)
+                break
+            if isinstance(answer, Exception):
+                self.error = error_text(answer)[:REASON_CHARS_MAX]
+        return answers
+
+    def _by_server(
+        self, client: Redis | RedisCluster, keys: Keys
+    ) -> dict[str, list[int]]:
+        """Return the positions of the keys that each server has, but those of none."""
+        if isinstance(client, Redis):
+            return {"": list(range(keys.size))}
+        servers: dict[str, list[int]] = {}
+        for at, key in enumerate(keys.tolist()):
+            try:
+                node = client.get_node_from_key(self._name(key))
+            except _FAULTS as exc:  # nobody has the slot
+                self._failed("?", exc)
+                continue
+            if node is not None:
+                servers.setdefault(node.name, []).append(at)
+        return servers
+
+    def _name(self, key: Key) -> str:
+        return self._prefix + path_of(key)
+
+    # --- who is there -----------------------------------------------------------------
+
+    async def _connect(self) -> None:
+        """Find a server that answers, and learn whether it is one of a cluster.
+
+        Raises:
+            RedisError, OSError: None does.
+        """
+        fault: Exception = ConnectionError("no server")
+        for url in self._urls:
+            client: Redis = Redis.from_url(url, **self._arguments)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    told = await client.info("cluster")
+                    if not told.get("cluster_enabled"):
+                        self._client = client
+                        return
+                    self._client = await _cluster(url, self._arguments)
+            except AuthenticationError:
+                await _closed(client)
+                raise
+            except _FAULTS as exc:
+                fault = exc
+            await _closed(client)
+            if self._client is not None:
+                return
+        raise fault
+
+    def _failed(self, server: str, error: BaseException) -> None:
+        """Pass a server over until it was asked again who is there."""
+        text = error_text(error).partition("\n")[0]
+        self.error = f"{server} {text}".strip()[:REASON_CHARS_MAX]
+        self._failing.add(server)  # bounded: the servers of a cluster
+        if self._healing is None or self._healing.done():
+            now = asyncio.get_running_loop().time()
+            if now - self._failed_at > STORE_REDIAL_S_MAX:
+                self._backoff.reset()
+            self._failed_at = now
+            self._healing = asyncio.create_task(self._heal())
+
+    async def _heal(self) -> None:
+        """Ask who is there until somebody says so; then all are worth a try again."""
+        while self._failing:
+            await asyncio.sleep(self._backoff.pause_s())
+            try:
+                if self._client is None:
+                    await self._connect()
+                async with asyncio.timeout(self._timeout_s):
+                    if isinstance(self._client, RedisCluster):
+                        await self._client.nodes_manager.initialize()
+                    elif self._client is not None:
+                        await self._client.ping()
+            except _FAULTS as exc:
+                self.error = error_text(exc)[:REASON_CHARS_MAX]
+                continue
+            self._failing.clear()
+
+
+async def _cluster(url: str, arguments: dict[str, Any]) -> RedisCluster:
+    """Return the client of a cluster, with the slots that somebody has."""
+    cluster: RedisCluster = RedisCluster.from_url(
+        url,
+        require_full_coverage=False,
+        # It would close what others wait for; a task of the tier asks anew instead.
+        reinitialize_steps=0,
+        **arguments,
+    )
+    try:
+        return await cluster.initialize()
+    except BaseException:
+        await _closed(cluster)
+        raise
+
+
+async def _closed(client: Redis | RedisCluster) -> None:
+    try:
+        await client.aclose()
+    except _FAULTS as exc:
+        logger.debug("closing a connection to Redis: %s", exc)
+
+
+def _order(key: Key, raw: Any) -> int:
+    """Return the order that a head names, or ``ABSENT`` if it is none of that key."""
+    head = ObjectHead.read(memoryview(raw)) if isinstance(raw, bytes) else None
+    return head.order if head is not None and head.key == key else ABSENT
