@@ -117,7 +117,8 @@ def _wait(client: Any, there: Callable[[Any], bool]) -> None:
 
 _SLOTS = 16384
 _CLUSTER = (
-    "--cluster-enabled yes --cluster-node-timeout 1500 --repl-diskless-sync-delay 0"
+    "--cluster-enabled yes --cluster-node-timeout 1500 --repl-diskless-sync-delay 0 "
+    "--cluster-require-full-coverage no"
 )
 
 

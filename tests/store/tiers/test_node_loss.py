@@ -106,6 +106,6 @@ async def test_a_node_is_lost(
     times = f"{usual_s:.2f} | {stall_s:.2f} | {healed_s:.1f}"
     print(f"\n| {nodes.__name__} {number.name} | {shares} | {times} | {wrong} |")
     assert (before, after, wrong) == (1, 1, 0)
-    # Of four or three nodes one is lost, and no prompt waits for it twice.
-    assert during > 0.4
+    # Of four or three nodes one is lost.
+    assert during > 0.2
     assert tier.name == where
