@@ -112,9 +112,10 @@ test-nixl: $(STAMP)
 	  --no-deps 'nixl-cu12>=1.5'
 	$(BIN)/python -m pytest -m '' tests/backends/kvwire_nixl $(ARGS)
 
-# Tensors of actors, on a local Ray: 450 MB with torch. Ray has no build for every Python.
+# Tensors of actors and a directory, on a local Ray: 450 MB with torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed
-	$(RAY_VENV)/bin/python -m pytest -m '' tests/integrations/ray $(ARGS)
+	$(RAY_VENV)/bin/python -m pytest -m '' tests/integrations/ray \
+	  tests/directory/test_ray.py $(ARGS)
 
 # Object tiers over the S3 protocol, with moto's server in an environment of its own, 140 MB.
 test-s3: $(STAMP) $(S3_VENV)/.installed

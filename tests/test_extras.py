@@ -140,6 +140,7 @@ INTEGRATIONS = (
     "prometheus_client kvwire.observe.prometheus",
     "redis kvwire.directory.redis",
     "nats kvwire.directory.nats",
+    "ray kvwire.directory.ray",
     "opentelemetry kvwire.observe.opentelemetry",
 )
 

@@ -48,6 +48,8 @@ def test_every_package_is_marked_as_typed(name: str) -> None:
 )
 def test_every_entry_point_resolves(point: metadata.EntryPoint) -> None:
     """The command, each backend and the pytest plugin are where the metadata says."""
+    if "directory.ray" in point.value:  # whose library has no build for every Python
+        pytest.importorskip("ray", reason="ray is not installed: `make test-ray`")
     assert point.load() is not None
 
 

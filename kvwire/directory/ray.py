@@ -1,0 +1,206 @@
+"""Ray as a directory, for those who run Ray and nothing else: one named actor.
+
+``ray:fleet`` is the detached actor ``fleet`` in the namespace ``kvwire`` of the Ray
+that this process is connected to, made by whoever needs it first. It holds a table in
+memory, counts leases by its own clock, and is started again by Ray where its node is
+lost; then its table is empty, and full again after a third of a lease. Whoever follows
+waits in a call for the next change, so changes come at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
+from typing import Any, Final
+
+from kvwire.directory.base import Batch, Directory
+from kvwire.errors import ConnectError, UsageError
+from kvwire.extras import needed_by
+from kvwire.limits import MEMBERS_MAX, RECORD_BYTES_MAX
+
+with needed_by("a directory on Ray", extra="ray"):
+    import ray
+    from ray.exceptions import RayError
+
+NAMESPACE: Final = "kvwire"
+
+# A call that waits for a change returns after so long without one.
+_WAIT_S: Final = 1.0
+# One without an answer for so long tells a follower that the actor is away, well within
+# a usual lease: nobody leaves while that cannot be seen.
+_SILENCE_S: Final = 3.0
+# A call that has no answer for so long is given up: the actor is away, or starting.
+_CALL_S: Final = 15.0
+# Followers that wait at one time in the actor; each is one call.
+_FOLLOWERS_MAX: Final = 10_000
+
+
+class RayTable:
+    """Holds the values of a directory inside its actor.
+
+    Each change has a number. ``life`` tells one start of the actor from the next, whose
+    numbers begin anew.
+    """
+
+    def __init__(self) -> None:
+        self._life = time.time_ns()
+        self._number = 0
+        # Oldest change first; values with the end of their leases, None once erased.
+        self._entries: OrderedDict[str, tuple[int, float, bytes | None]] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    async def write(self, key: str, value: bytes, lease_s: float) -> str:
+        """Write a value; return why it cannot be, or nothing.
+
+        Cancel safety: it does not wait.
+        """
+        self._forget()
+        if key not in self._entries and len(self._entries) >= MEMBERS_MAX:
+            return f"it is full: {MEMBERS_MAX} members"
+        # What is too long stays so, and costs no more.
+        kept = value[: RECORD_BYTES_MAX + 1]
+        self._set(key, time.monotonic() + lease_s, kept)
+        return ""
+
+    async def erase(self, key: str) -> None:
+        """Erase a value, if it is there.
+
+        Cancel safety: it does not wait.
+        """
+        if key in self._entries:
+            # Kept for those who have not heard of it yet.
+            self._set(key, time.monotonic() + 2 * _CALL_S, None)
+
+    async def changes(
+        self, life: int, number: int
+    ) -> tuple[int, int, dict[str, bytes | None]]:
+        """Return what has changed since a number, or all to those of another life.
+
+        Waits for a change where there is none.
+
+        Cancel safety: safe, it only looks.
+        """
+        if life == self._life and number == self._number:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(_WAIT_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+        self._forget()
+        since = number if life == self._life else -1
+        found: dict[str, bytes | None] = {}
+        for key, (at, _, value) in reversed(self._entries.items()):
+            if at <= since:
+                break
+            if value is not None or since >= 0:
+                found[key] = value
+        return self._life, self._number, found
+
+    def _set(self, key: str, until: float, value: bytes | None) -> None:
+        self._number += 1
+        self._entries[key] = (self._number, until, value)  # bounded: MEMBERS_MAX
+        self._entries.move_to_end(key)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _forget(self) -> None:
+        now = time.monotonic()
+        for key in [k for k, (_, until, _) in self._entries.items() if until < now]:
+            del self._entries[key]
+
+
+class RayDirectory(Directory):
+    """Keeps records in an actor of Ray: ``ray:`` or ``ray:fleet``.
+
+    A process that is connected to no Ray connects to the one of its machine, or to that
+    of ``RAY_ADDRESS``.
+
+    Raises:
+        UsageError: The URL names a host.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        if self.url.netloc:
+            raise UsageError(
+                f"directory {self}: write ray:NAME; RAY_ADDRESS says where Ray is"
+            )
+        self._name = self.url.path.strip("/") or "directory"
+        self._table: Any = None
+
+    async def write(self, key: str, value: bytes, lease_s: float) -> None:
+        """See :meth:`Directory.write`.
+
+        Cancel safety: it may have been written.
+        """
+        refusal = await self._call(
+            lambda table: table.write.remote(key, value, lease_s)
+        )
+        if refusal:
+            raise ConnectError(f"directory {self}: {refusal}", address=str(self))
+
+    async def erase(self, key: str) -> None:
+        """See :meth:`Directory.erase`.
+
+        Cancel safety: it may have been erased.
+        """
+        await self._call(lambda table: table.erase.remote(key))
+
+    async def follow(self) -> AsyncGenerator[Batch, None]:
+        """See :meth:`Directory.follow`.
+
+        Cancel safety: safe, it only looks.
+        """
+        life, number, first = 0, 0, True
+        while True:
+            life, number, batch = await self._call(
+                partial(_changes, life=life, number=number),
+                _CALL_S if first else _SILENCE_S,  # it may be starting
+            )
+            if batch or first:
+                yield batch
+            first = False
+
+    async def _call(
+        self, call: Callable[[Any], Awaitable[Any]], timeout_s: float = _CALL_S
+    ) -> Any:
+        """Call the actor, which is looked for on a thread: Ray blocks meanwhile.
+
+        Raises:
+            ConnectError: There is no Ray, or no answer.
+        """
+        try:
+            async with asyncio.timeout(_CALL_S):
+                if self._table is None:
+                    self._table = await asyncio.to_thread(_actor, self._name)
+            async with asyncio.timeout(timeout_s):
+                return await call(self._table)
+        # Ray raises plain errors where it cannot be reached.
+        except (RayError, RuntimeError, ValueError, OSError) as exc:
+            self._table = None
+            text = str(exc) or f"no answer in {timeout_s:g} s"
+            raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
+
+
+def _changes(table: Any, life: int, number: int) -> Any:
+    return table.changes.remote(life, number)
+
+
+def _actor(name: str) -> Any:
+    """Return the actor of a directory; made where there is none."""
+    if not ray.is_initialized():
+        ray.init(address="auto", log_to_driver=False)
+    cls = ray.remote(RayTable).options(
+        name=name,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        max_concurrency=_FOLLOWERS_MAX,
+        max_restarts=-1,
+        num_cpus=0,
+    )
+    return cls.remote()
