@@ -11,6 +11,6 @@ from tests.store.model.life import CLOCK
 
 @pytest.fixture(autouse=True)
 def own_time() -> Iterator[None]:
-    """The time that a model lets pass ends with its test; disks of others use it too."""
+    """What time a model lets pass ends with its test; other disks use it too."""
     yield
     CLOCK.ahead_s = 0
