@@ -27,4 +27,5 @@ def test_tensors_go_from_actor_to_actor() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     checks = re.findall(r"^    (\w+),$", PROGRAM.read_text(), re.MULTILINE)
     assert len(checks) == 6
-    assert done.stdout.split() == checks
+    # Ray has lines of its own there.
+    assert [one for one in done.stdout.splitlines() if one in checks] == checks
