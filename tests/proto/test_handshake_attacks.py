@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from kvwire.errors import (
@@ -12,7 +13,6 @@ from kvwire.errors import (
     MalformedFrame,
     ProtocolError,
 )
-from kvwire.limits import HEADER_BYTES
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import HandshakeState
 from kvwire.types import Role, TrustMode
@@ -22,8 +22,8 @@ from tests.support.core_pair.handshakes import (
     NONCE_CLIENT,
     NONCE_SERVER,
     Frame,
-    Shaking,
     receive,
+    split,
 )
 from tests.support.depth import sample
 
@@ -31,11 +31,6 @@ NONCES = [bytes([n]) * 32 for n in range(8)]
 
 
 # --- damaged on the way
-
-
-def refused(shaking: Shaking) -> bool:
-    """Whether a side has refused, and no side has agreed that should not have."""
-    return bool(both_fail(shaking))
 
 
 def damage(body: bytes) -> Iterator[bytes]:
@@ -57,34 +52,40 @@ def with_body(frame: Frame, body: bytes) -> Frame:
 
 @pytest.mark.rule("KVW-HS-07", "breaks")
 @pytest.mark.rule("KVW-HD-07", "breaks")
-@pytest.mark.parametrize("index", range(5))
 @both_modes
-def test_every_flipped_bit_of_every_frame(trust: TrustMode, index: int) -> None:
+def test_every_flipped_bit_and_truncation(trust: TrustMode) -> None:
     """In headers and bodies of all five, as damage on the way does it."""
-    _, _, (header, body) = at_frame(trust, index)
-    for wrong in sample(damage(header + body), every=9):
-        shaking, role, _ = at_frame(trust, index)
-        frame = wrong[:HEADER_BYTES], wrong[HEADER_BYTES:]
-        with pytest.raises((ProtocolError, HandshakeError)):
-            receive(shaking.of(role.other), frame)
-        assert shaking.of(role.other).agreement is None
-        assert shaking.of(role.other).state is HandshakeState.FAILED
+    for index in range(5):
+        _, _, (header, body) = at_frame(trust, index)
+        wrongs = [split(wrong) for wrong in sample(damage(header + body), every=9)]
+        read = decode_header(header)
+        for length in range(len(body)):
+            shorter = msgspec.structs.replace(read, length=length)
+            fields = msgspec.structs.astuple(shorter)[:-1]
+            wrongs.append((encode_header(*fields), body[:length]))
+        for frame in wrongs:
+            shaking, role, _ = at_frame(trust, index)
+            receiver = shaking.of(role.other)
+            with pytest.raises((ProtocolError, HandshakeError)):
+                receive(receiver, frame)
+            assert receiver.agreement is None
+            assert receiver.state is HandshakeState.FAILED
 
 
 @pytest.mark.rule("KVW-HS-07", "breaks")
-@pytest.mark.parametrize("index", range(3))
 @both_modes
-def test_every_bit_changed_by_somebody(trust: TrustMode, index: int) -> None:
+def test_every_bit_changed_by_somebody(trust: TrustMode) -> None:
     """The same with checks made right, so that the proofs have to notice it."""
-    _, _, frame = at_frame(trust, index)
-    for wrong in sample(damage(frame[1]), every=9):
-        shaking, role, _ = at_frame(trust, index)
-        shaking.of(role).outgoing.insert(0, with_body(frame, wrong))
-        assert refused(shaking)
-        assert not (shaking.client.agreement and shaking.server.agreement)
-        # In psk mode nobody gets as far as the first body of unknown length.
-        if trust is TrustMode.PSK:
-            assert shaking.server.offer is None
+    for index in range(3):
+        _, _, frame = at_frame(trust, index)
+        for wrong in sample(damage(frame[1]), every=9):
+            shaking, role, _ = at_frame(trust, index)
+            shaking.of(role).outgoing.insert(0, with_body(frame, wrong))
+            assert both_fail(shaking)
+            assert not (shaking.client.agreement and shaking.server.agreement)
+            # In psk mode nobody gets as far as the first body of unknown length.
+            if trust is TrustMode.PSK:
+                assert shaking.server.offer is None
 
 
 @pytest.mark.rule("KVW-AU-02", "breaks")
@@ -94,28 +95,8 @@ def test_offer_and_choice_are_sealed(index: int) -> None:
     _, _, frame = at_frame(TrustMode.PSK, index)
     for wrong in sample(damage(frame[1]), every=9):
         shaking, role, _ = at_frame(TrustMode.PSK, index)
-        with pytest.raises(MalformedFrame) as caught:
+        with pytest.raises(MalformedFrame, match="KVW-AU-02"):
             receive(shaking.of(role.other), (frame[0], wrong))
-        assert caught.value.rule == "KVW-AU-02"
-
-
-@pytest.mark.parametrize("index", range(5))
-@both_modes
-def test_every_truncation(trust: TrustMode, index: int) -> None:
-    """A body that is shorter and says so: each length below the right one."""
-    _, role, (_, body) = at_frame(trust, index)
-    for length in range(len(body)):
-        shaking, role, (header, _) = at_frame(trust, index)
-        read = decode_header(header)
-        shorter = encode_header(
-            read.type,
-            read.flags,
-            read.sequence,
-            length,
-            payload_check=read.payload_check,
-        )
-        with pytest.raises(ProtocolError):
-            receive(shaking.of(role.other), (shorter, body[:length]))
 
 
 # --- replayed, reflected

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvwire.limits import HEADER_BYTES
 from kvwire.proto.framing import Framing
-from kvwire.types import Role, TrustMode
+from kvwire.types import TrustMode
 from kvwire.wire.control import Fail, encode_body
 from kvwire.wire.header import FrameType
 from tests.support.core_pair.handshakes import Frame
@@ -24,16 +24,12 @@ from tests.support.core_pair.transcripts import (
     replay,
     same,
 )
-from tests.support.depth import sample
-from tests.support.splitter import Frame as Decoded
-from tests.support.splitter import Splitter
+from tests.support.depth import examples
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = cases()
 # After a change that is meant: python -m tests.support.core_pair.transcripts DIRECTORY
 CHANGED = "protocol version 1 is what these bytes say; another meaning is a new version"
-
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def golden(case: Case) -> Transcript:
@@ -52,16 +48,12 @@ def expect_same(said: Transcript, recorded: Transcript) -> None:
             assert same(frame, before), f"{step.title}: {CHANGED}"
 
 
-@every_case
-def test_what_is_said_has_not_changed(case: Case) -> None:
-    """Goal R6: the same conversation, the same bytes."""
-    expect_same(record(case), golden(case))
-
-
-@every_case
-def test_what_is_heard_has_not_changed(case: Case) -> None:
-    """Goal R6: recorded bytes lead to the same answers and events."""
-    expect_same(replay(case, golden(case)), golden(case))
+@pytest.mark.parametrize("part", range(4))
+def test_what_is_said_and_heard_has_not_changed(part: int) -> None:
+    """Goal R6: the same conversation, the same bytes, the same answers and events."""
+    for case in CASES[part::4]:
+        expect_same(record(case), golden(case))
+        expect_same(replay(case, golden(case)), golden(case))
 
 
 def test_every_file_is_a_case_and_every_case_a_file() -> None:
@@ -89,20 +81,12 @@ def test_every_frame_type_is_recorded() -> None:
     assert any(frame[0][0] == FrameType.REFUSE for frame in frames)
 
 
-def test_a_transcript_is_read_as_it_was_written() -> None:
-    """And no byte of it depends on the moment of writing."""
+def test_a_transcript_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """By the command; and no byte of it depends on the moment of writing."""
+    main([str(tmp_path)])
     for case in CASES:
-        text = str(record(case))
-        assert str(Transcript.parse(text)) == text
-        assert str(record(case)) == text
-
-
-def test_writing_them_all(tmp_path: Path) -> None:
-    """What the command does."""
-    main([str(tmp_path / "new")])
-    for case in CASES:
-        written = Transcript.parse((tmp_path / "new" / f"{case.name}.txt").read_text())
-        expect_same(written, golden(case))
+        text = (tmp_path / f"{case.name}.txt").read_text()
+        assert str(Transcript.parse(text)) == text == str(record(case))
 
 
 def test_a_changed_byte_is_noticed() -> None:
@@ -126,64 +110,15 @@ def failure(code: int, text: str) -> Frame:
 
 # --- goal S9b: in any pieces
 
-Pieces = Iterable[bytes]
 
+@settings(max_examples=examples(1000))
+@given(st.sampled_from(CASES), st.lists(st.floats(0, 1), max_size=20))
+def test_cut_anywhere_the_core_reports_the_same(case: Case, cuts: list[float]) -> None:
+    """Each run of bytes in up to 21 pieces; each byte by itself without a cut."""
 
-def decoded(pieces: Pieces) -> list[Decoded]:
-    splitter = Splitter()
-    frames = [frame for piece in pieces for frame in splitter.feed(piece)]
-    assert splitter.broken is None
-    assert not splitter.in_frame
-    return frames
+    def pieces(run: bytes) -> Iterable[bytes]:
+        places = sorted(int(cut * len(run)) for cut in cuts) or range(len(run))
+        return (run[a:b] for a, b in itertools.pairwise([0, *places, len(run)]))
 
-
-def streams(case: Case) -> list[bytes]:
-    """What each side sends; the handshake alone where there is nothing after it."""
-    transcript = golden(case)
-    if case.script is not None:
-        transcript.steps.pop(0)
-    return [data for role in Role if (data := transcript.sent_by(role))]
-
-
-@every_case
-def test_every_cut_in_two_gives_the_same_frames(case: Case) -> None:
-    """At every byte."""
-    for data in streams(case):
-        whole = decoded([data])
-        for cut in sample(range(len(data) + 1), every=7):
-            assert decoded([data[:cut], data[cut:]]) == whole
-
-
-@every_case
-def test_a_thousand_segmentations_give_the_same_frames(case: Case) -> None:
-    """In 1 to 20 pieces at random, the same ones in every run."""
-    chance = random.Random(case.name)
-    for data in streams(case):
-        whole = decoded([data])
-        for _ in sample(range(1000), every=20):
-            assert decoded(random_pieces(chance, data)) == whole
-
-
-def random_pieces(chance: random.Random, data: bytes) -> list[bytes]:
-    cuts = sorted(chance.choices(range(len(data) + 1), k=chance.randrange(20)))
-    return [data[a:b] for a, b in itertools.pairwise([0, *cuts, len(data)])]
-
-
-def cut_at(place: int) -> Callable[[bytes], Pieces]:
-    return lambda run: (run[:place], run[place:])
-
-
-@every_case
-def test_cut_anywhere_the_core_reports_the_same(case: Case) -> None:
-    """Every run of bytes in two, in single bytes, and at random."""
     recorded = golden(case)
-    chance = random.Random(case.name)
-    longest = max(len(step.sent_by(role)) for step in recorded.steps for role in Role)
-    cuts: list[Callable[[bytes], Pieces]] = [
-        *(cut_at(place) for place in range(1, longest, 3)),
-        *(cut_at(HEADER_BYTES + place) for place in (-1, 0, 1)),
-        *(lambda run: random_pieces(chance, run) for _ in range(20)),
-        lambda run: (run[n : n + 1] for n in range(len(run))),
-    ]
-    for cut in sample(cuts, every=5):
-        expect_same(replay(case, recorded, cut), recorded)
+    expect_same(replay(case, recorded, pieces), recorded)
