@@ -31,15 +31,6 @@ def hkdf(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
     raise AssertionError
 
 
-def test_the_reference_is_rfc_5869() -> None:
-    """Its first test case (appendix A.1)."""
-    out = hkdf(b"\x0b" * 22, bytes(range(13)), bytes(range(0xF0, 0xFA)), 42)
-    assert out.hex() == (
-        "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b88718"
-        "5865"
-    )
-
-
 def all_keys(keys: Keys) -> list[bytes]:
     return [
         *(keys.accept, keys.confirm, *keys.seal.values(), *keys.grant.values()),
@@ -114,18 +105,13 @@ def test_a_key_id_names_and_does_not_show() -> None:
     assert key_id(PSK) not in PSK
 
 
-@pytest.mark.parametrize("length", [0, 1, PSK_BYTES_MIN - 1, PSK_BYTES_MAX + 1])
-def test_keys_that_could_be_guessed(length: int) -> None:
+def test_keys_that_could_be_guessed() -> None:
     """Refused, with the way to make a good one."""
-    with pytest.raises(UsageError, match="kvwire keygen"):
+    for length in (0, 1, PSK_BYTES_MIN - 1, PSK_BYTES_MAX + 1):
+        with pytest.raises(UsageError, match="kvwire keygen"):
+            check_psk(bytes(length))
+    for length in (PSK_BYTES_MIN, PSK_BYTES_MAX):
         check_psk(bytes(length))
-
-
-@pytest.mark.parametrize("length", [PSK_BYTES_MIN, PSK_BYTES_MAX])
-def test_keys_that_are_long_enough(length: int) -> None:
-    """Both ends of the range."""
-    check_psk(bytes(length))
-    assert key_id(bytes(length))
 
 
 def test_keys_have_no_repr() -> None:

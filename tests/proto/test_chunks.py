@@ -79,17 +79,17 @@ def test_a_segment_is_sent_when_its_last_chunk_is() -> None:
     assert sent == [segment]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_completions_in_any_order(order: tuple[int, ...]) -> None:
+def test_completions_in_any_order() -> None:
     """A link may be through with its frames as it likes."""
-    side = Side()
-    request = side.put(25)
-    chunks = [side.chunk() for _ in range(3)]
-    for number in order:
-        assert request.state is RequestStage.MOVING
-        side.chunks.chunk_sent(chunks[number])
-    assert request.state is RequestStage.WAITING
-    assert side.holds.drained == []
+    for order in itertools.permutations(range(3)):
+        side = Side()
+        request = side.put(25)
+        chunks = [side.chunk() for _ in range(3)]
+        for number in order:
+            assert request.state is RequestStage.MOVING
+            side.chunks.chunk_sent(chunks[number])
+        assert request.state is RequestStage.WAITING
+        assert side.holds.drained == []
 
 
 def test_confirmed_before_the_link_was_through() -> None:
@@ -166,39 +166,38 @@ def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
     assert request.in_flight == 0
 
 
-@pytest.mark.parametrize(("offset", "length"), [(0, 20), (10, 25), (30, 5), (0, 35)])
-def test_a_span_arrives_as_its_chunks(offset: int, length: int) -> None:
-    side = Side()
-    request = side.get(35)
-    burst = msgspec.structs.replace(
-        data(request.wire_id, offset, length), type=FrameType.LANE_DATA
-    )
-    arrival = side.chunks.data_header(burst)
-    assert list(side.chunks.numbers(arrival)) == list(
-        range(offset // CHUNK, -(-(offset + length) // CHUNK))
-    )
-    with pytest.raises(UnexpectedFrame, match="came twice"):
-        side.chunks.data_header(data(request.wire_id, offset, min(CHUNK, length)))
-    side.chunks.missed(arrival)
-    assert side.chunks.data_header(burst).length == length
+def test_a_span_arrives_as_its_chunks() -> None:
+    for offset, length in [(0, 20), (10, 25), (30, 5), (0, 35)]:
+        side = Side()
+        request = side.get(35)
+        burst = msgspec.structs.replace(
+            data(request.wire_id, offset, length), type=FrameType.LANE_DATA
+        )
+        arrival = side.chunks.data_header(burst)
+        assert list(side.chunks.numbers(arrival)) == list(
+            range(offset // CHUNK, -(-(offset + length) // CHUNK))
+        )
+        with pytest.raises(UnexpectedFrame, match="came twice"):
+            side.chunks.data_header(data(request.wire_id, offset, min(CHUNK, length)))
+        side.chunks.missed(arrival)
+        assert side.chunks.data_header(burst).length == length
 
 
-@pytest.mark.parametrize(
-    ("kind", "offset", "length"),
-    [
+def test_what_is_no_span_is_refused() -> None:
+    for kind, offset, length in [
         (FrameType.DATA, 0, 20),
         (FrameType.LANE_DATA, 5, 10),
         (FrameType.LANE_DATA, 0, 15),
         (FrameType.LANE_DATA, 0, 40),
         (FrameType.LANE_DATA, 40, 10),
-    ],
-)
-def test_what_is_no_span_is_refused(kind: FrameType, offset: int, length: int) -> None:
-    side = Side()
-    request = side.get(35)
-    header = msgspec.structs.replace(data(request.wire_id, offset, length), type=kind)
-    with pytest.raises(MalformedFrame, match="KVW-DT-02"):
-        side.chunks.data_header(header)
+    ]:
+        side = Side()
+        request = side.get(35)
+        header = msgspec.structs.replace(
+            data(request.wire_id, offset, length), type=kind
+        )
+        with pytest.raises(MalformedFrame, match="KVW-DT-02"):
+            side.chunks.data_header(header)
 
 
 def test_a_request_ends_while_its_lost_chunk_waits() -> None:
@@ -259,27 +258,30 @@ def test_the_end_of_the_link_lets_go_of_its_own_arrivals() -> None:
 @pytest.mark.rule("KVW-DT-02", "keeps")
 @pytest.mark.rule("KVW-DT-03", "keeps")
 @pytest.mark.rule("KVW-DT-04", "keeps")
-@pytest.mark.parametrize("kind", [RequestKind.GET, RequestKind.SERVE_PUT])
-@pytest.mark.parametrize("nbytes", [1, 9, 10, 11, 20, 95])
-def test_chunks_in_any_order(kind: RequestKind, nbytes: int) -> None:
+def test_chunks_in_any_order() -> None:
     """Each lands at its own place, and the last one ends it."""
-    side = Side()
-    request = side.get(nbytes, base=100, kind=kind)
-    order = pieces(nbytes)
-    random.Random(nbytes).shuffle(order)
-    for offset, length in order:
-        assert side.done() == []
-        arrival = side.chunks.data_header(data(request.wire_id, offset, length))
-        assert (arrival.place, arrival.buffer) == (ChunkPlace.BUFFER, request.buffer)
-        assert (arrival.offset, arrival.length) == (100 + offset, length)
-        side.chunks.data_landed(arrival, intact=True)
-    (done,) = side.done()
-    assert (done.error, done.nbytes) == (None, nbytes)
-    said = [decode_header(header).type for header, _ in side.outbox.frames]
-    assert said == ([FrameType.FIN] if kind is RequestKind.SERVE_PUT else [])
-    # A region's memory is not the request's to give back.
-    drained = [] if kind is RequestKind.SERVE_PUT else [request.buffer]
-    assert side.holds.drained == drained
+    for nbytes in [1, 9, 10, 11, 20, 95]:
+        for kind in [RequestKind.GET, RequestKind.SERVE_PUT]:
+            side = Side()
+            request = side.get(nbytes, base=100, kind=kind)
+            order = pieces(nbytes)
+            random.Random(nbytes).shuffle(order)
+            for offset, length in order:
+                assert side.done() == []
+                arrival = side.chunks.data_header(data(request.wire_id, offset, length))
+                assert (arrival.place, arrival.buffer) == (
+                    ChunkPlace.BUFFER,
+                    request.buffer,
+                )
+                assert (arrival.offset, arrival.length) == (100 + offset, length)
+                side.chunks.data_landed(arrival, intact=True)
+            (done,) = side.done()
+            assert (done.error, done.nbytes) == (None, nbytes)
+            said = [decode_header(header).type for header, _ in side.outbox.frames]
+            assert said == ([FrameType.FIN] if kind is RequestKind.SERVE_PUT else [])
+            # A region's memory is not the request's to give back.
+            drained = [] if kind is RequestKind.SERVE_PUT else [request.buffer]
+            assert side.holds.drained == drained
 
 
 @pytest.mark.rule("KVW-DT-01", "breaks")

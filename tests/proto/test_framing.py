@@ -89,9 +89,8 @@ def test_lost_doubled_and_reordered(sealed: bool, order: list[int], bad: int) ->
     headers.append(client.payload(FrameType.DATA, 1))
     for place, index in enumerate(order):
         if place == bad:
-            with pytest.raises(MalformedFrame) as caught:
+            with pytest.raises(MalformedFrame, match="KVW-HD-05"):
                 server.accept_header(headers[index])
-            assert caught.value.rule == "KVW-HD-05"
             return
         server.accept_header(headers[index])
     raise AssertionError("no frame was out of order")
@@ -110,9 +109,8 @@ def test_every_bit_of_a_control_body_counts(sealed: bool) -> None:
         copy[bit // 8] ^= 1 << bit % 8
     read = server.accept_header(header)
     for wrong in (*damaged, body[:-1], body + b"\0", b""):
-        with pytest.raises(MalformedFrame) as caught:
+        with pytest.raises(MalformedFrame, match=rule):
             server.open(read, header, bytes(wrong))
-        assert caught.value.rule == rule
     assert server.open(read, header, body) == b"body"
 
 
@@ -133,9 +131,8 @@ def test_a_seal_fits_one_frame() -> None:
     ]
     for wrong_header, wrong_body in attempts:
         fresh = framings(sealed=True)[1]
-        with pytest.raises(MalformedFrame) as caught:
+        with pytest.raises(MalformedFrame, match="KVW-AU-02"):
             pass_on(fresh, wrong_header, wrong_body)
-        assert caught.value.rule == "KVW-AU-02"
     assert pass_on(server, header, body) == b"body"
 
 
@@ -144,7 +141,6 @@ def test_a_seal_fits_one_frame() -> None:
 def test_a_frame_of_the_other_mode(sealed: bool) -> None:
     """Nobody may leave the seals off, nor add them."""
     ours, theirs = framings(sealed=sealed)[1], framings(sealed=not sealed)[0]
-    with pytest.raises(UnexpectedFrame) as caught:
+    with pytest.raises(UnexpectedFrame, match="KVW-AU-01"):
         ours.accept_header(theirs.control(FrameType.READY, b"body")[0])
-    assert caught.value.rule == "KVW-AU-01"
     assert ours.received == 0

@@ -15,7 +15,6 @@ from kvwire.proto.events import (
 from kvwire.proto.lanes import LaneStage
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
-    Body,
     LaneAck,
     LaneClose,
     LaneData,
@@ -103,13 +102,13 @@ def test_what_is_too_late_to_say_is_not_said() -> None:
 
 
 @pytest.mark.rule("KVW-LN-01", "breaks")
-@pytest.mark.parametrize("number", [2, 16])
-def test_lanes_are_raised_one_after_the_other(number: int) -> None:
-    scene = Scene()
-    scene.client.forge(
-        FrameType.LANE_OPEN, LaneOpen(lane=number, backend=BACKEND, bootstrap=b"")
-    )
-    expect_refused(scene, scene.server, "KVW-LN-01")
+def test_lanes_are_raised_one_after_the_other() -> None:
+    for number in [2, 16]:
+        scene = Scene()
+        scene.client.forge(
+            FrameType.LANE_OPEN, LaneOpen(lane=number, backend=BACKEND, bootstrap=b"")
+        )
+        expect_refused(scene, scene.server, "KVW-LN-01")
 
 
 @pytest.mark.rule("KVW-LN-01", "breaks")
@@ -123,12 +122,12 @@ def test_a_server_answers_once() -> None:
 
 
 @pytest.mark.rule("KVW-LN-02", "breaks")
-@pytest.mark.parametrize("lanes", [[1], [0, 0], [0, 1]])
-def test_raised_of_nothing_or_after_the_end(lanes: list[int]) -> None:
-    scene = Scene()
-    for lane in lanes:
-        scene.client.forge(FrameType.LANE_READY, LaneReady(lane=lane))
-    expect_refused(scene, scene.server, "KVW-LN-02")
+def test_raised_of_nothing_or_after_the_end() -> None:
+    for lanes in [[1], [0, 0], [0, 1]]:
+        scene = Scene()
+        for lane in lanes:
+            scene.client.forge(FrameType.LANE_READY, LaneReady(lane=lane))
+        expect_refused(scene, scene.server, "KVW-LN-02")
 
 
 @pytest.mark.rule("KVW-LN-02", "breaks")
@@ -265,59 +264,57 @@ def test_too_many_payloads_on_a_lane(down: bool) -> None:
 
 
 @pytest.mark.rule("KVW-LN-03", "breaks")
-@pytest.mark.parametrize("stage", ["never", "answered", "ending"])
-def test_payload_for_a_lane_that_is_not_up(stage: str) -> None:
-    scene = Scene()
-    if stage == "answered":
-        scene.client.core.lanes.open(1, BACKEND, b"")
-        scene.client.collect()
-        scene.pair.deliver(scene.client)
-    elif stage == "ending":
-        scene.up()
-        scene.lanes.end(scene.half(CLIENT))
-    aside = LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, descriptor=b"")
-    scene.client.forge(FrameType.LANE_DATA, aside, request=1)
-    expect_refused(scene, scene.server, "KVW-LN-03")
+def test_payload_for_a_lane_that_is_not_up() -> None:
+    for stage in ["never", "answered", "ending"]:
+        scene = Scene()
+        if stage == "answered":
+            scene.client.core.lanes.open(1, BACKEND, b"")
+            scene.client.collect()
+            scene.pair.deliver(scene.client)
+        elif stage == "ending":
+            scene.up()
+            scene.lanes.end(scene.half(CLIENT))
+        aside = LaneData(
+            lane=1, segment=0, offset=0, nbytes=1, check=None, descriptor=b""
+        )
+        scene.client.forge(FrameType.LANE_DATA, aside, request=1)
+        expect_refused(scene, scene.server, "KVW-LN-03")
 
 
 @pytest.mark.rule("KVW-LN-08", "breaks")
-@pytest.mark.parametrize(
-    ("frame_type", "body"),
-    [
-        (FrameType.LANE_READY, LaneReady(lane=1)),
-        (FrameType.LANE_CLOSE, LaneClose(lane=1, reason="", seen=0, missed=())),
-        (FrameType.LANE_ACK, LaneAck(lane=1, count=0)),
-        (
-            FrameType.LANE_DATA,
-            LaneData(lane=1, segment=0, offset=0, nbytes=1, check=None, descriptor=b""),
-        ),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_nothing_is_said_of_a_lane_that_is_over(
-    frame_type: FrameType, body: Body, forgotten: bool
-) -> None:
+def test_nothing_is_said_of_a_lane_that_is_over() -> None:
     """Whether its place has been taken by another or not."""
-    scene = Scene()
-    scene.up()
-    scene.lanes.end(scene.half(CLIENT))
-    scene.lanes.rest()
-    if forgotten:
-        scene.up()
-    request = 1 if frame_type is FrameType.LANE_DATA else 0
-    scene.client.forge(frame_type, body, request=request)
-    expect_refused(scene, scene.server, "KVW-LN-08")
+    for forgotten in [False, True]:
+        for frame_type, body in [
+            (FrameType.LANE_READY, LaneReady(lane=1)),
+            (FrameType.LANE_CLOSE, LaneClose(lane=1, reason="", seen=0, missed=())),
+            (FrameType.LANE_ACK, LaneAck(lane=1, count=0)),
+            (
+                FrameType.LANE_DATA,
+                LaneData(
+                    lane=1, segment=0, offset=0, nbytes=1, check=None, descriptor=b""
+                ),
+            ),
+        ]:
+            scene = Scene()
+            scene.up()
+            scene.lanes.end(scene.half(CLIENT))
+            scene.lanes.rest()
+            if forgotten:
+                scene.up()
+            request = 1 if frame_type is FrameType.LANE_DATA else 0
+            scene.client.forge(frame_type, body, request=request)
+            expect_refused(scene, scene.server, "KVW-LN-08")
 
 
 @pytest.mark.rule("KVW-LN-05", "breaks")
-@pytest.mark.parametrize(("lane", "count"), [(1, 4), (1, 2**63 - 1), (2, 0)])
-def test_more_taken_than_sent(lane: int, count: int) -> None:
-    scene = Scene()
-    scene.up()
-    scene.put()
-    scene.server.forge(FrameType.LANE_ACK, LaneAck(lane=lane, count=count))
-    expect_refused(scene, scene.client, "KVW-LN-05")
+def test_more_taken_than_sent() -> None:
+    for lane, count in [(1, 4), (1, 2**63 - 1), (2, 0)]:
+        scene = Scene()
+        scene.up()
+        scene.put()
+        scene.server.forge(FrameType.LANE_ACK, LaneAck(lane=lane, count=count))
+        expect_refused(scene, scene.client, "KVW-LN-05")
 
 
 @pytest.mark.rule("KVW-LN-06", "keeps")

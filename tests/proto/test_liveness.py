@@ -21,13 +21,6 @@ def watch(now: float = 100.0) -> Liveness:
     return Liveness(interval_s=PING_INTERVAL_S, misses=PING_MISSES, now=now)
 
 
-def test_nothing_is_said_before_it_is_due() -> None:
-    """A look in between changes nothing."""
-    liveness = watch()
-    assert liveness.look(101.0) is LivenessVerdict.FINE
-    assert liveness.due == 102.0
-
-
 def test_any_byte_is_a_sign_of_life() -> None:
     """A peer that says something each interval is never asked."""
     liveness = watch()
@@ -37,14 +30,14 @@ def test_any_byte_is_a_sign_of_life() -> None:
         assert liveness.look(max(now, liveness.due)) is LivenessVerdict.FINE
 
 
-@pytest.mark.parametrize("stall_s", [0.3, 3.0, 60.0, 3600.0])
-def test_a_stall_of_ours_is_forgiven(stall_s: float) -> None:
+def test_a_stall_of_ours_is_forgiven() -> None:
     """However long we were away, the peer gets its intervals again (goal R14)."""
-    liveness = watch()
-    now = liveness.due + stall_s
-    assert liveness.look(now) is LivenessVerdict.PING
-    assert liveness.silence_s(now) == pytest.approx(PING_INTERVAL_S)
-    assert liveness.due == pytest.approx(now + PING_INTERVAL_S)
+    for stall_s in [0.3, 3.0, 60.0, 3600.0]:
+        liveness = watch()
+        now = liveness.due + stall_s
+        assert liveness.look(now) is LivenessVerdict.PING
+        assert liveness.silence_s(now) == pytest.approx(PING_INTERVAL_S)
+        assert liveness.due == pytest.approx(now + PING_INTERVAL_S)
 
 
 def test_a_late_look_asks_before_it_judges() -> None:
@@ -65,20 +58,20 @@ def test_a_late_timer_within_the_tolerance_is_not_a_stall() -> None:
     assert liveness.silence_s(now) == pytest.approx(PING_INTERVAL_S + late_s)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_stalls_delay_the_verdict_and_do_not_prevent_it(seed: int) -> None:
+def test_stalls_delay_the_verdict_and_do_not_prevent_it() -> None:
     """A peer that is dead is found, however late each look is, one look later at most.
 
     The last look, if it is late, asks once more before it judges.
     """
-    chance, liveness, looks = random.Random(seed), watch(), 0
-    while True:
-        looks += 1
-        now = liveness.due + chance.choice([0.0, 0.1, 0.3, 5.0])
-        if liveness.look(now) is LivenessVerdict.DEAD:
-            break
-    assert PING_MISSES <= looks <= PING_MISSES + 1
-    assert liveness.due == now + PING_INTERVAL_S
+    for seed in range(20):
+        chance, liveness, looks = random.Random(seed), watch(), 0
+        while True:
+            looks += 1
+            now = liveness.due + chance.choice([0.0, 0.1, 0.3, 5.0])
+            if liveness.look(now) is LivenessVerdict.DEAD:
+                break
+        assert PING_MISSES <= looks <= PING_MISSES + 1
+        assert liveness.due == now + PING_INTERVAL_S
 
 
 @pytest.mark.rule("KVW-LV-01", "keeps")
@@ -95,19 +88,17 @@ def test_each_ping_is_answered_once_in_order() -> None:
 
 
 @pytest.mark.rule("KVW-LV-01", "breaks")
-@pytest.mark.parametrize(
-    "answers", [[0], [2], [3], [1, 1], [1, 0], [1, 2, 3], [1, 2, 2], [2**32 - 1]]
-)
-def test_an_answer_to_no_ping(answers: list[int]) -> None:
+def test_an_answer_to_no_ping() -> None:
     """Never asked, asked later, or answered before."""
-    liveness = watch()
-    assert [liveness.ping(), liveness.ping()] == [1, 2]
-    *good, wrong = answers
-    for number in good:
-        liveness.pong_received(number)
-    with pytest.raises(UnexpectedFrame) as caught:
-        liveness.pong_received(wrong)
-    assert caught.value.rule == "KVW-LV-01"
+    for answers in [[0], [2], [3], [1, 1], [1, 0], [1, 2, 3], [1, 2, 2], [2**32 - 1]]:
+        liveness = watch()
+        assert [liveness.ping(), liveness.ping()] == [1, 2]
+        *good, wrong = answers
+        for number in good:
+            liveness.pong_received(number)
+        with pytest.raises(UnexpectedFrame) as caught:
+            liveness.pong_received(wrong)
+        assert caught.value.rule == "KVW-LV-01"
 
 
 @pytest.mark.rule("KVW-LV-02", "breaks")

@@ -14,6 +14,7 @@ from kvwire.errors import (
     MessageTooLarge,
     PeerCancelled,
     RequestCancelled,
+    UsageError,
 )
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto import messages as module
@@ -44,41 +45,27 @@ def use_up_credit(pair: ConnectionPair, tag: int = 99) -> None:
 
 @pytest.mark.rule("KVW-MS-01", "keeps")
 @pytest.mark.rule("KVW-MS-02", "keeps")
-@pytest.mark.parametrize("data", [b"", SMALL, b"x" * 64, b"x" * 65, LARGE])
-@pytest.mark.parametrize("first", ["send", "recv"])
-@pytest.mark.parametrize("room", [None, 0, 7])
-def test_a_message_arrives(data: bytes, first: str, room: int | None) -> None:
+def test_a_message_arrives() -> None:
     """Of any size, whoever is first, into memory that fits, is larger, or is none."""
-    pair = ConnectionPair()
-    size = None if room is None else len(data) + room
-    received: RequestRecord | None = None
-    if first == "recv":
-        received = pair.server.recv(TAG, size)
-    sent = pair.client.send(TAG, data)
-    pair.run()
-    if received is None:
-        received = pair.server.recv(TAG, size)
-    expect_fine(pair)
-    assert pair.server.received(received) == data
-    if sent is not None:
-        assert pair.client.error(sent) is None
-        assert sent.buffer in pair.client.freed
-    assert not pair.server.memory
-    assert not pair.client.memory
-
-
-def test_messages_land_in_the_receivers_memory() -> None:
-    """A receive that was posted first is written to directly: nothing is held."""
-    pair = ConnectionPair()
-    receive = pair.server.recv(TAG, 100)
-    pair.client.send(TAG, SMALL)
-    pair.run()
-    assert pair.server.received(receive) == SMALL
-    assert pair.server.done[receive].held is None
-    pair.client.send(TAG, SMALL)
-    pair.run()
-    held = pair.server.recv(TAG, 100)
-    assert pair.server.done[held].held is not None
+    for room in [None, 0, 7]:
+        for first in ["send", "recv"]:
+            for data in [b"", SMALL, b"x" * 64, b"x" * 65, LARGE]:
+                pair = ConnectionPair()
+                size = None if room is None else len(data) + room
+                received: RequestRecord | None = None
+                if first == "recv":
+                    received = pair.server.recv(TAG, size)
+                sent = pair.client.send(TAG, data)
+                pair.run()
+                if received is None:
+                    received = pair.server.recv(TAG, size)
+                expect_fine(pair)
+                assert pair.server.received(received) == data
+                if sent is not None:
+                    assert pair.client.error(sent) is None
+                    assert sent.buffer in pair.client.freed
+                assert not pair.server.memory
+                assert not pair.client.memory
 
 
 @given(
@@ -185,16 +172,14 @@ def test_credit_runs_out_and_comes_back() -> None:
 
 
 @pytest.mark.rule("KVW-MS-01", "breaks")
-@pytest.mark.parametrize(
-    ("size", "request_id", "segment"), [(65, 0, 0), (5, 1, 0), (5, 0, 1), (5, 2, 0)]
-)
-def test_messages_that_are_none(size: int, request_id: int, segment: int) -> None:
+def test_messages_that_are_none() -> None:
     """Larger than agreed, or with a number."""
-    pair = ConnectionPair()
-    pair.client.forge_payload(
-        FrameType.MESSAGE, bytes(size), request=request_id, segment=segment
-    )
-    expect_broken(pair, pair.server, "KVW-MS-01")
+    for size, request_id, segment in [(65, 0, 0), (5, 1, 0), (5, 0, 1), (5, 2, 0)]:
+        pair = ConnectionPair()
+        pair.client.forge_payload(
+            FrameType.MESSAGE, bytes(size), request=request_id, segment=segment
+        )
+        expect_broken(pair, pair.server, "KVW-MS-01")
 
 
 @pytest.mark.rule("KVW-MS-02", "breaks")
@@ -259,57 +244,55 @@ def run_some(pair: ConnectionPair, frames: int) -> None:
         pair.deliver(pair.server)
 
 
-@pytest.mark.parametrize("frames", range(6))
-@pytest.mark.parametrize("who", ["sender", "receiver"])
 @pytest.mark.parametrize("data", [SMALL, b"y" * 100, LARGE])
-def test_cancelled_after_any_number_of_frames(
-    frames: int, who: str, data: bytes
-) -> None:
+def test_cancelled_after_any_number_of_frames(data: bytes) -> None:
     """Both sides end, each once; all memory comes back; the connection lives."""
-    pair = ConnectionPair()
-    receive = pair.server.recv(TAG, len(LARGE))
-    sent = pair.client.send(TAG, data)
-    run_some(pair, frames)
-    side, request = (pair.server, receive)
-    if who == "sender":
-        if sent is None:
-            return
-        side, request = pair.client, sent
-    was_over = request in side.done
-    side.cancel(request)
-    side.cancel(request)
-    expect_fine(pair)
-    if not was_over:
-        expect_error(side, request, RequestCancelled)
-    if who == "sender" and not was_over:
-        expect_error(pair.server, receive, PeerCancelled)
-    if who == "receiver" and sent is not None and sent not in pair.client.done:
-        # The receive took nothing; the message still waits.
-        again = pair.server.recv(TAG, len(LARGE))
-        expect_fine(pair)
-        assert pair.server.received(again) == data
-    assert not pair.client.memory
-    assert not pair.server.memory
-    late = pair.server.recv(5, 10)
-    pair.client.send(5, b"alive")
-    expect_fine(pair)
-    assert pair.server.received(late) == b"alive"
+    for who in ["sender", "receiver"]:
+        for frames in range(6):
+            pair = ConnectionPair()
+            receive = pair.server.recv(TAG, len(LARGE))
+            sent = pair.client.send(TAG, data)
+            run_some(pair, frames)
+            side, request = (pair.server, receive)
+            if who == "sender":
+                if sent is None:
+                    continue
+                side, request = pair.client, sent
+            was_over = request in side.done
+            side.cancel(request)
+            side.cancel(request)
+            expect_fine(pair)
+            if not was_over:
+                expect_error(side, request, RequestCancelled)
+            if who == "sender" and not was_over:
+                expect_error(pair.server, receive, PeerCancelled)
+            if who == "receiver" and sent is not None and sent not in pair.client.done:
+                # The receive took nothing; the message still waits.
+                again = pair.server.recv(TAG, len(LARGE))
+                expect_fine(pair)
+                assert pair.server.received(again) == data
+            assert not pair.client.memory
+            assert not pair.server.memory
+            late = pair.server.recv(5, 10)
+            pair.client.send(5, b"alive")
+            expect_fine(pair)
+            assert pair.server.received(late) == b"alive"
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_receive_that_was_withdrawn(place: int) -> None:
+def test_a_receive_that_was_withdrawn() -> None:
     """It takes no message; the others keep their order."""
-    pair = ConnectionPair()
-    receives = [pair.server.recv(TAG, 100) for _ in range(3)]
-    gone = receives.pop(place)
-    assert pair.server.core.withdraw(gone)
-    assert not pair.server.core.withdraw(gone)
-    pair.server.collect()
-    expect_error(pair.server, gone, RequestCancelled)
-    for data in (b"one", b"two"):
-        pair.client.send(TAG, data)
-    expect_fine(pair)
-    assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
+    for place in [0, 1, 2]:
+        pair = ConnectionPair()
+        receives = [pair.server.recv(TAG, 100) for _ in range(3)]
+        gone = receives.pop(place)
+        assert pair.server.core.withdraw(gone)
+        assert not pair.server.core.withdraw(gone)
+        pair.server.collect()
+        expect_error(pair.server, gone, RequestCancelled)
+        for data in (b"one", b"two"):
+            pair.client.send(TAG, data)
+        expect_fine(pair)
+        assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
 
 
 def test_a_receive_that_has_met_its_message_is_not_withdrawn() -> None:
@@ -408,3 +391,72 @@ def test_who_closes_turns_announced_messages_away(announced: str) -> None:
         assert end.ended is not None
         assert isinstance(end.ended.error, ClosedOK)
         assert request.buffer in end.freed
+
+
+@pytest.mark.parametrize("data", [b"", SMALL, LARGE])
+def test_what_nobody_wants_is_dropped_until_it_is_received_again(data: bytes) -> None:
+    """Many times over: the sender has its credit back, and nothing is kept."""
+    pair = ConnectionPair()
+    assert pair.server.core.messages.discard(TAG) == 0
+    for _ in range(30):
+        sent = pair.client.send(TAG, data)
+        expect_fine(pair)
+        if sent is not None:
+            expect_error(pair.client, sent, PeerCancelled)
+    assert pair.server.core.messages.unreceived == {}
+    pair.server.collect()
+    assert not pair.server.memory
+    assert pair.client.send(TAG, SMALL) is None
+    pair.run()
+    received = pair.server.recv(TAG, 100)
+    assert pair.client.send(TAG, b"again") is None
+    expect_fine(pair)
+    assert pair.server.received(received) == b"again"
+
+
+def test_what_waits_is_dropped_too() -> None:
+    """Whole, damaged, announced or still arriving; other tags lose nothing."""
+    pair = ConnectionPair()
+    pair.client.send(TAG, SMALL)
+    pair.client.send(8, SMALL)
+    announced = pair.client.send(TAG, LARGE)
+    pair.run()
+    pair.client.send(TAG, SMALL)
+    pair.server.receive((pair.client.wire.popleft()[0], b"smell"))
+    pair.client.send(TAG, SMALL)
+    header, body = pair.client.wire.popleft()
+    arrival = pair.server.header(header)
+    assert arrival is not None
+    assert pair.server.core.messages.unreceived == {TAG: 4, 8: 1}
+    assert pair.server.core.messages.oldest.keys() == {TAG, 8}
+    assert pair.server.core.messages.discard(TAG) == 4
+    assert pair.server.core.messages.unreceived == {TAG: 1, 8: 1}
+    pair.server.body(arrival, body)
+    assert pair.server.core.messages.unreceived == {8: 1}
+    expect_fine(pair)
+    expect_error(pair.client, announced, PeerCancelled)
+    other = pair.server.recv(8, 100)
+    assert pair.server.received(other) == SMALL
+    assert not pair.server.memory
+
+
+def test_what_a_receive_waits_for_is_not_discarded() -> None:
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, 100)
+    with pytest.raises(UsageError, match="cancel the receive first"):
+        pair.server.core.messages.discard(TAG)
+    pair.server.cancel(receive)
+    assert pair.server.core.messages.discard(TAG) == 0
+
+
+def test_the_oldest_discarded_tag_is_forgotten_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "DISCARDED_TAGS_MAX", 2)
+    pair = ConnectionPair()
+    for tag in (1, 2, 1, 3):
+        pair.server.core.messages.discard(tag)
+    for tag in (1, 2, 3):
+        pair.client.send(tag, SMALL)
+    expect_fine(pair)
+    assert pair.server.core.messages.unreceived == {2: 1}

@@ -11,18 +11,21 @@ from kvwire import UsageError
 from kvwire.security.files import read_file
 
 GROUP = os.getegid()
+OTHERS = (0o640, 0o604, 0o660, 0o620, 0o601)
 
 
 @pytest.mark.parametrize(
     ("mode", "owner", "group", "user", "is_read"),
     [
         (0o600, 1000, GROUP, 1000, True),
+        (0o400, 1000, GROUP, 1000, True),
         (0o440, 0, GROUP, 1000, True),  # a Secret of Kubernetes, with fsGroup
         (0o440, 0, GROUP + 100_000, 1000, False),
         (0o440, 1000, GROUP, 1000, False),
         (0o440, 0, GROUP, 0, False),
         (0o460, 0, GROUP, 1000, False),
         (0o444, 0, GROUP, 1000, False),
+        *((mode, 1000, GROUP, 1000, False) for mode in OTHERS),
     ],
 )
 def test_who_may_reach_a_private_file(

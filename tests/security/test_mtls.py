@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire import AuthenticationFailed, BackendUnavailable, HandshakeError, UsageError
+from kvwire import AuthenticationFailed, BackendUnavailable, HandshakeError
 from kvwire.limits import KIB, MIB
 from kvwire.security.keys import write_key_file
 from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Cut, Direction, Ending, Flip, Slice
+from kvwire.testing.toxics import Cut, Direction, Ending, Flip, Slice, Toxic
 from kvwire.types import PeerInfo, TrustMode
 from kvwire_tcp.lane import LaneSocket, TcpLane
 from kvwire_tcp.tls_wire import TlsWire
@@ -55,6 +55,21 @@ async def met(
         yield Pair(a, b, left, await b.accept(), address)
 
 
+@contextlib.asynccontextmanager
+async def proxied(
+    authority: Authority, *toxics: Toxic, **both: Any
+) -> AsyncIterator[tuple[Pair, Proxy]]:
+    """Two sides that know each other, with a network between them."""
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with (
+        kvwire.open(name="near", prefer=("tcp",), **both, **near) as a,
+        kvwire.open(name="far", prefer=("tcp",), **both, **far) as b,
+        Proxy(await b.listen("127.0.0.1:0"), *toxics) as proxy,
+    ):
+        left = await a.connect(proxy.address)
+        yield Pair(a, b, left, await b.accept(), proxy.address), proxy
+
+
 @pytest.fixture
 async def pair(authority: Authority) -> AsyncIterator[Pair]:
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
@@ -76,9 +91,6 @@ async def test_each_side_knows_who_the_other_is(pair: Pair) -> None:
         assert connection.peer.trust is TrustMode.MTLS
         assert reasons(connection)["tcp"] == "offered by both sides; inside TLS"
     assert "trust mtls" in repr(pair.near)
-
-
-async def test_messages_puts_and_gets(pair: Pair) -> None:
     await expect_moves(pair)
 
 
@@ -173,21 +185,13 @@ async def between(
 
 
 async def test_a_dribbling_network(authority: Authority) -> None:
-    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with (
-        kvwire.open(name="near", prefer=("tcp",), **near) as a,
-        kvwire.open(name="far", prefer=("tcp",), **far) as b,
-        Proxy(
-            await b.listen("127.0.0.1:0"), *(Slice(way, 7) for way in Direction)
-        ) as proxy,
-    ):
-        left = await a.connect(proxy.address)
-        right = await b.accept()
+    toxics = [Slice(way, 7) for way in Direction]
+    async with proxied(authority, *toxics) as (pair, _):
         data = bytes(range(256)) * 64
-        sent = left.send(1, data)
-        assert await right.recv(1) == data
+        sent = pair.left.send(1, data)
+        assert await pair.right.recv(1) == data
         await sent
-        await left.close()
+        await pair.left.close()
 
 
 # --- the end --------------------------------------------------------------------------
@@ -196,18 +200,11 @@ async def test_a_dribbling_network(authority: Authority) -> None:
 @pytest.mark.parametrize("ending", [Ending.FIN, Ending.RST])
 async def test_a_cut_is_a_lost_connection(authority: Authority, ending: Ending) -> None:
     """Also where it falls between two frames, and however politely it is done."""
-    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with (
-        kvwire.open(name="near", prefer=("tcp",), **near) as a,
-        kvwire.open(name="far", prefer=("tcp",), **far) as b,
-        Proxy(await b.listen("127.0.0.1:0")) as proxy,
-    ):
-        left = await a.connect(proxy.address)
-        right = await b.accept()
+    async with proxied(authority) as (pair, proxy):
         way = Direction.TO_SERVER
         proxy.toxics = (Cut(way, proxy.passed[way], ending),)
-        left.send(1, b"never comes")
-        for end in (left, right):
+        pair.left.send(1, b"never comes")
+        for end in (pair.left, pair.right):
             with pytest.raises(kvwire.ConnectionLost):
                 await end.recv(1)
 
@@ -217,18 +214,11 @@ async def test_a_changed_bit_is_a_lost_connection(
     authority: Authority, way: Direction
 ) -> None:
     """No byte of it is delivered, checksums or not."""
-    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with (
-        kvwire.open(name="near", prefer=("tcp",), checksum="off", **near) as a,
-        kvwire.open(name="far", prefer=("tcp",), checksum="off", **far) as b,
-        Proxy(await b.listen("127.0.0.1:0")) as proxy,
-    ):
-        left = await a.connect(proxy.address)
-        right = await b.accept()
+    async with proxied(authority, checksum="off") as (pair, proxy):
         proxy.toxics = (Flip(way, proxy.passed[way] + 100_000),)
-        sender, receiver = (
-            (left, right) if way is Direction.TO_SERVER else (right, left)
-        )
+        sender, receiver = pair.left, pair.right
+        if way is not Direction.TO_SERVER:
+            sender, receiver = receiver, sender
         sent = sender.send(1, bytes(MIB))
         with pytest.raises(kvwire.ConnectionLost, match="damaged or changed"):
             await receiver.recv(1)
@@ -237,23 +227,17 @@ async def test_a_changed_bit_is_a_lost_connection(
 
 
 async def test_a_transfer_goes_on_over_another_link(authority: Authority) -> None:
-    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
     source, target = (Memory(SPEC, len(BLOCKS)) for _ in range(2))
     source.stamp(BLOCKS)
-    async with (
-        kvwire.open(name="near", prefer=("tcp",), **near) as a,
-        kvwire.open(name="far", prefer=("tcp",), **far) as b,
-        Proxy(await b.listen("127.0.0.1:0")) as proxy,
-    ):
-        left = await a.connect(proxy.address)
-        out = b.publish("kv", source.cache, BLOCKS)
-        inc = left.pull("kv", target.cache, BLOCKS)
+    async with proxied(authority) as (pair, proxy):
+        out = pair.far.publish("kv", source.cache, BLOCKS)
+        inc = pair.left.pull("kv", target.cache, BLOCKS)
         out.ready(layers=0)
         await inc.layer(0)
         way = Direction.TO_CLIENT
         proxy.toxics = (Cut(way, proxy.passed[way] + 50_000, Ending.RST),)
         out.ready(layers=1)
-        await left.wait_closed()
+        await pair.left.wait_closed()
         proxy.toxics = ()
         for layer in range(2, SPEC.layers):
             out.ready(layers=layer)
@@ -307,59 +291,32 @@ def refusals(caplog: pytest.LogCaptureFixture) -> Refusals:
     return Refusals(caplog)
 
 
-async def test_a_client_that_the_server_does_not_list(
-    authority: Authority, refusals: Refusals
-) -> None:
-    near, server = await refusals.of(
-        authority.config(NEAR, FAR), authority.config(FAR, OTHER), AuthenticationFailed
-    )
-    assert f"the peer is '{NEAR}', and tls_peers does not list that" in server
-    assert "does not accept the other's certificate" in near
-
-
-async def test_a_server_that_the_client_does_not_list(
-    authority: Authority, refusals: Refusals
-) -> None:
-    near, _ = await refusals.of(
-        authority.config(NEAR, OTHER), authority.config(FAR, NEAR), AuthenticationFailed
-    )
-    assert f"the peer is '{FAR}', and tls_peers does not list that" in near
-
-
-async def test_a_client_of_another_ca(
+async def test_who_may_not(
     authority: Authority, refusals: Refusals, tmp_path: Path
 ) -> None:
-    stranger = authority.config(NEAR) | Authority(tmp_path).issue(NEAR).config
-    near, server = await refusals.of(
-        stranger, authority.config(FAR), AuthenticationFailed
-    )
-    assert "no CA in tls_ca_file has signed it" in server
-    assert "the peer does not accept our tls_cert_file: no CA" in near
+    """Each side says what it has found, and the other that it was refused.
 
-
-@pytest.mark.parametrize(
-    ("wanted", "said"), [({"days": (-3, -1)}, "expired"), ({"days": (1, 3)}, "clock")]
-)
-async def test_a_client_out_of_its_time(
-    authority: Authority, refusals: Refusals, wanted: dict[str, Any], said: str
-) -> None:
-    stranger = authority.config(NEAR, **wanted)
-    near, server = await refusals.of(
-        stranger, authority.config(FAR), AuthenticationFailed
-    )
-    assert "a clock is wrong" in server
-    assert "the peer does not accept our tls_cert_file" in near
-
-
-async def test_a_server_signed_by_itself(
-    authority: Authority, refusals: Refusals, tmp_path: Path
-) -> None:
-    stranger = authority.config(FAR) | issue(tmp_path, FAR).config
-    near, server = await refusals.of(
-        authority.config(NEAR), stranger, AuthenticationFailed
-    )
-    assert "no CA in tls_ca_file has signed it" in near
-    assert "the peer does not accept our tls_cert_file: no CA" in server
+    What else a certificate may lack is in test_tls.
+    """
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    stranger = near | Authority(tmp_path).issue(NEAR).config
+    untrusted = "no CA in tls_ca_file has signed it"
+    refused = "the peer does not accept our tls_cert_file: no CA"
+    for mine, theirs, here, there in (
+        (
+            *(near, authority.config(FAR, OTHER), "does not accept the other's"),
+            f"the peer is '{NEAR}', and tls_peers does not list that",
+        ),
+        (
+            *(authority.config(NEAR, OTHER), far),
+            *(f"the peer is '{FAR}', and tls_peers does not list that", ""),
+        ),
+        (stranger, far, refused, untrusted),
+        (near, far | issue(tmp_path, FAR).config, untrusted, refused),
+    ):
+        client, server = await refusals.of(mine, theirs, AuthenticationFailed)
+        assert here in client
+        assert there in server
 
 
 @pytest.mark.parametrize("mode", ["loopback", "psk"])
@@ -490,18 +447,6 @@ async def test_a_control_link_without_tls_is_refused(authority: Authority) -> No
         for call in (a.listen, a.connect):
             with pytest.raises(BackendUnavailable, match="cannot be inside TLS"):
                 await call("inproc://mtls")
-
-
-async def test_an_address_that_others_reach_may_be_used(authority: Authority) -> None:
-    async with kvwire.open(**authority.config(NEAR)) as a:
-        assert (await a.listen("0.0.0.0:0")).port
-
-
-async def test_files_are_read_when_it_is_opened(authority: Authority) -> None:
-    config = authority.config(NEAR)
-    os.chmod(config["tls_key_file"], 0o644)  # noqa: PTH101 - at once
-    with pytest.raises(UsageError, match="chmod 600"):
-        await kvwire.open(**config)
 
 
 async def test_new_connections_use_new_certificates(authority: Authority) -> None:
