@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import re
-from typing import Any, Final
+import shutil
+from functools import partial
+from typing import Final
+
+import pytest
 
 import kvwire
 from kvwire.integrations.vllm.metrics import FIELDS
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from tests.observe.dashboard import (
+    DASHBOARD,
+    FOLDER,
+    PROGRAM,
+    busy_pair,
+    panels,
+    prometheus,
+    query_of,
+)
 from tests.support.tree import ROOT
+from tests.support.waiting import eventually
 
-FOLDER: Final = ROOT / "docs" / "observe"
 _NAME: Final = re.compile(r"\bkvwire_\w+")
 _SUFFIXES: Final = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
@@ -44,17 +57,32 @@ def test_every_metric_of_the_connector_is_on_its_page() -> None:
 
 def test_the_dashboard_is_one_that_grafana_reads() -> None:
     """The fields of its published schema that a time series needs."""
-    found: dict[str, Any] = json.loads((FOLDER / "grafana.json").read_text())
-    assert found["schemaVersion"] >= 36
-    assert {"title", "uid", "panels", "templating", "time"} <= found.keys()
+    assert DASHBOARD["schemaVersion"] >= 36
+    assert {"title", "uid", "panels", "templating", "time"} <= DASHBOARD.keys()
     places = set()
-    for panel in found["panels"]:
+    for panel in panels():
         assert panel["type"] == "timeseries"
         where = panel["gridPos"]
         assert where["x"] + where["w"] <= 24
         places.add((where["x"], where["y"]))
-        (target,) = panel["targets"]
-        assert target["expr"].count("(") == target["expr"].count(")")
+        assert len(panel["targets"]) == 1
         assert panel["datasource"]["uid"] == "${datasource}"
-    numbers = [panel["id"] for panel in found["panels"]]
+    numbers = [panel["id"] for panel in panels()]
     assert len(places) == len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.skipif(
+    shutil.which(PROGRAM) is None,
+    reason="no prometheus: apt-get install prometheus, or its release on the PATH",
+)
+async def test_a_prometheus_answers_each_panel_and_takes_the_rules() -> None:
+    async with busy_pair() as port:
+        with prometheus(port) as server:
+            for panel in panels():
+                answered = partial(server.answers, query_of(panel))
+                assert await asyncio.to_thread(eventually, answered), panel["title"]
+            groups = await asyncio.to_thread(server.ask, "rules")
+    rules = [rule for group in groups["groups"] for rule in group["rules"]]
+    assert len(rules) > 5
+    assert {rule["health"] for rule in rules} <= {"ok", "unknown"}  # not evaluated yet
+    assert not [rule for rule in rules if rule.get("lastError")]

@@ -5,28 +5,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvwire.config import Config
-from kvwire.errors import KVWireError
-from kvwire.store.server.stats_client import ask_report
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
     Engine,
-    Process,
     engine,
-    free_port,
     prompt,
     tokens_of,
 )
+from tests.integrations.vllm_store.server import StoreServer
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
@@ -36,46 +30,9 @@ PROMPTS = (128, 129, 300, 3000)
 HITS = "vllm:external_prefix_cache_hits_total"
 
 
-class Server:
-    """A store server, as a process that can be killed and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        self._process = Process(
-            [
-                *(sys.executable, "-m", "kvwire", "store", "serve"),
-                *("--listen", self.address, "--tier", "memory:64MiB"),
-                *("--tier", f"disk:{folder / 'kv'}?size=256MiB"),
-            ],
-            folder / "server.log",
-            "",
-        )
-        self.restart()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def restart(self) -> None:
-        """Kill it, and start it again on what is on its disk."""
-        self.kill()
-        self._process.start()
-        assert eventually(self._answers), self._process.tail()
-
-    def _answers(self) -> bool:
-        try:
-            return self.blocks() >= 0
-        except KVWireError:
-            return False
-
-    def blocks(self) -> int:
-        """How many blocks are on its disk."""
-        report = asyncio.run(ask_report(self.address, Config()))
-        return report.tiers[-1].stats.blocks
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
+    made = StoreServer(tmp_path_factory.mktemp("server"))
     yield made
     made.kill()
 
@@ -85,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("gqa", tmp_path_factory.mktemp("model"))
 
 
-def store(server: Server, parts: int) -> dict[str, Any]:
+def store(server: StoreServer, parts: int) -> dict[str, Any]:
     """The connector, on the server."""
     return {
         "kv_connector": "KvwireStoreConnector",
@@ -109,7 +66,7 @@ def loaded(one: Engine, ids: list[int], tokens: int = 12) -> tuple[list[int], in
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_engines_share_prefixes_that_outlive_them(
-    server: Server, model: Path, tmp_path: Path, parts: int
+    server: StoreServer, model: Path, tmp_path: Path, parts: int
 ) -> None:
     """Beside KvwireConnector, which moves others of their prompts."""
     wire = {"lease_s": 3.0, "require": ["tcp"]}

@@ -1,0 +1,59 @@
+"""A store server under engines, as a process that can be killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from kvwire.config import Config
+from kvwire.errors import KVWireError
+from kvwire.store.server.stats_client import ask_report
+from tests.integrations.vllm.serving import Process, free_port
+from tests.support.waiting import eventually
+
+
+class StoreServer:
+    """Runs ``kvwire store serve`` over memory and a disk.
+
+    Args:
+        folder: Of its disk tier and its output.
+        memory: What its memory tier takes.
+        disk: And its disk tier.
+    """
+
+    def __init__(
+        self, folder: Path, memory: str = "64MiB", disk: str = "256MiB"
+    ) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self._process = Process(
+            [
+                *(sys.executable, "-m", "kvwire", "store", "serve"),
+                *("--listen", self.address, "--tier", f"memory:{memory}"),
+                *("--tier", f"disk:{folder / 'kv'}?size={disk}"),
+            ],
+            folder / "server.log",
+            "",
+        )
+        self.restart()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def restart(self) -> None:
+        """Kill it, and start it again on what is on its disk."""
+        self.kill()
+        self._process.start()
+        assert eventually(self._answers), self._process.tail()
+
+    def _answers(self) -> bool:
+        try:
+            return self.blocks() >= 0
+        except KVWireError:
+            return False
+
+    def blocks(self) -> int:
+        """How many blocks are on its disk."""
+        report = asyncio.run(ask_report(self.address, Config()))
+        return report.tiers[-1].stats.blocks
