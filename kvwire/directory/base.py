@@ -212,7 +212,7 @@ class Directory(ABC):
                         yield change
             except OSError as exc:
                 reason = shown(str(exc), 200)
-            if members.suspend():
+            if members.suspend(asyncio.get_running_loop().time()):
                 logger.warning("watching directory %s: %s; tried again", self, reason)
             await asyncio.sleep(backoff.pause_s())
 

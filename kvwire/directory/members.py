@@ -4,7 +4,9 @@ An entry is a key and a record's bytes, or that the key is gone. A member is tol
 key, which its record has to name as well: an entry that does not is ignored, as is
 anything that is no record. A member whose entry was not written anew within its lease
 has left, by this side's own clock. While the directory cannot be reached nothing of
-that can be seen, so nobody leaves; from its return on, each has a whole lease again.
+that can be seen, so nobody leaves. From its return on, who was written since its last
+return has a whole lease again, and who was not has what was left of the old one: the
+dead leave a directory that comes and goes.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class _Member:
     raw: bytes
     record: Record
     until: float
+    written: bool = True  # since the directory's last return
 
 
 class Members:
@@ -63,7 +66,7 @@ class Members:
         self._members: dict[str, _Member] = {}
         # When the lease of each may be over: one entry a member, which may be early.
         self._leases: list[tuple[float, str]] = []
-        self._suspended = False
+        self._suspended_at: float | None = None
         self.ignored: int = 0
         self.reason: str = ""
 
@@ -77,7 +80,7 @@ class Members:
         """Take an entry that was written at ``now``; return what it changes."""
         known = self._members.get(key)
         if known is not None and known.raw == raw:
-            known.until = now + known.record.lease_s
+            known.until, known.written = now + known.record.lease_s, True
             return None
         try:
             record = Record.decode(raw)
@@ -116,7 +119,9 @@ class Members:
     def expire(self, now: float) -> list[Change]:
         """Remove those whose lease is over; return their changes."""
         changes: list[Change] = []
-        while not self._suspended and self._leases and self._leases[0][0] <= now:
+        if self._suspended_at is not None:
+            return changes
+        while self._leases and self._leases[0][0] <= now:
             key = self._leases[0][1]
             member = self._members[key]
             if member.until > now:
@@ -129,22 +134,28 @@ class Members:
 
     def expires_in(self, now: float) -> float | None:
         """Return in how many seconds a lease may be over; None for never."""
-        if self._suspended or not self._leases:
+        if self._suspended_at is not None or not self._leases:
             return None
         return max(0.0, self._leases[0][0] - now)
 
-    def suspend(self) -> bool:
+    def suspend(self, now: float) -> bool:
         """Let no lease end: the directory is away. Tell whether it was there before."""
-        was, self._suspended = self._suspended, True
-        return not was
+        if self._suspended_at is not None:
+            return False
+        self._suspended_at = now
+        return True
 
     def resume(self, now: float) -> None:
-        """Begin every lease anew if they were suspended: the directory is back."""
-        if self._suspended:
-            self._suspended = False
-            for member in self._members.values():
+        """Let leases end again if they were suspended: the directory is back."""
+        if self._suspended_at is None:
+            return
+        away_s, self._suspended_at = now - self._suspended_at, None
+        for member in self._members.values():
+            member.until += away_s
+            if member.written:
                 member.until = now + member.record.lease_s
-            self._index_leases()
+            member.written = False
+        self._index_leases()
 
     def _index_leases(self) -> None:
         self._leases = [(member.until, key) for key, member in self._members.items()]
