@@ -18,7 +18,7 @@ from kvwire.errors import (
     VersionMismatch,
     WireCode,
 )
-from kvwire.limits import HANDSHAKE_BODY_BYTES, SEAL_BYTES
+from kvwire.limits import HANDSHAKE_BODY_BYTES
 from kvwire.proto.agreement import Identity
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Handshake, HandshakeState, accepted_digest
@@ -30,11 +30,10 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.handshake_messages import (
     Accept,
-    Confirm,
     ConnectionParameters,
     Refuse,
 )
-from kvwire.wire.header import Flag, FrameType, decode_header, encode_header
+from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.proto.shaking import (
     at_frame,
     both_fail,
@@ -398,21 +397,6 @@ def test_what_was_not_asked_for() -> None:
         assert (told == WireCode.VERSION) == ("version" in change)
 
 
-@pytest.mark.rule("KVW-HS-07", "breaks")
-@both_modes
-def test_a_proof_that_is_none(trust: TrustMode) -> None:
-    """The client's; the server tells it so."""
-    shaking, _, _ = at_frame(trust, 2)
-    framing = Framing()
-    framing.sent = 1
-    frame = framing.control(FrameType.CONFIRM, Confirm(mac=b"p" * 32).encode())
-    with pytest.raises(AuthenticationFailed):
-        receive(shaking.server, frame)
-    (refusal,) = shaking.server.outgoing
-    assert Refuse.decode(refusal[1]).code == WireCode.AUTHENTICATION
-    assert shaking.server.offer is None
-
-
 # --- REFUSE
 
 POINTS = list(itertools.product(TrustMode, range(1, 5)))
@@ -458,15 +442,6 @@ def refuse_with(handshake: Handshake, code: int) -> None:
     mode = handshake.identity.trust
     body = Refuse(code=code, version_min=1, version_max=1, trust=mode).encode()
     handshake.outgoing.append(handshake.framing.control(FrameType.REFUSE, body))
-
-
-def test_a_sealed_refusal_is_longer_by_its_seal() -> None:
-    """And still fits its type."""
-    shaking, role, _ = at_frame(TrustMode.PSK, 4)
-    shaking.of(role).outgoing.clear()
-    shaking.of(role).refuse(WireCode.BUSY)
-    header, body = shaking.of(role).outgoing[0]
-    assert decode_header(header).length == len(body) == 224 + SEAL_BYTES
 
 
 @both_modes

@@ -17,6 +17,8 @@ def test_silence_is_noticed_within_an_interval() -> None:
     mine = voice()
     assert mine.is_idle(5)
     assert not mine.is_idle(6)
+    assert not mine.is_due(100.9, 5), "a look in between changes nothing"
+    assert mine.due == 101.0
     assert mine.is_due(101.0, 5)
     assert not mine.is_due(102.0, 6), "the reminder itself was sent"
     assert mine.is_due(103.0, 6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvwire.errors import IntegrityError
-from kvwire.limits import LANE_PAYLOADS_MAX, SEAL_BYTES
+from kvwire.limits import LANE_PAYLOADS_MAX, LANES_MAX
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import (
     LaneAsked,
@@ -13,7 +13,7 @@ from kvwire.proto.events import (
     LaneOpened,
 )
 from kvwire.proto.lanes import LaneStage
-from kvwire.types import Role, TrustMode
+from kvwire.types import Role
 from kvwire.wire.control import (
     LaneAck,
     LaneClose,
@@ -21,7 +21,7 @@ from kvwire.wire.control import (
     LaneOpen,
     LaneReady,
 )
-from kvwire.wire.header import Flag, FrameType, decode_header
+from kvwire.wire.header import FrameType
 from tests.proto.lanes import Scene, expect_refused, expect_whole
 from tests.support.core_pair.pair_lanes import BACKEND
 
@@ -366,15 +366,6 @@ def test_the_end_of_the_wire_frees_what_lanes_are_through_with() -> None:
     assert second in scene.half(SERVER).arriving
 
 
-def test_a_half_that_is_gone_says_so_once() -> None:
-    scene = Scene()
-    scene.up()
-    scene.lanes.end(scene.half(SERVER))
-    scene.server.core.lane_gone(1, "again")
-    scene.server.collect()
-    assert len(scene.said(FrameType.LANE_CLOSE, scene.server)) == 1
-
-
 @pytest.mark.rule("KVW-LN-06", "breaks")
 def test_a_lower_that_misses_what_an_earlier_one_had() -> None:
     """Its chunk would be sent again and be there twice."""
@@ -388,13 +379,37 @@ def test_a_lower_that_misses_what_an_earlier_one_had() -> None:
     expect_refused(scene, scene.client, "KVW-LN-06")
 
 
-def test_sealed_frames_about_lanes() -> None:
-    """In psk mode they carry a seal as all control frames do."""
-    scene = Scene(chunks=1, trust=TrustMode.PSK)
-    scene.up()
-    request = scene.put()
-    header, body = scene.client.wire[-1]
-    assert decode_header(header).flags == Flag.SEALED
-    assert decode_header(header).length == len(body) > SEAL_BYTES
+@pytest.mark.rule("KVW-LN-01", "keeps")
+def test_so_many_lanes_at_once_and_no_more() -> None:
+    """One that is over makes room for another, whose number is new."""
+    scene = Scene()
+    for number in range(1, LANES_MAX + 1):
+        assert scene.lanes.raise_one() == number
+    assert scene.client.core.lanes.next_number() is None
+    scene.lanes.end(scene.half(CLIENT, 3))
+    scene.pair.run()
+    assert scene.client.core.lanes.next_number() is None
     scene.lanes.rest()
-    expect_whole(scene, request)
+    assert scene.lanes.raise_one() == LANES_MAX + 1
+    assert scene.stage(SERVER, LANES_MAX + 1) is LaneStage.OPEN
+    assert scene.client.core.lanes.next_number() is None
+
+
+@pytest.mark.rule("KVW-LN-08", "keeps")
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_connection_lives_longer_than_any_number_of_its_lanes(refuses: bool) -> None:
+    """Each breaks or never comes, has a number of its own, and is forgotten."""
+    scene = Scene()
+    scene.lanes.refuses = refuses
+    for number in range(1, 10 * LANES_MAX):
+        assert scene.lanes.raise_one() == number
+        if not refuses:
+            scene.lanes.via[CLIENT] = number
+            request = scene.put()
+            scene.lanes.end(scene.half(SERVER, number))
+            scene.lanes.rest()
+            expect_whole(scene, request)
+        scene.lanes.rest()
+        for peer in (scene.client, scene.server):
+            assert len(peer.core.lanes._lanes) == 1
+    assert scene.client.broken is scene.server.broken is None

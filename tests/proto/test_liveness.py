@@ -24,6 +24,8 @@ def watch(now: float = 100.0) -> Liveness:
 def test_any_byte_is_a_sign_of_life() -> None:
     """A peer that says something each interval is never asked."""
     liveness = watch()
+    assert liveness.look(101.0) is LivenessVerdict.FINE
+    assert liveness.due == 102.0
     for step in range(1, 50):
         now = 100.0 + step * PING_INTERVAL_S * 0.9
         liveness.heard(now)
@@ -43,6 +45,12 @@ def test_a_stall_of_ours_is_forgiven() -> None:
 def test_a_late_look_asks_before_it_judges() -> None:
     """What the peer has said may lie unread; one interval later nobody is late."""
     liveness = watch()
+    for _ in range(2):
+        assert liveness.look(liveness.due) is LivenessVerdict.PING
+    assert liveness.look(liveness.due + 60.0) is LivenessVerdict.PING
+    # Whoever is heard meanwhile is judged afresh.
+    liveness.heard(liveness.due - 1.0)
+    assert liveness.look(liveness.due) is LivenessVerdict.FINE
     for _ in range(2):
         assert liveness.look(liveness.due) is LivenessVerdict.PING
     assert liveness.look(liveness.due + 60.0) is LivenessVerdict.PING

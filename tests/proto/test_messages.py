@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvwire.errors import (
     ClosedOK,
@@ -66,41 +62,6 @@ def test_a_message_arrives() -> None:
                     assert sent.buffer in pair.client.freed
                 assert not pair.server.memory
                 assert not pair.client.memory
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["send", "recv", "deliver"]),
-            st.integers(0, 2),
-            st.sampled_from([0, 5, 64, 65, 200]),
-        ),
-        max_size=40,
-    )
-)
-def test_each_tag_keeps_its_order(steps: list[tuple[str, int, int]]) -> None:
-    """Whatever is sent, posted and delivered in between, at once or announced."""
-    pair = ConnectionPair()
-    sent: dict[int, list[bytes]] = defaultdict(list)
-    receives: dict[int, list[RequestRecord]] = defaultdict(list)
-    for number, (step, tag, size) in enumerate(steps):
-        if step == "send":
-            data = bytes([number % 256]) * size
-            sent[tag].append(data)
-            pair.client.send(tag, data)
-        elif step == "recv":
-            receives[tag].append(pair.server.recv(tag, None if size == 5 else 200))
-        else:
-            pair.deliver(pair.client)
-            pair.deliver(pair.server)
-    for tag, messages in sent.items():
-        while len(receives[tag]) < len(messages):
-            receives[tag].append(pair.server.recv(tag, 200))
-    expect_fine(pair)
-    for tag, messages in sent.items():
-        got = [pair.server.received(r) for r in receives[tag][: len(messages)]]
-        assert got == messages
-    assert not pair.client.memory
 
 
 @pytest.mark.parametrize("data", [SMALL, b"y" * 100])
@@ -295,16 +256,6 @@ def test_a_receive_that_was_withdrawn() -> None:
         assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
 
 
-def test_a_receive_that_has_met_its_message_is_not_withdrawn() -> None:
-    """Moving, or waiting for memory."""
-    pair = ConnectionPair()
-    moving, other = pair.server.recv(TAG, 100), pair.server.recv(TAG, 100)
-    pair.client.send(TAG, bytes(100))
-    pair.deliver(pair.client)
-    assert not pair.server.core.withdraw(moving)
-    assert pair.server.core.withdraw(other)
-
-
 def test_memory_for_a_receive_that_is_over() -> None:
     """It drains at once."""
     pair = ConnectionPair()
@@ -317,18 +268,6 @@ def test_memory_for_a_receive_that_is_over() -> None:
     pair.server.core.outbox.events.clear()
     pair.server.collect()
     assert late in pair.server.freed
-
-
-def test_ready_after_the_send_was_cancelled_is_late() -> None:
-    """It was on its way."""
-    pair = ConnectionPair()
-    sent = pair.client.send(TAG, bytes(100))
-    assert sent is not None
-    pair.deliver(pair.client)
-    receive = pair.server.recv(TAG, 100)
-    pair.client.cancel(sent)
-    expect_fine(pair)
-    expect_error(pair.server, receive, PeerCancelled)
 
 
 def test_a_receive_cancelled_while_its_message_lands() -> None:

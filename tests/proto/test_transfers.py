@@ -7,6 +7,8 @@ import itertools
 import pytest
 
 from kvwire.errors import (
+    ClosedOK,
+    ConnectionLost,
     IntegrityError,
     PeerCancelled,
     RequestCancelled,
@@ -30,6 +32,7 @@ from kvwire.proto.marks import packed_mark
 from kvwire.proto.records import SegmentRecord
 from kvwire.wire.control import (
     Agree,
+    Body,
     Commit,
     CommitAck,
     Fin,
@@ -57,11 +60,14 @@ def test_a_transfer(pull: bool) -> None:
     m = moved(pull=pull)
     (agreed,) = events_of(m.pair.client, TransferAgreed)
     assert (agreed.request, agreed.description) == (m.asker, b"what I want")
-    parts = [b"a", b"b" * CHUNK, b"c" * (2 * CHUNK + 7)]
+    parts, calls = [b"a", b"b" * CHUNK, b"c" * (2 * CHUNK + 7)], list[int]()
+    transfer = m.producer.core.transfers.transfer(m.outgoing)
+    transfer.on_sent = lambda: calls.append(transfer.sending)
     for data in parts:
         m.mark(data)
     m.pair.run()
     assert [m.content(n) for n in (1, 2, 3)] == parts
+    assert set(calls) == {0}, "the producer learns when the link has all"
     landed = [e.segment.number for e in events_of(m.consumer, SegmentLanded)]
     assert sorted(landed) == [1, 2, 3]
     said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
@@ -79,30 +85,6 @@ def test_a_transfer(pull: bool) -> None:
 
 
 # --- damage
-
-
-@pytest.mark.rule("KVW-DT-04", "breaks")
-@pytest.mark.parametrize("committed_first", [True, False])
-def test_a_damaged_segment(committed_first: bool) -> None:
-    """It is named at the end; the others count, and so do their bytes."""
-    m = moved()
-    for data in (b"good", b"bad!", b"fine"):
-        m.mark(data)
-    if committed_first:
-        m.commit()
-    frames = list(m.producer.wire)
-    m.producer.wire.clear()
-    for header, body in frames:
-        m.consumer.receive((header, b"BAD!" if body == b"bad!" else body))
-    if not committed_first:
-        m.commit()
-    expect_fine(m.pair)
-    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
-        assert peer.error(request) is None
-        transfer = peer.transfers[request]
-        assert transfer.damaged == [2]
-        assert [s.damaged for s in transfer.segments.values()] == [False, True, False]
-    assert m.consumer.done[m.incoming].nbytes == 8
 
 
 def test_more_damage_than_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,18 +111,19 @@ def test_more_damage_than_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_late_frames_of_a_transfer_are_dropped() -> None:
     """Every kind that names one that is over."""
-    m = moved()
-    m.mark(b"x")
-    m.commit()
+    m = moved(brief=True, layers=True)
+    m.mark(b"x", commit=2)
     expect_fine(m.pair)
-    wire_id = m.asker.wire_id or 0
-    m.producer.forge(FrameType.SEGMENT, SegmentBody(2, BOX, 5), request=wire_id)
-    m.producer.forge(FrameType.COMMIT, Commit(1, True), request=wire_id)
-    m.producer.forge(FrameType.FIN, Fin(0), request=wire_id)
-    m.producer.forge_payload(FrameType.DATA, b"x", request=wire_id, segment=1)
-    m.consumer.forge(FrameType.AGREE, Agree(b""), request=wire_id)
-    m.consumer.forge(FrameType.SEGMENT_ACK, SegmentAck((1,)), request=wire_id)
-    m.consumer.forge(FrameType.COMMIT_ACK, CommitAck(()), request=wire_id)
+    m.pair.advance(LAST_WORD_DELAY_S)
+    m.producer.forge(FrameType.SEGMENT, SegmentBody(2, BOX, 5), request=1)
+    m.producer.forge(FrameType.COMMIT, Commit(1, True), request=1)
+    m.producer.forge(FrameType.FIN, Fin(0), request=1)
+    for frame_type in (FrameType.DATA, FrameType.MARKED_DATA):
+        m.producer.forge_payload(frame_type, b"x", request=1, segment=1)
+    m.producer.forge(FrameType.OPEN, Open(b"b", False, 0, b"", (1,)), request=3)
+    m.consumer.forge(FrameType.AGREE, Agree(b""), request=1)
+    m.consumer.forge(FrameType.SEGMENT_ACK, SegmentAck((1,)), request=1)
+    m.consumer.forge(FrameType.COMMIT_ACK, CommitAck(()), request=1)
     expect_fine(m.pair)
 
 
@@ -165,88 +148,128 @@ def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     expect_broken(pair, pair.server, "KVW-TR-01")
 
 
+P, C = "producer", "consumer"
+# Who says what that breaks which rule, when the first of two segments has landed.
+WRONG: list[tuple[str, str, FrameType, Body]] = [
+    *(
+        ("KVW-TR-03", P, FrameType.SEGMENT, SegmentBody(number, BOX, 5))
+        for number in (1, 2, 4, 65_536)
+    ),
+    *(
+        ("KVW-TR-04", P, FrameType.COMMIT, Commit(number, True))
+        for number in (0, 1, 3, 65_536)
+    ),
+    *(
+        ("KVW-TR-05", C, FrameType.SEGMENT_ACK, SegmentAck(numbers))
+        for numbers in ((1,), (2,), (3,), (65_536,))
+    ),
+    *(
+        ("KVW-TR-06", C, FrameType.COMMIT_ACK, CommitAck(damaged))
+        for damaged in ((), (1,), (2, 2), (2, 3), (3,))
+    ),
+    ("KVW-TR-08", P, FrameType.SEGMENT_ACK, SegmentAck((1,))),
+    ("KVW-TR-08", P, FrameType.COMMIT_ACK, CommitAck(())),
+    ("KVW-TR-08", C, FrameType.AGREE, Agree(b"", (1,))),
+]
+PAYLOADS = [
+    *(("KVW-TR-07", segment, 0, 1) for segment in (3, 2**32 - 1)),
+    *(("KVW-DT-02", 2, 0, 50), ("KVW-DT-02", 2, 1, 99), ("KVW-DT-02", 2, CHUNK, 1)),
+    *(("KVW-DT-02", 2, 2**63, 100), ("KVW-DT-03", 1, 0, 1)),
+]
+
+
+def one_landed(*, sent: bool) -> Moved:
+    """The second segment is marked, and sent or not."""
+    m = moved()
+    m.mark(b"x")
+    m.pair.run()
+    m.producer.stalled = not sent
+    m.mark(b"y" * 100)
+    return m
+
+
+@pytest.mark.rule("KVW-TR-03", "breaks")
+@pytest.mark.rule("KVW-TR-04", "breaks")
+@pytest.mark.rule("KVW-TR-05", "breaks")
+@pytest.mark.rule("KVW-TR-06", "breaks")
+@pytest.mark.rule("KVW-TR-07", "breaks")
+@pytest.mark.rule("KVW-TR-08", "breaks")
+@pytest.mark.rule("KVW-DT-02", "breaks")
+@pytest.mark.rule("KVW-DT-03", "breaks")
+def test_what_breaks_a_rule() -> None:
+    """Out of turn, of what was not sent, and for the other side to say."""
+    for rule, who, frame_type, body in WRONG:
+        m = one_landed(sent=rule == "KVW-TR-06")
+        if rule == "KVW-TR-06":
+            m.commit()
+        says, hears = (m.producer, m.consumer)[:: 1 if who == P else -1]
+        says.forge(frame_type, body, request=1)
+        expect_broken(m.pair, hears, rule)
+    for rule, segment, offset, nbytes in PAYLOADS:
+        m = one_landed(sent=False)
+        m.producer.forge_payload(
+            *(FrameType.DATA, bytes(nbytes)), request=1, segment=segment, offset=offset
+        )
+        expect_broken(m.pair, m.consumer, rule)
+    m = moved()
+    m.consumer.forge(FrameType.OPEN, Open(b"b", False, 0, b"", (1,)), request=2)
+    expect_broken(m.pair, m.producer, "KVW-TR-08")
+
+
 @pytest.mark.rule("KVW-TR-02", "breaks")
 def test_agreeing_with_oneself() -> None:
     """The asker does not answer."""
     pair = ConnectionPair()
-    request = ask(pair.client)
-    pair.client.forge(FrameType.AGREE, Agree(b""), request=request.wire_id or 0)
+    ask(pair.client)
+    pair.client.forge(FrameType.AGREE, Agree(b""), request=1)
     expect_broken(pair, pair.server, "KVW-TR-02")
 
 
-@pytest.mark.rule("KVW-TR-03", "breaks")
-def test_marks_out_of_turn() -> None:
-    """Again, or with one left out."""
-    for number in [1, 3, 65_536]:
-        m = moved()
-        m.mark(b"x")
-        m.producer.forge(
-            FrameType.SEGMENT, SegmentBody(number, BOX, 5), request=m.asker.wire_id or 0
-        )
-        expect_broken(m.pair, m.consumer, "KVW-TR-03")
-
-
-@pytest.mark.rule("KVW-TR-06", "breaks")
-def test_settled_with_other_segments() -> None:
-    """Exactly those that have not landed, here the second of two."""
-    for damaged in [(), (1,), (2, 2), (2, 3), (3,)]:
-        m = moved()
-        m.mark(b"x")
-        m.pair.run()
-        m.mark(b"y")
-        m.commit()
-        m.consumer.forge(
-            FrameType.COMMIT_ACK, CommitAck(damaged), request=m.asker.wire_id or 0
-        )
-        expect_broken(m.pair, m.producer, "KVW-TR-06")
-
-
-@pytest.mark.rule("KVW-TR-07", "breaks")
-def test_payload_for_a_segment_that_was_not_marked() -> None:
-    """Of a transfer that is moving."""
-    for segment in [2, 2**32 - 1]:
-        m = moved()
-        m.mark(b"x")
+@pytest.mark.rule("KVW-TR-13", "breaks")
+def test_marks_that_were_not_agreed_on() -> None:
+    """Or with a commit that there is not, or out of turn."""
+    for layers, offset, number, rule in (
+        (False, 1 << 32 | 1, 1, "KVW-TR-13"),
+        (True, 3 << 62 | 1 << 32 | 1, 1, "KVW-TR-13"),
+        (True, packed_mark(BOX, 0), 2, "KVW-TR-03"),
+        (True, packed_mark(BOX, 0), 0, "KVW-TR-03"),
+    ):
+        m = moved(layers=layers)
         m.producer.forge_payload(
-            FrameType.DATA, b"x", request=m.asker.wire_id or 0, segment=segment
-        )
-        expect_broken(m.pair, m.consumer, "KVW-TR-07")
-
-
-@pytest.mark.rule("KVW-DT-02", "breaks")
-@pytest.mark.rule("KVW-DT-03", "breaks")
-def test_chunks_that_are_none() -> None:
-    """The rules of chunks hold for segments."""
-    for offset, length, rule in [
-        (0, 50, "KVW-DT-02"),
-        (1, 99, "KVW-DT-02"),
-        (CHUNK, 1, "KVW-DT-02"),
-        (2**63, 100, "KVW-DT-02"),
-        (0, 100, "KVW-DT-03"),
-    ]:
-        m = moved()
-        m.mark(b"x" * 100)
-        m.producer.forge_payload(
-            FrameType.DATA,
-            bytes(length),
-            request=m.asker.wire_id or 0,
-            segment=1,
-            offset=offset,
+            *(FrameType.MARKED_DATA, b"x"),
+            request=1,
+            segment=number,
+            offset=offset or 0,
         )
         expect_broken(m.pair, m.consumer, rule)
 
 
-@pytest.mark.rule("KVW-TR-08", "breaks")
-def test_words_of_the_consumer() -> None:
-    """The producer does not say what has landed."""
-    for frame_type, body in [
-        (FrameType.SEGMENT_ACK, SegmentAck((1,))),
-        (FrameType.COMMIT_ACK, CommitAck(())),
-    ]:
-        m = moved()
-        m.mark(b"x")
-        m.producer.forge(frame_type, body, request=m.asker.wire_id or 0)
-        expect_broken(m.pair, m.consumer, "KVW-TR-08")
+@pytest.mark.rule("KVW-DT-04", "breaks")
+@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize("committed_first", [True, False])
+def test_a_damaged_segment(committed_first: bool, brief: bool) -> None:
+    """It is named at the end; the others count, and so do their bytes."""
+    m = moved(brief=brief)
+    for data in (b"good", b"bad!", b"fine"):
+        m.mark(data)
+    if committed_first:
+        m.commit()
+    frames = list(m.producer.wire)
+    m.producer.wire.clear()
+    for header, body in frames:
+        m.consumer.receive((header, b"BAD!" if body == b"bad!" else body))
+    if not committed_first:
+        m.commit()
+    expect_fine(m.pair)
+    m.pair.advance(LAST_WORD_DELAY_S)
+    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    assert sorted(itertools.chain(*said)) == [1, 3]
+    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
+        assert peer.error(request) is None
+        transfer = peer.transfers[request]
+        assert transfer.damaged == [2]
+        assert [s.damaged for s in transfer.segments.values()] == [False, True, False]
+    assert m.consumer.done[m.incoming].nbytes == 8
 
 
 @pytest.mark.rule("KVW-TR-06", "keeps")
@@ -318,91 +341,23 @@ def test_as_many_last_words_as_can_ride(monkeypatch: pytest.MonkeyPatch) -> None
     assert answerer in m.consumer.done
 
 
-def test_a_damaged_segment_of_a_brief_transfer() -> None:
-    """The answer names it, and so says that the others are here."""
-    m = moved(brief=True)
-    m.producer.stalled = True
-    m.mark(b"good")
-    m.mark(b"bad!")
-    m.mark(b"fine", commit=2)
-    m.producer.stalled = False
-    m.producer.collect()
-    frames = list(m.producer.wire)
-    m.producer.wire.clear()
-    for header, body in frames:
-        m.consumer.receive((header, b"BAD!" if body == b"bad!" else body))
-    expect_fine(m.pair)
-    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
-    assert sorted(itertools.chain(*said)) == [1, 3]
-    assert m.producer.transfers[m.outgoing].damaged == [2]
-    m.pair.advance(LAST_WORD_DELAY_S)
-    assert m.consumer.done[m.incoming].nbytes == 8
-
-
-@pytest.mark.rule("KVW-TR-08", "breaks")
-@pytest.mark.parametrize("frame_type", [FrameType.OPEN, FrameType.AGREE])
-def test_a_last_word_on_what_the_peer_sends(frame_type: FrameType) -> None:
-    """Only the producer has it."""
-    m = moved(brief=True)
-    wire_id = m.asker.wire_id or 0
-    if frame_type is FrameType.OPEN:
-        m.consumer.forge(frame_type, Open(b"b", False, 0, b"", (wire_id,)), request=2)
-    else:
-        m.consumer.forge(frame_type, Agree(b"", (wire_id,)), request=wire_id)
-    expect_broken(m.pair, m.producer, "KVW-TR-08")
-
-
-def test_a_last_word_on_what_is_over() -> None:
-    """It is late, and dropped."""
-    m = moved(brief=True)
-    m.mark(b"x", commit=2)
-    expect_fine(m.pair)
-    m.pair.advance(LAST_WORD_DELAY_S)
-    wire_id = m.asker.wire_id or 0
-    body = Open(b"b", False, 0, b"", (wire_id,))
-    m.producer.forge(FrameType.OPEN, body, request=wire_id + 2)
-    expect_fine(m.pair)
-
-
-@pytest.mark.rule("KVW-TR-05", "breaks")
-def test_landed_what_cannot_have() -> None:
-    """Not marked, not sent yet, or said before."""
-    for numbers in [(2,), (1, 1), (3,), (65_536,)]:
-        m = moved()
-        m.mark(b"x")
-        m.producer.stalled = True
-        m.mark(b"y")
-        m.consumer.forge(
-            FrameType.SEGMENT_ACK, SegmentAck(numbers), request=m.asker.wire_id or 0
-        )
-        expect_broken(m.pair, m.producer, "KVW-TR-05")
-
-
-def test_memory_for_a_segment_of_a_transfer_that_is_over() -> None:
-    """It drains at once."""
+def test_memory_of_a_transfer_that_is_over() -> None:
+    """What comes late drains at once, and what the link writes when it has written."""
     m = moved()
     marked: list[SegmentRecord] = []
+    m.mark(b"x" * 100)
+    m.pair.deliver(m.producer)
     m.consumer.place = marked.append
     m.mark(b"x" * 100)
+    header, body = m.producer.wire.popleft()
+    arrival = m.consumer.header(header)
+    assert arrival is not None
     m.pair.deliver(m.producer)
     m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
     late = m.consumer.lend(100)
     m.consumer.core.transfers.place(marked[0], late)
     m.consumer.collect()
     assert late in m.consumer.freed
-    expect_fine(m.pair)
-
-
-def test_a_chunk_that_lands_after_the_end() -> None:
-    """The link has written it; then the memory is free."""
-    m = moved()
-    m.mark(b"x" * 100)
-    m.pair.deliver(m.producer)
-    header, body = m.producer.wire.popleft()
-    arrival = m.consumer.header(header)
-    assert arrival is not None
-    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
-    m.consumer.collect()
     assert m.targets[1] in m.consumer.memory
     m.consumer.body(arrival, body)
     assert m.targets[1] in m.consumer.freed
@@ -446,33 +401,7 @@ def test_refused_before_it_was_answered(pull: bool) -> None:
     assert m.pair.server.core.transfers.unanswered == []
 
 
-@pytest.mark.rule("KVW-TR-04", "breaks")
-def test_a_commit_never_closes_a_gap() -> None:
-    """It has the number of the marks, which here is two."""
-    for number in [0, 1, 3, 65_536]:
-        m = moved()
-        m.mark(b"x")
-        m.mark(b"y")
-        m.producer.forge(
-            FrameType.COMMIT, Commit(number, True), request=m.asker.wire_id or 0
-        )
-        expect_broken(m.pair, m.consumer, "KVW-TR-04")
-
-
 # --- marks in the header of DATA
-
-
-def test_the_producer_learns_when_the_link_has_all() -> None:
-    m = moved(layers=True)
-    calls: list[int] = []
-    transfer = m.producer.core.transfers.transfer(m.outgoing)
-    transfer.on_sent = lambda: calls.append(transfer.sending)
-    m.mark(b"x")
-    m.mark(b"y")
-    m.pair.run()
-    assert calls
-    assert not any(calls)
-    assert not events_of(m.producer, SegmentsAcknowledged)
 
 
 @pytest.mark.rule("KVW-TR-13", "keeps")
@@ -490,36 +419,6 @@ def test_a_chunk_says_its_segment() -> None:
     assert [len(m.content(number)) for number in (1, 2, 3, 4)] == [9, CHUNK + 1, 8, 7]
 
 
-@pytest.mark.rule("KVW-TR-13", "breaks")
-@pytest.mark.parametrize(("layers", "commit"), [(False, 0), (True, 3)])
-def test_a_mark_that_was_not_agreed_on(*, layers: bool, commit: int) -> None:
-    """Or with a commit that there is not."""
-    assert broken(moved(layers=layers), commit << 62 | 1 << 32 | 1) == "KVW-TR-13"
-
-
-@pytest.mark.parametrize(("number", "rule"), [(2, "KVW-TR-03"), (0, "KVW-TR-03")])
-def test_a_mark_out_of_turn(number: int, rule: str) -> None:
-    assert broken(moved(layers=True), packed_mark(BOX, 0) or 0, number) == rule
-
-
-def test_a_mark_of_a_transfer_that_is_over_is_dropped() -> None:
-    m = moved(layers=True)
-    m.consumer.core.refuse(m.incoming, RequestCancelled("enough"), WireCode.CANCELLED)
-    m.mark(b"x")
-    expect_fine(m.pair)
-
-
-def broken(m: Moved, offset: int, number: int = 1) -> str:
-    """The rule that a forged MARKED_DATA breaks."""
-    wire_id = m.asker.wire_id or 0
-    m.producer.forge_payload(
-        FrameType.MARKED_DATA, b"x", request=wire_id, segment=number, offset=offset
-    )
-    m.pair.run()
-    assert m.consumer.broken is not None
-    return m.consumer.broken.rule
-
-
 def test_an_end_between_a_mark_and_its_bytes() -> None:
     """Whoever is asked for memory may end the connection; then the bytes go nowhere."""
     m = moved(layers=True)
@@ -528,3 +427,47 @@ def test_an_end_between_a_mark_and_its_bytes() -> None:
     m.pair.run()
     assert m.consumer.ended is not None
     assert not events_of(m.consumer, SegmentLanded)
+
+
+def test_a_commit_that_is_not_complete() -> None:
+    """The other one that SEGMENT can say."""
+    m = moved(brief=True)
+    m.mark(b"x")
+    m.mark(b"y", commit=1)
+    expect_fine(m.pair)
+    (committed,) = events_of(m.consumer, TransferCommitted)
+    assert not committed.complete
+    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    assert sorted(itertools.chain(*said)) == [1, 2]
+
+
+def test_the_last_word_of_a_connection_that_is_aborted() -> None:
+    """It is still sent."""
+    m = moved(brief=True)
+    m.mark(b"x", commit=2)
+    expect_fine(m.pair)
+    m.producer.core.fail(ConnectionLost("enough"))
+    m.producer.collect()
+    assert m.names == ["FIN"]
+    m.pair.deliver(m.producer)
+    assert m.consumer.error(m.incoming) is None
+
+
+def test_closing_ends_what_nobody_has_answered() -> None:
+    """And waits for what moves."""
+    pair = ConnectionPair()
+    m = Moved(pair).agree()
+    waiting = ask(pair.client)
+    pair.run()
+    assert len(pair.server.core.transfers.unanswered) == 1
+    m.mark(b"x")
+    pair.server.close()
+    pair.run()
+    expect_error(pair.client, waiting, ClosedOK)
+    assert m.outgoing not in pair.client.done
+    m.commit()
+    expect_fine(pair)
+    assert pair.client.error(m.outgoing) is None
+    for peer in (pair.client, pair.server):
+        assert peer.ended is not None
+        assert peer.ended.graceful

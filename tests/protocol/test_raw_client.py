@@ -10,7 +10,7 @@ import pytest
 
 import kvwire
 from kvwire.security.keys import read_key_file, write_key_file
-from tests.protocol.raw_client import ask, consume, produce
+from tests.protocol.raw_client import Side, ask, consume, produce
 from tests.protocol.raw_link import (
     AGREE,
     AUTHENTICATION,
@@ -28,6 +28,7 @@ from tests.protocol.world import (
     TOKENS,
     Ours,
     Theirs,
+    World,
     begun,
     layers_of,
     stamps,
@@ -40,25 +41,34 @@ Short = Literal["NHD", "HND"]
 HASHES = [bytes([number]) * number for number in range(1, 7)]
 
 every_shape = pytest.mark.parametrize(
-    ("layout", "block_tokens", "order", "their_tokens"),
+    ("layout", "block_tokens", "order", "their_tokens", "asked_here"),
     [
-        ("NHD", 8, "layer block kv token head dim", 8),
-        ("NHD", 4, "layer block kv head token dim", 8),
-        ("HND", 8, "block layer token kv head dim", 6),
-        ("HND", 16, "dim token block kv head layer", 4),
+        ("NHD", 8, "layer block kv token head dim", 8, True),
+        ("NHD", 4, "layer block kv head token dim", 8, False),
+        ("HND", 8, "block layer token kv head dim", 6, True),
+        ("HND", 16, "dim token block kv head layer", 4, False),
     ],
 )
-either_asks = pytest.mark.parametrize("asked_here", [False, True])
+
+
+def published(w: World, ours: Ours, **more: Any) -> kvwire.Outgoing:
+    """All of a cache of kvwire, to whoever asks."""
+    ours.fill()
+    out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS, **more)
+    out.ready()
+    out.finish()
+    return out
+
+
+async def pulled(w: World, side: Side, request: int = 1) -> None:
+    """Ask for it, and receive it."""
+    await ask(w.link, side, request)
+    await consume(w.link, side, request)
 
 
 @every_shape
-@either_asks
 async def test_kvwire_sends(
-    layout: Literal["NHD", "HND"],
-    block_tokens: int,
-    order: str,
-    their_tokens: int,
-    asked_here: bool,
+    layout: Short, block_tokens: int, order: str, their_tokens: int, asked_here: bool
 ) -> None:
     """Other layouts and block sizes, asked by either side: every byte is in place."""
     async with world() as w:
@@ -77,13 +87,8 @@ async def test_kvwire_sends(
 
 
 @every_shape
-@either_asks
 async def test_kvwire_receives(
-    layout: Literal["NHD", "HND"],
-    block_tokens: int,
-    order: str,
-    their_tokens: int,
-    asked_here: bool,
+    layout: Short, block_tokens: int, order: str, their_tokens: int, asked_here: bool
 ) -> None:
     """The other way."""
     async with world() as w:
@@ -113,12 +118,8 @@ async def test_segments_of_several_chunks(produces: bool) -> None:
             await produce(w.link, side, 1, [box])
             assert (await inc).complete
         else:
-            ours.fill()
-            out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
-            out.ready()
-            out.finish()
-            await ask(w.link, side, 1)
-            await consume(w.link, side, 1)
+            published(w, ours)
+            await pulled(w, side)
             assert len(side.landed) == 1
         filled = ours if produces else theirs
         assert filled.values() == stamps(dim=100)
@@ -130,13 +131,9 @@ async def test_with_a_key(tmp_path: Path) -> None:
     write_key_file(path)
     async with world(read_key_file(str(path)), trust="psk", psk_file=str(path)) as w:
         ours, theirs = Ours(), Theirs()
-        ours.fill()
-        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
-        out.ready()
-        out.finish()
+        published(w, ours)
         side = theirs.side(producer=False)
-        await ask(w.link, side, 1)
-        await consume(w.link, side, 1)
+        await pulled(w, side)
         assert theirs.values() == stamps()
         with pytest.raises(Refused) as refused:
             await RawLink.connect(w.address.host, w.address.port, psk=bytes(32))
@@ -167,8 +164,7 @@ async def test_kvwire_sends_a_part() -> None:
         out.ready(blocks=slice(0, 2))
         out.finish(partial=True)
         side = theirs.side(producer=False)
-        await ask(w.link, side, 1)
-        await consume(w.link, side, 1)
+        await pulled(w, side)
         assert not side.complete
         assert not (await out).complete
         assert theirs.values() == stamps(lambda element: element.token < 8)
@@ -273,13 +269,9 @@ async def test_only_what_the_consumer_lacks(produces: bool) -> None:
             await produce(w.link, side, 1, layers_of(side))
             assert (await inc).complete
         else:
-            ours.fill()
-            out = w.ours.publish("x", ours.cache, ours.ids, **lists)
-            out.ready()
-            out.finish()
+            out = published(w, ours, hashes=HASHES)
             side = theirs.side(producer=False, hashes={"kv": HASHES}, have={"kv": have})
-            await ask(w.link, side, 1)
-            await consume(w.link, side, 1)
+            await pulled(w, side)
             assert (await out).complete
         filled = ours if produces else theirs
         assert filled.values() == stamps(lambda e: not have[e.token // 4])
@@ -289,14 +281,10 @@ async def test_without_hashes_of_both_everything_moves() -> None:
     """``have`` alone says nothing."""
     async with world() as w:
         ours, theirs = Ours(block_tokens=4), Theirs(block_tokens=4)
-        ours.fill()
-        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
-        out.ready()
-        out.finish()
+        published(w, ours)
         hashes, have = {"kv": HASHES}, {"kv": [True] * 6}
         side = theirs.side(producer=False, hashes=hashes, have=have)
-        await ask(w.link, side, 1)
-        await consume(w.link, side, 1)
+        await pulled(w, side)
         assert theirs.values() == stamps()
 
 
@@ -322,15 +310,11 @@ async def test_shards_each_get_their_heads() -> None:
     """Two consumers of one transfer, with one head each of the producer's two."""
     async with world() as w:
         ours = Ours()
-        ours.fill()
-        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS, consumers=2)
-        out.ready()
-        out.finish()
+        out = published(w, ours, consumers=2)
         for rank in range(2):
             theirs = Theirs(kv_heads=1, shard_rank=rank, shard_size=2)
             side = theirs.side(producer=False)
-            await ask(w.link, side, 1 + 2 * rank)
-            await consume(w.link, side, 1 + 2 * rank)
+            await pulled(w, side, 1 + 2 * rank)
             assert theirs.values() == _of_head(rank)
         assert (await out).complete
 
@@ -372,18 +356,14 @@ async def test_a_lost_last_word() -> None:
 
     async with world() as w:
         ours, theirs = Ours(), Theirs()
-        ours.fill()
-        out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
-        out.ready()
-        out.finish()
+        out = published(w, ours)
         side = theirs.side(producer=False)
         cut = await Cut.connect(w.address.host, w.address.port)
         await ask(cut, side, 1)
         with pytest.raises(EOFError):
             await consume(cut, side, 1)
         landed = list(side.landed)
-        await ask(w.link, side, 1)
-        await consume(w.link, side, 1)
+        await pulled(w, side)
         assert side.landed == landed
         assert (await out).complete
         assert theirs.values() == stamps()

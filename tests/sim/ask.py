@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KVWireError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tests.sim.node import Node
 
 
+@dataclass(slots=True, eq=False)
 class Message:
     """One message, as its sender meant it.
 
@@ -27,63 +29,47 @@ class Message:
         taken: A receive has returned it.
     """
 
-    __slots__ = ("eager", "landed", "nbytes", "place", "serial", "tag", "taken")
-
-    def __init__(self, serial: int, tag: int, place: int, nbytes: int) -> None:
-        self.serial = serial
-        self.tag = tag
-        self.place = place
-        self.nbytes = nbytes
-        self.eager = False
-        self.landed = False
-        self.taken = False
+    serial: int
+    tag: int
+    place: int
+    nbytes: int
+    eager: bool = False
+    landed: bool = False
+    taken: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class SimRegion:
-    """Registered memory of a node.
+    """Registered memory of a node: what the protocol knows of it, and the memory."""
 
-    Attributes:
-        core: What the protocol knows of it.
-        lease: The memory.
-    """
-
-    __slots__ = ("core", "lease", "node")
-
-    def __init__(self, node: Node, core: RegionRecord, lease: Lease) -> None:
-        self.node = node
-        self.core = core
-        self.lease = lease
+    node: Node
+    core: RegionRecord
+    lease: Lease
 
 
+@dataclass(slots=True, eq=False)
 class Known:
     """A grant, as the side that may use it knows it."""
 
-    __slots__ = ("holder", "region", "row")
-
-    def __init__(self, holder: Endpoint, region: SimRegion, row: GrantRow) -> None:
-        self.holder = holder
-        self.region = region
-        self.row = row
+    holder: Endpoint
+    region: SimRegion
+    row: GrantRow
 
 
+@dataclass(slots=True, eq=False)
 class Aim:
     """Which memory a put or get is meant to reach.
 
     Attributes:
-        offset: From the beginning of the region.
         generation: Of the grant it uses.
+        offset: From the beginning of the region.
         wrong: What its owner has to refuse it for; "" if it has the right.
     """
 
-    __slots__ = ("generation", "offset", "region", "wrong")
-
-    def __init__(
-        self, region: SimRegion, generation: Generation, offset: int, wrong: str
-    ) -> None:
-        self.region = region
-        self.generation = generation
-        self.offset = offset
-        self.wrong = wrong
+    region: SimRegion
+    generation: Generation
+    offset: int
+    wrong: str
 
     @property
     def current(self) -> bool:
@@ -92,6 +78,7 @@ class Aim:
         return core.open and core.generation == self.generation
 
 
+@dataclass(slots=True, eq=False)
 class Part:
     """One segment of a KV transfer, on either side.
 
@@ -101,17 +88,15 @@ class Part:
         landed: Consumer: the core has said that it is all here.
     """
 
-    __slots__ = ("buffer", "covered", "landed", "lease", "nbytes", "serial")
-
-    def __init__(self, serial: int, nbytes: int) -> None:
-        self.serial = serial
-        self.nbytes = nbytes
-        self.buffer: BufferId | None = None
-        self.lease: Lease | None = None
-        self.covered = 0
-        self.landed = False
+    serial: int
+    nbytes: int
+    buffer: BufferId | None = None
+    lease: Lease | None = None
+    covered: int = 0
+    landed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Ask:
     """One request of an application.
 
@@ -130,48 +115,31 @@ class Ask:
         error: And what it said.
     """
 
-    __slots__ = (
-        *("aim", "buffer", "cancelled", "committed", "core", "covered", "deadline"),
-        *("endpoint", "error", "kind", "lease", "message", "nbytes", "over", "parts"),
-        *("place", "read", "serial", "tag"),
-    )
-
-    core: RequestRecord
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        kind: RequestKind,
-        nbytes: int,
-        *,
-        serial: int = 0,
-        tag: int = 0,
-        place: int = 0,
-        deadline: float | None = None,
-    ) -> None:
-        self.endpoint = endpoint
-        self.kind = kind
-        self.nbytes = nbytes
-        self.serial = serial
-        self.tag = tag
-        self.place = place
-        self.deadline = deadline
-        self.buffer: BufferId | None = None
-        self.lease: Lease | None = None
-        self.message: Message | None = None
-        self.aim: Aim | None = None
-        self.covered = 0
-        self.read = bytearray()
-        self.parts: dict[int, Part] = {}
-        self.committed = False
-        self.cancelled = False
-        self.over = False
-        self.error: KVWireError | None = None
+    endpoint: Endpoint
+    kind: RequestKind
+    nbytes: int
+    serial: int = 0
+    tag: int = 0
+    place: int = 0
+    deadline: float | None = None
+    core: RequestRecord = field(init=False)
+    buffer: BufferId | None = None
+    lease: Lease | None = None
+    message: Message | None = None
+    aim: Aim | None = None
+    covered: int = 0
+    read: bytearray = field(default_factory=bytearray)
+    parts: dict[int, Part] = field(default_factory=dict)
+    committed: bool = False
+    cancelled: bool = False
+    over: bool = False
+    error: KVWireError | None = None
 
     def __str__(self) -> str:
         return f"{self.kind.value} of {self.nbytes} bytes on {self.endpoint.name}"
 
 
+@dataclass(slots=True, eq=False)
 class Mailbox:
     """The messages of one tag, one way over one connection.
 
@@ -182,10 +150,7 @@ class Mailbox:
         taken: (place of the receive, place of the message) of each that was returned.
     """
 
-    __slots__ = ("messages", "receives", "refused", "taken")
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.receives = 0
-        self.refused = 0
-        self.taken: list[tuple[int, int]] = []
+    messages: list[Message] = field(default_factory=list)
+    receives: int = 0
+    refused: int = 0
+    taken: list[tuple[int, int]] = field(default_factory=list)

@@ -6,6 +6,7 @@ the wire has room, then events, then what has drained.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ConnectionLost, ProtocolError
@@ -27,15 +28,13 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """Memory of a message that nobody had asked for when it came."""
 
-    __slots__ = ("lease", "serial", "whole")
-
-    def __init__(self, lease: Lease, serial: int) -> None:
-        self.lease = lease
-        self.serial = serial
-        self.whole = False
+    lease: Lease
+    serial: int
+    whole: bool = False
 
 
 class Endpoint:

@@ -15,7 +15,7 @@ class KVJudge:
 
     def serial_of(self, ask: Ask, segment: SegmentRecord) -> int:
         """The content of a segment that its producer has marked."""
-        part = _producer(ask).parts.get(segment.number)
+        part = _other(ask).parts.get(segment.number)
         demand(part, "kv", "a segment that was never marked")
         assert part is not None
         demand(part.nbytes == segment.nbytes, "kv", "a segment of another size")
@@ -68,13 +68,13 @@ class KVJudge:
 
     def committed(self, ask: Ask) -> None:
         """The core says that the producer marks nothing more."""
-        producer = _producer(ask)
+        producer = _other(ask)
         demand(producer.committed, "kv", "committed by nobody")
         demand(len(producer.parts) == len(ask.parts), "kv", "a commit closed a gap")
 
     def settled(self, ask: Ask) -> None:
         """The core says that the consumer has all it will get."""
-        producer = _producer(ask)
+        producer = _other(ask)
         demand(producer.committed, "kv", "settled before the commit")
         demand(len(producer.parts) == len(ask.parts), "kv", "settled with a gap")
         demand(
@@ -110,10 +110,6 @@ def _consumer(segment: SegmentRecord) -> tuple[Ask, Part]:
     ask = segment.request.context
     assert isinstance(ask, Ask)
     return ask, ask.parts[segment.number]
-
-
-def _producer(ask: Ask) -> Ask:
-    return _other(ask)
 
 
 def _other(ask: Ask) -> Ask:

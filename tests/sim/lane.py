@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvwire.errors import ConnectionLost
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
     """One frame on its way.
 
@@ -32,8 +34,8 @@ class Frame:
         body: What follows, if the wire has a copy of it.
         lease: Else the sender's memory, of which ``length`` bytes from ``offset``.
         chunk: Named when the memory is no longer needed.
-        payload: It carries payload, and not control.
         serial: The number of the message in it, for frames that carry a whole one.
+        payload: It carries payload, and not control.
         starts: When its first byte arrives at the earliest.
         due: When its last one does.
         begun: Its header has been delivered.
@@ -41,46 +43,33 @@ class Frame:
         flip: Which bit of the payload is turned on the way; -1 for none.
     """
 
-    __slots__ = (
-        *("begun", "body", "chunk", "due", "flip", "harm", "header", "lease"),
-        *("length", "offset", "payload", "serial", "starts"),
-    )
+    header: bytes
+    body: bytes | None
+    lease: Lease | None = None
+    offset: int = 0
+    length: int = 0
+    chunk: Chunk | None = None
+    serial: int = 0
+    payload: bool = False
+    starts: float = 0.0
+    due: float = 0.0
+    begun: bool = False
+    harm: str = ""
+    flip: int = -1
 
-    def __init__(
-        self,
-        header: bytes,
-        body: bytes | None,
-        *,
-        lease: Lease | None = None,
-        offset: int = 0,
-        length: int = 0,
-        chunk: Chunk | None = None,
-        serial: int = 0,
-    ) -> None:
-        self.header = header
-        self.body = body
-        self.lease = lease
-        self.offset = offset
-        self.length = length if body is None else len(body)
-        self.chunk = chunk
-        self.serial = serial
-        self.payload = body is None or serial > 0
-        self.due = 0.0
-        self.starts = 0.0
-        self.begun = False
-        self.harm = ""
-        self.flip = -1
+    def __post_init__(self) -> None:
+        self.payload = self.body is None or self.serial > 0
+        if self.body is not None:
+            self.length = len(self.body)
 
 
+@dataclass(slots=True, eq=False)
 class Landing:
     """Where the body of a frame goes, as the receiver said."""
 
-    __slots__ = ("arrival", "lease", "offset")
-
-    def __init__(self, arrival: object, lease: Lease | None, offset: int) -> None:
-        self.arrival = arrival
-        self.lease = lease
-        self.offset = offset
+    arrival: object
+    lease: Lease | None
+    offset: int
 
 
 class Handler(Protocol):

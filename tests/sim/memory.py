@@ -12,6 +12,7 @@ of stale memory gets poison or another request's bytes, never by luck the right 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from tests.sim.violation import Violation
@@ -20,6 +21,7 @@ LINE_BYTES: Final = 64
 _POISON: Final = b"\xdb"
 
 
+@dataclass(slots=True, eq=False)
 class Lease:
     """A contiguous piece of memory, from ``lend`` until ``free``.
 
@@ -27,15 +29,13 @@ class Lease:
         number: Never used twice in one memory.
         start: Its first byte; always that of a line.
         nbytes: Its length.
+        lines: The same, in lines.
     """
 
-    __slots__ = ("lines", "nbytes", "number", "start")
-
-    def __init__(self, number: int, start: int, nbytes: int, lines: int) -> None:
-        self.number = number
-        self.start = start
-        self.nbytes = nbytes
-        self.lines = lines
+    number: int
+    start: int
+    nbytes: int
+    lines: int
 
 
 class Memory:

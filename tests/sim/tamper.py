@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvwire.limits import HEADER_BYTES
@@ -168,16 +169,8 @@ def _mirrored(lane: Lane) -> tuple[bytes, bytes] | None:
 
 
 def _copy(frame: Frame, harm: str) -> Frame:
-    copy = type(frame)(
-        frame.header,
-        frame.body,
-        lease=frame.lease,
-        offset=frame.offset,
-        length=frame.length,
-        serial=frame.serial,
-    )
-    copy.harm = harm
-    return copy
+    # Its sender hears of one completion.
+    return replace(frame, chunk=None, harm=harm)
 
 
 def _flipped(data: bytes, bit: int) -> bytes:

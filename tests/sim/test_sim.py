@@ -69,6 +69,14 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         assert said["ambushed", ambush], f"no ambush by {ambush}"
     for event in ("payload flipped", "body flipped", "header flipped", "forges"):
         assert said[(event,)], f"no {event}"
+    # Lanes come up, carry, break before, within and after a payload, or never come;
+    # and where they break again and again, others come up beyond so many at once.
+    for event in ("up", "payload", "it broke", "the other half is gone", "declined"):
+        assert said["lane", event] > 50, f"{event}: {said['lane', event]}"
+    assert said["lane", "payload missed"] > 10
+    assert said["lane", "payload of a later lane"] > 10
+    assert said["lane", "the other process is gone"]
+    assert said["lane", "the connection is over"]
 
 
 def test_a_plan_always_gives_the_same_schedule() -> None:
