@@ -110,7 +110,7 @@ test-torch: $(TORCH_STAMP)
 test-nixl: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps 'nixl-cu12>=1.5'
-	$(BIN)/python -m pytest -m '' tests/backends/kvwire_nixl $(ARGS)
+	$(BIN)/python -m pytest -m '' tests/backends -k nixl $(ARGS)
 
 # Tensors of actors and a directory, on a local Ray: 450 MB with torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvwire.testing.conformance import Result
-
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -19,11 +17,11 @@ class Plants:
     """The bugs of one test module.
 
     Attributes:
-        cases: Each bug with each check that must find it, for ``parametrize``.
+        bugs: Each with the checks that must each find it.
     """
 
     def __init__(self) -> None:
-        self.cases: list[tuple[str, Plant]] = []
+        self.bugs: list[tuple[Plant, tuple[str, ...]]] = []
         # What plants leave behind on purpose.
         self._descriptors: list[int] = []
         self._tasks: list[asyncio.Task[Any]] = []
@@ -32,7 +30,7 @@ class Plants:
         """Register a bug with the checks that must each find it."""
 
         def register(plant: Plant) -> Plant:
-            self.cases.extend((check, plant) for check in checks)
+            self.bugs.append((plant, checks))
             return plant
 
         return register
@@ -73,14 +71,3 @@ class Plants:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-
-
-def id_of(value: object) -> str:
-    """The id of a check or a bug, for ``parametrize``."""
-    return value if isinstance(value, str) else getattr(value, "__name__", "")
-
-
-def expect_caught(result: Result) -> None:
-    """The check has failed, and it was the backend that failed, not the plant."""
-    assert not result.passed
-    assert not result.reason.startswith(("AttributeError", "NameError", "TypeError"))

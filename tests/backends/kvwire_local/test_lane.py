@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +11,12 @@ from kvwire.backend import Landing
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionLost,
-    ProtocolError,
     UsageError,
 )
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.types import Role
 from kvwire_local.backend import LocalBackend
-from kvwire_local.host import Host
 from kvwire_local.lane import LocalLane
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.wire import LocalWire
@@ -92,17 +87,6 @@ async def test_payloads_go_to_another_process(way: str) -> None:
             assert answer == {"received": True, "wrong": None}
         await there.handler.until(sent=len(CUTS))
         assert there.handler.sent == list(range(len(CUTS)))
-
-
-@one_loop
-@pytest.mark.parametrize("way", METHODS)
-async def test_more_is_sent_than_staging_holds(way: str) -> None:
-    async with child() as there:
-        await there.join(way=way)
-        memories = [
-            await there.send_here(number, MIB, cut="thousands") for number in range(40)
-        ]
-        await assert_all_arrive(there, memories)
 
 
 @one_loop
@@ -185,24 +169,6 @@ async def test_a_way_that_is_asked_for_and_refused_is_unavailable() -> None:
         assert "cannot read" in str(caught.value) or "EPERM" in str(caught.value)
 
 
-@one_loop
-async def test_strangers_are_turned_away() -> None:
-    left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
-    handlers = Recorder(), Recorder()
-    await right.join(left.bootstrap, handlers[1])
-    (name,) = _abstract_names()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.connect(name)
-        stranger.sendall(bytes(48))
-        await left.join(right.bootstrap, handlers[0])
-        stranger.setblocking(False)
-        assert stranger.recv(100) == b""
-    left.abort()
-    right.abort()
-    for handler in handlers:
-        await handler.end()
-
-
 def _abstract_names() -> list[bytes]:
     """Of this process: the table has those of all."""
     ours = set(open_descriptors().values())
@@ -227,26 +193,6 @@ async def test_who_does_not_know_the_secret_is_refused() -> None:
         await left.join(right.bootstrap, Recorder())
     right.abort()
     await handler.end()
-
-
-_ELSEWHERE: dict[str, tuple[Callable[[Host], bytes], str]] = {
-    "host": (lambda h: Host(bytes(16), h.network).encode(), "on another host"),
-    "network": (
-        lambda h: Host(h.boot_id, h.network + 1).encode(),
-        "another network namespace",
-    ),
-    "version": (lambda h: h.encode() + b"x", "no bootstrap of this version"),
-}
-
-
-@one_loop
-@pytest.mark.parametrize(("change", "said"), _ELSEWHERE.values(), ids=_ELSEWHERE)
-async def test_a_peer_elsewhere_is_refused(
-    change: Callable[[Host], bytes], said: str
-) -> None:
-    lane = open_lane(Role.SERVER)
-    with pytest.raises(BackendUnavailable, match=said):
-        await lane.join(change(Host.here()), Recorder())
 
 
 @one_loop
@@ -385,34 +331,6 @@ async def test_a_pid_that_is_another_process_now_is_noticed() -> None:
     assert handlers[0].received == []
     right.abort()
     await handlers[1].end()
-
-
-@one_loop
-async def test_memory_that_the_peer_does_not_have_ends_the_lane() -> None:
-    async with child() as there:
-        await there.join(way="cma")
-        await there.ask("send", number=0, nbytes=MIB)
-        pid = there.process.pid
-        assert pid != os.getpid()
-        answer = await there.ask("send", number=1, nbytes=64 * KIB)
-        descriptor = bytearray.fromhex(answer["descriptor"])
-        descriptor[8:16] = (8).to_bytes(8, "little")
-        there.lane.receive(
-            bytes(descriptor), Landing(64 * KIB, memoryview(bytearray(64 * KIB)))
-        )
-        there.lane.flush()
-        await there.handler.end()
-        assert "EFAULT" in str(there.handler.closed[0])
-
-
-@one_loop
-async def test_a_descriptor_for_another_length_is_refused() -> None:
-    async with child() as there:
-        await there.join()
-        answer = await there.ask("send", number=0, nbytes=MIB)
-        descriptor = bytes.fromhex(answer["descriptor"])
-        with pytest.raises(ProtocolError, match="fragments of 1048576 bytes, not of"):
-            there.lane.receive(descriptor, Landing(MIB + 1, None))
 
 
 @one_loop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -42,16 +41,6 @@ def test_from_the_beginning_to_rest() -> None:
     assert made.step(1) is DirectionStep.WATCH_START
     made.up()
     assert made.step(2) is DirectionStep.WAIT
-
-
-def test_jobs_wait_until_it_is_up() -> None:
-    made = state()
-    made.submit(job())
-    assert made.step(0) is DirectionStep.BEGIN
-    made.begun(0)
-    assert made.step(0) is DirectionStep.WATCH_START
-    made.up()
-    assert made.step(0) is DirectionStep.MOVE
 
 
 def test_the_library_is_given_one_job_after_the_other() -> None:
@@ -246,8 +235,3 @@ class Anything(RuleBasedStateMachine):
 
 
 TestAnything = Anything.TestCase
-
-
-def test_quiet_is_only_said_of_what_ends() -> None:
-    with pytest.raises(AssertionError):
-        up().quiet()

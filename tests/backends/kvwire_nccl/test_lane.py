@@ -5,30 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from kvwire.backend import Landing
 from kvwire.backend.lane import LaneContext
-from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
-from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
-from kvwire.testing.conformance.lanes.rig import LaneCheck
+from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import NcclBootstrap
 from kvwire_nccl.lane import NcclLane
-from tests.backends.kvwire_nccl.fake import FakeBackend, FakeLibrary, Faults, Notes
-from tests.support.depth import parameters
+from tests.backends.kvwire_nccl.fake import FakeLibrary, Faults, Notes
 from tests.support.pairs import until
-
-
-@pytest.mark.parametrize(
-    "check", parameters(LANE_CHECKS, every=4), ids=lambda check: check.id
-)
-async def test_it_keeps_every_promise(check: LaneCheck) -> None:
-    """The conformance kit, over communicators of this process."""
-    result = await run_lane_check(check, FakeBackend)
-    assert result.passed, result.reason
 
 
 class Pair:
@@ -71,45 +58,6 @@ def context(role: Role) -> LaneContext:
     return LaneContext(role=role, number=1, secret=bytes(32))
 
 
-async def test_a_payload_moves() -> None:
-    pair = Pair()
-    await pair.join()
-    into = pair.move()
-    await until(lambda: pair.notes[0].sent and pair.notes[1].received)
-    assert bytes(into) == bytes(range(250)) * 4
-    assert pair.client.queued_bytes == 0
-    assert pair.server.received_bytes == 1000
-    await pair.end()
-    assert [notes.closed for notes in pair.notes] == [[None], [None]]
-
-
-async def test_what_is_queued_waits_for_the_start() -> None:
-    pair = Pair()
-    pair.faults[1].start.clear()
-    pair.faults[0].start.clear()
-    await pair.join()
-    into = pair.move()
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not any(into)
-    pair.faults[0].start.set()
-    pair.faults[1].start.set()
-    await until(lambda: pair.notes[0].sent and pair.notes[1].received)
-    assert any(into)
-    await pair.end()
-
-
-async def test_a_start_that_hangs_ends_by_itself() -> None:
-    pair = Pair(start=0.01)
-    pair.faults[0].start.clear()
-    await pair.join()
-    await until(lambda: pair.notes[0].closed)
-    (error,) = pair.notes[0].closed
-    assert isinstance(error, ConnectionLost)
-    assert "did not come up within 0.01 s" in str(error)
-    await pair.end()
-
-
 async def test_a_movement_that_hangs_ends_by_itself() -> None:
     """The receive that the peer never posts: NCCL would wait for ever."""
     pair = Pair(move=0.01)
@@ -120,17 +68,6 @@ async def test_a_movement_that_hangs_ends_by_itself() -> None:
     (error,) = pair.notes[0].closed
     assert "moved nothing for 0.01 s" in str(error)
     assert not pair.notes[0].sent
-    await pair.end()
-
-
-async def test_an_asynchronous_error_ends_it() -> None:
-    pair = Pair()
-    pair.faults[0].moves.clear()
-    await pair.join()
-    pair.move()
-    pair.faults[0].error = "NCCL: remote process exited"
-    await until(lambda: pair.notes[0].closed)
-    assert "remote process exited" in str(pair.notes[0].closed[0])
     await pair.end()
 
 
@@ -152,38 +89,6 @@ async def test_quarantine_until_the_abort_is_through() -> None:
     await until(lambda: notes.closed)
     assert not notes.sent
     await pair.end()
-
-
-async def test_an_abort_that_fails_is_never_said_to_be_quiet() -> None:
-    pair = Pair()
-    faults, notes = pair.faults[0], pair.notes[0]
-    faults.abort_error = "NCCL: unhandled cuda error"
-    await pair.join()
-    pair.client.abort()
-    await until(lambda: faults.aborts == 2)
-    await until(lambda: not running(pair.client))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert not notes.closed
-    pair.server.abort()
-    await until(lambda: pair.notes[1].closed)
-
-
-def running(lane: NcclLane) -> bool:
-    """Whether a thread of a half still runs."""
-    drivers: list[Any] = [lane._outbound, lane._inbound]
-    return any(driver._thread.is_alive() for driver in drivers)
-
-
-async def test_the_end_of_the_peer_is_noticed_with_the_next_payload() -> None:
-    pair = Pair()
-    await pair.join()
-    pair.server.abort()
-    await until(lambda: pair.notes[1].closed)
-    pair.client.send(memoryview(bytes(10)), 7)
-    pair.client.flush()
-    await until(lambda: pair.notes[0].closed)
-    assert "the other end is gone" in str(pair.notes[0].closed[0])
 
 
 async def test_other_memory_ends_it_with_the_reason() -> None:

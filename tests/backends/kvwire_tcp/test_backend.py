@@ -10,18 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvwire.backend import API_VERSION, Link
-from kvwire.types import Address, MemoryKind
+from kvwire.backend import Link
+from kvwire.types import Address
 from kvwire_tcp import TcpBackend
 from kvwire_tcp import backend as backend_module
-
-
-def test_what_the_backend_says_of_itself() -> None:
-    assert TcpBackend.scheme == "tcp"
-    assert TcpBackend.api_version == API_VERSION
-    assert TcpBackend.capabilities.memory_kinds == {MemoryKind.HOST}
-    assert not TcpBackend.capabilities.same_host
-    assert TcpBackend.availability().available
 
 
 def test_a_platform_without_scatter_and_gather_is_named(
@@ -33,14 +25,6 @@ def test_a_platform_without_scatter_and_gather_is_named(
     assert "no_such_call" in availability.reason
     assert "sendmsg" not in availability.reason
     assert "WSL" in availability.remedy
-
-
-async def test_nobody_listens() -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-        with pytest.raises(ConnectionRefusedError):
-            await TcpBackend().connect(Address("tcp", "127.0.0.1", port))
 
 
 @pytest.mark.parametrize("host", ["", "no such host"])
@@ -79,34 +63,6 @@ async def test_a_link_is_never_connected_to_itself(
     monkeypatch.setattr(socket, "socket", Bound)
     with pytest.raises(ConnectionRefusedError):
         await TcpBackend().connect(Address("tcp", *address))
-
-
-async def test_a_cancelled_connect_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[socket.socket] = []
-
-    class Noted(socket.socket):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    # Nobody accepts, and the backlog is full: the kernel drops what comes.
-    with socket.socket() as server, socket.socket() as first, socket.socket() as second:
-        server.bind(("127.0.0.1", 0))
-        server.listen(0)
-        for filler in (first, second):
-            filler.setblocking(False)
-            filler.connect_ex(server.getsockname())
-        monkeypatch.setattr(socket, "socket", Noted)
-        address = Address("tcp", *server.getsockname())
-        connecting = asyncio.ensure_future(TcpBackend().connect(address))
-        await asyncio.sleep(0)
-        assert len(made) == 1
-        connecting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await connecting
-    assert [sock.fileno() for sock in made] == [-1]
 
 
 @pytest.mark.parametrize("method", ["connect", "listen"])

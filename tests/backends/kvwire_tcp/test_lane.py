@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import secrets
 import socket
 from collections.abc import AsyncIterator
 
@@ -17,7 +16,6 @@ from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import MIB
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
-from kvwire_tcp import pending_lanes as door_module
 from kvwire_tcp.lane import BOOTSTRAP
 from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
 from tests.backends.kvwire_tcp.lanes import Ends, House, LaneRecorder, house, raised
@@ -72,19 +70,6 @@ def send(ends: Ends, data: bytes, kind: int = VIEW) -> None:
     assert ends.client.send(memoryview(data), data) == b""
     ends.client.flush()
     ends.server.receive(b"", Body(len(data), 0, kind))
-
-
-async def test_what_is_early_waits_in_the_kernel(home: House) -> None:
-    async with raised(home) as ends:
-        ends.client.send(memoryview(b"early"), 1)
-        ends.client.flush()
-        await ends.at_client.until(lambda: ends.at_client.sent)
-        send(ends, b"!")  # the server expects 1 byte, and gets the first
-        await ends.at_server.until(lambda: ends.at_server.landed)
-        assert ends.server.received_bytes == 1
-        ends.server.receive(b"", Body(5, 0, VIEW))
-        await ends.at_server.until(lambda: len(ends.at_server.landed) == 2)
-        assert ends.at_server.contents == [b"e", b"arly!"]
 
 
 async def test_the_listener_may_send_before_the_client_is_there(home: House) -> None:
@@ -149,22 +134,6 @@ async def test_a_lane_that_ends_within_a_payload_is_lost(home: House) -> None:
         assert ends.at_server.contents == [b"abc"]
 
 
-async def test_abort_lets_go_of_all_memory_at_once(home: House) -> None:
-    async with raised(home) as ends:
-        memory, arena = bytearray(MORE_THAN_FITS), bytearray(MIB)
-        ends.client.send(memoryview(memory), 1)
-        ends.client.flush()
-        body = Body(2 * MORE_THAN_FITS, 0, VIEW)
-        ends.server.receive(b"", body)
-        ends.client.receive(b"", Body(len(arena), 0, VIEW))
-        ends.client.abort()
-        assert await ends.at_client.end() is None
-        memory.clear()  # refused while there is a view of it
-        await ends.at_server.end()
-        body.payload = None
-        body.arena.clear()
-
-
 async def test_a_descriptor_is_empty(home: House) -> None:
     async with raised(home) as ends:
         with pytest.raises(ProtocolError, match="empty"):
@@ -172,11 +141,6 @@ async def test_a_descriptor_is_empty(home: House) -> None:
 
 
 # --- strangers ------------------------------------------------------------------------
-
-
-async def test_nobody_waits_for_it(home: House) -> None:
-    preamble = make_preamble(SECRET, 1, bytes(NONCE_BYTES))
-    assert await knock(home, preamble) == b""
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -192,21 +156,6 @@ async def test_a_wrong_proof_leaves_the_lane_waiting(home: House, number: int) -
     client.abort()
     assert isinstance(await at_server.end(), ConnectionLost)
     assert await at_client.end() is None
-
-
-async def test_a_preamble_opens_once(home: House) -> None:
-    server, handler = home.lane(Role.SERVER, SECRET), LaneRecorder()
-    await server.join(BOOTSTRAP, handler)
-    preamble = make_preamble(SECRET, 1, bytes(NONCE_BYTES))
-    reader, writer = await asyncio.open_connection(home.address.host, home.address.port)
-    writer.write(preamble)
-    answer = await reader.readexactly(ANSWER_BYTES)
-    assert answer == answer_to(preamble, SECRET)
-    assert await knock(home, preamble) == b""
-    assert handler.closed == []
-    writer.close()
-    await writer.wait_closed()
-    assert isinstance(await handler.end(), ConnectionLost)
 
 
 async def test_a_preamble_may_come_byte_by_byte(home: House) -> None:
@@ -258,15 +207,6 @@ async def test_a_listener_that_does_not_expect_it(home: House) -> None:
         await client.join(BOOTSTRAP, LaneRecorder())
 
 
-async def test_nobody_listens(home: House) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = Address("tcp", "127.0.0.1", unused.getsockname()[1])
-        client = home.lane(Role.CLIENT, SECRET, address=address)
-        with pytest.raises(BackendUnavailable, match="cannot be reached"):
-            await client.join(BOOTSTRAP, LaneRecorder())
-
-
 async def test_a_join_that_is_cancelled_leaves_nothing(home: House) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("tcp", "127.0.0.1", silent.getsockname()[1])
@@ -294,35 +234,6 @@ async def test_a_lane_that_still_waits_can_end(home: House, how: str) -> None:
     client = home.lane(Role.CLIENT, SECRET)
     with pytest.raises(BackendUnavailable):
         await client.join(BOOTSTRAP, LaneRecorder())
-
-
-async def test_a_lane_that_was_never_joined_ends_without_a_word(home: House) -> None:
-    lane = home.lane(Role.SERVER, SECRET)
-    lane.close()
-    lane.abort()
-    with pytest.raises(BackendUnavailable, match="closed before"):
-        await lane.join(BOOTSTRAP, LaneRecorder())
-
-
-async def test_a_bootstrap_of_another_kind_is_refused(home: House) -> None:
-    lane = home.lane(Role.SERVER, SECRET)
-    with pytest.raises(BackendUnavailable, match="is not one over tcp"):
-        await lane.join(b"abc", LaneRecorder())
-
-
-async def test_waiting_lanes_are_bounded(
-    home: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(door_module, "CONNECTIONS_MAX", 2)
-    lanes = [home.lane(Role.SERVER, secrets.token_bytes(32)) for _ in range(3)]
-    handlers = [LaneRecorder() for _ in lanes]
-    for lane, handler in zip(lanes[:2], handlers, strict=False):
-        await lane.join(BOOTSTRAP, handler)
-    with pytest.raises(BackendUnavailable, match="2 lanes wait"):
-        await lanes[2].join(BOOTSTRAP, handlers[2])
-    for lane, handler in zip(lanes[:2], handlers, strict=False):
-        lane.abort()
-        assert await handler.end() is None
 
 
 @pytest.mark.parametrize("address", [None, Address("inproc", "somewhere", 0)])

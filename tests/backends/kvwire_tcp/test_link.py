@@ -9,22 +9,18 @@ import pytest
 
 from kvwire.backend import Landing, Link
 from kvwire.errors import ConnectionLost, UsageError
-from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB, WAKEUP_BYTES
+from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB
 from kvwire_tcp.duplex import CALLS_PER_WAKEUP
 from kvwire_tcp.reader import SCRATCH_BYTES
 from kvwire_tcp.wire import PlainWire
 from kvwire_tcp.writer import JOINED_BYTES_MAX
 from tests.backends.kvwire_tcp.recorder import (
-    DROP,
     PIECES,
     Body,
-    Pair,
     Recorder,
     against_a_socket,
-    gathered,
     header,
     linked,
-    pieces_of,
 )
 
 # More than the kernel holds on both sides of loopback, so that some must wait.
@@ -43,17 +39,6 @@ LENGTHS = sorted(
         MIB + 5,
     }
 )
-
-
-async def test_nothing_moves_before_flush() -> None:
-    async with linked() as pair:
-        with pair.at_near.calling("send"):
-            pair.near.send(header(5), memoryview(b"12345"), "token")
-        assert pair.near.queued_bytes == HEADER_BYTES + 5
-        assert pair.at_near.sent == []
-        pair.near.flush()
-        assert pair.near.queued_bytes == 0
-        assert pair.at_near.sent == ["token"]
 
 
 async def test_a_small_frame_sent_now_leaves_nothing_in_the_queue() -> None:
@@ -114,15 +99,6 @@ async def test_a_socket_that_fails_while_a_frame_is_sent_now_ends_the_link() -> 
         assert isinstance(pair.at_near.closed[0], ConnectionLost)
 
 
-async def test_a_flush_that_leaves_nothing_is_not_followed_by_link_writable() -> None:
-    async with linked() as pair:
-        pair.near.send(header(0, 1))
-        pair.near.flush()
-        await pair.at_far.until(lambda: pair.at_far.frames)
-        await echoed(pair)
-        assert pair.at_near.writable == 0
-
-
 async def test_a_wakeup_delivers_a_share_of_a_burst_of_small_frames() -> None:
     async with against_a_socket() as (link, recorder, peer):
         link._loop.remove_reader(link._sock)
@@ -132,39 +108,6 @@ async def test_a_wakeup_delivers_a_share_of_a_burst_of_small_frames() -> None:
         assert len(recorder.frames) == share
         link._on_readable()
         assert len(recorder.frames) == share + 9
-
-
-async def test_one_flush_moves_no_more_than_a_wakeup_may() -> None:
-    async with linked() as pair:
-        pair.near.send(header(MORE_THAN_FITS), memoryview(bytes(MORE_THAN_FITS)), 1)
-        queued = pair.near.queued_bytes
-        pair.near.flush()
-        # The last call of the budget may carry one more budget.
-        assert queued - pair.near.queued_bytes <= 2 * WAKEUP_BYTES
-
-
-@pytest.mark.parametrize("as_pieces", [False, True])
-@pytest.mark.parametrize("full", [False, True])
-async def test_memory_without_token_is_free_after_flush(
-    as_pieces: bool, full: bool
-) -> None:
-    async with linked() as pair:
-        bulk = memoryview(bytes(MORE_THAN_FITS if full else 0))
-        pair.near.send(header(len(bulk), 0, DROP), bulk, "bulk")
-        length = EAGER_BYTES_MAX
-        for number in (1, 2):
-            arena = bytearray(os.urandom(2 * length))
-            if as_pieces:
-                expected = gathered(arena, length)
-                pair.near.send(header(length, number), pieces_of(arena, length))
-            else:
-                expected = bytes(arena[:length])
-                pair.near.send(header(length, number), memoryview(arena)[:length])
-            pair.near.flush()
-            arena[:] = bytes(len(arena))
-            arena.clear()  # refused while there is a view of it
-            await pair.at_far.received(number + 1)
-            assert dict(pair.at_far.frames)[number] == expected
 
 
 async def test_memory_is_let_go_as_soon_as_it_is_given_back() -> None:
@@ -238,19 +181,3 @@ async def test_read_only_fragments_are_refused_as_a_destination() -> None:
         pair.near.send(header(MIB, 0, PIECES), memoryview(bytes(MIB)), 1)
         pair.near.flush()
         assert isinstance(await pair.at_far.end(), UsageError)
-
-
-async def test_addresses_lead_to_each_other() -> None:
-    async with linked() as pair:
-        assert pair.near.remote_address is not None
-        assert pair.near._sock.getsockname() == pair.far._sock.getpeername()
-        assert pair.far.remote_address is not None
-        assert pair.far.remote_address.port == pair.near._sock.getsockname()[1]
-        assert pair.near.received_bytes == 0
-
-
-async def echoed(pair: Pair) -> None:
-    """Return when the near side has had every wake-up it is due."""
-    pair.far.send(header(0, 77))
-    pair.far.flush()
-    await pair.at_near.until(lambda: 77 in dict(pair.at_near.frames))

@@ -83,23 +83,6 @@ async def test_an_address_that_is_not_ours_is_refused(host: str) -> None:
         await TcpBackend().listen(Address("tcp", host, 0), Link.abort)
 
 
-async def test_a_port_can_be_listened_on_again_at_once() -> None:
-    backend, links = TcpBackend(), asyncio.Queue[Link]()
-    listener = await backend.listen(ANYWHERE, links.put_nowait)
-    address = listener.address
-    for _ in range(3):
-        link, accepted = await backend.connect(address), await links.get()
-        at_near, at_far = Recorder(), Recorder()
-        link.start(at_near)
-        accepted.start(at_far)
-        accepted.close()  # first, so that the port is what waits for stray segments
-        assert await at_near.end() is None
-        assert await at_far.end() is None
-        await listener.close()
-        listener = await backend.listen(address, links.put_nowait)
-    await listener.close()
-
-
 async def test_a_wakeup_accepts_a_share_of_a_flood() -> None:
     accepted: list[Link] = []
     listener = await TcpBackend().listen(ANYWHERE, accepted.append)
@@ -136,28 +119,6 @@ async def test_an_accept_callback_may_close_the_listener() -> None:
         listener._on_acceptable()
     assert len(accepted) == 1
     accepted[0].abort()
-
-
-async def test_a_callback_that_raises_costs_its_link_only(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    called, refused = asyncio.Queue[Link](), list[Link]()
-
-    def accept(link: Link) -> None:
-        called.put_nowait(link)
-        if not refused:
-            refused.append(link)
-            raise RuntimeError("a bug of the caller")
-
-    listener = await TcpBackend().listen(ANYWHERE, accept)
-    where = (listener.address.host, listener.address.port)
-    with socket.create_connection(where) as first, socket.create_connection(where):
-        assert await called.get() is refused[0]
-        with pytest.raises(ConnectionResetError):
-            first.recv(1)
-        (await called.get()).abort()
-    assert "a bug of the caller" in caplog.text
-    await listener.close()
 
 
 async def test_a_connection_that_broke_in_the_backlog_does_not_stop_the_next(

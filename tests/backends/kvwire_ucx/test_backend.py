@@ -10,10 +10,8 @@ from typing import cast
 import pytest
 
 from kvwire.backend import registry
-from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.testing.harness import loopback
-from kvwire.types import Role
 from kvwire_ucx import UcxBackend, diagnosis
 from kvwire_ucx import backend as module
 from kvwire_ucx.context import Context, Resource
@@ -21,23 +19,6 @@ from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import copies
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 from tests.support.logs import logged
-
-
-def test_it_is_found_by_its_name() -> None:
-    assert registry.load("ucx") is UcxBackend
-    assert UcxBackend.capabilities.lanes
-    assert not UcxBackend.capabilities.links
-
-
-@needs_ucx
-async def test_wrong_settings_leave_nothing_behind() -> None:
-    backend = UcxBackend()
-    context = LaneContext(
-        role=Role.CLIENT, number=1, secret=bytes(32), settings={"TLS": "pigeons"}
-    )
-    with pytest.raises(BackendUnavailable, match="No such device"):
-        backend.open_lane(context)
-    await backend.aclose()
 
 
 async def test_lanes_that_do_not_end_are_counted_and_left(
@@ -82,16 +63,6 @@ async def test_data_goes_over_it_when_it_is_asked_for() -> None:
         request = pair.ab.send(7, message)
         assert await pair.ba.recv(7) == message
         await request
-
-
-@needs_ucx
-async def test_required_rdma_that_is_not_there_is_said() -> None:
-    if any(resource.is_rdma for resource in diagnosis.probed()[0]):
-        pytest.skip("this machine has RDMA, and UCX uses it")
-    settings = {"ucx": {"require_rdma": "yes"}}
-    with pytest.raises(BackendUnavailable, match="finds no RDMA device"):
-        async with loopback("ucx", backends=settings, require=("ucx",)):
-            pytest.fail("it connected")
 
 
 @needs_ucx

@@ -194,25 +194,6 @@ def require_untouched(tensors: list[Tensor]) -> None:
         assert (tensor.view(np.uint8) == POISON).all(), "a late write"
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 4, 1024])
-async def test_they_land_wherever_the_receiver_says(pieces: int) -> None:
-    """Four fragments of the sender, into pieces that are cut elsewhere."""
-    rig = LaneRig(UcxBackend, settings(), 10)
-    left, right = await rig.pair()
-
-    def cut(length: int) -> list[int]:
-        each = length // pieces
-        return [each] * (pieces - 1) + [length - each * (pieces - 1)]
-
-    right.land = lambda parcel: Memory(parcel.length, cut)
-    right.holding = True
-    left.send(4 * MIB, lambda _: [MIB] * 4)
-    assert is_lent(right.inbox[0].descriptor)
-    right.take()
-    await rig.moved(left, right, 1)
-    await rig.aclose()
-
-
 async def test_small_and_many_fragments_are_messages() -> None:
     rig = LaneRig(UcxBackend, settings(), 10)
     left, right = await rig.pair()

@@ -1,112 +1,24 @@
-"""The conformance kit of lanes: it passes what is right and finds what is wrong.
-
-A plant changes one method of the reference, the lanes of `inproc`, the way a real
-backend gets it wrong. Every check named here passes on the reference as it is.
-"""
+"""Bugs of lanes, planted in those of `inproc`."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from kvwire.backend import Capabilities, Landing, Payload
+from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneHandler
-from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.memory.copy import as_fragments, copy
-from kvwire.testing.conformance import CheckFailed, Result
-from kvwire.testing.conformance.__main__ import main
-from kvwire.testing.conformance.lanes import LANE_CHECKS, check_lanes, run_lane_check
-from kvwire.testing.conformance.lanes.rig import LaneCheck
-from kvwire_inproc import InprocBackend
 from kvwire_inproc import lane as lane_module
 from kvwire_inproc.lane import InprocLane
-from tests.backends.planted import Plant, Plants, expect_caught, id_of
+from tests.backends.planted import Plants
 
 PLANTS = Plants()
 caught_by = PLANTS.caught_by
 instead_of = PLANTS.instead_of
-
-# A planted bug may make the kit wait in vain; nothing here takes as long by itself.
-_TIMEOUT_S = 0.5
-
-
-@pytest.mark.parametrize("check", LANE_CHECKS, ids=lambda check: check.id)
-async def test_the_reference_keeps_every_promise(check: LaneCheck) -> None:
-    result = await run_lane_check(check, InprocBackend)
-    assert result.passed, result.reason
-
-
-@pytest.mark.parametrize(("check", "plant"), PLANTS.cases, ids=id_of)
-# The bugs are in code that treats all loops alike.
-@pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_bug_is_caught(
-    check: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    chosen = next(c for c in LANE_CHECKS if c.id == check)
-    result = await run_lane_check(chosen, InprocBackend, timeout_s=_TIMEOUT_S)
-    expect_caught(result)
-
-
-@pytest.fixture(autouse=True)
-async def _clean_up() -> AsyncIterator[None]:
-    yield
-    await PLANTS.clean_up()
-
-
-# --- the kit itself -------------------------------------------------------------------
-
-
-def test_checks_have_distinct_ids_and_say_one_line() -> None:
-    assert len({check.id for check in LANE_CHECKS}) == len(LANE_CHECKS) >= 120
-    assert all(check.promise and "\n" not in check.promise for check in LANE_CHECKS)
-
-
-async def test_a_class_and_a_scheme_are_checked() -> None:
-    only = ["join.idle", "payload.size[33]"]
-    for backend in (InprocBackend, "inproc"):
-        seen: list[Result] = []
-        report = await check_lanes(backend, only=only, progress=seen.append)
-        assert [result.check.id for result in report] == only
-        assert "2 of 2 checks passed" in report.summary
-        assert len(seen) == 2
-
-
-async def test_failures_raise_unless_only_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls_back_from_inside_abort(monkeypatch)
-    only = ["abort.twice"]
-    with pytest.raises(CheckFailed, match="called from inside abort"):
-        await check_lanes(InprocBackend, only=only)
-    report = await check_lanes(InprocBackend, only=only, raising=False)
-    assert [result.check.id for result in report.failed] == only
-
-
-async def test_what_is_not_known_or_has_no_lanes_is_refused() -> None:
-    with pytest.raises(BackendUnavailable, match="no backend called 'nowhere'"):
-        await check_lanes("nowhere")
-    with pytest.raises(UsageError, match="no check of lanes is called frame"):
-        await check_lanes("inproc", only=["frame"])
-
-    class Laneless(InprocBackend):
-        capabilities = Capabilities(same_process=True)
-
-    with pytest.raises(UsageError, match="says it has no lanes"):
-        await check_lanes(Laneless)
-
-
-def test_the_command_checks_lanes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inproc", "--lanes", "--only", "close.t*"]) == 0
-    assert "2 of 2 checks passed" in capsys.readouterr().out
-    assert main(["inproc", "--lanes", "-x", "--setting", "span_bytes=x"]) == 1
-    printed = capsys.readouterr().out
-    assert "number is needed" in printed
-    assert "1 of 2 checks passed" in printed
 
 
 # --- coming up ------------------------------------------------------------------------

@@ -1,22 +1,16 @@
-"""The conformance kit finds bugs: each planted one is caught by the checks it names.
-
-A plant changes one method of the reference backend, the way a real backend gets it
-wrong. Every check named here passes on the reference backend as it is.
-"""
+"""Bugs of links, planted in those of `inproc`."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from kvwire.backend import Landing, LinkHandler, Payload
 from kvwire.memory.copy import as_fragments, copy
-from kvwire.testing.conformance import CHECKS, run_check
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_inproc import backend as backend_module
@@ -24,34 +18,11 @@ from kvwire_inproc import link as link_module
 from kvwire_inproc.backend import InprocListener
 from kvwire_inproc.link import InprocLink
 from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
-from tests.backends.planted import Plant, Plants, expect_caught, id_of
+from tests.backends.planted import Plants
 
 PLANTS = Plants()
 caught_by = PLANTS.caught_by
 instead_of = PLANTS.instead_of
-
-# A planted bug may make the kit wait in vain; nothing here takes as long by itself.
-_TIMEOUT_S = 0.4
-
-
-@pytest.mark.parametrize(("check", "plant"), PLANTS.cases, ids=id_of)
-# The bugs are in code that treats all loops alike.
-@pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_bug_is_caught(
-    check: str, plant: Plant, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    chosen = next(c for c in CHECKS if c.id == check)
-    result = await run_check(
-        chosen, InprocBackend, Address("inproc", ""), timeout_s=_TIMEOUT_S
-    )
-    expect_caught(result)
-
-
-@pytest.fixture(autouse=True)
-async def _clean_up() -> AsyncIterator[None]:
-    yield
-    await PLANTS.clean_up()
 
 
 # --- frames ---------------------------------------------------------------------------

@@ -1,0 +1,169 @@
+"""The conformance kits themselves: what they run, report and refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvwire.backend import Availability, Capabilities
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.testing import check_backend, check_lanes
+from kvwire.testing.conformance import CHECKS, CheckFailed, Result
+from kvwire.testing.conformance.__main__ import main
+from kvwire.testing.conformance.lanes import LANE_CHECKS
+from kvwire_inproc import InprocBackend
+
+
+def test_the_kit_needs_no_test_framework() -> None:
+    said = (
+        "import sys, kvwire.testing; assert 'kvwire.testing.conformance' not in "
+        "sys.modules; kvwire.testing.check_backend; print('pytest' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", said], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize("checks", [CHECKS, LANE_CHECKS])
+def test_there_are_enough_checks_and_each_says_what_it_is(
+    checks: tuple[Any, ...],
+) -> None:
+    """Reliability goal Q3."""
+    assert len({check.id for check in checks}) == len(checks) >= 120
+    assert all(check.promise and "\n" not in check.promise for check in checks)
+
+
+async def test_a_class_an_instance_and_a_scheme_are_checked() -> None:
+    for backend in (InprocBackend, InprocBackend(), "inproc"):
+        only = ["frame.size[33]", "close.both"]
+        report = await check_backend(backend, only=only)
+        assert [result.check.id for result in report] == only
+        assert not report.failed
+        assert "2 of 2 checks passed" in str(report)
+        if not isinstance(backend, InprocBackend):
+            only = ["join.idle", "payload.size[33]"]
+            report = await check_lanes(backend, only=only)
+            assert [result.check.id for result in report] == only
+
+
+async def test_failures_raise_unless_only_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(InprocBackend, "api_version", 0)
+    seen: list[Result] = []
+    only = ["address.class", "address.free"]
+    with pytest.raises(
+        CheckFailed, match=r"address\.class: its api_version is 0, not 1"
+    ):
+        await check_backend(InprocBackend, only=only, progress=seen.append)
+    assert [result.passed for result in seen] == [False, True]
+    report = await check_backend(InprocBackend, only=only, raising=False)
+    assert [result.check.id for result in report.failed] == ["address.class"]
+    assert "FAILED  address.class" in str(report)
+    with pytest.raises(CheckFailed, match="1 of 2 checks passed"):
+        report.raise_for_failures()
+
+
+async def test_a_backend_that_cannot_be_made_fails_every_check() -> None:
+    class Unmade(InprocBackend):
+        def __init__(self) -> None:
+            raise RuntimeError("no such library")
+
+    report = await check_backend(Unmade, only=["frame.none"], raising=False)
+    assert report.failed[0].reason == "RuntimeError: no such library"
+
+
+async def test_what_is_not_known_or_has_no_lanes_is_refused() -> None:
+    for kit, what in ((check_backend, "check"), (check_lanes, "check of lanes")):
+        with pytest.raises(BackendUnavailable, match="no backend called 'nowhere'"):
+            await kit("nowhere")
+        with pytest.raises(UsageError, match=f"no {what} is called frame"):
+            await kit("inproc", only=["frame"])
+
+    class Laneless(InprocBackend):
+        capabilities = Capabilities(same_process=True)
+
+    with pytest.raises(UsageError, match="says it has no lanes"):
+        await check_lanes(Laneless)
+
+
+def test_the_command_prints_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inproc", "--only", "close.t*", "--loop", "uvloop"]) == 0
+    printed = capsys.readouterr().out
+    assert "passed  close.twice" in printed
+    assert "2 of 2 checks passed" in printed
+    assert main(["inproc", "--lanes", "--only", "close.t*"]) == 0
+    assert "2 of 2 checks passed" in capsys.readouterr().out
+    assert main(["inproc", "--lanes", "-x", "--setting", "span_bytes=x"]) == 1
+    assert "number is needed" in capsys.readouterr().out
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Names three checks, of which the first two fail and the last one passes."""
+    odd = type("Odd", (Capabilities,), {})
+    monkeypatch.setattr(InprocBackend, "capabilities", odd(same_process=True))
+    unavailable = Availability(available=False, reason="planted")
+    monkeypatch.setattr(
+        InprocBackend, "availability", classmethod(lambda cls: unavailable)
+    )
+    return "address.[acf][lvr][are]*"
+
+
+def test_what_failed_is_repeated_at_the_end(
+    broken: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With whole ids, however narrow the terminal is; they select it with --only."""
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["inproc", "--only", broken]) == 1
+    printed = capsys.readouterr().out
+    every, failed = printed.split("2 failed:\n")
+    assert "passed  address.free" in every
+    assert "FAILED  address.class" in every
+    lines = failed.splitlines()
+    assert lines[0] == "address.class: its capabilities are a Odd"
+    assert lines[1] == "address.available: it says it cannot run here: planted"
+    assert main(["inproc", "-q", "--only", broken]) == 1
+    printed = capsys.readouterr().out
+    assert "passed  " not in printed
+    assert printed.count("address.class") == 1
+    assert printed.splitlines()[-1].startswith("backend 'inproc': ")
+
+
+def test_it_stops_at_the_first_failure(
+    broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inproc", "-x", "--only", broken]) == 1
+    printed = capsys.readouterr().out
+    assert "1 failed:\naddress.class: " in printed
+    assert "address.available" not in printed
+    assert "0 of 1 checks passed" in printed
+
+
+def test_json_is_all_that_it_prints(
+    broken: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inproc", "--json", "--only", broken]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["backend"] == "inproc"
+    assert document["failed"] == 2
+    assert document["passed"] == len(document["checks"]) - 2
+    failed = [check for check in document["checks"] if not check["passed"]]
+    assert [check["id"] for check in failed] == ["address.class", "address.available"]
+    assert failed[0]["reason"] == "its capabilities are a Odd"
+    assert failed[0]["seconds"] > 0
+    assert failed[0]["promise"]
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["inproc", "--only", "nothing"]])
+def test_the_command_says_what_it_does_not_know(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert "nowhere" in printed or "no check matches 'nothing'" in printed
