@@ -218,6 +218,7 @@ class BlockStore(StoreManagement):
         *,
         hash_tokens: HashTokens = None,
         tenant: str = "",
+        after: object = None,
     ) -> StoreRequest:
         """Keep blocks under their hashes. What is there already is only touched.
 
@@ -228,23 +229,29 @@ class BlockStore(StoreManagement):
             hashes: Names of full blocks, in token order; of a grouped cache
                 ``{group: hashes}``. One for each block, if ``hash_tokens`` says nothing
                 else.
-            cache: Where they are; in host memory.
+            cache: Where they are.
             blocks: Their block ids, or ``{group: ids}``.
             hash_tokens: Tokens that one hash stands for, where these are not those of a
                 block: of every group, or of each.
             tenant: Whose they are, of those that the store was opened with.
+            after: Of a cache on a device: an event of torch or CuPy behind which the
+                blocks are written. By default one that is recorded now, on the stream
+                that is current in this thread.
 
         Raises:
-            UsageError: Hashes and blocks do not fit, or the cache is on a device.
+            UsageError: Hashes and blocks do not fit, or the event is none.
+            BackendUnavailable: The cache is on a device that does not work.
             ClosedOK: The store is closed.
 
         Cancel safety: cancelling the await stops the waiting and not the put; its
             blocks are free when ``drained()`` of the request returns.
         """
+        if after is not None or cache.device is not None:
+            after = self._threads.devices.prepare(cache.device, after)
         plan, requests = self._plan(
             hashes, cache, blocks, hash_tokens, tenant, PlanSide.PRODUCER
         )
-        work = PutOperation(self._tiers, requests)
+        work = PutOperation(self._tiers, requests, after)
         return StoreRequest(work, self._begin(work, work.run_as(plan)))
 
     def get(
@@ -255,6 +262,7 @@ class BlockStore(StoreManagement):
         *,
         hash_tokens: HashTokens = None,
         tenant: str = "",
+        after: object = None,
     ) -> StoreRequest:
         """Fill blocks with what was put under some hashes.
 
@@ -263,23 +271,28 @@ class BlockStore(StoreManagement):
 
         Args:
             hashes: See :meth:`put`.
-            cache: Where they are wanted; in host memory.
+            cache: Where they are wanted.
             blocks: The block ids to fill, or ``{group: ids}``.
             hash_tokens: See :meth:`put`.
             tenant: Whose they are.
+            after: Of a cache on a device: see :meth:`put`; nothing queued behind it may
+                use the blocks before the request is drained.
 
         Raises:
-            UsageError: Hashes and blocks do not fit, the cache is on a device, or it
-                cannot be written to.
+            UsageError: Hashes and blocks do not fit, the cache cannot be written to, or
+                the event is none.
+            BackendUnavailable: The cache is on a device that does not work.
             ClosedOK: The store is closed.
 
         Cancel safety: cancelling the await stops the waiting and not the get; its
             blocks are free when ``drained()`` of the request returns.
         """
+        if after is not None or cache.device is not None:
+            after = self._threads.devices.prepare(cache.device, after)
         plan, requests = self._plan(
             hashes, cache, blocks, hash_tokens, tenant, PlanSide.CONSUMER
         )
-        work = GetOperation(self._tiers, requests)
+        work = GetOperation(self._tiers, requests, after)
         return StoreRequest(work, self._begin(work, work.run_as(plan)))
 
     # --- the store --------------------------------------------------------------------
@@ -372,11 +385,6 @@ class BlockStore(StoreManagement):
         self._check_open()
         if not isinstance(cache, PagedCache):
             raise UsageError(f"cache: {type(cache).__name__} is no kvwire.PagedCache")
-        if cache.device is not None:
-            raise UsageError(
-                f"cache: in memory of {cache.device}; a store copies host memory only, "
-                f"so stage the blocks in a cache of the host"
-            )
         if tenant:
             self._tiers.tenants.require(tenant)
         lists = cache.block_lists(blocks)

@@ -13,6 +13,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
 from kvwire.store.cleanup import run_to_completion
+from kvwire.store.device_copies import DeviceCopies
 
 T = TypeVar("T")
 
@@ -23,9 +24,14 @@ TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
-    """Runs the work of one store on a few threads, started when first needed."""
+    """Runs the work of one store on a few threads, started when first needed.
+
+    Attributes:
+        devices: What copies from and to caches of devices, on these threads.
+    """
 
     def __init__(self) -> None:
+        self.devices: DeviceCopies = DeviceCopies()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvwire-store")
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -40,6 +46,7 @@ class Threads:
     def close(self) -> None:
         """End the threads, of which none has anything to do."""
         self._pool.shutdown()
+        self.devices.close()
 
 
 def copy_in_turns(source: Fragments, destination: Fragments) -> None:

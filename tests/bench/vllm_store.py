@@ -43,8 +43,9 @@ _ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
 }
-# Every block of a disk or of Redis passes through memory; this holds a few of a prompt.
-_LITTLE: Final = "memory:4MiB"
+# Every block of a disk or of Redis passes through memory. Prompts that are asked for in
+# turn find little of themselves in this.
+_LITTLE: Final = "memory:64MiB"
 _COMPUTED: Final = "computed, without a store"
 
 
@@ -78,6 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="prompts of each length")
     parser.add_argument("--json", type=Path, help="where every sample goes")
+    parser.add_argument("--only", default=",".join(_MEASURES), help="of these")
     options = parser.parse_args()
     seeds = range(1, options.rounds + 1)
     prompts = [prompt(length, seed) for length in LENGTHS for seed in seeds]
@@ -85,8 +87,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvwire-bench-") as made:
         folder = Path(made)
         start = _Starter(folder, make_model("wide", folder))
-        for measure in (_alone, _on_a_server, _on_a_disk, _on_redis, _on_files):
-            measure(start, found, prompts)
+        _alone(start, found, prompts)
+        for name, measure in _MEASURES.items():
+            if name in options.only.split(","):
+                measure(start, found, prompts)
     _print(found, load)
     if options.json:
         text = {"load": load, "first_s": found.first_s, "wrong": found.wrong}
@@ -195,6 +199,14 @@ def _twice(found: Found, engine: Engine, prompts: list[list[int]], what: str) ->
         found.ask(f"computed, and saved: {what}", engine, prompts)
         _forget(engine)
         found.ask(what, engine, prompts)
+
+
+_MEASURES: Final = {
+    "server": _on_a_server,
+    "disk": _on_a_disk,
+    "redis": _on_redis,
+    "files": _on_files,
+}
 
 
 # --- how ------------------------------------------------------------------------------

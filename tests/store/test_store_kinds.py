@@ -9,7 +9,6 @@ import pytest
 
 from kvwire import BlockStore, KVSpec, PagedCache, PrefillRequest, UsageError
 from kvwire import plan_prefill as plan
-from kvwire.types import Device, MemoryKind
 from tests.store.caches import SPEC, Filled, chain
 
 MEMORY = ["memory:512KiB"]
@@ -204,11 +203,3 @@ async def test_a_block_that_fits_nowhere_is_a_reason(tmp_path: Path) -> None:
         assert "in memory only" in reason
         assert "?slab=" in store.report[tiers[1]]
         assert (await store.get(chain(1), Filled(1, kind).cache, [0])).complete
-
-
-async def test_device_memory_is_refused() -> None:
-    cache = Filled().cache
-    cache.device = Device(MemoryKind.SIMULATED, 0)
-    async with BlockStore.open(MEMORY) as store:
-        with pytest.raises(UsageError, match="copies host memory only"):
-            store.put(chain(1), cache, [0])

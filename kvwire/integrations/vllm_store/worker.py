@@ -20,7 +20,6 @@ import numpy as np
 
 from kvwire import BlockStore, Communicator, Engine, PagedCache, StoreRequest
 from kvwire.config import Config
-from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches, layer_index
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
@@ -48,6 +47,7 @@ class _Load:
         store: BlockStore,
         caches: Sequence[PagedCache],
         wanted: NamedBlocks,
+        after: object,
     ) -> None:
         self.here: list[Future[bool]] = [Future() for _ in caches]
         self.whole: bool = len(caches) == 1
@@ -56,9 +56,11 @@ class _Load:
         async def run(_: Communicator) -> None:
             try:
                 for here, cache in zip(self.here, caches, strict=True):
-                    request = store.get(wanted.hashes, cache, wanted.ids)
+                    request = store.get(wanted.hashes, cache, wanted.ids, after=after)
                     lost = (await request).missing.ids().tolist()
                     self.missing.update(lost)
+                    # Never, if a GPU has failed that may still write to them.
+                    await request.drained()
                     here.set_result(not lost)
                     if lost:
                         logger.warning(
@@ -130,7 +132,8 @@ class StoreWorker:
         """Take the caches of this worker.
 
         Raises:
-            UsageError: They cannot be moved, or are not in host memory.
+            UsageError: They cannot be moved.
+            BackendUnavailable: They are on a GPU that does not work.
         """
         names = sorted(self._shape.layers or tensors, key=layer_index)
         parts = np.array_split(np.array(names), min(self._parts, len(names)))
@@ -142,14 +145,10 @@ class StoreWorker:
                 self._shape, layers=layers, first_layer=first, model_layers=total
             )
             cache = layer_caches(tensors, [shape]).cache
-            if cache.device is not None:
-                raise UsageError(
-                    f"KvwireStoreConnector: the caches lie on {cache.device}, and a "
-                    f"store copies host memory only"
-                )
             self._caches.append(cache)
             self._part_of.update(dict.fromkeys(layers, number))
             first += len(layers)
+            self._recorded(cache)  # before vLLM captures graphs: then none may allocate
         self._sizes = Counter(self._part_of.values())
         logger.info("rank %d: %r in %s", self._shape.rank, self._store, self._caches)
 
@@ -173,9 +172,11 @@ class StoreWorker:
     def start_loads(self) -> None:
         """Begin what this step loads; does not wait."""
         loads, self._step.loads = self._step.loads, []
+        # Behind the kernels that used the blocks before.
+        after = self._recorded(self._caches[0]) if loads else None
         for wanted in loads:
             self._loads[wanted.request_id] = _Load(
-                self._engine, self._store, self._caches, wanted
+                self._engine, self._store, self._caches, wanted, after
             )
 
     def layer_written(self, name: str) -> None:
@@ -255,11 +256,19 @@ class StoreWorker:
             saves = self._saves.setdefault(named.request_id, [])
             saves.append(self._put(self._caches[part], named))
 
+    def _recorded(self, cache: PagedCache) -> object:
+        """Return an event behind this thread's queued work, if a GPU's."""
+        if cache.device is None:
+            return None
+        devices = self._store._threads.devices  # noqa: SLF001 - the library's own
+        return devices.prepare(cache.device, None)
+
     def _put(self, cache: PagedCache, named: NamedBlocks) -> Future[None]:
         """Begin to save blocks; the result comes when they are free."""
+        after = self._recorded(cache)
 
         async def run(_: Communicator) -> None:
-            request = self._store.put(named.hashes, cache, named.ids)
+            request = self._store.put(named.hashes, cache, named.ids, after=after)
             await request.drained()
             self._note(request)
 

@@ -17,8 +17,9 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
-from kvwire.store.cleanup import gather_all
+from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
+from kvwire.store.device_copies import DeviceFailed
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.threads import TURN_BYTES, copy_in_turns
 from kvwire.store.tier_stack import TierStack
@@ -34,14 +35,23 @@ class Operation(ABC):
     Args:
         tiers: The store's tiers.
         requests: What is asked of each group.
+        after: Of a cache on a device: an event behind which it may be touched.
 
     Attributes:
-        drained: Set when nothing touches the caller's blocks any more.
+        drained: Set when nothing touches the caller's blocks any more. A device that
+            has failed while it wrote to them may touch them for good.
     """
 
-    def __init__(self, tiers: TierStack, requests: Sequence[BlockRequest]) -> None:
+    def __init__(
+        self,
+        tiers: TierStack,
+        requests: Sequence[BlockRequest],
+        after: object = None,
+    ) -> None:
         self.tiers = tiers
         self.drained: asyncio.Event = asyncio.Event()
+        self._after = after
+        self._quarantined = False
         self._requests = requests
         self._reasons: list[str] = [""]
         self._codes = {
@@ -64,7 +74,8 @@ class Operation(ABC):
             else:
                 await gather_all(*(self._lane(batches) for _ in range(_LANES)))
         finally:
-            self.drained.set()
+            if not self._quarantined:
+                self.drained.set()
         for request in self._requests:
             self.tiers.touch(request.keys)
         await self.explain()
@@ -161,13 +172,16 @@ class Operation(ABC):
     def settled(self, blocks: int) -> None:
         """Count blocks of the caller's that are not touched any more."""
         self._left -= blocks
-        if not self._left:
+        if not self._left and not self._quarantined:
             self.drained.set()
 
     async def copy(
         self, request: BlockRequest, positions: Ids, slots: Ids, *, into_cache: bool
     ) -> None:
         """Copy images between slots and the caller's cache, on a thread.
+
+        Raises:
+            DeviceFailed: The cache lies on a device that cannot copy.
 
         Cancel safety: the copy is finished first.
         """
@@ -179,10 +193,17 @@ class Operation(ABC):
             cache = request.fragments(positions[which], order)
             images = memory.images(slots[which], request.namespace.image_bytes)
             ends = (images, cache) if into_cache else (cache, images)
-            if images.nbytes <= TURN_BYTES:
+            threads = self.tiers.threads
+            if cache.device is not None:
+                try:
+                    await threads.run(partial(threads.devices.copy, *ends, self._after))
+                except DeviceFailed:
+                    self._quarantined = into_cache
+                    raise
+            elif images.nbytes <= TURN_BYTES:
                 copy_in_turns(*ends)
             else:
-                await self.tiers.threads.run(partial(copy_in_turns, *ends))
+                await threads.run(partial(copy_in_turns, *ends))
         self._last = monotonic()
 
     # --- inside -----------------------------------------------------------------------
@@ -199,7 +220,11 @@ class Operation(ABC):
         for request, positions in batches:
             todo = positions
             while todo.size:
-                todo = todo[~await self.step(request, todo)]
+                try:
+                    todo = todo[~await self.step(request, todo)]
+                except DeviceFailed as exc:
+                    self.lost(request, todo, error_text(exc))
+                    break
 
     def _outcome(self, plan: TransferPlan) -> Outcome:
         """Return what became of each block, as of a transfer of that plan."""

@@ -263,4 +263,5 @@ def _woven(stream: Fragments, walk: Canonical, per_hash: int) -> Fragments:
         lengths[order],
         owner=stream.owner,
         writable=stream.writable,
+        device=stream.device,
     ).merged()

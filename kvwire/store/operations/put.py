@@ -27,6 +27,7 @@ class PutOperation(Operation):
     Args:
         tiers: The store's tiers.
         requests: What is asked of each group.
+        after: See Operation.
         arrived: Slots that were taken for a single request, and have its images.
             ``NO_SLOT`` is left where one was named: others are still the caller's.
     """
@@ -35,9 +36,11 @@ class PutOperation(Operation):
         self,
         tiers: TierStack,
         requests: Sequence[BlockRequest],
+        after: object = None,
+        *,
         arrived: Ids = _NO_SLOTS,
     ) -> None:
-        super().__init__(tiers, requests)
+        super().__init__(tiers, requests, after)
         self._arrived = arrived
         # Blocks that were there before.
         self._present = 0

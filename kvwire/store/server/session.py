@@ -218,7 +218,7 @@ class ClientSession:
                     await self._send(_all(request, BlockResult.FAILED, lost))
                     return
                 blocks = ImageRequest(namespace, keys, images, request.order)
-                put = PutOperation(self._tiers, (blocks,), slots)
+                put = PutOperation(self._tiers, (blocks,), arrived=slots)
                 await self._store._begin(put, put.run())  # noqa: SLF001
             except asyncio.CancelledError:
                 slots = slots[:0]  # the link may still write to them

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from tests.integrations.vllm.fakes import (
     NAMES,
     SHAPE,
 )
+from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import eventually
 
 HASHES = HashScheme(BLOCK_TOKENS).block_hashes(list(range(100, 112)))
@@ -187,3 +190,37 @@ def test_the_address_is_in_a_directory_of_this_user_alone(
     found.parent.chmod(0o755)
     with pytest.raises(UsageError, match="this user alone"):
         address_file("e", 0)
+
+
+def test_caches_on_a_gpu(tmp_path: Path) -> None:
+    """Saved once the kernels before have run, loaded before the ones behind."""
+    with closing(SimulatedDevice()) as device:
+        side = StoreWorker(StoreSettings(), SHAPE, tmp_path / "a")
+        shape = (BLOCKS, HEADS, BLOCK_TOKENS, 2 * DIM)
+        arrays = [device.array(np.zeros(shape, np.float32)) for _ in NAMES]
+        side.register(dict(zip(NAMES, arrays, strict=True)))
+        compute, gate = device.stream(), threading.Event()
+        device.set_current(compute)
+        compute.call(lambda: void(gate.wait()))
+        values = np.random.default_rng(1).random((LAYERS, *shape), np.float32)
+        side.begin_step(StoreStep(saves=[NamedBlocks("p", HASHES, FROM)]))
+        for array, written, name in zip(arrays, values, NAMES, strict=True):
+            compute.call(partial(array.write, written))
+            side.layer_written(name)
+        side.step_written()
+        side.begin_step(StoreStep(leaving={"p"}))
+        assert not side.finished()[0]
+        gate.set()
+        assert eventually(lambda: side.finished()[0] == {"p"})
+        side.begin_step(StoreStep(loads=[NamedBlocks("d", HASHES, INTO)]))
+        side.start_loads()
+        assert eventually(lambda: side.finished()[1] == {"d"})
+        assert not side.take_errors()
+        for array, written in zip(arrays, values, strict=True):
+            assert (array.read()[INTO] == written[FROM]).all()
+        compute.close()
+        side.close()
+
+
+def void(_: object) -> None:
+    """For work whose result nobody wants."""
