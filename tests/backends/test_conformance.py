@@ -18,7 +18,7 @@ from kvwire.config import Config
 from kvwire.security.tls import CredentialFiles
 from kvwire.testing.conformance import CHECKS, Check, Result, run_check
 from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
-from kvwire.testing.conformance.lanes.rig import LaneCheck
+from kvwire.testing.conformance.rig import LaneCheck
 from kvwire.testing.conformance.runner import TIMEOUT_S
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend

@@ -12,12 +12,13 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvwire.testing.conformance.check import CheckFailed
+from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.witness import Verdicts
 
 T = TypeVar("T")
@@ -189,3 +190,43 @@ def open_descriptors() -> set[str]:
         except FileNotFoundError:
             continue  # the descriptor of this very listing
     return found
+
+
+# --- what only shows in numbers: a little that is left, or kept alive -----------------
+
+
+async def require_no_growth(
+    cycle: Callable[[], Awaitable[None]], *, cycles: int, tolerance: int
+) -> None:
+    """Run something many times, and count what there is of what may leak.
+
+    Args:
+        cycle: Begins, ends, and waits until nothing of it is under way.
+        cycles: How often; once more before, for what is made only once.
+        tolerance: So many may be there that were not, for other reasons.
+
+    Cancel safety: as that of ``cycle``.
+    """
+    await cycle()
+    before = _counts()
+    for _ in range(cycles):
+        await cycle()
+    gc.collect()
+    for what, now in _counts().items():
+        was = before[what]
+        require(now <= was + tolerance, f"{was} {what} have become {now}")
+
+
+def require_collected(seen: Sequence[weakref.ref[T]], what: str) -> None:
+    """Nothing may keep these alive any more."""
+    gc.collect()
+    held = sum(alive() is not None for alive in seen)
+    require(not held, f"{held} of {len(seen)} {what} are kept alive")
+
+
+def _counts() -> dict[str, int]:
+    return {
+        "descriptors": len(open_descriptors()),
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+    }

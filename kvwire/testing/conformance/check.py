@@ -60,11 +60,13 @@ class GroupOf(Generic[R]):
 
     Args:
         name: The first part of their ids.
+        parts: Groups of links and of lanes that get each check as well.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *parts: GroupOf[Any]) -> None:
         self.name = name
         self.checks: list[CheckOf[R]] = []
+        self._parts = parts
 
     def check(
         self, name: str, promise: str
@@ -109,13 +111,10 @@ class GroupOf(Generic[R]):
 
         return register
 
-    def include(self, shared: GroupOf[Any]) -> None:
-        """Add the checks that links and lanes share; they have the same ids in both."""
-        self.checks.extend(shared.checks)
-
     def _add(
         self, name: str, promise: str, run: Callable[[R], Awaitable[None]]
     ) -> None:
         check = CheckOf(id=f"{self.name}.{name}", promise=promise, run=run)
         assert all(other.id != check.id for other in self.checks), f"two {check.id}"
-        self.checks.append(check)
+        for group in (self, *self._parts):
+            group.checks.append(check)

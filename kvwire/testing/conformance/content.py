@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ _TABLE: Final = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, np.uint8
 # Lies around and between the pieces of a payload, and must still lie there afterwards.
 _CANARY: Final = 0x5A
 _GAP_BYTES: Final = 3
+# What memory is overwritten with when it is its owner's again.
+POISON: Final = 0xEE
 # A slice takes about as long as this many bytes do by index.
 _SLICE_BYTES: Final = 256
 
@@ -219,3 +221,15 @@ class Memory:
         starts = np.cumsum(self._lengths) - self._lengths
         shifts = np.repeat(self._offsets - starts, self._lengths)
         return shifts + np.arange(self.nbytes, dtype=np.int64)
+
+
+class Owned(Protocol):
+    """A token, or a landing: what knows the memory of one payload."""
+
+    memory: Memory | None
+
+
+def poison(owned: Owned) -> None:
+    """Overwrite memory that is its owner's again, as by who reuses a KV block."""
+    if owned.memory is not None:
+        owned.memory.poison(POISON)

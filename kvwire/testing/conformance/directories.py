@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any, Final, TypeAlias
 
@@ -306,12 +306,13 @@ async def check_directory(
 
     Cancel safety: safe, records of the check under way may stay for their lease.
     """
-
-    def run(check: DirectoryCheck) -> Awaitable[Result]:
-        return run_directory_check(check, url, timeout_s)
-
-    checks = chosen(DIRECTORY_CHECKS, only, " of directories")
-    return await run_all(url.partition(":")[0], checks, run, False, progress, raising)
+    return await run_all(
+        url.partition(":")[0],
+        chosen(DIRECTORY_CHECKS, only, " of directories"),
+        lambda: DirectoryRig(url, timeout_s),
+        raising=raising,
+        progress=progress,
+    )
 
 
 async def run_directory_check(

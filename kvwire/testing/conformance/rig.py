@@ -1,20 +1,146 @@
-"""What a check works with: two backends, a listener, links, and a clean end.
+"""What a check works with: two backends, what joins them, and a clean end.
 
-A rig lives for one check. When it ends it aborts every link, closes every listener and
-then looks for what is left.
+A rig lives for one check. When it ends it aborts every link or lane, closes every
+listener and then looks for what is left.
 """
 
 from __future__ import annotations
 
+import secrets
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from kvwire.backend import Backend, Link, Listener
-from kvwire.testing.conformance.check import CheckOf, GroupOf
-from kvwire.testing.conformance.joined import JoinedRig
+from kvwire.backend import Backend, Landing, Link, LinkHandler, Listener
+from kvwire.backend.lane import LaneContext
+from kvwire.testing.conformance.bench import Bench
+from kvwire.testing.conformance.check import CheckOf, GroupOf, require
+from kvwire.testing.conformance.lane_side import LaneSide
 from kvwire.testing.conformance.side import LinkSide
-from kvwire.types import Address
+from kvwire.testing.conformance.witness import Witness
+from kvwire.types import Address, Role
+
+S = TypeVar("S", bound=Witness)
+
+
+class JoinedRig(Bench, Generic[S]):
+    """Two backends and the sides of what joins them, for one check.
+
+    When it ends it aborts every side and then looks for what is left.
+
+    Args:
+        make: Makes a backend.
+        timeout_s: How long anything that a backend promises may take.
+        alone: No other rig is at work, so that descriptors left are this one's.
+
+    Attributes:
+        near: The backend that connects, or has the clients.
+        far: The backend that listens, or has the servers.
+        sides: Those that have not been forgotten.
+    """
+
+    moves: ClassVar[str]
+    """What is sent: "frame" or "payload"."""
+    ends_both: ClassVar[bool]
+    """Whether a side that closes ends the other one as well."""
+
+    def __init__(
+        self, make: Callable[[], Backend], timeout_s: float, *, alone: bool = True
+    ) -> None:
+        super().__init__(timeout_s, alone=alone)
+        self.near: Backend = make()
+        self.far: Backend = make()
+        self.sides: list[S] = []
+
+    @abstractmethod
+    async def pair(self) -> tuple[S, S]:
+        """Two sides that are joined."""
+
+    @abstractmethod
+    async def held_pair(self) -> tuple[S, S]:
+        """Two sides of which the right one receives nothing before its ``release``."""
+
+    @abstractmethod
+    async def ends(self, side: S) -> None:
+        """Wait until nothing of a side is left under way, or it has closed."""
+
+    # --- waiting ----------------------------------------------------------------------
+
+    async def arrives(self, side: S, count: int) -> None:
+        """Wait until ``count`` frames or payloads have arrived whole, in all."""
+        arrived = side.arrived
+        await self.reaches(lambda: len(arrived), count, f"{self.moves}s at {side.name}")
+
+    async def given_back(self, side: S) -> None:
+        """Wait until every token has been given back."""
+        sent = side.sent
+        await self.reaches(
+            lambda: len(sent),
+            side.lent + len(sent),
+            f"calls of {self.moves}_sent for {side.name}",
+        )
+
+    async def moved(self, sender: S, receiver: S, count: int) -> None:
+        """Wait until ``count`` have arrived in all, and every token is given back."""
+        await self.arrives(receiver, count)
+        await self.given_back(sender)
+
+    async def closes(self, *sides: S) -> None:
+        """Wait until each side has been told that it has closed."""
+        for side in sides:
+            # Not the side itself, which an error that is kept would keep alive.
+            closed, what = side.closed, f"{side.kind}_closed for {side.name}"
+            await self.until(closed.__len__, what)
+
+    async def end(self, *sides: S) -> None:
+        """Wait until each side has been told of a clean end."""
+        await self.closes(*sides)
+        for side in sides:
+            error = side.closed[0]
+            require(error is None, f"{side.name} closed with {error!r} after close")
+
+    async def ends_cleanly(self, closer: S, other: S) -> None:
+        """Wait for the clean end of all that ends when one side has closed."""
+        await self.end(*((closer, other) if self.ends_both else (closer,)))
+
+    # --- the end ----------------------------------------------------------------------
+
+    def forget(self, *sides: S) -> None:
+        """Let go of sides that have ended, so that nothing here keeps them alive."""
+        self.sides = [side for side in self.sides if side not in sides]
+
+    @abstractmethod
+    def abort_all(self) -> None:
+        """Abort everything there is."""
+
+    @abstractmethod
+    async def stop_listening(self) -> None:
+        """Close every listener."""
+
+    async def aclose(self) -> None:
+        """End everything, and look for what is left.
+
+        Raises:
+            CheckFailed: Something is, or a promise was broken on the way.
+
+        Cancel safety: not cancel safe; links and lanes may stay open.
+        """
+        try:
+            self.abort_all()
+            await self.closes(*(side for side in self.sides if side.begun))
+            await self.stop_listening()
+            for backend in (self.near, self.far):
+                await self.within(backend.aclose(), "aclose")
+            await self.settle()
+            for side in self.sides:
+                times, expected = len(side.closed), int(side.begun)
+                said = f"{side.name}: {side.kind}_closed was called {times} times"
+                require(times == expected, f"{said}, not {expected}")
+            self.forget(*self.sides)
+            await self.nothing_left()
+        finally:
+            self.stop_watching()
 
 
 class Rig(JoinedRig[LinkSide]):
@@ -141,9 +267,133 @@ class Rig(JoinedRig[LinkSide]):
         self._links.clear()
 
 
+# Where the control link would lead; the kit relays descriptors itself.
+_CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
+
+
+class LaneRig(JoinedRig[LaneSide]):
+    """Two backends joined by lanes, for one check.
+
+    Args:
+        make: Makes a backend.
+        settings: The user's settings for it.
+        timeout_s: How long anything that a lane promises may take.
+        address: Where the far backend listens while the rig lives; None for nowhere.
+    """
+
+    moves = "payload"
+    ends_both = False
+
+    def __init__(
+        self,
+        make: Callable[[], Backend],
+        settings: Mapping[str, str],
+        timeout_s: float,
+        address: Address | None = None,
+    ) -> None:
+        super().__init__(make, timeout_s)
+        self._settings = settings
+        self._opened = 0
+        self._address = address or _CONTROL_ADDRESS
+        self._listener: Listener | None = None
+
+    async def open(self) -> None:
+        """Listen with the far backend, if it was said where."""
+        if self._address is not _CONTROL_ADDRESS:
+            self._listener = await self.within(
+                self.far.listen(self._address, _welcome), "listen"
+            )
+            self._address = self._listener.address
+
+    async def pair(self) -> tuple[LaneSide, LaneSide]:
+        """Make a lane that is up: the client's side (left) and the server's (right)."""
+        left, right = self.prepare()
+        await self.join(left, right)
+        return left, right
+
+    async def held_pair(self) -> tuple[LaneSide, LaneSide]:
+        """See JoinedRig: the right side leaves what comes in its inbox."""
+        left, right = await self.pair()
+        right.holding = True
+        return left, right
+
+    def prepare(self) -> tuple[LaneSide, LaneSide]:
+        """Both sides of a lane, not joined."""
+        self._opened += 1
+        secret = secrets.token_bytes(32)
+        left = self._open("left", self.near, Role.CLIENT, secret)
+        right = self._open("right", self.far, Role.SERVER, secret)
+        left.across, right.across = right, left
+        return left, right
+
+    async def join(self, left: LaneSide, right: LaneSide) -> None:
+        """Bring a lane up, in the order of a connection's handshake."""
+        await self.within(right.join(left.lane.bootstrap), "the server's join")
+        await self.within(left.join(right.lane.bootstrap), "the client's join")
+
+    def _open(self, name: str, backend: Backend, role: Role, secret: bytes) -> LaneSide:
+        context = LaneContext(
+            role=role,
+            number=self._opened % 16 + 1,
+            secret=secret,
+            remote_address=self._address,
+            settings=self._settings,
+        )
+        side = LaneSide(name, backend.open_lane(context), self.verdicts)
+        self.sides.append(side)
+        return side
+
+    # --- waiting ----------------------------------------------------------------------
+
+    async def ends(self, side: LaneSide) -> None:
+        """Wait until nothing of a side is left open, or it has closed."""
+        await self.until(
+            lambda: side.closed or not (side.lent or side.expected),
+            f"{side.name}: its payloads end, or the lane does",
+        )
+
+    def abort_all(self) -> None:
+        """See Joined."""
+        for side in self.sides:
+            side.abort()
+
+    async def stop_listening(self) -> None:
+        """See Joined.
+
+        Cancel safety: not cancel safe; the listener may stay open.
+        """
+        if self._listener is not None:
+            await self.within(self._listener.close(), "the listener's close")
+
+
+AnyRig: TypeAlias = JoinedRig[Any]
 Check: TypeAlias = CheckOf[Rig]
 """A check of links."""
+LaneCheck: TypeAlias = CheckOf[LaneRig]
+"""A check of lanes."""
+Group: TypeAlias = GroupOf[Rig]
+LaneGroup: TypeAlias = GroupOf[LaneRig]
 
 
-class Group(GroupOf[Rig]):
-    """Checks of links about one subject."""
+class _Stranger(LinkHandler):
+    """Ends every link: whoever comes in here is a lane, or nobody."""
+
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        link.abort()
+        return Landing(0, None)
+
+    def body_received(self, link: Link, landing: Landing) -> None:
+        return
+
+    def frame_sent(self, link: Link, token: object) -> None:
+        return
+
+    def link_writable(self, link: Link) -> None:
+        return
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        return
+
+
+def _welcome(link: Link) -> None:
+    link.start(_Stranger())

@@ -1,9 +1,9 @@
-"""Runs the checks."""
+"""Runs the checks of links."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from kvwire.backend import Backend, registry
@@ -45,25 +45,21 @@ R = TypeVar("R", bound=Opened)
 # What a backend does at once on a quiet machine gets this long on a loaded one.
 TIMEOUT_S = 5.0
 
-CHECKS: tuple[Check, ...] = tuple(
-    check
-    for module in (
-        addresses,
-        frames,
-        order,
-        memory,
-        callbacks,
-        flushing,
-        pausing,
-        pressure,
-        closing,
-        aborting,
-        cancelling,
-        isolation,
-        leaks,
-        threads,
-    )
-    for check in module.group.checks
+CHECKS: tuple[Check, ...] = (
+    *addresses.links.checks,
+    *frames.links.checks,
+    *order.links.checks,
+    *memory.links.checks,
+    *callbacks.links.checks,
+    *flushing.links.checks,
+    *pausing.links.checks,
+    *pressure.links.checks,
+    *closing.links.checks,
+    *aborting.links.checks,
+    *cancelling.links.checks,
+    *isolation.links.checks,
+    *leaks.links.checks,
+    *threads.links.checks,
 )
 """Every check, in the order they run."""
 
@@ -100,14 +96,20 @@ async def check_backend(
 
     Cancel safety: safe, links of the check under way may stay open.
     """
-    make, cls = _maker(backend)
-    where = _address(cls, address)
-
-    def run(check: Check) -> Awaitable[Result]:
-        return run_check(check, make, where, timeout_s)
-
-    checks = chosen(CHECKS, only)
-    return await run_all(cls.scheme, checks, run, first_only, progress, raising)
+    cls = registry.load(backend) if isinstance(backend, str) else backend
+    make = (lambda: cls) if isinstance(cls, Backend) else cls
+    if address is None:
+        host = "" if cls.capabilities.same_process else "127.0.0.1"
+        address = Address(cls.scheme, host)
+    where = Address.parse(address)
+    return await run_all(
+        cls.scheme,
+        chosen(CHECKS, only),
+        lambda: Rig(make, where, timeout_s),
+        raising=raising,
+        first_only=first_only,
+        progress=progress,
+    )
 
 
 async def run_check(
@@ -149,12 +151,13 @@ async def run_on(make_rig: Callable[[], R], check: CheckOf[R]) -> Result:
 async def run_all(
     scheme: str,
     checks: Sequence[CheckOf[R]],
-    run: Callable[[CheckOf[R]], Awaitable[Result]],
-    first_only: bool,
-    progress: Callable[[Result], None] | None,
+    make_rig: Callable[[], R],
+    *,
     raising: bool,
+    first_only: bool = False,
+    progress: Callable[[Result], None] | None = None,
 ) -> Report:
-    """Run checks one after the other, if wanted up to the first that fails.
+    """Run checks one after the other, each on a rig of its own.
 
     Raises:
         CheckFailed: A check failed, and ``raising`` is true.
@@ -163,7 +166,7 @@ async def run_all(
     """
     results: list[Result] = []
     for check in checks:
-        results.append(await run(check))
+        results.append(await run_on(make_rig, check))
         if progress is not None:
             progress(results[-1])
         if first_only and not results[-1].passed:
@@ -195,18 +198,3 @@ def _reason_of(error: Exception) -> str:
     if isinstance(error, CheckFailed):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _maker(
-    backend: Backend | type[Backend] | str,
-) -> tuple[Callable[[], Backend], type[Backend]]:
-    if isinstance(backend, Backend):
-        return lambda: backend, type(backend)
-    cls = registry.load(backend) if isinstance(backend, str) else backend
-    return cls, cls
-
-
-def _address(cls: type[Backend], address: Address | str | None) -> Address:
-    if address is not None:
-        return Address.parse(address)
-    return Address(cls.scheme, "" if cls.capabilities.same_process else "127.0.0.1")

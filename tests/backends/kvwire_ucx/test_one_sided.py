@@ -18,8 +18,8 @@ from kvwire.errors import ProtocolError
 from kvwire.kv.layout import AxisOrder
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.content import Memory
-from kvwire.testing.conformance.lanes.rig import LaneRig
-from kvwire.testing.conformance.lanes.side import Parcel
+from kvwire.testing.conformance.lane_side import Parcel
+from kvwire.testing.conformance.rig import LaneRig
 from kvwire.testing.harness import Loopback
 from kvwire_ucx import UcxBackend, one_sided
 from kvwire_ucx import lane as lane_module

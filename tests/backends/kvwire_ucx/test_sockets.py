@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvwire.testing.conformance.lanes.rig import LaneRig
+from kvwire.testing.conformance.rig import LaneRig
 from kvwire_ucx import UcxBackend, worker
 from kvwire_ucx.sockets import SAME_HOST_CONGESTION, unpace
 from tests.backends.kvwire_ucx.support import TCP, needs_ucx

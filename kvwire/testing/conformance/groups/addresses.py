@@ -10,7 +10,7 @@ from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.types import Address
 
-group: Group = Group("address")
+links: Group = Group("address")
 
 
 async def _refuses(rig: Rig, address: Address) -> None:
@@ -37,7 +37,7 @@ def _abort(link: Link) -> None:
     link.abort()
 
 
-@group.check("class", "The class says its scheme, contract version and capabilities")
+@links.check("class", "The class says its scheme, contract version and capabilities")
 async def _class(rig: Rig) -> None:
     backend = type(rig.near)
     require(backend.scheme == rig.address.scheme, f"its scheme is {backend.scheme!r}")
@@ -49,7 +49,7 @@ async def _class(rig: Rig) -> None:
     require(kind is Capabilities, f"its capabilities are a {kind.__name__}")
 
 
-@group.check("available", "availability() says in one line why it can run here")
+@links.check("available", "availability() says in one line why it can run here")
 async def _available(rig: Rig) -> None:
     said = type(rig.near).availability()
     require(isinstance(said, Availability), f"it returned {said!r}")
@@ -57,38 +57,38 @@ async def _available(rig: Rig) -> None:
     require(len(said.reason.splitlines()) == 1, f"not one line: {said.reason!r}")
 
 
-@group.check("bound", "A listener's address can be connected to")
+@links.check("bound", "A listener's address can be connected to")
 async def _bound(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.connect(listener.address)
     await rig.accept()
 
 
-@group.check("scheme", "A listener's address has the backend's scheme")
+@links.check("scheme", "A listener's address has the backend's scheme")
 async def _scheme(rig: Rig) -> None:
     address = (await rig.listen()).address
     require(address.scheme == rig.near.scheme, f"the address is {address!r}")
 
 
-@group.check("text", "A listener's address survives being written and read")
+@links.check("text", "A listener's address survives being written and read")
 async def _text(rig: Rig) -> None:
     address = (await rig.listen()).address
     read = Address.parse(str(address))
     require(read == address, f"{address!r} was read back as {read!r}")
 
 
-@group.check("free", "Two listeners on any free address get two addresses")
+@links.check("free", "Two listeners on any free address get two addresses")
 async def _free(rig: Rig) -> None:
     first, second = await rig.listen(), await rig.listen()
     require(first.address != second.address, f"both are {first.address}")
 
 
-@group.check("conflict", "Listening on a taken address is an OSError")
+@links.check("conflict", "Listening on a taken address is an OSError")
 async def _conflict(rig: Rig) -> None:
     await _conflicts(rig, (await rig.listen()).address)
 
 
-@group.check("conflict-harmless", "A refused listen leaves the first listener alone")
+@links.check("conflict-harmless", "A refused listen leaves the first listener alone")
 async def _conflict_harmless(rig: Rig) -> None:
     listener = await rig.listen()
     await _conflicts(rig, listener.address)
@@ -96,7 +96,7 @@ async def _conflict_harmless(rig: Rig) -> None:
     await rig.accept()
 
 
-@group.check("again", "An address can be listened on again after close")
+@links.check("again", "An address can be listened on again after close")
 async def _again(rig: Rig) -> None:
     first = await rig.listen()
     await first.close()
@@ -106,7 +106,7 @@ async def _again(rig: Rig) -> None:
     await rig.accept()
 
 
-@group.check("again-in-use", "An address can be listened on again while old links live")
+@links.check("again-in-use", "An address can be listened on again while old links live")
 async def _again_in_use(rig: Rig) -> None:
     listener = await rig.listen()
     left, right = await rig.pair(listener)
@@ -116,14 +116,14 @@ async def _again_in_use(rig: Rig) -> None:
     await rig.arrives(right, 1)
 
 
-@group.check("refused", "Connecting where nobody listens is an OSError")
+@links.check("refused", "Connecting where nobody listens is an OSError")
 async def _refused(rig: Rig) -> None:
     listener = await rig.listen()
     await listener.close()
     await _refuses(rig, listener.address)
 
 
-@group.check("refused-harmless", "A refused connect does not spoil the next one")
+@links.check("refused-harmless", "A refused connect does not spoil the next one")
 async def _refused_harmless(rig: Rig) -> None:
     gone = await rig.listen()
     await gone.close()
@@ -133,20 +133,20 @@ async def _refused_harmless(rig: Rig) -> None:
     await rig.arrives(right, 1)
 
 
-@group.check("close-twice", "Closing a listener twice does no harm")
+@links.check("close-twice", "Closing a listener twice does no harm")
 async def _close_twice(rig: Rig) -> None:
     listener = await rig.listen()
     await listener.close()
     await listener.close()
 
 
-@group.check("close-idle", "A listener that never had a link closes at once")
+@links.check("close-idle", "A listener that never had a link closes at once")
 async def _close_idle(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.within(listener.close(), "listener.close")
 
 
-@group.check("close-keeps-links", "Closing a listener leaves accepted links alive")
+@links.check("close-keeps-links", "Closing a listener leaves accepted links alive")
 async def _close_keeps_links(rig: Rig) -> None:
     listener = await rig.listen()
     left, right = await rig.pair(listener)
@@ -157,7 +157,7 @@ async def _close_keeps_links(rig: Rig) -> None:
     await rig.arrives(left, 1)
 
 
-@group.check("accept-once", "accept gets exactly one link for each connect")
+@links.check("accept-once", "accept gets exactly one link for each connect")
 async def _accept_once(rig: Rig) -> None:
     listener = await rig.listen()
     for _ in range(10):
@@ -167,7 +167,7 @@ async def _accept_once(rig: Rig) -> None:
     require(not rig.unaccepted, f"{rig.unaccepted} more links came in")
 
 
-@group.check("accept-together", "Sixteen connects at once all succeed")
+@links.check("accept-together", "Sixteen connects at once all succeed")
 async def _accept_together(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.within(
@@ -177,7 +177,7 @@ async def _accept_together(rig: Rig) -> None:
         await rig.accept()
 
 
-@group.check("accept-unstarted", "A link that came in receives nothing before start")
+@links.check("accept-unstarted", "A link that came in receives nothing before start")
 async def _accept_unstarted(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.send(100)
@@ -186,7 +186,7 @@ async def _accept_unstarted(rig: Rig) -> None:
     await rig.arrives(right, 1)
 
 
-@group.check("accept-raises", "An error in accept costs that link, not the listener")
+@links.check("accept-raises", "An error in accept costs that link, not the listener")
 async def _accept_raises(rig: Rig) -> None:
     calls: list[Link] = []
 
@@ -205,7 +205,7 @@ async def _accept_raises(rig: Rig) -> None:
     await rig.until(lambda: len(calls) == 2, "accept is called again")
 
 
-@group.check("remote", "remote_address of a connected link is where it connected to")
+@links.check("remote", "remote_address of a connected link is where it connected to")
 async def _remote(rig: Rig) -> None:
     listener = await rig.listen()
     link = await rig.connect(listener.address)
@@ -215,7 +215,7 @@ async def _remote(rig: Rig) -> None:
     )
 
 
-@group.check("remote-in", "remote_address of an accepted link is an address or None")
+@links.check("remote-in", "remote_address of an accepted link is an address or None")
 async def _remote_in(rig: Rig) -> None:
     listener = await rig.listen()
     await rig.connect(listener.address)
@@ -223,7 +223,7 @@ async def _remote_in(rig: Rig) -> None:
     require(remote is None or isinstance(remote, Address), f"it is {remote!r}")
 
 
-@group.check("aclose", "A backend without links can be closed, and twice")
+@links.check("aclose", "A backend without links can be closed, and twice")
 async def _aclose(rig: Rig) -> None:
     backend = rig.make()
     await backend.aclose()

@@ -10,7 +10,7 @@ from kvwire.backend import Listener
 from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.rig import Group, Rig
 
-group: Group = Group("cancel")
+links: Group = Group("cancel")
 
 T = TypeVar("T")
 # A coroutine that waits more often than this waits for something that never comes.
@@ -86,12 +86,12 @@ async def _cancel_everywhere(rig: Rig) -> None:
     raise CheckFailed(f"connect waits more than {_SUSPENSIONS_MAX} times")
 
 
-@group.check("connect", "connect cancelled wherever it waits leaves nothing")
+@links.check("connect", "connect cancelled wherever it waits leaves nothing")
 async def _connect(rig: Rig) -> None:
     await _cancel_everywhere(rig)
 
 
-@group.check("connect-peer", "The other side of a cancelled connect ends by itself")
+@links.check("connect-peer", "The other side of a cancelled connect ends by itself")
 async def _connect_peer(rig: Rig) -> None:
     await _cancel_everywhere(rig)
     while rig.unaccepted:
@@ -100,7 +100,7 @@ async def _connect_peer(rig: Rig) -> None:
         await rig.closes(side)
 
 
-@group.check("connect-then", "After a cancelled connect the next one succeeds")
+@links.check("connect-then", "After a cancelled connect the next one succeeds")
 async def _connect_then(rig: Rig) -> None:
     await _cancel_everywhere(rig)
     while rig.unaccepted:
@@ -110,7 +110,7 @@ async def _connect_then(rig: Rig) -> None:
     await rig.arrives(right, 1)
 
 
-@group.check("connect-refused", "A connect that will be refused can be cancelled")
+@links.check("connect-refused", "A connect that will be refused can be cancelled")
 async def _connect_refused(rig: Rig) -> None:
     listener = await rig.listen()
     await listener.close()
@@ -120,7 +120,7 @@ async def _connect_refused(rig: Rig) -> None:
         return  # it was refused before it ever waited
 
 
-@group.check("listen", "listen cancelled wherever it waits leaves nothing bound")
+@links.check("listen", "listen cancelled wherever it waits leaves nothing bound")
 async def _listen(rig: Rig) -> None:
     first = await rig.listen()
     address = first.address
@@ -137,7 +137,7 @@ async def _listen(rig: Rig) -> None:
     require(again.address == address, f"it got {again.address}")
 
 
-@group.check("listener-close", "A cancelled Listener.close closes all the same")
+@links.check("listener-close", "A cancelled Listener.close closes all the same")
 async def _listener_close(rig: Rig) -> None:
     for suspension in range(_SUSPENSIONS_MAX):
         listener: Listener = await rig.listen()

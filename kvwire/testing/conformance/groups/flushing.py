@@ -7,10 +7,10 @@ from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import LinkSide
 
-group: Group = Group("flush")
+links: Group = Group("flush")
 
 
-@group.pair("nothing", "flush with an empty queue does nothing")
+@links.pair("nothing", "flush with an empty queue does nothing")
 async def _nothing(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(10):
         left.flush()
@@ -19,7 +19,7 @@ async def _nothing(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(not left.writable, "link_writable came although nothing was left")
 
 
-@group.pair("again", "A second flush sends nothing twice")
+@links.pair("again", "A second flush sends nothing twice")
 async def _again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(30):
         left.queue(100_000)
@@ -30,14 +30,14 @@ async def _again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(right.arrived == list(range(30)), f"{len(right.arrived)} frames for 30")
 
 
-@group.pair("needed-once", "One flush is enough, however much is queued")
+@links.pair("needed-once", "One flush is enough, however much is queued")
 async def _needed_once(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.queue_many(40, MIB)
     left.flush()
     await rig.moved(left, right, 40)
 
 
-@group.check("unflushed-then", "Frames queued on a full link go with the next flush")
+@links.check("unflushed-then", "Frames queued on a full link go with the next flush")
 async def _unflushed_then(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     left.send_many(20, MIB)
@@ -47,7 +47,7 @@ async def _unflushed_then(rig: Rig) -> None:
     await rig.moved(left, right, 40)
 
 
-@group.pair("in-callbacks", "flush from within every callback is harmless")
+@links.pair("in-callbacks", "flush from within every callback is harmless")
 async def _in_callbacks(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for side in (left, right):
         _flush_always(side)
@@ -66,7 +66,7 @@ def _flush_always(side: LinkSide) -> None:
     side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
 
 
-@group.pair("closed", "flush on a closed link is harmless")
+@links.pair("closed", "flush on a closed link is harmless")
 async def _closed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.close()
     await rig.closes(left, right)

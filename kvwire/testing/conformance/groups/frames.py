@@ -6,12 +6,11 @@ from itertools import product
 
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.check import require
-from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern
-from kvwire.testing.conformance.poison import poison
+from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern, poison
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import LinkSide
 
-group: Group = Group("frame")
+links: Group = Group("frame")
 
 _SIZES = {
     **{str(n): n for n in (0, 1, 2, 31, 32, 33, 255, 4095, 4096, 4097)},
@@ -24,7 +23,7 @@ _SIZES = {
 }
 
 
-@group.each("size", "A frame of {} bytes of payload arrives whole", _SIZES)
+@links.each("size", "A frame of {} bytes of payload arrives whole", _SIZES)
 async def _size(rig: Rig, size: int) -> None:
     left, right = await rig.pair()
     left.send(size)
@@ -34,7 +33,7 @@ async def _size(rig: Rig, size: int) -> None:
 _SMALL = {"0": 0, "1": 1, "4KiB": 4 * KIB, "16KiB": 16 * KIB, "64KiB": 64 * KIB}
 
 
-@group.each(
+@links.each(
     "untokened", "Without a token, memory of {} bytes is free after flush", _SMALL
 )
 async def _untokened(rig: Rig, size: int) -> None:
@@ -43,7 +42,7 @@ async def _untokened(rig: Rig, size: int) -> None:
     await rig.arrives(right, 20)
 
 
-@group.each("untokened-full", "The same of {} bytes when the transport is full", _SMALL)
+@links.each("untokened-full", "The same of {} bytes when the transport is full", _SMALL)
 async def _untokened_full(rig: Rig, size: int) -> None:
     left, right = await rig.pair(start_right=False)
     left.send(16 * MIB)
@@ -52,7 +51,7 @@ async def _untokened_full(rig: Rig, size: int) -> None:
     await rig.arrives(right, 21)
 
 
-@group.pair("untokened-cut", "The same for fragments")
+@links.pair("untokened-cut", "The same for fragments")
 async def _untokened_cut(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     _send_and_reuse(left, 40_000, CUTS["odd-pages"])
     await rig.arrives(right, 20)
@@ -66,7 +65,7 @@ def _send_and_reuse(left: LinkSide, size: int, cut: Cut | None = None) -> None:
         poison(sent)
 
 
-@group.pair("untokened-batch", "Memory is free only after flush, and for all queued")
+@links.pair("untokened-batch", "Memory is free only after flush, and for all queued")
 async def _untokened_batch(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     queued = [left.queue(1000, token=False) for _ in range(100)]
     left.flush()
@@ -75,14 +74,14 @@ async def _untokened_batch(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 100)
 
 
-@group.pair("none", "A frame without payload, its token given back")
+@links.pair("none", "A frame without payload, its token given back")
 async def _none(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     token = left.send(0)
     await rig.moved(left, right, 1)
     require(left.sent == [token] or left.sent[0] is token, "another token came back")
 
 
-@group.pair("empty", "An empty view as payload, or as landing, is no payload")
+@links.pair("empty", "An empty view as payload, or as landing, is no payload")
 async def _empty(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length)
     left.queue(0, memory=Memory(0))
@@ -91,7 +90,7 @@ async def _empty(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.moved(left, right, 2)
 
 
-@group.pair("headers", "Every bit of a header arrives")
+@links.pair("headers", "Every bit of a header arrives")
 async def _headers(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for bit in range(64):
         left.queue(0, number=1 << bit)
@@ -101,7 +100,7 @@ async def _headers(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(right.arrived[:64] == [1 << bit for bit in range(64)], "numbers changed")
 
 
-@group.pair("read-only", "Read-only memory can be sent")
+@links.pair("read-only", "Read-only memory can be sent")
 async def _read_only(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for number in range(3):
         data = memoryview(pattern(number, 100_000).tobytes())
@@ -111,7 +110,7 @@ async def _read_only(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.moved(left, right, 3)
 
 
-@group.pair("shared", "One memory can be sent in two frames at once")
+@links.pair("shared", "One memory can be sent in two frames at once")
 async def _shared(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(MIB)
     memory.fill(pattern(9, MIB))
@@ -127,7 +126,7 @@ _KINDS = {
 }
 
 
-@group.each("kinds", "Payload goes from {}", _KINDS)
+@links.each("kinds", "Payload goes from {}", _KINDS)
 async def _kinds(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
     source, destination = kinds
     left, right = await rig.pair()
@@ -138,7 +137,7 @@ async def _kinds(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
     await rig.moved(left, right, 2)
 
 
-@group.each("small-kinds", "A payload of 100 bytes lands in {}", CUTS)
+@links.each("small-kinds", "A payload of 100 bytes lands in {}", CUTS)
 async def _small_kinds(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda head: Memory(head.length, cut)
@@ -147,7 +146,7 @@ async def _small_kinds(rig: Rig, cut: Cut | None) -> None:
     await rig.moved(left, right, 5)
 
 
-@group.each("dropped", "A payload from {} that lands nowhere is dropped whole", CUTS)
+@links.each("dropped", "A payload from {} that lands nowhere is dropped whole", CUTS)
 async def _dropped(rig: Rig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda head: None if head.number % 2 else Memory(head.length)
@@ -156,21 +155,21 @@ async def _dropped(rig: Rig, cut: Cut | None) -> None:
     await rig.moved(left, right, 6)
 
 
-@group.pair("many-fragments", "20,000 fragments go into 30,000 others")
+@links.pair("many-fragments", "20,000 fragments go into 30,000 others")
 async def _many_fragments(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length, lambda total: [20] * (total // 20))
     left.send(600_000, lambda total: [30] * (total // 30))
     await rig.moved(left, right, 1)
 
 
-@group.pair("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
+@links.pair("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
 async def _large_fragments(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length, lambda total: [total - MIB, MIB])
     left.send(4 * MIB, lambda total: [MIB] * (total // MIB))
     await rig.moved(left, right, 1)
 
 
-@group.pair("touching", "Fragments that touch in memory are still one after another")
+@links.pair("touching", "Fragments that touch in memory are still one after another")
 async def _touching(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(90_000)
     memory.fill(pattern(0, 90_000))

@@ -9,15 +9,15 @@ from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import LinkSide
 
-group: Group = Group("isolation")
+links: Group = Group("isolation")
 
 
-@group.check("two", "Frames of two links do not mix")
+@links.check("two", "Frames of two links do not mix")
 async def _two(rig: Rig) -> None:
     await _unmixed(rig, links=2, frames=20)
 
 
-@group.check("sixteen", "Frames of sixteen links do not mix")
+@links.check("sixteen", "Frames of sixteen links do not mix")
 async def _sixteen(rig: Rig) -> None:
     await _unmixed(rig, links=16, frames=4)
 
@@ -31,7 +31,7 @@ async def _unmixed(rig: Rig, *, links: int, frames: int) -> None:
     await _all_own(rig, pairs, frames)
 
 
-@group.check("listeners", "Links of two listeners come to the right one")
+@links.check("listeners", "Links of two listeners come to the right one")
 async def _listeners(rig: Rig) -> None:
     seen: dict[str, list[Link]] = {"first": [], "second": []}
     first = await rig.listen(accept=seen["first"].append)
@@ -72,7 +72,7 @@ _HOOKS = {
 }
 
 
-@group.each(
+@links.each(
     "raises",
     "A handler that raises in {} loses its link, with the error",
     _HOOKS,
@@ -95,7 +95,7 @@ async def _raises(rig: Rig, hook: str) -> None:
 _MISFITS = {"shorter": -1, "longer": 1}
 
 
-@group.each(
+@links.each(
     "misfit", "A destination {} than its payload is not written beyond", _MISFITS
 )
 async def _misfit(rig: Rig, difference: int) -> None:
@@ -110,7 +110,7 @@ async def _misfit(rig: Rig, difference: int) -> None:
     require(memory.gaps_are_whole(), "memory beside the destination was written")
 
 
-@group.pair("reversed", "Each backend can listen and connect at once")
+@links.pair("reversed", "Each backend can listen and connect at once")
 async def _reversed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     links: list[Link] = []
     listener = await rig.near.listen(rig.address, links.append)

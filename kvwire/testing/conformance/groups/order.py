@@ -8,7 +8,7 @@ from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding, LinkSide
 
-group: Group = Group("order")
+links: Group = Group("order")
 
 _MIXES: dict[str, list[int]] = {
     "empty": [0] * 1000,
@@ -21,7 +21,7 @@ _MIXES: dict[str, list[int]] = {
 }
 
 
-@group.each("one-flush", "Frames queued before one flush come in order: {}", _MIXES)
+@links.each("one-flush", "Frames queued before one flush come in order: {}", _MIXES)
 async def _one_flush(rig: Rig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
@@ -30,7 +30,7 @@ async def _one_flush(rig: Rig, sizes: list[int]) -> None:
     await _all_arrive(rig, left, right, len(sizes))
 
 
-@group.each("each-flushed", "Frames flushed one by one come in order: {}", _MIXES)
+@links.each("each-flushed", "Frames flushed one by one come in order: {}", _MIXES)
 async def _each_flushed(rig: Rig, sizes: list[int]) -> None:
     left, right = await rig.pair()
     for size in sizes:
@@ -38,7 +38,7 @@ async def _each_flushed(rig: Rig, sizes: list[int]) -> None:
     await _all_arrive(rig, left, right, len(sizes))
 
 
-@group.pair("kinds", "Views, fragments and frames without token come in order")
+@links.pair("kinds", "Views, fragments and frames without token come in order")
 async def _kinds(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     cuts = list(CUTS.values())
     right.land = lambda head: Memory(head.length, cuts[head.number * 5 % len(cuts)])
@@ -48,7 +48,7 @@ async def _kinds(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _all_arrive(rig, left, right, 120)
 
 
-@group.pair("thousands", "3,000 small frames at once come in order")
+@links.pair("thousands", "3,000 small frames at once come in order")
 async def _thousands(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for i in range(3000):
         left.queue(i % 7, token=i % 100 == 0)
@@ -56,7 +56,7 @@ async def _thousands(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _all_arrive(rig, left, right, 3000)
 
 
-@group.pair("both-ways", "Bulk in both directions at once does not lock up")
+@links.pair("both-ways", "Bulk in both directions at once does not lock up")
 async def _both_ways(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(8):
         left.queue(2 * MIB)
@@ -67,7 +67,7 @@ async def _both_ways(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _all_arrive(rig, right, left, 8)
 
 
-@group.pair("both-ways-cut", "The same with fragments on both sides")
+@links.pair("both-ways-cut", "The same with fragments on both sides")
 async def _both_ways_cut(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length, CUTS["uneven"])
     left.land = lambda head: Memory(head.length, CUTS["pages"])
@@ -80,7 +80,7 @@ async def _both_ways_cut(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _all_arrive(rig, right, left, 4)
 
 
-@group.check("both-ways-full", "The same when neither reads at first")
+@links.check("both-ways-full", "The same when neither reads at first")
 async def _both_ways_full(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     left.start()
@@ -91,7 +91,7 @@ async def _both_ways_full(rig: Rig) -> None:
     await _all_arrive(rig, right, left, 20)
 
 
-@group.pair("echo", "Frames sent from within body_received come in order")
+@links.pair("echo", "Frames sent from within body_received come in order")
 async def _echo(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def echo(landing: KitLanding) -> None:
@@ -104,7 +104,7 @@ async def _echo(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _all_arrive(rig, right, left, 20)
 
 
-@group.pair("ping-pong", "200 frames go to and fro, each after the one before")
+@links.pair("ping-pong", "200 frames go to and fro, each after the one before")
 async def _ping_pong(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def echo(landing: KitLanding) -> None:
@@ -117,7 +117,7 @@ async def _ping_pong(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _all_arrive(rig, right, left, 200)
 
 
-@group.pair("sent-chain", "Frames sent from within frame_sent come in order")
+@links.pair("sent-chain", "Frames sent from within frame_sent come in order")
 async def _sent_chain(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def more(_: object) -> None:

@@ -14,7 +14,7 @@ from kvwire.testing.conformance.content import Head
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import LinkSide
 
-group: Group = Group("pause")
+links: Group = Group("pause")
 
 Run = Callable[[Rig, LinkSide, LinkSide], Awaitable[None]]
 
@@ -26,7 +26,7 @@ def _check(name: str, promise: str) -> Callable[[Run], None]:
     """Register the decorated coroutine as a check of what has these calls."""
 
     def register(run: Run) -> None:
-        @group.check(name, promise)
+        @links.check(name, promise)
         async def _unless_it_cannot(rig: Rig) -> None:
             left, right = await rig.pair()
             if right.link.pausable:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from kvwire.limits import HEADER_BYTES, MIB
+from kvwire.limits import HEADER_BYTES, MIB, WAKEUP_BYTES
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS
-from kvwire.testing.conformance.rig import Group, Rig
+from kvwire.testing.conformance.lane_side import LaneSide
+from kvwire.testing.conformance.rig import Group, LaneGroup, LaneRig, Rig
 from kvwire.testing.conformance.side import LinkSide
 
-group: Group = Group("pressure")
+links, lanes = Group("pressure"), LaneGroup("pressure")
+
+
+# --- of links alone -------------------------------------------------------------------
+
 
 # More than the buffers between two processes of one host hold.
 _FRAMES = 32
@@ -22,7 +27,7 @@ async def _fill(rig: Rig, side: LinkSide) -> None:
     require(side.link.queued_bytes > 0, "the transport took 32 MiB that nobody reads")
 
 
-@group.check("queued-none", "queued_bytes and received_bytes are 0 at first")
+@links.check("queued-none", "queued_bytes and received_bytes are 0 at first")
 async def _queued_none(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     for side in (left, right):
@@ -33,7 +38,7 @@ async def _queued_none(rig: Rig) -> None:
         )
 
 
-@group.pair("queued-counts", "queued_bytes counts headers and payload before a flush")
+@links.pair("queued-counts", "queued_bytes counts headers and payload before a flush")
 async def _queued_counts(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     expected = 0
     for size in (0, 1, 5000, 200_000):
@@ -45,14 +50,14 @@ async def _queued_counts(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 4)
 
 
-@group.pair("queued-falls", "queued_bytes falls to 0 when all has been taken")
+@links.pair("queued-falls", "queued_bytes falls to 0 when all has been taken")
 async def _queued_falls(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(16, MIB)
     await rig.moved(left, right, 16)
     await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
 
 
-@group.check("unread", "A peer that does not read leaves bytes queued")
+@links.check("unread", "A peer that does not read leaves bytes queued")
 async def _unread(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     await _fill(rig, left)
@@ -61,7 +66,7 @@ async def _unread(rig: Rig) -> None:
     await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
 
 
-@group.check("unread-bounded", "What nobody reads stays queued, however often flushed")
+@links.check("unread-bounded", "What nobody reads stays queued, however often flushed")
 async def _unread_bounded(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     await _fill(rig, left)
@@ -74,7 +79,7 @@ async def _unread_bounded(rig: Rig) -> None:
     await rig.arrives(right, _FRAMES)
 
 
-@group.check("writable", "link_writable comes once when the queue has emptied")
+@links.check("writable", "link_writable comes once when the queue has emptied")
 async def _writable(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
     queued: list[int] = []
@@ -87,7 +92,7 @@ async def _writable(rig: Rig) -> None:
     require(queued == [0], f"link_writable found {queued} bytes queued")
 
 
-@group.pair("writable-again", "link_writable comes again when the queue empties again")
+@links.pair("writable-again", "link_writable comes again when the queue empties again")
 async def _writable_again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for round_ in range(1, 4):
         left.queue_many(_FRAMES, MIB)
@@ -96,7 +101,7 @@ async def _writable_again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 3 * _FRAMES)
 
 
-@group.pair("writable-refill", "A handler can keep the link busy from link_writable")
+@links.pair("writable-refill", "A handler can keep the link busy from link_writable")
 async def _writable_refill(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def refill() -> None:
@@ -109,7 +114,7 @@ async def _writable_refill(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 4 * _FRAMES)
 
 
-@group.pair("received-total", "received_bytes counts headers and payload")
+@links.pair("received-total", "received_bytes counts headers and payload")
 async def _received_total(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     sizes = (0, 1, 5000, 3 * MIB)
     for size in sizes:
@@ -122,7 +127,7 @@ async def _received_total(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(left.link.received_bytes == 0, "the sender received something")
 
 
-@group.pair("received-dropped", "received_bytes counts dropped payload too")
+@links.pair("received-dropped", "received_bytes counts dropped payload too")
 async def _received_dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: None
     left.send(2 * MIB)
@@ -132,7 +137,7 @@ async def _received_dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(received == total, f"{received} received, not {total}")
 
 
-@group.pair("received-rises", "received_bytes never falls, and rises within a frame")
+@links.pair("received-rises", "received_bytes never falls, and rises within a frame")
 async def _received_rises(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     seen: list[int] = []
     left.send(32 * MIB)
@@ -146,7 +151,7 @@ async def _received_rises(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(len(set(seen)) > 2, f"the whole frame came in one go: {sorted(set(seen))}")
 
 
-@group.pair("fair-loop", "Others on the loop get turns while 32 MiB arrive")
+@links.pair("fair-loop", "Others on the loop get turns while 32 MiB arrive")
 async def _fair_loop(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     turns = 0
 
@@ -163,7 +168,7 @@ async def _fair_loop(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(turns >= 4, f"{turns} turns only: one callback moved too much")
 
 
-@group.pair("fair-link", "A small frame overtakes 64 MiB on another link")
+@links.pair("fair-link", "A small frame overtakes 64 MiB on another link")
 async def _fair_link(rig: Rig, busy: LinkSide, sink: LinkSide) -> None:
     left, right = await rig.pair()
     busy.queue_many(64, MIB)
@@ -172,3 +177,97 @@ async def _fair_link(rig: Rig, busy: LinkSide, sink: LinkSide) -> None:
     await rig.arrives(right, 1)
     require(len(sink.arrived) < 64, "the small frame had to wait for all of the bulk")
     await rig.arrives(sink, 64)
+
+
+# --- of lanes alone -------------------------------------------------------------------
+
+
+@lanes.pair("queued-falls", "queued_bytes falls to 0 when everything has arrived")
+async def _queued_falls_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    for _ in range(16):
+        left.send(MIB)
+        require(0 <= left.lane.queued_bytes <= 16 * MIB, "queued_bytes is out of range")
+    await rig.moved(left, right, 16)
+    await rig.until(lambda: left.lane.queued_bytes == 0, "queued_bytes falls to 0")
+
+
+@lanes.pair("received-rises", "received_bytes counts every byte, dropped ones too")
+async def _received_rises_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    right.land = lambda parcel: None
+    left.send(100_000)
+    await rig.arrives(right, 1)
+    first = right.lane.received_bytes
+    require(first >= 100_000, f"{first} after 100,000")
+    left.send(MIB)
+    await rig.arrives(right, 2)
+    second = right.lane.received_bytes
+    require(second >= first + MIB, f"{second} after {first} and 1 MiB more")
+
+
+@lanes.pair("writable", "A lane that kept bytes at a flush says when they have gone")
+async def _writable_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    right.holding = True
+    left.send_many(48, MIB)
+    left.flush()
+    kept = left.lane.queued_bytes
+    right.holding = False
+    right.take()
+    await rig.moved(left, right, 48)
+    await rig.until(
+        lambda: left.writable or not kept, "lane_writable after bytes were kept"
+    )
+    await rig.settle()
+    require(left.lane.queued_bytes == 0, f"{left.lane.queued_bytes} stay queued")
+
+
+@lanes.pair("refill", "A handler can keep a lane busy from payload_sent")
+async def _refill(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+
+    def refill(_: object) -> None:
+        if len(left.sent) + left.lent < 64:
+            left.queue(MIB, CUTS["pages"])
+            left.flush()
+            rig.loop.call_soon(right.take)
+
+    left.on_sent = refill
+    left.send_many(4, MIB)
+    await rig.moved(left, right, 64)
+
+
+@lanes.pair("fair-loop", "While a lane moves much, others have their turns")
+async def _fair_loop_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    left.queue_many(16, 4 * MIB)
+    left.flush()
+    right.take()
+    # The first flush may have moved one budget before the first turn.
+    most = await _most_in_a_turn(right)
+    await rig.arrives(right, 16)
+    require(
+        most <= 3 * WAKEUP_BYTES,
+        f"{most} bytes arrived in one turn of the loop; WAKEUP_BYTES is {WAKEUP_BYTES}",
+    )
+
+
+async def _most_in_a_turn(side: LaneSide) -> int:
+    """Count the most bytes that arrive between two turns of the loop, until all do."""
+    most, before = side.lane.received_bytes, side.lane.received_bytes
+    while side.expected and not side.closed:
+        await asyncio.sleep(0)
+        now = side.lane.received_bytes
+        most, before = max(most, now - before), now
+    return most
+
+
+@lanes.check("fair-lane", "A lane with little to move is not behind one with much")
+async def _fair_lane(rig: LaneRig) -> None:
+    busy = await rig.pair()
+    quick = await rig.pair()
+    for _ in range(32):
+        busy[0].queue(4 * MIB)
+    busy[0].flush()
+    busy[1].take()
+    quick[0].send(100_000)
+    await rig.arrives(quick[1], 1)
+    left = busy[1].expected
+    await rig.arrives(busy[1], 32)
+    require(left > 0, "the short payload waited for all of the long ones")

@@ -7,13 +7,12 @@ from collections.abc import Awaitable, Callable
 
 from kvwire.limits import MIB
 from kvwire.testing.conformance.check import CheckFailed, require
-from kvwire.testing.conformance.content import CUTS, Memory
-from kvwire.testing.conformance.poison import poison
+from kvwire.testing.conformance.content import CUTS, Memory, poison
 from kvwire.testing.conformance.rig import Group, Rig
 from kvwire.testing.conformance.side import KitLanding, LinkSide
 from kvwire.types import Address
 
-group: Group = Group("threads")
+links: Group = Group("threads")
 
 Far = Callable[[Rig, LinkSide], Awaitable[None]]
 
@@ -105,7 +104,7 @@ async def _never_start(rig: Rig, right: LinkSide) -> None:
     await rig.settle()
 
 
-@group.check("echo", "Frames go to and fro between two threads")
+@links.check("echo", "Frames go to and fro between two threads")
 async def _echo(rig: Rig) -> None:
     async with Elsewhere(rig, _echo_until_closed) as left:
         for size in (0, 1, 5000, 300_000, MIB) * 4:
@@ -116,7 +115,7 @@ async def _echo(rig: Rig) -> None:
         await rig.closes(left)
 
 
-@group.check("bulk", "Bulk goes both ways between threads, and memory is given back")
+@links.check("bulk", "Bulk goes both ways between threads, and memory is given back")
 async def _bulk(rig: Rig) -> None:
     async with Elsewhere(rig, _echo_until_closed) as left:
         left.on_sent = poison
@@ -127,7 +126,7 @@ async def _bulk(rig: Rig) -> None:
         await rig.closes(left)
 
 
-@group.check("abort", "abort while the other thread receives: memory is free at once")
+@links.check("abort", "abort while the other thread receives: memory is free at once")
 async def _abort(rig: Rig) -> None:
     async with Elsewhere(rig, _start_and_wait) as left:
         sent = left.send_many(8, 4 * MIB)
@@ -138,14 +137,14 @@ async def _abort(rig: Rig) -> None:
             poison(token)
 
 
-@group.check("aborted", "abort by the other thread while this one sends")
+@links.check("aborted", "abort by the other thread while this one sends")
 async def _aborted(rig: Rig) -> None:
     async with Elsewhere(rig, _abort_in_body) as left:
         left.send_many(32, MIB)
         await rig.closes(left)
 
 
-@group.check("unstarted", "The other thread ends and has not started its link")
+@links.check("unstarted", "The other thread ends and has not started its link")
 async def _unstarted(rig: Rig) -> None:
     async with Elsewhere(rig, _never_start) as left:
         await rig.closes(left)

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire.testing.conformance.check import CheckFailed, require
-from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
-from kvwire.testing.conformance.lanes.side import LaneSide
+from kvwire.testing.conformance.lane_side import LaneSide
+from kvwire.testing.conformance.rig import LaneGroup, LaneRig
 
-group: LaneGroup = LaneGroup("join")
+lanes: LaneGroup = LaneGroup("join")
 
 
-@group.check("available", "availability says that it can be used here")
+@lanes.check("available", "availability says that it can be used here")
 async def _available(rig: LaneRig) -> None:
     found = type(rig.near).availability()
     require(found.available, f"it says it cannot run here: {found.reason}")
 
 
-@group.pair("bootstrap", "A bootstrap is short, and the same whenever it is asked")
+@lanes.pair("bootstrap", "A bootstrap is short, and the same whenever it is asked")
 async def _bootstrap(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for side in (left, right):
         bootstrap = side.lane.bootstrap
@@ -29,7 +29,7 @@ async def _bootstrap(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
         require(side.lane.bootstrap == bootstrap, f"{side.name}: it changed")
 
 
-@group.check("description", "A lane says in one line what moves its bytes")
+@lanes.check("description", "A lane says in one line what moves its bytes")
 async def _description(rig: LaneRig) -> None:
     for side in await rig.pair():
         text = side.lane.description
@@ -37,7 +37,7 @@ async def _description(rig: LaneRig) -> None:
         require(text.isprintable(), f"{side.name}: no line: {text!r}")
 
 
-@group.pair("idle", "A lane that came up counts nothing and calls nothing")
+@lanes.pair("idle", "A lane that came up counts nothing and calls nothing")
 async def _idle(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.settle()
     for side in (left, right):
@@ -48,7 +48,7 @@ async def _idle(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
         require(not side.closed, f"{side.name} closed by itself")
 
 
-@group.check("at-once", "The client may send as soon as its own join has returned")
+@lanes.check("at-once", "The client may send as soon as its own join has returned")
 async def _at_once(rig: LaneRig) -> None:
     left, right = rig.prepare()
     right.holding = True
@@ -61,7 +61,7 @@ async def _at_once(rig: LaneRig) -> None:
     await rig.arrives(left, 1)
 
 
-@group.check("server-early", "A server that has joined may be told of arrivals")
+@lanes.check("server-early", "A server that has joined may be told of arrivals")
 async def _server_early(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
@@ -80,13 +80,13 @@ _WRONG: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@group.each("refuses-client", "A server refuses a bootstrap: {}", _WRONG)
+@lanes.each("refuses-client", "A server refuses a bootstrap: {}", _WRONG)
 async def _refuses_client(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     left, right = rig.prepare()
     await _refused(rig, right, change(left.lane.bootstrap))
 
 
-@group.each("refuses-server", "A client refuses a bootstrap: {}", _WRONG)
+@lanes.each("refuses-server", "A client refuses a bootstrap: {}", _WRONG)
 async def _refuses_server(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
@@ -104,7 +104,7 @@ async def _refused(rig: LaneRig, side: LaneSide, bootstrap: bytes) -> None:
     require(not side.closed, "lane_closed was called, although join raised")
 
 
-@group.check("peer-gone", "A client whose server has gone is refused, or is told")
+@lanes.check("peer-gone", "A client whose server has gone is refused, or is told")
 async def _peer_gone(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
@@ -120,7 +120,7 @@ async def _peer_gone(rig: LaneRig) -> None:
     require(not right.arrived, "a payload arrived at a lane that was aborted")
 
 
-@group.check("never-joined", "Lanes that are aborted before they join call nothing")
+@lanes.check("never-joined", "Lanes that are aborted before they join call nothing")
 async def _never_joined(rig: LaneRig) -> None:
     left, right = rig.prepare()
     left.abort()
@@ -130,7 +130,7 @@ async def _never_joined(rig: LaneRig) -> None:
     require(not left.closed and not right.closed, "lane_closed was called")
 
 
-@group.check("half-joined", "A server whose client never joins can be aborted")
+@lanes.check("half-joined", "A server whose client never joins can be aborted")
 async def _half_joined(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
@@ -139,7 +139,7 @@ async def _half_joined(rig: LaneRig) -> None:
     await rig.closes(right)
 
 
-@group.check("cancelled", "A join that is cancelled leaves nothing and calls nothing")
+@lanes.check("cancelled", "A join that is cancelled leaves nothing and calls nothing")
 async def _cancelled(rig: LaneRig) -> None:
     left, right = rig.prepare()
     await rig.within(right.join(left.lane.bootstrap), "the server's join")
@@ -166,7 +166,7 @@ async def _cancelled(rig: LaneRig) -> None:
 _TURNS = (*range(16), *(2**n for n in range(4, 13)))
 
 
-@group.check("aborted", "A join whose lane is aborted raises, or the lane then closes")
+@lanes.check("aborted", "A join whose lane is aborted raises, or the lane then closes")
 async def _aborted(rig: LaneRig) -> None:
     for turns in _TURNS:
         left, right = rig.prepare()
@@ -191,7 +191,7 @@ async def _aborted(rig: LaneRig) -> None:
             return
 
 
-@group.check("sixteen", "Sixteen lanes between two backends come up and do not mix")
+@lanes.check("sixteen", "Sixteen lanes between two backends come up and do not mix")
 async def _sixteen(rig: LaneRig) -> None:
     pairs = [await rig.pair() for _ in range(16)]
     for round_ in range(3):

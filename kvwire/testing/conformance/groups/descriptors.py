@@ -17,10 +17,10 @@ from kvwire.errors import ProtocolError
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.testing.conformance.check import CheckFailed, require
 from kvwire.testing.conformance.content import CUTS, Cut, Memory
-from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
-from kvwire.testing.conformance.lanes.side import LaneSide, Parcel
+from kvwire.testing.conformance.lane_side import LaneSide, Parcel
+from kvwire.testing.conformance.rig import LaneGroup, LaneRig
 
-group: LaneGroup = LaneGroup("descriptor")
+lanes: LaneGroup = LaneGroup("descriptor")
 
 _NBYTES = 100_000
 _WRONG: dict[str, Callable[[bytes], bytes]] = {
@@ -34,7 +34,7 @@ _KINDS: dict[str, Cut | None] = {
 }
 
 
-@group.each("refused", "A descriptor that no lane would make is refused: {}", _WRONG)
+@lanes.each("refused", "A descriptor that no lane would make is refused: {}", _WRONG)
 async def _refused(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     left, right = await rig.pair()
     left.queue(_NBYTES, CUTS["pages"])
@@ -51,7 +51,7 @@ async def _refused(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     require(not right.arrived, "a payload arrived that was refused")
 
 
-@group.each("truncated", "Truncated descriptors of {} do no harm", _KINDS)
+@lanes.each("truncated", "Truncated descriptors of {} do no harm", _KINDS)
 async def _truncated(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     descriptor = _one(left, right, cut).descriptor
@@ -60,7 +60,7 @@ async def _truncated(rig: LaneRig, cut: Cut | None) -> None:
             await _harmless(rig, cut, operator.itemgetter(slice(length)))
 
 
-@group.each("flipped", "Descriptors of {} with wrong bits do no harm", _KINDS)
+@lanes.each("flipped", "Descriptors of {} with wrong bits do no harm", _KINDS)
 async def _flipped(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     descriptor = _one(left, right, cut).descriptor

@@ -1,12 +1,18 @@
-"""Runs the checks of lanes."""
+"""The conformance kit of lanes: what every data path beside a control link must do.
+
+>>> report = await check_lanes("local")
+
+or, from a shell, ``python -m kvwire.testing.conformance local --lanes``. Both sides of
+a lane run in one process; what takes two is for the backend's own tests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvwire.backend import Backend, registry
 from kvwire.errors import UsageError
-from kvwire.testing.conformance.lanes.groups import (
+from kvwire.testing.conformance.groups import (
     aborting,
     callbacks,
     closing,
@@ -17,25 +23,21 @@ from kvwire.testing.conformance.lanes.groups import (
     payloads,
     pressure,
 )
-from kvwire.testing.conformance.lanes.rig import LaneCheck, LaneRig
 from kvwire.testing.conformance.report import Report, Result
+from kvwire.testing.conformance.rig import LaneCheck, LaneRig
 from kvwire.testing.conformance.runner import TIMEOUT_S, chosen, run_all, run_on
 from kvwire.types import Address
 
-LANE_CHECKS: tuple[LaneCheck, ...] = tuple(
-    check
-    for module in (
-        joining,
-        payloads,
-        memory,
-        callbacks,
-        pressure,
-        closing,
-        aborting,
-        descriptors,
-        leaks,
-    )
-    for check in module.group.checks
+LANE_CHECKS: tuple[LaneCheck, ...] = (
+    *joining.lanes.checks,
+    *payloads.lanes.checks,
+    *memory.lanes.checks,
+    *callbacks.lanes.checks,
+    *pressure.lanes.checks,
+    *closing.lanes.checks,
+    *aborting.lanes.checks,
+    *descriptors.lanes.checks,
+    *leaks.lanes.checks,
 )
 """Every check of lanes, in the order they run."""
 
@@ -78,12 +80,14 @@ async def check_lanes(
         raise UsageError(f"conformance: backend {cls.scheme!r} says it has no lanes")
     if address is None and cls.capabilities.links and not cls.capabilities.same_process:
         address = Address(cls.scheme, "127.0.0.1")
-
-    def run(check: LaneCheck) -> Awaitable[Result]:
-        return run_lane_check(check, cls, settings, timeout_s, address)
-
-    checks = chosen(LANE_CHECKS, only, " of lanes")
-    return await run_all(cls.scheme, checks, run, first_only, progress, raising)
+    return await run_all(
+        cls.scheme,
+        chosen(LANE_CHECKS, only, " of lanes"),
+        lambda: LaneRig(cls, settings or {}, timeout_s, address),
+        raising=raising,
+        first_only=first_only,
+        progress=progress,
+    )
 
 
 async def run_lane_check(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
 from kvwire.testing.conformance.check import require
 from kvwire.testing.conformance.content import CUTS, Cut, Memory
-from kvwire.testing.conformance.lanes.rig import LaneGroup, LaneRig
-from kvwire.testing.conformance.lanes.side import LaneSide
+from kvwire.testing.conformance.lane_side import LaneSide
+from kvwire.testing.conformance.rig import LaneGroup, LaneRig
 
-group: LaneGroup = LaneGroup("payload")
+lanes: LaneGroup = LaneGroup("payload")
 
 _SIZES = {
     "1": 1,
@@ -40,21 +40,21 @@ _KINDS: dict[str, tuple[Cut | None, Cut | None]] = {
 }
 
 
-@group.each("size", "A payload of {} bytes arrives", _SIZES)
+@lanes.each("size", "A payload of {} bytes arrives", _SIZES)
 async def _size(rig: LaneRig, size: int) -> None:
     left, right = await rig.pair()
     left.send(size)
     await rig.moved(left, right, 1)
 
 
-@group.each("back", "A payload of {} bytes arrives at the client", _SIZES)
+@lanes.each("back", "A payload of {} bytes arrives at the client", _SIZES)
 async def _back(rig: LaneRig, size: int) -> None:
     left, right = await rig.pair()
     right.send(size)
     await rig.moved(right, left, 1)
 
 
-@group.each("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
+@lanes.each("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
 async def _kinds(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
     left, right = await rig.pair()
     right.land = lambda parcel: Memory(parcel.length, cuts[1])
@@ -63,7 +63,7 @@ async def _kinds(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
     await rig.moved(left, right, 3)
 
 
-@group.each("chunk", "16 MiB arrive from {} into the same", CUTS)
+@lanes.each("chunk", "16 MiB arrive from {} into the same", CUTS)
 async def _chunk(rig: LaneRig, cut: Cut | None) -> None:
     left, right = await rig.pair()
     right.land = lambda parcel: Memory(parcel.length, cut)
@@ -71,7 +71,7 @@ async def _chunk(rig: LaneRig, cut: Cut | None) -> None:
     await rig.moved(left, right, 1)
 
 
-@group.pair("dropped", "A payload without a destination goes nowhere, and is counted")
+@lanes.pair("dropped", "A payload without a destination goes nowhere, and is counted")
 async def _dropped(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.land = lambda parcel: None if parcel.number % 2 else Memory(parcel.length)
     for size in (1, 100_000, 100_000, MIB, MIB):
@@ -80,7 +80,7 @@ async def _dropped(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     require(sorted(right.arrived) == list(range(5)), f"{right.arrived} arrived")
 
 
-@group.pair("many", "As many payloads as a lane may have arrive, each once")
+@lanes.pair("many", "As many payloads as a lane may have arrive, each once")
 async def _many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for number in range(LANE_PAYLOADS_MAX):
         left.queue(1 + number * 191, CUTS["pages"] if number % 3 else None)
@@ -93,7 +93,7 @@ async def _many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     )
 
 
-@group.pair("large-many", "64 MiB in chunks arrive, all queued at once")
+@lanes.pair("large-many", "64 MiB in chunks arrive, all queued at once")
 async def _large_many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(64, MIB, CUTS["pages"])
     left.flush()
@@ -101,7 +101,7 @@ async def _large_many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, 64)
 
 
-@group.pair("both-ways", "Payloads go both ways at once")
+@lanes.pair("both-ways", "Payloads go both ways at once")
 async def _both_ways(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for _ in range(16):
         left.send(MIB, CUTS["pages"])
@@ -112,7 +112,7 @@ async def _both_ways(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.given_back(right)
 
 
-@group.pair("early", "An arrival may be queued before the sender flushes")
+@lanes.pair("early", "An arrival may be queued before the sender flushes")
 async def _early(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(3, 300_000, CUTS["pages"])
     right.take()
@@ -121,7 +121,7 @@ async def _early(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, 3)
 
 
-@group.pair("late", "Arrivals may be queued long after everything was sent")
+@lanes.pair("late", "Arrivals may be queued long after everything was sent")
 async def _late(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
     left.send_many(24, MIB, CUTS["pages"])
@@ -131,14 +131,14 @@ async def _late(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, 24)
 
 
-@group.pair("in-turn", "One payload after another, each sent when the last arrived")
+@lanes.pair("in-turn", "One payload after another, each sent when the last arrived")
 async def _in_turn(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for count in range(1, 41):
         left.send(20_000 + count, CUTS["pages"])
         await rig.moved(left, right, count)
 
 
-@group.pair("ping-pong", "A payload is answered from within payload_received")
+@lanes.pair("ping-pong", "A payload is answered from within payload_received")
 async def _ping_pong(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def answer(_: object) -> None:

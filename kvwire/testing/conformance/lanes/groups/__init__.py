@@ -1,1 +1,0 @@
-"""The checks of lanes, one module for each subject."""

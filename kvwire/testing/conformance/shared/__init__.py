@@ -1,1 +1,0 @@
-"""Checks that are the same for links and for lanes."""
