@@ -32,7 +32,7 @@ from kvwire.errors import (
 from kvwire.limits import LAST_WORD_DELAY_S
 from kvwire.proto.agreement import Agreement
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
-from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, FrameHandlers, check_numbers
+from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, check_numbers
 from kvwire.proto.events import Ended
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
@@ -148,13 +148,11 @@ class ConnectionCore:
         self.speak_by: float | None = None
         # Says which side closed first.
         self._closing: ClosedOK | None = None
-        parts = FrameHandlers(
-            self.messages, self._onesided, self.transfers, self.lanes, self._liveness
-        )
+        parts = (self.messages, self._onesided, self.transfers, self.lanes)
         self._dispatch = Dispatch(
             self.outbox,
             self._requests,
-            parts,
+            (*parts, self._liveness),
             check_may_start=self._check_may_start,
             peer_closed=self._peer_closed,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kvwire.errors import (
@@ -27,11 +26,8 @@ from kvwire.proto.transfers import Transfers
 from kvwire.wire.control import (
     Body,
     Close,
-    Credit,
     Fail,
     Fin,
-    Ping,
-    narrowed,
 )
 from kvwire.wire.header import FrameType, Header
 
@@ -41,17 +37,6 @@ _STARTS = frozenset({FrameType.ANNOUNCE, FrameType.PUT, FrameType.GET, FrameType
 MET_BY_PEER = frozenset({RequestKind.SEND, RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHandlers:
-    """Holds the parts of a connection that act on control frames."""
-
-    messages: Messages
-    onesided: OneSided
-    transfers: Transfers
-    lanes: LaneTable
-    liveness: Liveness
-
-
 class Dispatch:
     """Hands the control frames of one connection to the parts of its core."""
 
@@ -59,28 +44,37 @@ class Dispatch:
         self,
         outbox: Outbox,
         requests: RequestTable,
-        parts: FrameHandlers,
+        parts: tuple[Messages, OneSided, Transfers, LaneTable, Liveness],
         *,
         check_may_start: Callable[[Header], None],
         peer_closed: Callable[[Close], None],
     ) -> None:
         self._outbox = outbox
         self._requests = requests
-        self._messages = parts.messages
-        self._onesided = parts.onesided
-        self._transfers = parts.transfers
-        self._lanes = parts.lanes
-        self._liveness = parts.liveness
-        transfers = parts.transfers
-        # Each gets the body that its type was decoded as.
-        self._acts: dict[int, Callable[[Header, Any], None]] = {
-            FrameType.ANNOUNCE: parts.messages.announced,
-            FrameType.READY: parts.messages.ready_received,
-            FrameType.PUT: parts.onesided.asked,
-            FrameType.GET: parts.onesided.asked,
+        messages, onesided, transfers, lanes, liveness = parts
+        self._messages = messages
+        self._onesided = onesided
+        self._transfers = transfers
+        self._liveness = liveness
+        # What is about the connection, and what is about a request or a payload of
+        # one. Each gets the body that its type was decoded as.
+        self._of_connection: dict[int, Callable[[Any], None]] = {
+            FrameType.PONG: liveness.pong_received,
+            FrameType.CLOSE: peer_closed,
+            FrameType.CREDIT: messages.credit_received,
+            FrameType.LANE_OPEN: lanes.open_received,
+            FrameType.LANE_READY: lanes.ready_received,
+            FrameType.LANE_CLOSE: lanes.close_received,
+            FrameType.LANE_ACK: lanes.ack_received,
+        }
+        self._of_request: dict[int, Callable[[Header, Any], None]] = {
+            FrameType.ANNOUNCE: messages.announced,
+            FrameType.READY: messages.ready_received,
+            FrameType.PUT: onesided.asked,
+            FrameType.GET: onesided.asked,
             FrameType.FIN: self._done,
             FrameType.FAIL: self._failed,
-            FrameType.LANE_DATA: parts.lanes.data_received,
+            FrameType.LANE_DATA: lanes.data_received,
             FrameType.OPEN: transfers.opened,
             FrameType.AGREE: transfers.agreed,
             FrameType.SEGMENT: transfers.marked,
@@ -89,7 +83,6 @@ class Dispatch:
             FrameType.COMMIT_ACK: transfers.settled,
         }
         self._check_may_start = check_may_start
-        self._peer_closed = peer_closed
 
     def control(self, header: Header, body: Body, now: float) -> None:
         """Act on a control frame.
@@ -97,27 +90,15 @@ class Dispatch:
         Raises:
             ProtocolError: The frame breaks a rule.
         """
-        act = self._acts.get(header.type)
-        if act is None:
-            self._of_connection(header, body, now)
-            return
-        if header.type in _STARTS:
-            self._check_may_start(header)
-        act(header, body)
-
-    def _of_connection(self, header: Header, body: Body, now: float) -> None:
-        match header.type:
-            case FrameType.PING:
-                self._liveness.ping_received(now)
-                self._outbox.send(FrameType.PONG, body)
-            case FrameType.PONG:
-                self._liveness.pong_received(narrowed(body, Ping).number)
-            case FrameType.CLOSE:
-                self._peer_closed(narrowed(body, Close))
-            case FrameType.CREDIT:
-                self._messages.credit_received(narrowed(body, Credit))
-            case _:
-                self._lanes.control(header.type, body)
+        if header.type == FrameType.PING:
+            self._liveness.ping_received(now)
+            self._outbox.send(FrameType.PONG, body)
+        elif about := self._of_connection.get(header.type):
+            about(body)
+        else:
+            if header.type in _STARTS:
+                self._check_may_start(header)
+            self._of_request[header.type](header, body)
 
     def _done(self, header: Header, body: Fin) -> None:
         request = self._requests.find(header.request)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Final
 
 from kvwire.errors import (
@@ -49,7 +50,7 @@ from kvwire.wire.control import (
     encode_body,
     narrowed,
 )
-from kvwire.wire.handshake_messages import Accept, Confirm, Hello, Refuse
+from kvwire.wire.handshake_messages import MAC_BYTES, Accept, Confirm, Hello, Refuse
 from kvwire.wire.header import FrameType, Header
 
 
@@ -102,6 +103,8 @@ class Handshake(ABC):
         self._nonce = nonce
         # What the proofs are made with, once it is known.
         self._secret = identity.psk
+        self._digest = b""
+        self._keys: Keys | None = None
         self._header: Header | None = None
         self._raw_header = b""
 
@@ -179,6 +182,36 @@ class Handshake(ABC):
     def _next(self) -> None:
         self.state = TRANSITIONS[self.role, self.state]
 
+    def _agree(
+        self,
+        theirs: TransportChoice | TransportOffer,
+        said: Accept | Hello,
+        version: int,
+        choice: TransportChoice,
+        offer: TransportOffer,
+        named: bytes = b"",
+    ) -> None:
+        """End well, with what the peer has said of itself."""
+        assert self._keys is not None
+        self.agreement = Agreement(
+            role=self.role,
+            digest=self._digest,
+            keys=self._keys,
+            parameters=common_parameters(self.identity.parameters, said.parameters),
+            peer_parameters=said.parameters,
+            peer=PeerInfo(
+                name=theirs.name,
+                incarnation=said.incarnation,
+                address=None,
+                trust=said.trust,
+                version=version,
+                profile=theirs.profile,
+                key_id=named,
+            ),
+            choice=choice,
+            offer=offer,
+        )
+
     def _send(self, frame_type: FrameType, body: bytes) -> None:
         frame = self.framing.control(frame_type, body)
         self.outgoing.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX, three in all
@@ -245,8 +278,6 @@ class ClientHandshake(Handshake):
             nonce=nonce,
         ).encode()
         self._accept: Accept | None = None
-        self._digest = b""
-        self._keys: Keys | None = None
         self._send(FrameType.HELLO, self._hello)
 
     def _advance(self, body: bytes) -> None:
@@ -282,9 +313,8 @@ class ClientHandshake(Handshake):
 
     def _chosen(self, body: bytes) -> None:
         choice = narrowed(decode_body(FrameType.CHOICE, body), TransportChoice)
-        accept, keys = self._accept, self._keys
+        accept = self._accept
         assert accept is not None
-        assert keys is not None
         self._check_profile(choice.profile)
         taken = [verdict.name for verdict in choice.verdicts if verdict.taken]
         if not taken:
@@ -295,23 +325,7 @@ class ClientHandshake(Handshake):
                 "KVW-HS-05", f"CHOICE takes {listed}, not one that was offered"
             )
         self._next()
-        self.agreement: Agreement | None = Agreement(
-            role=self.role,
-            digest=self._digest,
-            keys=keys,
-            parameters=common_parameters(self.identity.parameters, accept.parameters),
-            peer_parameters=accept.parameters,
-            peer=PeerInfo(
-                name=choice.name,
-                incarnation=accept.incarnation,
-                address=None,
-                trust=accept.trust,
-                version=accept.version,
-                profile=choice.profile,
-            ),
-            choice=choice,
-            offer=self._offer,
-        )
+        self._agree(choice, accept, accept.version, choice, self._offer)
 
 
 class ServerHandshake(Handshake):
@@ -328,9 +342,7 @@ class ServerHandshake(Handshake):
         self.offer: TransportOffer | None = None
         self._hello: Hello | None = None
         self._version = 0
-        self._digest = b""
         self._proof = b""
-        self._keys: Keys | None = None
 
     def choose(self, choice: TransportChoice) -> None:
         """Answer the client's offer; with a transport taken, the handshake is done.
@@ -338,34 +350,17 @@ class ServerHandshake(Handshake):
         Raises:
             ProfileMismatch: No transport was taken.
         """
-        hello, offer, keys = self._hello, self.offer, self._keys
+        hello, offer = self._hello, self.offer
         assert self.state is HandshakeState.DECISION
         assert hello is not None
         assert offer is not None
-        assert keys is not None
         self._send(FrameType.CHOICE, encode_body(choice))
         if not any(verdict.taken for verdict in choice.verdicts):
             self.state = HandshakeState.FAILED
             raise no_transport(choice)
         self._next()
-        self.agreement: Agreement | None = Agreement(
-            role=self.role,
-            digest=self._digest,
-            keys=keys,
-            parameters=common_parameters(self.identity.parameters, hello.parameters),
-            peer_parameters=hello.parameters,
-            peer=PeerInfo(
-                name=offer.name,
-                incarnation=hello.incarnation,
-                address=None,
-                trust=hello.trust,
-                version=self._version,
-                profile=offer.profile,
-                key_id=hello.key_id if self.identity.psk else b"",
-            ),
-            choice=choice,
-            offer=offer,
-        )
+        named = hello.key_id if self.identity.psk else b""
+        self._agree(offer, hello, self._version, choice, offer, named)
 
     def _advance(self, body: bytes) -> None:
         if self.state is HandshakeState.HELLO:
@@ -406,15 +401,7 @@ class ServerHandshake(Handshake):
         self._proof = keys.server_proof(self._digest)
         self._hello, self._keys, self._version = hello, keys, version
         self._next()
-        proved = Accept(
-            version=version,
-            trust=accept.trust,
-            parameters=accept.parameters,
-            incarnation=accept.incarnation,
-            nonce=accept.nonce,
-            mac=self._proof,
-        )
-        self._send(FrameType.ACCEPT, proved.encode())
+        self._send(FrameType.ACCEPT, replace(accept, mac=self._proof).encode())
 
     def _confirmed(self, body: bytes) -> None:
         keys = self._keys
@@ -441,13 +428,7 @@ class ServerHandshake(Handshake):
 
 def accepted_digest(hello: bytes, accept: Accept) -> bytes:
     """Return the digest of both proofs: HELLO and ACCEPT, less its proof."""
-    bare = Accept(
-        version=accept.version,
-        trust=accept.trust,
-        parameters=accept.parameters,
-        incarnation=accept.incarnation,
-        nonce=accept.nonce,
-    )
+    bare = replace(accept, mac=bytes(MAC_BYTES))
     return transcript_hash(hello, bare.encode())
 
 

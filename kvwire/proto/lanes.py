@@ -64,14 +64,12 @@ from kvwire.proto.events import (
 from kvwire.proto.outbox import Outbox
 from kvwire.types import Role
 from kvwire.wire.control import (
-    Body,
     LaneAck,
     LaneClose,
     LaneData,
     LaneOpen,
     LaneReady,
     encode_body,
-    narrowed,
 )
 from kvwire.wire.header import Flag, FrameType, Header
 
@@ -170,22 +168,6 @@ class LaneTable:
         self.unreported: dict[LaneRecord, None] = {}
         self._ended = False
 
-    def control(self, frame_type: int, body: Body) -> None:
-        """Act on a frame about lanes.
-
-        Raises:
-            ProtocolError: It breaks a rule.
-        """
-        match frame_type:
-            case FrameType.LANE_OPEN:
-                self._open_received(narrowed(body, LaneOpen))
-            case FrameType.LANE_READY:
-                self._ready_received(narrowed(body, LaneReady))
-            case FrameType.LANE_CLOSE:
-                self._close_received(narrowed(body, LaneClose))
-            case _:
-                self._ack_received(narrowed(body, LaneAck))
-
     # --- opening ----------------------------------------------------------------------
 
     def next_number(self) -> int | None:
@@ -225,7 +207,7 @@ class LaneTable:
         self.initial_set_done = True
         self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
-    def _open_received(self, body: LaneOpen) -> None:
+    def open_received(self, body: LaneOpen) -> None:
         """Take the bootstrap of the peer's endpoint.
 
         Raises:
@@ -257,7 +239,7 @@ class LaneTable:
         lane.stage = LaneStage.ANSWERED
         self._outbox.report(LaneBootstrapped(lane=body.lane, bootstrap=body.bootstrap))
 
-    def _ready_received(self, body: LaneReady) -> None:
+    def ready_received(self, body: LaneReady) -> None:
         """Open a lane that is ready on both sides, or end the initial set.
 
         Raises:
@@ -324,7 +306,7 @@ class LaneTable:
         chunk.quiet = True
         return self._release(lane, chunk)
 
-    def _ack_received(self, body: LaneAck) -> None:
+    def ack_received(self, body: LaneAck) -> None:
         """Note that the first so many payloads of a lane have arrived.
 
         Raises:
@@ -419,7 +401,7 @@ class LaneTable:
             chunk.quiet = True
             self._release(lane, chunk)
 
-    def _close_received(self, body: LaneClose) -> None:
+    def close_received(self, body: LaneClose) -> None:
         """Note that the peer's endpoint of a lane is gone, and what it has missed.
 
         Raises:

@@ -19,6 +19,7 @@ from typing import Final
 
 from kvwire.errors import FlowControlViolation, UnexpectedFrame
 from kvwire.limits import PINGS_PER_SECOND_MAX, PINGS_SAVED_MAX, STALL_TOLERANCE_S
+from kvwire.wire.control import Ping
 
 _NUMBER_MASK: Final = 0xFFFF_FFFF
 
@@ -95,13 +96,13 @@ class Liveness:
         self._sent += 1
         return self._sent & _NUMBER_MASK
 
-    def pong_received(self, number: int) -> None:
+    def pong_received(self, body: Ping) -> None:
         """Handle PONG.
 
         Raises:
             UnexpectedFrame: Not the oldest PING that waits for its answer.
         """
-        due = self._answered + 1
+        due, number = self._answered + 1, body.number
         if due > self._sent or number != due & _NUMBER_MASK:
             raise UnexpectedFrame(
                 "KVW-LV-01", f"PONG {number}; of {self._sent} pings, {due} is due"

@@ -37,14 +37,15 @@ A connection, once its handshake is over:
 
 * OPEN: anything goes.
 * FLUSHING: this side wants to close and still delivers what it has begun.
-* SAID: this side has sent CLOSE, and waits for the peer's.
-* ANSWERING: the peer has sent CLOSE; this side delivers what it has begun, then
+* CLOSE_SENT: this side has sent CLOSE, and waits for the peer's.
+* CLOSE_RECEIVED: the peer has sent CLOSE; this side delivers what it has begun, then
   answers.
 * CLOSED: nothing more is sent; the link is ending or has ended.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 from kvwire.types import Symbol
@@ -82,15 +83,25 @@ class RequestInput(Symbol):
     FAIL = "fail"
 
 
+_GO: Final = (RequestInput.GO, RequestStage.MOVING)
+_DONE: Final = (RequestInput.MOVED, RequestStage.DONE)
+_WAIT: Final = (RequestInput.MOVED, RequestStage.WAITING)
+_CONFIRMED: Final = (RequestInput.CONFIRMED, RequestStage.DONE)
+# The way of each kind when all goes well: its first state, then what happens and the
+# state that follows.
+_WAYS: Final = {
+    RequestKind.SEND: (RequestStage.POSTED, (_GO, _DONE)),
+    RequestKind.RECV: (RequestStage.POSTED, (_GO, _DONE)),
+    RequestKind.PUT: (RequestStage.MOVING, (_WAIT, _CONFIRMED)),
+    RequestKind.GET: (RequestStage.MOVING, (_DONE,)),
+    RequestKind.SERVE_PUT: (RequestStage.MOVING, (_DONE,)),
+    RequestKind.SERVE_GET: (RequestStage.MOVING, (_DONE,)),
+    RequestKind.OUTGOING: (RequestStage.POSTED, (_GO, _WAIT, _CONFIRMED)),
+    RequestKind.INCOMING: (RequestStage.POSTED, (_GO, _WAIT, _CONFIRMED)),
+}
+
 FIRST_STATE: Final[dict[RequestKind, RequestStage]] = {
-    RequestKind.SEND: RequestStage.POSTED,
-    RequestKind.RECV: RequestStage.POSTED,
-    RequestKind.PUT: RequestStage.MOVING,
-    RequestKind.GET: RequestStage.MOVING,
-    RequestKind.SERVE_PUT: RequestStage.MOVING,
-    RequestKind.SERVE_GET: RequestStage.MOVING,
-    RequestKind.OUTGOING: RequestStage.POSTED,
-    RequestKind.INCOMING: RequestStage.POSTED,
+    kind: first for kind, (first, _) in _WAYS.items()
 }
 
 TERMINAL: Final = frozenset({RequestStage.DONE, RequestStage.FAILED})
@@ -98,37 +109,9 @@ TERMINAL: Final = frozenset({RequestStage.DONE, RequestStage.FAILED})
 REQUEST_TRANSITIONS: Final[
     dict[tuple[RequestKind, RequestStage, RequestInput], RequestStage]
 ] = {
-    (RequestKind.SEND, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
-    (RequestKind.SEND, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
-    (RequestKind.RECV, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
-    (RequestKind.RECV, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
-    (RequestKind.PUT, RequestStage.MOVING, RequestInput.MOVED): RequestStage.WAITING,
-    (RequestKind.PUT, RequestStage.WAITING, RequestInput.CONFIRMED): RequestStage.DONE,
-    (RequestKind.GET, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
-    (RequestKind.SERVE_PUT, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
-    (RequestKind.SERVE_GET, RequestStage.MOVING, RequestInput.MOVED): RequestStage.DONE,
-    (RequestKind.OUTGOING, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
-    (
-        RequestKind.OUTGOING,
-        RequestStage.MOVING,
-        RequestInput.MOVED,
-    ): RequestStage.WAITING,
-    (
-        RequestKind.OUTGOING,
-        RequestStage.WAITING,
-        RequestInput.CONFIRMED,
-    ): RequestStage.DONE,
-    (RequestKind.INCOMING, RequestStage.POSTED, RequestInput.GO): RequestStage.MOVING,
-    (
-        RequestKind.INCOMING,
-        RequestStage.MOVING,
-        RequestInput.MOVED,
-    ): RequestStage.WAITING,
-    (
-        RequestKind.INCOMING,
-        RequestStage.WAITING,
-        RequestInput.CONFIRMED,
-    ): RequestStage.DONE,
+    (kind, before, event): after
+    for kind, (first, steps) in _WAYS.items()
+    for (_, before), (event, after) in pairwise(((RequestInput.GO, first), *steps))
 } | {
     (kind, state, RequestInput.FAIL): RequestStage.FAILED
     for kind in RequestKind

@@ -8,9 +8,10 @@ are zero, and a byte that is not is refused: a field added later needs a new ver
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from itertools import islice
+from typing import Any, ClassVar, Final, Self
 
 from kvwire.errors import MalformedFrame
 from kvwire.limits import (
@@ -27,12 +28,6 @@ MAGIC: Final = b"kvwire\r\n"
 
 MAC_BYTES: Final = 32
 NONCE_BYTES: Final = 32
-
-_HELLO: Final = struct.Struct("<8sHHBBIIIIQ16s16s32s")
-_ACCEPT: Final = struct.Struct("<8sHBBIIIIQ16s32s32s")
-_CONFIRM: Final = struct.Struct("<8s32s")
-_REFUSE: Final = struct.Struct("<8sHHHB")
-
 
 # A bit of ``features``: short transfers in fewer frames.
 BRIEF_TRANSFERS: Final = 1
@@ -59,62 +54,81 @@ class ConnectionParameters:
     features: int = 0
 
     @classmethod
-    def read(cls, numbers: Sequence[int]) -> ConnectionParameters:
+    def read(cls, numbers: Iterable[int]) -> ConnectionParameters:
         """Read a peer's parameters from the numbers in a body.
 
         Raises:
             MalformedFrame: A field is out of its range.
         """
-        chunk_bytes, eager_bytes, window_bytes, window_messages, features = numbers
-        parameters = cls(
-            chunk_bytes=chunk_bytes,
-            eager_bytes=eager_bytes,
-            window_bytes=window_bytes,
-            window_messages=window_messages,
-            features=features,
-        )
-        parameters.check()
-        return parameters
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Return them as they stand in a body."""
-        return (
-            self.chunk_bytes,
-            self.eager_bytes,
-            self.window_bytes,
-            self.window_messages,
-            self.features,
-        )
-
-    def check(self) -> None:
-        """Refuse numbers outside the limits.
-
-        Raises:
-            MalformedFrame: A field is out of its range.
-        """
-        ranges = (
-            ("chunk_bytes", self.chunk_bytes, CHUNK_BYTES_MIN, CHUNK_BYTES_MAX),
-            ("eager_bytes", self.eager_bytes, 0, EAGER_BYTES_MAX),
-            ("window_bytes", self.window_bytes, 0, EAGER_WINDOW_BYTES_MAX),
-            ("window_messages", self.window_messages, 1, 2**20),
-        )
-        for name, value, low, high in ranges:
+        names = (field.name for field in fields(cls))
+        parameters = cls(**dict(zip(names, numbers, strict=True)))
+        for name, low, high in (
+            ("chunk_bytes", CHUNK_BYTES_MIN, CHUNK_BYTES_MAX),
+            ("eager_bytes", 0, EAGER_BYTES_MAX),
+            ("window_bytes", 0, EAGER_WINDOW_BYTES_MAX),
+            ("window_messages", 1, 2**20),
+        ):
+            value = getattr(parameters, name)
             if not low <= value <= high:
                 raise MalformedFrame(
                     "KVW-HS-02", f"{name}={value}; {low} to {high} are allowed"
                 )
-        if self.eager_bytes > self.window_bytes:
+        if parameters.eager_bytes > parameters.window_bytes:
             raise MalformedFrame(
                 "KVW-HS-02",
-                f"eager_bytes={self.eager_bytes} is more than "
-                f"window_bytes={self.window_bytes}",
+                f"eager_bytes={parameters.eager_bytes} is more than "
+                f"window_bytes={parameters.window_bytes}",
             )
+        return parameters
+
+
+class _Fixed:
+    """Is the base of messages whose fields follow the magic in their order.
+
+    The role of the sender stands before the trust mode, where a message has one.
+    """
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    _layout: ClassVar[struct.Struct]
+    _role: ClassVar[Role | None] = None
+
+    def encode(self) -> bytes:
+        """Return the body, 224 bytes."""
+        values: list[object] = [MAGIC]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "trust" and self._role is not None:
+                values.append(self._role)
+            values += astuple(value) if field.name == "parameters" else (value,)
+        return self._layout.pack(*values).ljust(HANDSHAKE_BODY_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        """Read a body.
+
+        Raises:
+            MalformedFrame: Not such a message of that side, or a field out of range.
+        """
+        values, found = iter(_unpack(cls._layout, body)[1:]), dict[str, Any]()
+        for field in fields(cls):
+            if field.name == "trust" and cls._role is not None:
+                _check_role(next(values), cls._role)
+            if field.name == "parameters":
+                found["parameters"] = ConnectionParameters.read(islice(values, 5))
+            elif field.name == "trust":
+                found["trust"] = _trust(next(values))
+            else:
+                found[field.name] = next(values)
+        return cls(**found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(_Fixed):
     """Opens the handshake, client to server: who I am and what I speak."""
+
+    _layout = struct.Struct("<8sHHBBIIIIQ16s16s32s")
+    _role = Role.CLIENT
 
     version_min: int
     version_max: int
@@ -124,48 +138,27 @@ class Hello:
     key_id: bytes
     nonce: bytes
 
-    def encode(self) -> bytes:
-        """Return the body, 224 bytes."""
-        return _padded(
-            _HELLO.pack(
-                MAGIC,
-                self.version_min,
-                self.version_max,
-                Role.CLIENT,
-                self.trust,
-                *self.parameters.numbers,
-                self.incarnation,
-                self.key_id,
-                self.nonce,
-            )
-        )
-
     @classmethod
-    def decode(cls, body: bytes) -> Hello:
+    def decode(cls, body: bytes) -> Self:
         """Read a body.
 
         Raises:
             MalformedFrame: Not a HELLO of a client, or a field out of range.
         """
-        fields = _unpack(_HELLO, body)
-        _check_role(fields[3], Role.CLIENT)
-        parameters = ConnectionParameters.read(fields[5:10])
-        if not 1 <= fields[1] <= fields[2]:
-            raise MalformedFrame("KVW-HS-02", f"versions {fields[1]} to {fields[2]}")
-        return cls(
-            version_min=fields[1],
-            version_max=fields[2],
-            trust=_trust(fields[4]),
-            parameters=parameters,
-            incarnation=fields[10],
-            key_id=fields[11],
-            nonce=fields[12],
-        )
+        hello = super(Hello, cls).decode(body)
+        if not 1 <= hello.version_min <= hello.version_max:
+            raise MalformedFrame(
+                "KVW-HS-02", f"versions {hello.version_min} to {hello.version_max}"
+            )
+        return hello
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accept:
+class Accept(_Fixed):
     """Answers HELLO, server to client: what we speak, and the server's proof."""
+
+    _layout = struct.Struct("<8sHBBIIIIQ16s32s32s")
+    _role = Role.SERVER
 
     version: int
     trust: TrustMode
@@ -174,91 +167,26 @@ class Accept:
     nonce: bytes
     mac: bytes = bytes(MAC_BYTES)
 
-    def encode(self) -> bytes:
-        """Return the body, 224 bytes."""
-        return _padded(
-            _ACCEPT.pack(
-                MAGIC,
-                self.version,
-                Role.SERVER,
-                self.trust,
-                *self.parameters.numbers,
-                self.incarnation,
-                self.nonce,
-                self.mac,
-            )
-        )
-
-    @classmethod
-    def decode(cls, body: bytes) -> Accept:
-        """Read a body.
-
-        Raises:
-            MalformedFrame: Not an ACCEPT of a server, or a field out of range.
-        """
-        fields = _unpack(_ACCEPT, body)
-        _check_role(fields[2], Role.SERVER)
-        parameters = ConnectionParameters.read(fields[4:9])
-        return cls(
-            version=fields[1],
-            trust=_trust(fields[3]),
-            parameters=parameters,
-            incarnation=fields[9],
-            nonce=fields[10],
-            mac=fields[11],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Confirm:
+class Confirm(_Fixed):
     """Ends the proofs, client to server: the client's proof."""
+
+    _layout = struct.Struct("<8s32s")
 
     mac: bytes
 
-    def encode(self) -> bytes:
-        """Return the body, 224 bytes."""
-        return _padded(_CONFIRM.pack(MAGIC, self.mac))
-
-    @classmethod
-    def decode(cls, body: bytes) -> Confirm:
-        """Read a body.
-
-        Raises:
-            MalformedFrame: Not a CONFIRM.
-        """
-        return cls(mac=_unpack(_CONFIRM, body)[1])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
+class Refuse(_Fixed):
     """Refuses, as a side's last message: a code, and what it would have spoken."""
+
+    _layout = struct.Struct("<8sHHHB")
 
     code: int
     version_min: int
     version_max: int
     trust: TrustMode
-
-    def encode(self) -> bytes:
-        """Return the body, 224 bytes."""
-        return _padded(
-            _REFUSE.pack(
-                MAGIC, self.code, self.version_min, self.version_max, self.trust
-            )
-        )
-
-    @classmethod
-    def decode(cls, body: bytes) -> Refuse:
-        """Read a body.
-
-        Raises:
-            MalformedFrame: Not a REFUSE.
-        """
-        _, code, low, high, trust = _unpack(_REFUSE, body)
-        return cls(code=code, version_min=low, version_max=high, trust=_trust(trust))
-
-
-def _padded(body: bytes) -> bytes:
-    return body.ljust(HANDSHAKE_BODY_BYTES, b"\0")
 
 
 def _unpack(layout: struct.Struct, body: bytes) -> tuple[Any, ...]:

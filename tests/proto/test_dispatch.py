@@ -15,7 +15,7 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX
-from kvwire.proto.dispatch import Dispatch, FrameHandlers, check_numbers
+from kvwire.proto.dispatch import Dispatch, check_numbers
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.outbox import Outbox
@@ -63,10 +63,10 @@ ROUTES: dict[FrameType, tuple[Body, str, bool]] = {
     FrameType.PONG: (Ping(7), "liveness.pong_received", False),
     FrameType.CLOSE: (Close(1), "peer_closed", False),
     FrameType.CREDIT: (Credit(1, 1), "messages.credit_received", False),
-    FrameType.LANE_OPEN: (LaneOpen(1, "ucx", b""), "lanes.control", False),
-    FrameType.LANE_READY: (LaneReady(1), "lanes.control", False),
-    FrameType.LANE_CLOSE: (LaneClose(1, "", 0, ()), "lanes.control", False),
-    FrameType.LANE_ACK: (LaneAck(1, 1), "lanes.control", False),
+    FrameType.LANE_OPEN: (LaneOpen(1, "ucx", b""), "lanes.open_received", False),
+    FrameType.LANE_READY: (LaneReady(1), "lanes.ready_received", False),
+    FrameType.LANE_CLOSE: (LaneClose(1, "", 0, ()), "lanes.close_received", False),
+    FrameType.LANE_ACK: (LaneAck(1, 1), "lanes.ack_received", False),
     FrameType.ANNOUNCE: (Announce(b"12345678", 1), "messages.announced", True),
     FrameType.READY: (Ready(1), "messages.ready_received", False),
     FrameType.PUT: (GRANTED, "onesided.asked", True),
@@ -115,7 +115,7 @@ class Scene:
         self.dispatch = Dispatch(
             self.outbox,
             self.requests,
-            FrameHandlers(**parts),
+            tuple(parts.values()),
             check_may_start=lambda _: self.calls.append("check_may_start"),
             peer_closed=lambda _: self.calls.append("peer_closed"),
         )

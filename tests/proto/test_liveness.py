@@ -15,6 +15,7 @@ from kvwire.limits import (
     STALL_TOLERANCE_S,
 )
 from kvwire.proto.liveness import Liveness, LivenessVerdict
+from kvwire.wire.control import Ping
 
 
 def watch(now: float = 100.0) -> Liveness:
@@ -87,11 +88,11 @@ def test_each_ping_is_answered_once_in_order() -> None:
     """Numbers begin at 1, and wrap with their 32 bits."""
     liveness = watch()
     assert [liveness.ping(), liveness.ping()] == [1, 2]
-    liveness.pong_received(1)
-    liveness.pong_received(2)
+    liveness.pong_received(Ping(1))
+    liveness.pong_received(Ping(2))
     liveness._sent = liveness._answered = 2**32 - 1
     assert liveness.ping() == 0
-    liveness.pong_received(0)
+    liveness.pong_received(Ping(0))
     assert liveness.ping() == 1
 
 
@@ -103,9 +104,9 @@ def test_an_answer_to_no_ping() -> None:
         assert [liveness.ping(), liveness.ping()] == [1, 2]
         *good, wrong = answers
         for number in good:
-            liveness.pong_received(number)
+            liveness.pong_received(Ping(number))
         with pytest.raises(UnexpectedFrame) as caught:
-            liveness.pong_received(wrong)
+            liveness.pong_received(Ping(wrong))
         assert caught.value.rule == "KVW-LV-01"
 
 
