@@ -50,12 +50,6 @@ def test_frames_come_in_order_and_each_stays_first_until_it_is_done(
     assert pipe.drained
 
 
-def test_a_payload_of_nothing_is_no_payload() -> None:
-    empty = PipeFrame(HEADER, memoryview(b""), None)
-    assert empty.payload is None
-    assert empty.nbytes == HEADER_BYTES
-
-
 @given(
     lengths=st.lists(st.integers(0, len(PAYLOAD)), min_size=1, max_size=8),
     piece_bytes=st.integers(1, len(PAYLOAD) + 1),
@@ -83,13 +77,6 @@ def test_every_byte_arrives_once_and_is_queued_until_then(
         queued_bytes -= HEADER_BYTES
         assert into == PAYLOAD[:length]
     assert pipe.queued_bytes == 0
-
-
-def test_what_is_dropped_counts_as_delivered(pipe: InprocPipe) -> None:
-    pipe.put([frame(200, "token")])
-    take(pipe, into=None)
-    assert pipe.queued_bytes == 0
-    assert pipe.take_sent() == ["token"]
 
 
 def test_a_token_comes_back_once_and_only_when_its_frame_is_done(

@@ -34,45 +34,6 @@ def job(token: object = None) -> PayloadMove:
     return PayloadMove(memoryview(b"abc"), 3, token)
 
 
-def test_from_the_beginning_to_rest() -> None:
-    made = state()
-    assert made.step(0) is DirectionStep.BEGIN
-    made.begun(0)
-    assert made.step(1) is DirectionStep.WATCH_START
-    made.up()
-    assert made.step(2) is DirectionStep.WAIT
-
-
-def test_the_library_is_given_one_job_after_the_other() -> None:
-    """Until it has taken one, nothing else may be given to it."""
-    made = up()
-    first, second = job(), job()
-    made.submit(first)
-    made.submit(second)
-    assert made.next_job(0) is first
-    assert made.step(0) is DirectionStep.WATCH
-    made.launched()
-    assert made.step(0) is DirectionStep.MOVE
-    assert made.next_job(0) is second
-    assert made.done(1) is first
-    assert made.step(1) is DirectionStep.WATCH
-    assert made.done(1) is second
-    assert made.step(1) is DirectionStep.WAIT
-
-
-def test_only_so_many_at_once() -> None:
-    made = up()
-    for _ in range(MOVES_MAX + 1):
-        made.submit(job())
-    for _ in range(MOVES_MAX):
-        assert made.step(0) is DirectionStep.MOVE
-        made.next_job(0)
-        made.launched()
-    assert made.step(0) is DirectionStep.WATCH
-    made.done(0)
-    assert made.step(0) is DirectionStep.MOVE
-
-
 def test_a_start_that_takes_too_long() -> None:
     made = state()
     made.begun(100)
@@ -105,21 +66,6 @@ def test_rest_is_no_delay() -> None:
     assert made.step(1005) is DirectionStep.WATCH
 
 
-def test_a_close_waits_for_what_is_queued() -> None:
-    made = up()
-    made.submit(job())
-    made.close()
-    assert made.step(0) is DirectionStep.MOVE
-    made.next_job(0)
-    made.launched()
-    assert made.step(0) is DirectionStep.WATCH
-    made.done(0)
-    assert made.step(0) is DirectionStep.ABORT
-    made.quiet()
-    assert made.step(0) is DirectionStep.EXIT
-    assert made.error is None
-
-
 def test_a_close_while_it_comes_up() -> None:
     made = state()
     made.close()
@@ -137,15 +83,6 @@ def test_the_first_reason_counts() -> None:
     assert made.error is first
     made.submit(job())
     assert not made.waiting
-
-
-def test_begun_and_up_after_the_end_change_nothing() -> None:
-    """It was aborted while the library was busy with its start."""
-    made = state()
-    made.fail(None)
-    made.begun(0)
-    made.up()
-    assert made.step(0) is DirectionStep.ABORT
 
 
 def test_what_nccl_does_not_move() -> None:

@@ -203,15 +203,6 @@ def test_a_few_are_handed_to_the_library_at_once_and_no_more(driven: Driven) -> 
     assert driven.loop.heard == list(range(MOVES_MAX + 5))
 
 
-def test_a_thread_at_rest_wakes_for_the_next_job(driven: Driven) -> None:
-    driven.wire.done = 2
-    driven.driver.start()
-    for number in range(2):
-        driven.driver.submit([PayloadMove(None, 100, number)])
-        driven.loop.until(number + 1)
-    assert driven.loop.heard == [0, 1]
-
-
 def test_a_burst_is_told_in_parts_that_leave_the_loop_its_turns(driven: Driven) -> None:
     """Each as much as one wake-up may handle; nothing is told twice or left out."""
     count = 3 * MOVES_MAX
@@ -251,17 +242,6 @@ def test_an_abort_ends_what_is_under_way_and_what_waits(driven: Driven) -> None:
     driven.driver.submit(jobs(1))
     driven.ended()
     assert driven.loop.silent
-
-
-def test_a_close_waits_for_what_is_under_way(driven: Driven) -> None:
-    driven.driver.start()
-    driven.driver.submit(jobs(2))
-    driven.wire.handed_over(2)
-    driven.driver.close()
-    assert not driven.wire.aborted.is_set()
-    driven.wire.done = 2
-    driven.loop.until(3)
-    assert driven.loop.heard == [0, 1, GONE]
 
 
 def test_an_abort_that_fails_leaves_the_memory_in_quarantine(

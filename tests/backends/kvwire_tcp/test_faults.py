@@ -71,38 +71,23 @@ class Plan:
         raise OSError(self.fault, os.strerror(self.fault))
 
 
-class FaultySocket(socket.socket):
-    """A socket that follows a plan."""
+def faulty_sockets(*calls: str, plan: Plan) -> type[socket.socket]:
+    """A class of sockets whose calls of these names follow a plan."""
 
-    plan = Plan("", 1, SHORT)
+    def planned(name: str) -> Callable[..., Any]:
+        right = getattr(socket.socket, name)
 
-    def recv_into(self, buffer: Any, *args: int) -> int:
-        short = self.plan.next("recv_into")
-        return super().recv_into(buffer[:1] if short else buffer, *args)
+        def call(self: socket.socket, *args: Any) -> Any:
+            short = plan.next(name)
+            if short and args:
+                first, *rest = args
+                listed = isinstance(first, list)
+                args = ([first[0][:1]] if listed else first[:1], *rest)
+            return right(self, *args)
 
-    def recvmsg_into(self, buffers: Any, *args: int) -> Any:
-        short = self.plan.next("recvmsg_into")
-        return super().recvmsg_into([buffers[0][:1]] if short else buffers, *args)
+        return call
 
-    def send(self, data: Any, *args: int) -> int:
-        short = self.plan.next("send")
-        return super().send(data[:1] if short else data, *args)
-
-    def sendmsg(self, buffers: Any, *args: Any) -> int:
-        short = self.plan.next("sendmsg")
-        return super().sendmsg([buffers[0][:1]] if short else buffers, *args)
-
-    def shutdown(self, how: int) -> None:
-        self.plan.next("shutdown")
-        super().shutdown(how)
-
-    def getsockopt(self, *args: int) -> Any:
-        self.plan.next("getsockopt")
-        return super().getsockopt(*args)
-
-    def setsockopt(self, *args: Any) -> None:
-        self.plan.next("setsockopt")
-        super().setsockopt(*args)
+    return type("Faulty", (socket.socket,), {name: planned(name) for name in calls})
 
 
 def vectored(
@@ -152,10 +137,9 @@ async def exchange(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, An
     """Send both ways and close, with the plan on one side; how each side ended."""
     loop = asyncio.get_running_loop()
     client, accepted = tcp_sockets()
-    faulty = FaultySocket(fileno=client.detach())
+    faulty = faulty_sockets(*ON_SOCKETS, plan=plan)(fileno=client.detach())
     for sock in (faulty, accepted):
         sock.setblocking(False)
-    faulty.plan = plan
     with monkeypatch.context() as patch:
         patch.setattr(wire, "readv", vectored(readv, plan, faulty.fileno()))
         patch.setattr(wire, "writev", vectored(writev, plan, faulty.fileno()))
@@ -192,55 +176,62 @@ def check(recorder: Recorder, sent: Sequence[tuple[int, bytes]]) -> None:
     assert recorder.sent == TOKENS[: len(recorder.sent)]
 
 
-MOVING: Final = ("recv_into", "recvmsg_into", "readv", "send", "sendmsg", "writev")
+ON_SOCKETS: Final = (
+    "recv_into",
+    "recvmsg_into",
+    "send",
+    "sendmsg",
+    "shutdown",
+    "getsockopt",
+)
+MOVING: Final = (*ON_SOCKETS[:4], "readv", "writev")
 
 
-@pytest.mark.parametrize("fault", HARMLESS, ids=NAMES.get)
 @pytest.mark.parametrize("call", MOVING)
 async def test_what_is_no_fault_changes_nothing(
-    call: str, fault: int, monkeypatch: pytest.MonkeyPatch
+    call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for at in itertools.count(1):
-        plan = Plan(call, at, fault)
-        assert await exchange(plan, monkeypatch) == (None, None)
-        if not plan.hit:
-            break
-    assert at > 1, f"{call} is never made"
+    for fault in HARMLESS:
+        for at in itertools.count(1):
+            plan = Plan(call, at, fault)
+            assert await exchange(plan, monkeypatch) == (None, None)
+            if not plan.hit:
+                break
+        assert at > 1, f"{call} is never made"
 
 
-@pytest.mark.parametrize("fault", FATAL, ids=NAMES.get)
 @pytest.mark.parametrize("call", [*MOVING, "shutdown", "getsockopt"])
 async def test_a_fault_ends_both_links_once_and_corrupts_nothing(
-    call: str, fault: int, monkeypatch: pytest.MonkeyPatch
+    call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    faults = itertools.cycle(FATAL)
     for at in itertools.count(1):
+        fault = next(faults)
         plan = Plan(call, at, fault)
         near_end, far_end = await exchange(plan, monkeypatch)
         if not plan.hit:
             assert near_end is far_end is None
             break
-        assert isinstance(near_end, ConnectionLost)
+        assert isinstance(near_end, ConnectionLost), NAMES[fault]
         assert isinstance(near_end.__cause__, OSError)
         assert near_end.__cause__.errno == fault
         assert isinstance(far_end, ConnectionLost | None)
     assert at > 1, f"{call} is never made"
 
 
-@pytest.mark.parametrize("fault", FATAL, ids=NAMES.get)
-async def test_abort_does_not_raise_if_the_reset_cannot_be_asked_for(
-    fault: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FaultySocket, "plan", Plan("setsockopt", 1, fault))
-    near, far = socket.socketpair()
-    faulty = FaultySocket(fileno=near.detach())
-    faulty.setblocking(False)
-    with far:
-        link = TcpLink(PlainWire(faulty), ANYWHERE, asyncio.get_running_loop())
-        recorder = Recorder()
-        link.start(recorder)
-        link.abort()
-        assert isinstance(await recorder.end(), ConnectionLost)
-        assert faulty.fileno() == -1
+async def test_abort_does_not_raise_if_the_reset_cannot_be_asked_for() -> None:
+    for fault in FATAL:
+        near, far = socket.socketpair()
+        make = faulty_sockets("setsockopt", plan=Plan("setsockopt", 1, fault))
+        faulty = make(fileno=near.detach())
+        faulty.setblocking(False)
+        with far:
+            link = TcpLink(PlainWire(faulty), ANYWHERE, asyncio.get_running_loop())
+            recorder = Recorder()
+            link.start(recorder)
+            link.abort()
+            assert isinstance(await recorder.end(), ConnectionLost)
+            assert faulty.fileno() == -1
 
 
 SETTING_UP: Final = {
@@ -249,11 +240,17 @@ SETTING_UP: Final = {
 }
 
 
-@pytest.mark.parametrize("fault", [*FATAL, errno.EMFILE, errno.EINTR], ids=NAMES.get)
 @pytest.mark.parametrize(
     ("name", "call"), [(name, call) for name in SETTING_UP for call in SETTING_UP[name]]
 )
 async def test_connect_and_listen_close_what_they_opened(
+    name: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fault in (*FATAL, errno.EMFILE, errno.EINTR):
+        await set_up_under(name, call, fault, monkeypatch)
+
+
+async def set_up_under(
     name: str, call: str, fault: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, accepted, failed = TcpBackend(), list[Link](), list[int | None]()
@@ -287,34 +284,17 @@ async def test_connect_and_listen_close_what_they_opened(
     assert set(failed) == {fault}, f"{call} is never made"
 
 
-def planned(plan: Plan) -> type[socket.socket]:
+def planned(plan: Plan) -> Callable[..., socket.socket]:
     """A class of sockets whose making and setting up follows the plan."""
+    calls = sorted({*SETTING_UP["connect"], *SETTING_UP["listen"]} - {"socket"})
+    accepted = faulty_sockets(plan=plan)
+    faulty = faulty_sockets(*calls, plan=plan)
 
-    class Planned(socket.socket):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # Those that the listener accepts are not meant.
-            self.plan = Plan("", 1, SHORT) if "fileno" in kwargs else plan
-            self.plan.next("socket")
-            super().__init__(*args, **kwargs)
+    def make(*args: Any, **kwargs: Any) -> socket.socket:
+        # Those that the listener accepts are not meant.
+        if "fileno" in kwargs:
+            return accepted(*args, **kwargs)
+        plan.next("socket")
+        return faulty(*args, **kwargs)
 
-        def setsockopt(self, *args: Any) -> None:
-            self.plan.next("setsockopt")
-            super().setsockopt(*args)
-
-        def bind(self, address: Any) -> None:
-            self.plan.next("bind")
-            super().bind(address)
-
-        def listen(self, *args: int) -> None:
-            self.plan.next("listen")
-            super().listen(*args)
-
-        def getpeername(self) -> Any:
-            self.plan.next("getpeername")
-            return super().getpeername()
-
-        def getsockname(self) -> Any:
-            self.plan.next("getsockname")
-            return super().getsockname()
-
-    return Planned
+    return make

@@ -31,29 +31,6 @@ bootstraps = st.builds(
 )
 
 
-@given(bootstraps)
-def test_it_is_read_as_it_was_written(bootstrap: UcxBootstrap) -> None:
-    assert parse(bootstrap.to_bytes()) == bootstrap
-
-
-@given(bootstraps, st.data())
-def test_no_part_of_it_is_taken_for_it(
-    bootstrap: UcxBootstrap, data: st.DataObject
-) -> None:
-    whole = bootstrap.to_bytes()
-    length = data.draw(st.integers(0, len(whole) - 1))
-    with pytest.raises(BackendUnavailable, match="the peer's bootstrap"):
-        parse(whole[:length])
-    with pytest.raises(BackendUnavailable, match="the peer's bootstrap"):
-        parse(whole + b"\0")
-
-
-@given(st.binary(max_size=200))
-def test_noise_is_refused(noise: bytes) -> None:
-    with pytest.raises(BackendUnavailable, match="the peer's bootstrap"):
-        parse(noise)
-
-
 def test_another_format_names_the_difference() -> None:
     changed = bytearray(SAMPLE.to_bytes())
     changed[4] = 2

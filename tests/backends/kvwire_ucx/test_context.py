@@ -66,10 +66,3 @@ def test_ucx_says_what_is_wrong_with_settings(
 )
 def test_rdma_is_told_by_the_transport(transport: str, expected: bool) -> None:
     assert is_rdma(transport) is expected
-
-
-def test_closing_twice_does_no_harm() -> None:
-    context = Context({})
-    context.close()
-    context.close()
-    assert context.handle == 0

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 
 from kvwire_ucx import endpoint as module
-from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
@@ -76,28 +75,6 @@ def test_each_has_a_number_of_its_own_and_an_address_with_an_end(asked: Asked) -
     (address, first), (_, second) = asked.connected
     assert address == PEER.padded_address
     assert first != second
-
-
-def test_it_is_closed_once_and_by_force(asked: Asked) -> None:
-    ours = endpoint(asked)
-    told: list[str] = []
-    ours.close(lambda: told.append("gone"))
-    ours.close(lambda: told.append("again"))
-    ((handle, number, force),) = asked.disconnected
-    assert (handle, force) == (4711, True)
-    assert number == asked.connected[0][1]
-    assert ours.handle == 0
-    assert (ours.gone, told) == (False, [])
-    asked.gone(OK, 0)
-    assert (ours.gone, told) == (True, ["gone"])
-
-
-def test_a_failure_is_told(asked: Asked) -> None:
-    told: list[int] = []
-    ours = endpoint(asked, told.append)
-    assert (ours.failed, told) == (False, [])
-    asked.fail(-80)
-    assert (ours.failed, told) == (True, [-80])
 
 
 def test_what_moves_bulk_comes_first_and_is_known_after_the_end(

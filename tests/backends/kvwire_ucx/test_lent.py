@@ -33,14 +33,6 @@ fragments = st.lists(
 ONE = LentFragment(address=4096, nbytes=100, key=b"key")
 
 
-@given(number=st.integers(0, MESSAGES - 1), lent=fragments)
-def test_it_is_read_as_it_was_written(number: int, lent: list[LentFragment]) -> None:
-    said = lent_descriptor(number, lent)
-    assert said is not None
-    assert is_lent(said)
-    assert read_lent(said, sum(one.nbytes for one in lent)) == (number, lent)
-
-
 @given(number=st.integers(0, MESSAGES - 1))
 def test_what_is_sent_is_not_lent(number: int) -> None:
     assert not is_lent(descriptor(number, [1, 2]))
@@ -84,13 +76,3 @@ def test_what_no_lane_makes_is_refused(data: bytes, words: str) -> None:
     assert is_lent(data)
     with pytest.raises(MalformedFrame, match=f"lent memory: .*{words}"):
         read_lent(data, 100)
-
-
-@given(data=st.binary(max_size=200), nbytes=st.integers(0, 2**32))
-def test_any_bytes_are_a_descriptor_or_refused(data: bytes, nbytes: int) -> None:
-    data = b"\x80\0\0" + data
-    try:
-        number, lent = read_lent(data, nbytes)
-    except MalformedFrame:
-        return
-    assert lent_descriptor(number, lent) == data

@@ -76,26 +76,6 @@ async def test_every_layer_arrives_where_it_belongs(verb: str) -> None:
         await outgoing.drained()
 
 
-async def test_an_abort_frees_both_caches() -> None:
-    source, _ = cache(filled=True)
-    target, _ = cache(filled=False)
-    async with pair() as both:
-        incoming = both.b.expect("t", target, THEIRS)
-        outgoing = both.ab.push("t", source, OURS)
-        outgoing.ready(layers=0)
-        await incoming.layer(0)
-        incoming.abort("no longer wanted")
-        outcome = await incoming
-        assert not outcome.complete
-        await incoming.drained()
-        await outgoing.drained()
-        # The connection and its lane live on.
-        request = both.ab.send(1, bytes(1 << 20))
-        assert await both.ba.recv(1) == bytes(1 << 20)
-        await request
-        assert both.ab.transport == "ucx"
-
-
 async def test_the_control_link_takes_over_when_the_lane_breaks() -> None:
     """Allowed, since other transports are: and reported, never in silence."""
     async with pair() as both:

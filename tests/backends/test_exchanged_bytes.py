@@ -1,0 +1,173 @@
+"""What the halves of a lane tell each other: read as it was said, or refused.
+
+Bootstraps come from the handshake and descriptors from the control link. Whoever says
+something else, or less, or more, meets the documented error and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.errors import BackendUnavailable, ProtocolError
+from kvwire.limits import BOOTSTRAP_BYTES_MAX
+from kvwire.types import Role
+from kvwire_local.descriptor import decode as decode_place
+from kvwire_local.host import Host
+from kvwire_nccl.bootstrap import NcclBootstrap
+from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
+from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap
+from kvwire_ucx.bootstrap import parse as parse_ucx
+from kvwire_ucx.lent import LentFragment, lent_descriptor, read_lent
+from kvwire_ucx.library import Version
+from kvwire_ucx.pieces import PIECES_MAX, descriptor, read_descriptor
+
+
+class Bootstraps(NamedTuple):
+    """How a backend says where a half of a lane is."""
+
+    values: st.SearchStrategy[Any]
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+names = st.binary(max_size=256)
+words = st.text(st.characters(codec="ascii"), max_size=20)
+BOOTSTRAPS = {
+    "local": Bootstraps(
+        st.builds(Host, st.binary(min_size=16, max_size=16), st.integers(0, 2**64 - 1)),
+        Host.encode,
+        Host.decode,
+    ),
+    "nccl": Bootstraps(
+        st.builds(NcclBootstrap, st.text(max_size=16), names, names),
+        NcclBootstrap.encode,
+        NcclBootstrap.decode,
+    ),
+    "nixl": Bootstraps(
+        st.builds(NixlBootstrap, words, words, words, st.integers(0, 2**64 - 1), names),
+        NixlBootstrap.encode,
+        NixlBootstrap.decode,
+    ),
+    "ucx": Bootstraps(
+        st.builds(
+            UcxBootstrap,
+            lane=st.integers(0, 2**40 - 1),
+            version=st.builds(Version, *(st.integers(0, 255),) * 3),
+            address=st.binary(min_size=1, max_size=1000),
+            one_sided=st.booleans(),
+        ),
+        UcxBootstrap.to_bytes,
+        parse_ucx,
+    ),
+}
+each_bootstrap = pytest.mark.parametrize("form", BOOTSTRAPS.values(), ids=BOOTSTRAPS)
+
+
+@each_bootstrap
+@given(data=st.data())
+def test_a_bootstrap_is_read_whole_or_refused(
+    form: Bootstraps, data: st.DataObject
+) -> None:
+    said = data.draw(form.values)
+    raw = form.encode(said)
+    assert len(raw) <= BOOTSTRAP_BYTES_MAX
+    assert form.decode(raw) == said
+    cut = data.draw(st.integers(0, len(raw) - 1))
+    for wrong in (raw[:cut], raw + b"\0"):
+        with pytest.raises(BackendUnavailable, match="peer"):
+            form.decode(wrong)
+
+
+@each_bootstrap
+@given(raw=st.binary(max_size=400))
+def test_what_a_stranger_says_is_no_bootstrap(form: Bootstraps, raw: bytes) -> None:
+    with pytest.raises(BackendUnavailable, match="peer"):
+        form.decode(raw)
+
+
+# --- descriptors ----------------------------------------------------------------------
+
+numbers = st.integers(0, MESSAGES - 1)
+# One length alone is said by none at all.
+lengths: st.SearchStrategy[list[int]] = st.just([]) | st.lists(
+    st.integers(1, 2**19), min_size=2, max_size=PIECES_MAX
+)
+lent = st.lists(
+    st.builds(
+        LentFragment,
+        address=st.integers(0, 2**63 - 1),
+        nbytes=st.integers(1, 2**32 - 1),
+        key=st.binary(min_size=1, max_size=60),
+    ),
+    min_size=1,
+    max_size=PIECES_MAX,
+)
+
+
+@given(first=numbers, said=lengths)
+def test_messages_of_ucx(first: int, said: list[int]) -> None:
+    assert read_descriptor(descriptor(first, said), sum(said)) == (first, said)
+
+
+@given(first=numbers, said=lent)
+def test_lent_memory_of_ucx(first: int, said: list[LentFragment]) -> None:
+    raw = lent_descriptor(first, said)
+    assert raw is not None
+    assert read_lent(raw, sum(one.nbytes for one in said)) == (first, said)
+
+
+@given(
+    said=st.lists(st.integers(1, 1 << 20), max_size=20),
+    news=st.lists(st.binary(max_size=300), max_size=3),
+)
+def test_places_of_nixl(said: list[int], news: list[bytes]) -> None:
+    ours, theirs = (LaneProofs(b"s" * 32, role) for role in (Role.CLIENT, Role.SERVER))
+    sizes = np.array(said, np.uint64)
+    addresses = np.arange(sizes.size, dtype=np.uint64) * np.uint64(1 << 40)
+    place = NixlPlace(addresses, sizes, 7, tuple(news))
+    heard = theirs.read_place(ours.place(place), sum(said))
+    assert heard.addresses.tolist() == addresses.tolist()
+    assert heard.lengths.tolist() == said
+    assert (heard.word, heard.news) == (7, tuple(news))
+
+
+def is_sound_of_local(raw: bytes, nbytes: int) -> bool:
+    """Whether it adds up, and leads to no address beyond what a process has."""
+    place = decode_place(raw, nbytes).fragments
+    return place is None or (
+        place.nbytes == nbytes and int((place.addresses + place.lengths).max()) < 2**63
+    )
+
+
+def is_sound_of_lent(raw: bytes, nbytes: int) -> bool:
+    return lent_descriptor(*read_lent(raw, nbytes)) == raw
+
+
+def is_sound_of_pieces(raw: bytes, nbytes: int) -> bool:
+    first, said = read_descriptor(raw, nbytes)
+    return descriptor(first, said) == raw and (not said or sum(said) == nbytes)
+
+
+@pytest.mark.parametrize(
+    ("is_sound", "head"),
+    [
+        (is_sound_of_local, b""),
+        (is_sound_of_pieces, b""),
+        (is_sound_of_lent, b"\x80\0\0"),
+    ],
+)
+@given(raw=st.binary(max_size=200), nbytes=st.integers(1, 2**32))
+def test_any_bytes_are_a_descriptor_or_refused(
+    is_sound: Callable[[bytes, int], bool], head: bytes, raw: bytes, nbytes: int
+) -> None:
+    try:
+        sound = is_sound(head + raw, nbytes)
+    except ProtocolError:
+        return
+    assert sound
