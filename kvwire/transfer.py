@@ -47,7 +47,7 @@ class _Transfer:
         return hash(self._state)
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
-        if not self._state.done():
+        if self._state.outcome is None:
             self._state.thread.check(f"await {type(self).__name__}")
         return self._state.__await__()
 
@@ -67,7 +67,7 @@ class _Transfer:
 
     def done(self) -> bool:
         """Tell whether the outcome is known."""
-        return self._state.done()
+        return self._state.outcome is not None
 
     @property
     def outcome(self) -> Outcome | None:
@@ -89,11 +89,11 @@ class _Transfer:
         """
         if get_ident() != self._state.thread.ident:
             self._state.thread.check(f"{type(self).__name__}.drained")
-        await self._state.drained()
+        await self._state.free.wait()
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""
-        if not self._state.done():
+        if self._state.outcome is None:
             self._state.thread.check(f"{type(self).__name__}.abort")
             self._state.abort(reason)
 

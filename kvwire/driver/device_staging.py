@@ -79,17 +79,13 @@ class DeviceStaging:
         self._paused = False
         self._ended = False
 
-    def open(self, device: Device | None) -> None:
+    def open(self, device: Device) -> None:
         """Have slots for a device, so that no transfer lacks them half way.
-
-        None stands for the host, whose memory needs none.
 
         Raises:
             BackendUnavailable: The device does not work, gives no pinned memory, or the
                 link of this connection cannot be paused.
         """
-        if device is None:
-            return
         copy_engine = self._devices.copy_engine(device)
         if copy_engine.failed:
             raise BackendUnavailable(f"{device} has failed: {copy_engine.failed}")

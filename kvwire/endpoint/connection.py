@@ -43,7 +43,6 @@ from kvwire.proto.events import (
     SegmentMarked,
     SegmentsAcknowledged,
     TransferAgreed,
-    TransferCommitted,
     TransferOpened,
     TransferSettled,
 )
@@ -61,7 +60,6 @@ from kvwire.types import (
     Address,
     BufferId,
     Deadline,
-    Device,
     Grant,
     PeerInfo,
     TransportReport,
@@ -260,10 +258,6 @@ class ConnectionState:
         attempt.core.context = attempt
         self.run()
 
-    def open_staging(self, device: Device | None) -> None:
-        """Serve a transfer, as ConnectionPort says."""
-        self.staging.open(device)
-
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
@@ -454,20 +448,21 @@ class ConnectionState:
         match event:
             case SegmentMarked() | SegmentLanded():
                 attempt = event.segment.request.context
-            case (
-                TransferAgreed()
-                | SegmentsAcknowledged()
-                | TransferCommitted()
-                | TransferSettled()
-            ):
+            case TransferAgreed() | SegmentsAcknowledged() | TransferSettled():
+                attempt = event.request.context
+            case RequestDone() if event.request.kind in _TRANSFERS:
                 attempt = event.request.context
             case _:
                 self._other_event(event)
                 return
         if not isinstance(attempt, Attempt):
+            if isinstance(event, RequestDone):
+                self.communicator.registry.request_over(event.request, self)
             return
         try:
-            if isinstance(event, TransferAgreed):
+            if isinstance(event, RequestDone):
+                attempt.ended(event.error)
+            elif isinstance(event, TransferAgreed):
                 attempt.agreed(TransferOffer.decode(event.description))
             else:
                 attempt.event(event)
@@ -477,21 +472,18 @@ class ConnectionState:
             attempt.refuse(exc, WireCode.PROFILE)
 
     def _other_event(self, event: Event) -> None:
-        """Act on an event that is not about the segments of a transfer."""
+        """Act on an event that is not of an attempt of a transfer."""
         match event:
             case RequestDone():
-                if event.request.kind in _TRANSFERS:
-                    self._transfer_done(event)
-                else:
-                    self._request_done(event)
+                self._request_done(event)
+            case TransferOpened():
+                self.communicator.registry.opened(self, event)
             case MessageDropped():
                 del self.driver.held[event.buffer]
             case MemoryWanted():
                 self._provide(event)
             case Ended():
                 self.communicator.connection_ended(self, event.error)
-            case TransferOpened():
-                self.communicator.registry.opened(self, event)
 
     def _provide(self, event: MemoryWanted) -> None:
         """Give a receive without a buffer memory for the message it has met."""
@@ -507,13 +499,6 @@ class ConnectionState:
             lent = self._buffers.lend(memoryview(memory))
             self.core.provide(event.request, lent)
         self.driver.run()
-
-    def _transfer_done(self, event: RequestDone) -> None:
-        attempt = event.request.context
-        if isinstance(attempt, Attempt):
-            attempt.ended(event.error)
-        else:
-            self.communicator.registry.request_over(event.request, self)
 
     def _request_done(self, event: RequestDone) -> None:
         core, request = event.request, event.request.context

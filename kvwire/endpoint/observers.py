@@ -59,7 +59,7 @@ class Observers(Generic[C]):
     """
 
     def __init__(self) -> None:
-        self._all: list[Observer[C]] = []
+        self.watchers: list[Observer[C]] = []
         self.traced: bool = False
 
     def add(self, watcher: Observer[C]) -> None:
@@ -69,12 +69,12 @@ class Observers(Generic[C]):
         the caller is in, as :attr:`kvwire.transfers.description.TransferOffer.trace`
         has it, which is sent to the peer.
         """
-        self._all.append(watcher)
-        self.traced = any(hasattr(one, "trace_context") for one in self._all)
+        self.watchers.append(watcher)
+        self.traced = any(hasattr(one, "trace_context") for one in self.watchers)
 
     def trace_context(self) -> bytes:
         """Return the trace that the caller is in; b"" if it is in none."""
-        for watcher in self._all:
+        for watcher in self.watchers:
             if hasattr(watcher, "trace_context"):
                 with _logged():
                     return bytes(watcher.trace_context())
@@ -82,12 +82,12 @@ class Observers(Generic[C]):
 
     def remove(self, watcher: Observer[C]) -> None:
         """Tell it nothing any more; does nothing if it was not told before."""
-        if watcher in self._all:
-            self._all.remove(watcher)
+        if watcher in self.watchers:
+            self.watchers.remove(watcher)
 
     def begun(self, transfer: KVTransfer) -> None:
         """Tell that a transfer has begun."""
-        for watcher in tuple(self._all):
+        for watcher in tuple(self.watchers):
             with _logged():
                 watcher.begun(_public(transfer))
 
@@ -98,10 +98,8 @@ class Observers(Generic[C]):
         connections: Iterable[ConnectionPort],
     ) -> None:
         """Tell that a transfer has an outcome."""
-        if not self._all:
-            return
         ran_on = tuple(cast("ConnectionState", c).public for c in connections)
-        for watcher in tuple(self._all):
+        for watcher in tuple(self.watchers):
             with _logged():
                 watcher.ended(_public(transfer), outcome, ran_on)
 

@@ -135,10 +135,10 @@ class PeerState:
     async def _ask(self, end: IncomingState | OutgoingState) -> None:
         try:
             connection = await self.connect()
-            if not end.done():
+            if end.outcome is None:
                 end.ask(connection)
         except KVWireError as exc:
-            if not end.done():
+            if end.outcome is None:
                 end.stop(exc, WireCode.GOING_AWAY)
 
     # --- the connection ---------------------------------------------------------------

@@ -100,13 +100,6 @@ class TransferSettled(msgspec.Struct, frozen=True, kw_only=True):
     request: RequestRecord
 
 
-class TransferCommitted(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports that the producer marks nothing more."""
-
-    request: RequestRecord
-    complete: bool
-
-
 class LaneAsked(msgspec.Struct, frozen=True, kw_only=True):
     """Reports to a server that the client wants a lane; ``answer`` or ``lane_gone``."""
 
@@ -152,7 +145,6 @@ Event = (
     | SegmentMarked
     | SegmentLanded
     | SegmentsAcknowledged
-    | TransferCommitted
     | TransferSettled
     | LaneAsked
     | LaneBootstrapped

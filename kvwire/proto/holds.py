@@ -21,14 +21,15 @@ class Holds:
 
     Attributes:
         drained: Buffers drained since the caller last emptied this list.
+        retired: Buffers that are retired and still held.
     """
 
-    __slots__ = ("_counts", "_last", "_retired", "drained")
+    __slots__ = ("_counts", "_last", "drained", "retired")
 
     def __init__(self) -> None:
         self.drained: list[BufferId] = []
         self._counts: dict[BufferId, int] = {}
-        self._retired: set[BufferId] = set()
+        self.retired: set[BufferId] = set()
         self._last = 0
 
     def __len__(self) -> int:
@@ -44,7 +45,7 @@ class Holds:
 
     def take(self, buffer: BufferId) -> None:
         """Take a hold: an operation begins to use the buffer."""
-        assert buffer not in self._retired, "a retired buffer was handed to a link"
+        assert buffer not in self.retired, "a retired buffer was handed to a link"
         self._counts[buffer] += 1
 
     def drop(self, buffer: BufferId) -> None:
@@ -52,22 +53,17 @@ class Holds:
         left = self._counts[buffer] - 1
         assert left >= 0, "a hold was dropped twice"
         self._counts[buffer] = left  # bounded: REQUESTS_MAX, REGIONS_MAX
-        if not left and buffer in self._retired:
-            self._retired.remove(buffer)
+        if not left and buffer in self.retired:
+            self.retired.remove(buffer)
             self._drain(buffer)
 
     def retire(self, buffer: BufferId) -> None:
         """Retire the buffer, which its owner needs no more; the last hold drains it."""
         held = self._counts.get(buffer)
         if held:
-            self._retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
+            self.retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
         elif held is not None:
             self._drain(buffer)
-
-    @property
-    def retired(self) -> frozenset[BufferId]:
-        """Return the buffers that are retired and still held."""
-        return frozenset(self._retired)
 
     def held(self, buffer: BufferId) -> bool:
         """Tell whether some operation may touch the buffer now."""

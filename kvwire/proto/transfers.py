@@ -36,7 +36,6 @@ from kvwire.proto.events import (
     SegmentMarked,
     SegmentsAcknowledged,
     TransferAgreed,
-    TransferCommitted,
     TransferOpened,
     TransferSettled,
 )
@@ -346,10 +345,7 @@ class Transfers:
         )
         self._add(transfer, segment)
         self._outbox.report(SegmentMarked(segment=segment))
-        if body.commit:
-            transfer.committed = True
-            complete = body.commit > 1
-            self._outbox.report(TransferCommitted(request=request, complete=complete))
+        transfer.committed = body.commit > 0
 
     def marked_data(self, header: Header) -> ChunkArrival:
         """Handle MARKED_DATA: SEGMENT, and all of its bytes.
@@ -406,7 +402,6 @@ class Transfers:
             )
         transfer.committed = True
         # COMMIT may overtake chunks on lanes: the end waits for every marked segment.
-        self._outbox.report(TransferCommitted(request=request, complete=body.complete))
         if not transfer.open_segments:
             self._finish_incoming(request, transfer)
 
@@ -520,15 +515,16 @@ class Transfers:
         """Return what is kept of a transfer until :meth:`forget`."""
         return self._transfers[request]
 
-    def forget(self, request: RequestRecord) -> None:
-        """Forget a transfer that is over, whose outcome the front has read."""
+    def forget(self, request: RequestRecord) -> list[BufferId]:
+        """Forget a transfer that is over; retire its buffers and name them."""
         assert request.over
-        self.retire(request)
+        buffers = self.retire(request)
         self._transfers.pop(request, None)
         self._asked.pop(request, None)
         self._unanswered.pop(request, None)
         self.unacknowledged.pop(request, None)
         self.unhurried.pop(request, None)
+        return buffers
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
         """Name the buffers of a transfer, whose memory nobody needs more."""

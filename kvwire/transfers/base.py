@@ -13,7 +13,7 @@ import enum
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.backend import Payload
@@ -45,7 +45,6 @@ from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
     SegmentsAcknowledged,
-    TransferCommitted,
     TransferSettled,
 )
 from kvwire.proto.requests import RequestRecord
@@ -78,13 +77,7 @@ SILENT_INTERVALS = 1.5
 DAMAGED = "its bytes arrived damaged"
 UNMARKED = "it was not marked ready by the producer"
 
-TransferEvent = (
-    SegmentMarked
-    | SegmentLanded
-    | SegmentsAcknowledged
-    | TransferCommitted
-    | TransferSettled
-)
+TransferEvent = SegmentMarked | SegmentLanded | SegmentsAcknowledged | TransferSettled
 
 
 def transfer_key(id: str | bytes | int) -> bytes:
@@ -224,24 +217,21 @@ class Attempt:
             self.connection.refuse(self.core, error, code)
             self.connection.run()
 
-    def retire(self) -> list[BufferId]:
-        """Retire the memory of the attempt's segments; return the buffers."""
-        if self.core is None:
-            return []
-        return self.connection.transfers.retire(self.core)
+    def release(self) -> list[BufferId]:
+        """Retire the memory of the attempt's segments; return the buffers.
 
-    def forget(self) -> None:
-        """Leave the attempt's connection if its request is over.
-
-        Called where the memory of the request is watched by holds, or the link has
-        ended: from here on a lost attempt may be resumed.
+        The attempt leaves its connection if its request is over: what may still touch
+        its memory has holds on it, and a lost attempt may be resumed from here on.
         """
-        if self.core is not None and self.core.over:
-            self.connection.transfers.forget(self.core)
-            self.core.context = None
-            self.core = None
-            if self.state is AttemptState.LOST:
-                self.advance(AttemptInput.RELEASE)
+        core = self.core
+        if core is None:
+            return []
+        if not core.over:
+            return self.connection.transfers.retire(core)
+        core.context = self.core = None
+        if self.state is AttemptState.LOST:
+            self.advance(AttemptInput.RELEASE)
+        return self.connection.transfers.forget(core)
 
 
 class KVTransfer:
@@ -277,6 +267,8 @@ class KVTransfer:
             raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")
         self.id = id
         self.key: bytes = transfer_key(id)
+        # A producer and a consumer of one name may live in one communicator.
+        self.role_key: tuple[bytes, bool] = self.key, not self.receives
         self.cache = cache
         self.communicator = communicator
         self.thread: LoopThread = communicator.thread
@@ -301,11 +293,13 @@ class KVTransfer:
         if self.ring is not None or self.observers.traced:
             self._open_trace()
         self.state: TransferState = TransferState.NEW
-        # Makes and records the outcome of a transfer that has not begun yet.
-        self._ends: Callable[[], None] | None = None
-        self._outcome: Outcome | None = None
+        # What ended a transfer that has not begun yet.
+        self._ends: KVWireError | None = None
+        # None while it is not known.
+        self.outcome: Outcome | None = None
         self._done: asyncio.Future[Outcome] = self.loop.create_future()
-        self._free = asyncio.Event()
+        # Set when it is drained.
+        self.free: asyncio.Event = asyncio.Event()
         self._busy = 0
         self._lease: asyncio.TimerHandle | None = None
         self._lease_until: float | None = None
@@ -317,35 +311,23 @@ class KVTransfer:
         self.trace = self.trace or new_trace()
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
-        if self._outcome is not None and not self._outcome.complete:
-            yield  # one turn of the loop: see kvwire.clock
+        if self.outcome is not None and not self.outcome.complete:
+            return self._in_a_turn().__await__()
         # The shield keeps a cancelled waiter from cancelling the record.
-        return (yield from asyncio.shield(self._done))
+        return asyncio.shield(self._done).__await__()
 
-    def done(self) -> bool:
-        """Tell whether the outcome is known."""
-        return self._outcome is not None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """Return the outcome, or None while it is not known."""
-        return self._outcome
+    async def _in_a_turn(self) -> Outcome:
+        await asyncio.sleep(0)  # see kvwire.clock
+        return self._done.result()
 
     @property
     def is_drained(self) -> bool:
         """Tell whether nothing of kvwire can touch the transfer's blocks any more."""
         return self.state is TransferState.DRAINED
 
-    async def drained(self) -> None:
-        """See :meth:`kvwire.Outgoing.drained`.
-
-        Cancel safety: safe, it only watches.
-        """
-        await self._free.wait()
-
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""
-        if self._outcome is None:
+        if self.outcome is None:
             self.stop(RequestCancelled(reason), WireCode.CANCELLED)
 
     # --- for the registry -------------------------------------------------------------
@@ -370,7 +352,8 @@ class KVTransfer:
     def begin(self) -> None:
         """Start: notify observers and arm the deadline."""
         self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.BEGIN]
-        self.observers.begun(self)
+        if self.observers.watchers:
+            self.observers.begun(self)
         if self.ring is not None:
             side = "receive" if self.receives else "send"
             self.note("begin", text_of(self.id)[:NAME_CHARS_MAX], side)
@@ -445,7 +428,7 @@ class KVTransfer:
         What is left of the lease when a peer comes back and is lost again without any
         progress is all there is: a link that breaks each time does not renew it.
         """
-        if self._lease is None and self._outcome is None:
+        if self._lease is None and self.outcome is None:
             if self._lease_until is None:
                 self._lease_until = self.loop.time() + self.lease_s
             self._lease = self.loop.call_at(self._lease_until, self._lease_over)
@@ -463,33 +446,37 @@ class KVTransfer:
             self.stop_lease()
             self.start_lease()
 
-    def finish_with(self, end: Callable[[], None]) -> None:
-        """End the transfer by calling, once, what makes and records the outcome.
+    def end(self, cause: KVWireError) -> None:
+        """End the transfer, once; ``cause`` says why what is missing did not come.
 
-        Where there is no memory for an outcome it is called again in a moment: nobody
-        would ever end the transfer otherwise.
+        Where there is no memory for an outcome it is made in a moment: nobody would
+        ever end the transfer otherwise.
         """
         if self.state is TransferState.NEW:
-            self._ends = end
+            self._ends = cause
         elif self.state is not TransferState.OPEN:
             return
         self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.END]
         if self._ends is None:
-            self._try_to_end(end)
+            self._try_to_end(cause)
 
-    def _try_to_end(self, end: Callable[[], None]) -> None:
+    def _try_to_end(self, cause: KVWireError) -> None:
         try:
-            end()
+            self.end_now(cause)
         except MemoryError:
-            if self._outcome is not None:
+            if self.outcome is not None:
                 raise
             logger.error("transfer %r: no memory for its outcome", self.id)
-            self.loop.call_later(NO_MEMORY_S, self._try_to_end, end)
+            self.loop.call_later(NO_MEMORY_S, self._try_to_end, cause)
+
+    def end_now(self, cause: KVWireError) -> None:
+        """Make and record the outcome."""
+        raise NotImplementedError
 
     def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
         """Record the outcome; the memory drains when the attempts' buffers have."""
         self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.RECORD]
-        self._outcome = outcome
+        self.outcome = outcome
         self.communicator.counters.transfer_ended(outcome, received=self.receives)
         self._done.set_result(outcome)
         if self._lease is not None:
@@ -502,7 +489,8 @@ class KVTransfer:
             ran_on.append(attempt.connection)
             self.release(attempt)
         self._one_free()
-        self.observers.ended(self, outcome, ran_on)
+        if self.observers.watchers:
+            self.observers.ended(self, outcome, ran_on)
         if self.ring is not None:
             self.note("end", outcome.state, outcome.nbytes, self.trace[:16].hex())
 
@@ -513,10 +501,9 @@ class KVTransfer:
     def release(self, attempt: Attempt) -> None:
         """Wait for the memory of one attempt, and forget it once it is over."""
         buffers = self.communicator.buffers
-        for buffer in attempt.retire():
+        for buffer in attempt.release():
             self._busy += 1
             buffers.on_drained(buffer, self._one_free)
-        attempt.forget()
         buffers.collect()
 
     def nothing(self, reason: str, tokens: Tokens = None) -> Outcome:
@@ -533,10 +520,10 @@ class KVTransfer:
         self._busy -= 1
         if not self._busy and self.state is TransferState.ENDED:
             self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.DRAIN]
-            self._free.set()
+            self.free.set()
 
     def _expired(self) -> None:
-        if self._outcome is None:
+        if self.outcome is None:
             error = DeadlineExceeded(
                 f"the transfer's deadline passed: {self.waits_for}"
             )
@@ -544,7 +531,7 @@ class KVTransfer:
 
     def _lease_over(self) -> None:
         self._lease = None
-        if self._outcome is None:
+        if self.outcome is None:
             error = DeadlineExceeded(
                 f"the lease of {self.lease_s:g} s ended while a peer was missing: "
                 f"{self.waits_for}"

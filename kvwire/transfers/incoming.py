@@ -26,7 +26,6 @@ from kvwire.limits import LANDED_BOXES_MAX
 from kvwire.proto.records import SegmentRecord
 from kvwire.transfers.base import (
     DAMAGED,
-    UNMARKED,
     Answer,
     KVTransfer,
     Progress,
@@ -253,7 +252,7 @@ class IncomingState(KVTransfer):
         """See KVTransfer."""
         if self.attempt is not None:
             self.attempt.refuse(error, code)
-        self._end(error)
+        self.end(error)
 
     def runs_on(self, connection: ConnectionPort) -> bool:
         """See KVTransfer."""
@@ -278,7 +277,8 @@ class IncomingState(KVTransfer):
         assert self.attempt is not None
         if description.trace or self.ring is not None:
             self.note_peer(self.attempt.connection, description.trace)
-        self.attempt.connection.open_staging(self.cache.device)
+        if self.cache.device is not None:
+            self.attempt.connection.staging.open(self.cache.device)
         description.require_same_hashes(self.hashes)
         if self.peer_id not in (b"", description.endpoint_id):
             raise ProfileMismatch(
@@ -295,7 +295,7 @@ class IncomingState(KVTransfer):
             have=self.have if comparable else None,
             local=self.geometry,
         )
-        first = not self.planned
+        first = not self.peer_id
         self.peer_id = description.endpoint_id
         if first:
             self.plan, self.landed = plan, Landed(plan)
@@ -344,17 +344,13 @@ class IncomingState(KVTransfer):
             return
         attempt.advance(AttemptInput.END)
         if self.outcome is not None:
-            attempt.forget()
+            attempt.release()
             if lost:
                 self.registry.unconfirmed(SettleAttempt(self, attempt))
             self.registry.settled(self)
         elif self.state is TransferState.OPEN:
             assert error is not None, "an attempt ended well before its transfer"
-            self._end(error)
-
-    def settled(self) -> None:
-        """End the transfer: all that the producer has marked is here."""
-        self._end(PeerCancelled(UNMARKED))
+            self.end(error)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -402,18 +398,24 @@ class IncomingState(KVTransfer):
                 del self._gates[layer, group]
                 _open(gates)
 
-    def _end(self, error: KVWireError) -> None:
-        self.finish_with(lambda: self._end_now(error))
-
-    def _end_now(self, error: KVWireError) -> None:
-        self._error, reason = error, str(error)
-        if self._in(*ON_LINK, AttemptState.REFUSED) and self.planned:
-            assert self.attempt is not None
-            self._name_phase(self.attempt)
-        attempts = [] if self.attempt is None else [self.attempt]
-        outcome = self._outcome_now(reason) if self.planned else self.nothing(reason)
+    def end_now(self, cause: KVWireError) -> None:
+        """See KVTransfer."""
+        self._error, reason = cause, str(cause)
+        attempt = self.attempt
+        if attempt is None or not self.peer_id:
+            outcome = self.nothing(reason)
+        else:
+            if attempt.state in ON_LINK or attempt.state is AttemptState.REFUSED:
+                self._name_phase(attempt)
+            outcome = outcome_of(
+                self.landed,
+                reasons=damaged_of(self.plan, self._damaged),
+                otherwise=reason,
+                timings=self.phases.timings(),
+                layers_grouped=self._layers_grouped,
+            )
         self.registry.over(self, reason)
-        self.record(outcome, attempts)
+        self.record(outcome, [] if attempt is None else [attempt])
         for gates in self._gates.values():
             _open(gates)
         self._gates.clear()
@@ -424,15 +426,6 @@ class IncomingState(KVTransfer):
             self.phases.phase = "commit"
         interval_s = self.communicator.config.ping_interval_s
         note_silence(self.phases, attempt.connection, interval_s)
-
-    def _outcome_now(self, reason: str) -> Outcome:
-        return outcome_of(
-            self.landed,
-            reasons=damaged_of(self.plan, self._damaged),
-            otherwise=reason,
-            timings=self.phases.timings(),
-            layers_grouped=self._layers_grouped,
-        )
 
 
 def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError:

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("kvwire.transfers")
 
 End = OutgoingState | IncomingState
-# A producer and a consumer of one name may live in one communicator, in tests above
-# all.
 Key = tuple[bytes, bool]
 Question = tuple[ConnectionPort, TransferOpened]
 
@@ -91,7 +89,7 @@ class TransferRegistry:
             UsageError: The id is in use, the transfer is too large to be described, or
                 too much memory is in quarantine.
         """
-        key = _key(end)
+        key = end.role_key
         if key in self._waiting:
             verb = "published" if key[1] else "expected"
             raise UsageError(
@@ -165,12 +163,13 @@ class TransferRegistry:
         if isinstance(end, IncomingState) and end.settling:
             self._settling[end.key, end.endpoint_id] = None
             self._all_settled.clear()
-        key = _key(end)
+        key = end.role_key
         if self._waiting.get(key) is not end:
             return
         del self._waiting[key]
+        unnotified = end.unnotified
         self._add_tombstone(
-            key, Tombstone(reason, end.endpoint_id, end.unnotified), end.unnotified
+            key, Tombstone(reason, end.endpoint_id, unnotified), unnotified
         )
         self._ask_again(key)
 
@@ -321,7 +320,7 @@ class TransferRegistry:
         if (end.key, end.endpoint_id) in self._settling:
             del self._settling[end.key, end.endpoint_id]
             self._note_settled()
-            self._ask_again(_key(end))
+            self._ask_again(end.role_key)
 
     def unconfirmed(self, retry: SettleAttempt) -> None:
         """Keep a settle retry: the producer of a settled transfer may not know.
@@ -335,14 +334,14 @@ class TransferRegistry:
 
     def notify_again(self, retry: SettleAttempt) -> None:
         """Answer a producer that has asked on another link already."""
-        self._ask_again(_key(retry.incoming))
+        self._ask_again(retry.incoming.role_key)
 
     def confirmed(self, retry: SettleAttempt) -> None:
         """Remove a settle retry: its producer knows, or has stopped waiting."""
         if self._settle_retries.get(retry.key) is retry:
             del self._settle_retries[retry.key]
             self._note_settled()
-            self._ask_again(_key(retry.incoming))
+            self._ask_again(retry.incoming.role_key)
 
     @property
     def unsettled(self) -> bool:
@@ -409,10 +408,6 @@ class TransferRegistry:
             if same and not key[1] and not retry.asks:
                 return retry
         return None
-
-
-def _key(end: End) -> Key:
-    return end.key, isinstance(end, OutgoingState)
 
 
 def _refuse(

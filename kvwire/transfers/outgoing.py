@@ -11,6 +11,7 @@ from typing import Any
 
 from kvwire.errors import (
     KVWireError,
+    PeerCancelled,
     ProfileMismatch,
     RequestCancelled,
     UsageError,
@@ -243,7 +244,7 @@ class OutgoingState(KVTransfer):
         """See KVTransfer."""
         for attempt in list(self.attempts):
             attempt.refuse(error, code)
-        self._finish(str(error))
+        self.end(error)
 
     @property
     def finishing(self) -> bool:
@@ -284,9 +285,9 @@ class OutgoingState(KVTransfer):
             # What one rank of a group lacks, the group cannot use.
             for other in self._in(*ON_LINK):
                 other.refuse(RequestCancelled(str(error)), WireCode.CANCELLED)
-            self._finish(str(error))
+            self.end(error)
         elif len(self._in(AttemptState.OVER)) == self.consumers:
-            self._finish(UNMARKED)
+            self.end(PeerCancelled(UNMARKED))
 
     def require_same_tokens(self, plan: TransferPlan) -> None:
         """Refuse a consumer whose list is for more or fewer tokens than another's.
@@ -346,10 +347,9 @@ class OutgoingState(KVTransfer):
         for attempt in self.attempts:
             attempt.send_ready()
 
-    def _finish(self, reason: str) -> None:
-        self.finish_with(lambda: self._finish_now(reason))
-
-    def _finish_now(self, reason: str) -> None:
+    def end_now(self, cause: KVWireError) -> None:
+        """See KVTransfer."""
+        reason = str(cause)
         outcomes = [d.outcome(reason) for d in self.attempts if d.planned]
         if len(outcomes) < self.consumers:
             # Those who never came have nothing.

@@ -6,12 +6,13 @@ Transfers know nothing else of either: who implements these stands above them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvwire.config import Config
 from kvwire.driver.buffers import BufferTable
 from kvwire.driver.counters import Counters
+from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.devices import Devices
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.driver.trace_ring import TraceRing
@@ -19,7 +20,7 @@ from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.transfers import Transfers
-from kvwire.types import Device, PeerInfo
+from kvwire.types import PeerInfo
 
 if TYPE_CHECKING:
     from kvwire.transfers.base import Attempt, KVTransfer
@@ -40,6 +41,10 @@ class ConnectionPort(Protocol):
     @property
     def transfers(self) -> Transfers:
         """What the core of the connection does for transfers."""
+
+    @property
+    def staging(self) -> DeviceStaging:
+        """What moves memory of devices."""
 
     @property
     def chunk_bytes(self) -> int:
@@ -66,19 +71,16 @@ class ConnectionPort(Protocol):
     ) -> None:
         """End a request and tell the peer why."""
 
-    def open_staging(self, device: Device | None) -> None:
-        """Prepare to move memory of a device; None for host memory.
-
-        Raises:
-            BackendUnavailable: The connection cannot move memory of the device.
-        """
-
     def run(self) -> None:
         """Carry out what the core has decided."""
 
 
 class ObserverPort(Protocol):
     """Who is told when transfers begin and end."""
+
+    @property
+    def watchers(self) -> Sequence[object]:
+        """Who is told of transfers."""
 
     @property
     def traced(self) -> bool:

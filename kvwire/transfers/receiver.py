@@ -8,6 +8,7 @@ import numpy as np
 
 from kvwire.errors import (
     KVWireError,
+    PeerCancelled,
     ProtocolError,
     UsageError,
     WireCode,
@@ -18,11 +19,10 @@ from kvwire.limits import SEGMENT_BYTES_MAX
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
-    TransferCommitted,
     TransferSettled,
 )
 from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
-from kvwire.transfers.base import Attempt, TransferEvent
+from kvwire.transfers.base import UNMARKED, Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.state import AttemptInput
@@ -73,11 +73,10 @@ class ReceiveAttempt(Attempt):
         elif isinstance(event, SegmentLanded):
             segment = self._segments[event.segment.number]
             self.incoming.segment_landed(event.segment, segment)
-        elif isinstance(event, TransferSettled):
-            self.advance(AttemptInput.SETTLE)
-            self.incoming.settled()
         else:
-            assert isinstance(event, TransferCommitted)
+            assert isinstance(event, TransferSettled)
+            self.advance(AttemptInput.SETTLE)
+            self.incoming.end(PeerCancelled(UNMARKED))
 
     def ended(self, error: KVWireError | None) -> None:
         """See Attempt."""

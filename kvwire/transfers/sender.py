@@ -105,7 +105,8 @@ class SendAttempt(Attempt):
             out.note_peer(self.connection, description.trace)
         self.peer_id: bytes = description.endpoint_id
         self.confirmed = self.confirmed or bool(description.peer_id)
-        self.connection.open_staging(out.cache.device)
+        if out.cache.device is not None:
+            self.connection.staging.open(out.cache.device)
         description.require_same_hashes(out.hashes)
         peer = description.read_geometry()
         # Without hashes on both sides nobody knows that it has the same blocks.

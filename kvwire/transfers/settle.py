@@ -77,7 +77,7 @@ class SettleAttempt(Attempt):
         """See Attempt."""
         lost = recoverable(error)
         self.advance(AttemptInput.LOSE if lost else AttemptInput.END)
-        self.forget()
+        self.release()
         if lost:
             self.incoming.registry.notify_again(self)
         else:

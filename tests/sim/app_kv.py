@@ -20,7 +20,6 @@ from kvwire.proto.events import (
     SegmentMarked,
     SegmentsAcknowledged,
     TransferAgreed,
-    TransferCommitted,
     TransferOpened,
     TransferSettled,
 )
@@ -122,8 +121,6 @@ class KVApp:
                 judge.kv.segment_landed(_ask(segment.request), segment)
             case SegmentsAcknowledged(request=request, numbers=numbers):
                 judge.kv.acknowledged(_ask(request), numbers)
-            case TransferCommitted(request=request):
-                judge.kv.committed(_ask(request))
             case _:
                 assert isinstance(event, TransferSettled), event
                 judge.kv.settled(_ask(event.request))

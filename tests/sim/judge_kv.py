@@ -66,12 +66,6 @@ class KVJudge:
             assert part is not None
             demand(part.covered == part.nbytes, "kv", "acknowledged, and is damaged")
 
-    def committed(self, ask: Ask) -> None:
-        """The core says that the producer marks nothing more."""
-        producer = _other(ask)
-        demand(producer.committed, "kv", "committed by nobody")
-        demand(len(producer.parts) == len(ask.parts), "kv", "a commit closed a gap")
-
     def settled(self, ask: Ask) -> None:
         """The core says that the consumer has all it will get."""
         producer = _other(ask)

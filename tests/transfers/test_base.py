@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -178,15 +179,14 @@ def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for ever, and nothing is free before it has drained."""
-    name = "_end_now" if side is IncomingState else "_finish_now"
-    real, refusals = getattr(side, name), [MemoryError(), MemoryError()]
+    real, refusals = side.end_now, [MemoryError(), MemoryError()]
 
-    def short(self: object, reason: object) -> None:
+    def short(self: Any, cause: Any) -> None:
         if refusals:
             raise refusals.pop()
-        real(self, reason)
+        real(self, cause)
 
-    monkeypatch.setattr(side, name, short)
+    monkeypatch.setattr(side, "end_now", short)
 
     async def scenario(w: World) -> None:
         within = 0.2 if end == "deadline" else None

@@ -31,6 +31,7 @@ from kvwire.transfers.state import (
     TransferInput,
     TransferState,
 )
+from kvwire.types import BufferId
 from tests.support.depth import examples
 
 
@@ -126,9 +127,14 @@ class Link:
         self.request.advance(RequestInput.FAIL)
         self.error = error
 
-    def forget(self, request: RequestRecord) -> None:
+    def retire(self, request: RequestRecord) -> list[BufferId]:
+        assert not request.over
+        return []
+
+    def forget(self, request: RequestRecord) -> list[BufferId]:
         assert request.over
         self.forgotten = True
+        return []
 
     def run(self) -> None:
         """Nothing to carry out."""
@@ -205,7 +211,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def the_transfer_lets_go_of_its_memory(self) -> None:
         """Its link has ended, or its outcome is known: that may be at any time."""
-        self.attempt.forget()
+        self.attempt.release()
 
     @precondition(lambda self: self.attempt.state is AttemptState.WAITING)
     @rule(full=st.booleans())

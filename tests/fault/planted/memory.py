@@ -91,8 +91,8 @@ BUGS: Final = (
     Planted(
         name="the memory of a transfer is retired when it fails, and never drained",
         module="kvwire.proto.transfers",
-        before="        assert request.over\n        self.retire(request)\n",
-        after="        assert request.over\n",
+        before="        assert request.over\n        buffers = self.retire(request)\n",
+        after="        assert request.over\n        buffers = []\n",
         rules=frozenset({"drained"}),
     ),
 )

@@ -33,7 +33,6 @@ from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
     SegmentsAcknowledged,
-    TransferCommitted,
 )
 from kvwire.proto.handshake import Handshake, ServerHandshake
 from kvwire.types import Role, TrustMode
@@ -302,8 +301,6 @@ def _described(event: Event) -> str:
             return f"{type(event).__name__} {segment.number} {segment.nbytes}"
         case SegmentsAcknowledged(numbers=numbers):
             return f"SegmentsAcknowledged {' '.join(map(str, numbers))}"
-        case TransferCommitted(complete=complete):
-            return f"TransferCommitted {'complete' if complete else 'incomplete'}"
         case _:
             return type(event).__name__
 
