@@ -11,8 +11,7 @@ from kvwire.types import PeerInfo, Role, TrustMode
 from kvwire.wire.control import TransportChoice, TransportOffer
 from kvwire.wire.handshake_messages import ConnectionParameters
 
-VERSION_MIN: Final = 1
-VERSION_MAX: Final = 1
+VERSIONS: Final = (1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Identity:
     psk: bytes = field(default=b"", repr=False)
     keys: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
     profile: tuple[tuple[str, str], ...] = ()
-    versions: tuple[int, int] = (VERSION_MIN, VERSION_MAX)
+    versions: tuple[int, int] = VERSIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

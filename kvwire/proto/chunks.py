@@ -255,12 +255,7 @@ class ChunkMover:
         request.arrived = ChunkSet()
 
     def data_header(self, header: Header) -> ChunkArrival:
-        """Find the place of an incoming chunk.
-
-        Raises:
-            ProtocolError: The request never was, does not receive, or the chunk is not
-                one of it or was here before.
-        """
+        """Find the place of an incoming chunk."""
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -277,11 +272,7 @@ class ChunkMover:
         return self.land(header, request.buffer, request.base + header.offset, request)
 
     def chunk_numbers(self, header: Header, nbytes: int) -> range:
-        """Return the chunk numbers that a header announces.
-
-        Raises:
-            MalformedFrame: None of it, or on the control link more than one.
-        """
+        """Return the chunk numbers that a header announces."""
         chunk_bytes = self._chunk_bytes
         first, beside = divmod(header.offset, chunk_bytes)
         left, length = nbytes - header.offset, header.length

@@ -356,7 +356,8 @@ class ConnectionCore:
         self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
     ) -> RequestRecord:
         """Announce a message; its bytes move when the peer has memory for them."""
-        request = self._new(RequestKind.SEND, buffer, nbytes, deadline, tag=tag)
+        self._check_open()
+        request = self._record(RequestKind.SEND, buffer, nbytes, deadline, tag=tag)
         self.messages.announce(request)
         return request
 
@@ -368,17 +369,11 @@ class ConnectionCore:
         Raises:
             ConnectionClosed: Nothing waits and nothing can come any more.
         """
-        if self.phase is not CloseState.OPEN:
-            self._check_waiting(tag)
-        self._requests.check_room()
-        request = RequestRecord(
-            kind=RequestKind.RECV,
-            wire_id=None,
-            buffer=buffer,
-            nbytes=nbytes,
-            tag=tag,
-            deadline=deadline,
-        )
+        if self.phase is not CloseState.OPEN and not self.messages.waits(
+            tag, whole=self.closed
+        ):
+            self._check_open()
+        request = self._record(RequestKind.RECV, buffer, nbytes, deadline, tag=tag)
         self.messages.post(request)
         return request
 
@@ -390,7 +385,8 @@ class ConnectionCore:
         self, buffer: BufferId, nbytes: int, target: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Write a buffer into granted memory of the peer."""
-        request = self._new(RequestKind.PUT, buffer, nbytes, deadline)
+        self._check_open()
+        request = self._record(RequestKind.PUT, buffer, nbytes, deadline)
         self._onesided.put(request, target)
         return request
 
@@ -398,7 +394,8 @@ class ConnectionCore:
         self, buffer: BufferId, nbytes: int, source: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Read granted memory of the peer into a buffer."""
-        request = self._new(RequestKind.GET, buffer, nbytes, deadline)
+        self._check_open()
+        request = self._record(RequestKind.GET, buffer, nbytes, deadline)
         self._onesided.get(request, source)
         return request
 
@@ -443,7 +440,8 @@ class ConnectionCore:
     ) -> RequestRecord:
         """Ask the peer for a KV transfer; ``pull`` if this side is the consumer."""
         kind = RequestKind.INCOMING if pull else RequestKind.OUTGOING
-        request = self._new(kind, None, 0, deadline)
+        self._check_open()
+        request = self._record(kind, None, 0, deadline)
         self.transfers.open(request, transfer, description)
         return request
 
@@ -556,7 +554,7 @@ class ConnectionCore:
     def _turn(self, turn: CloseInput) -> None:
         self.phase = CLOSE_TRANSITIONS[self.phase, turn]
 
-    def _new(
+    def _record(
         self,
         kind: RequestKind,
         buffer: BufferId | None,
@@ -565,7 +563,6 @@ class ConnectionCore:
         *,
         tag: int = 0,
     ) -> RequestRecord:
-        self._check_open()
         self._requests.check_room()
         return RequestRecord(
             kind=kind,
@@ -582,16 +579,8 @@ class ConnectionCore:
         if self.phase is not CloseState.OPEN:
             raise ClosedOK("the connection is closing")
 
-    def _check_waiting(self, tag: int) -> None:
-        if not self.messages.waits(tag, whole=self.closed):
-            self._check_open()
-
     def _check_may_start(self, header: Header) -> None:
-        """Refuse to start anything after the peer's CLOSE.
-
-        Raises:
-            UnexpectedFrame: It does.
-        """
+        """Refuse to start anything after the peer's CLOSE."""
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):
             raise UnexpectedFrame(
                 "KVW-CL-02", f"{FrameType(header.type).name} after the peer's CLOSE"

@@ -31,11 +31,7 @@ class SendCredit:
         return True
 
     def add(self, messages: int, nbytes: int) -> None:
-        """Add credit that the receiver gives back.
-
-        Raises:
-            FlowControlViolation: More than was ever spent.
-        """
+        """Add credit that the receiver gives back."""
         if (
             messages > self._max_messages - self.messages
             or nbytes > self._max_bytes - self.nbytes
@@ -60,11 +56,7 @@ class ReceiveCredit:
         self.due_bytes: int = 0
 
     def arrived(self, nbytes: int) -> None:
-        """Count a message that begins to arrive.
-
-        Raises:
-            FlowControlViolation: The sender had no credit for it.
-        """
+        """Count a message that begins to arrive."""
         if not self.left.spend(nbytes):
             raise FlowControlViolation(
                 "KVW-CR-01", f"a message of {nbytes} bytes without credit for it"

@@ -85,11 +85,7 @@ class Dispatch:
         self._check_may_start = check_may_start
 
     def control(self, header: Header, body: Body, now: float) -> None:
-        """Act on a control frame.
-
-        Raises:
-            ProtocolError: The frame breaks a rule.
-        """
+        """Act on a control frame."""
         if header.type == FrameType.PING:
             self._liveness.ping_received(now)
             self._outbox.send(FrameType.PONG, body)
@@ -123,11 +119,7 @@ class Dispatch:
 
 
 def check_numbers(header: Header) -> None:
-    """Refuse a control frame with fields that its type does not have.
-
-    Raises:
-        UnexpectedFrame: It has.
-    """
+    """Refuse a control frame with fields that its type does not have."""
     if header.segment or header.offset:
         raise UnexpectedFrame("KVW-CN-02", "a control frame with data fields")
     if (header.request == 0) != (header.type < FrameType.ANNOUNCE):

@@ -208,11 +208,7 @@ class LaneTable:
         self._outbox.send(FrameType.LANE_READY, LaneReady(lane=0))
 
     def open_received(self, body: LaneOpen) -> None:
-        """Take the bootstrap of the peer's endpoint.
-
-        Raises:
-            UnexpectedFrame: Not the next one, too many, or an answer to nothing.
-        """
+        """Take the bootstrap of the peer's endpoint."""
         if self._role is Role.SERVER:
             number = self.next_number()
             if body.lane != number:
@@ -240,11 +236,7 @@ class LaneTable:
         self._outbox.report(LaneBootstrapped(lane=body.lane, bootstrap=body.bootstrap))
 
     def ready_received(self, body: LaneReady) -> None:
-        """Open a lane that is ready on both sides, or end the initial set.
-
-        Raises:
-            UnexpectedFrame: It is not for it to say now.
-        """
+        """Open a lane that is ready on both sides, or end the initial set."""
         if self._role is Role.CLIENT or (self.initial_set_done and not body.lane):
             raise UnexpectedFrame("KVW-LN-02", f"LANE_READY of lane {body.lane}")
         if not body.lane:
@@ -307,11 +299,7 @@ class LaneTable:
         return self._release(lane, chunk)
 
     def ack_received(self, body: LaneAck) -> None:
-        """Note that the first so many payloads of a lane have arrived.
-
-        Raises:
-            UnexpectedFrame: More than were sent, or one that was missed.
-        """
+        """Note that the first so many payloads of a lane have arrived."""
         lane = self._find(body.lane, "KVW-LN-05")
         arrived = [index for index in lane.waiting if index < body.count]
         if body.count > lane.sent or any(
@@ -326,12 +314,7 @@ class LaneTable:
     # --- receiving --------------------------------------------------------------------
 
     def data_received(self, header: Header, body: LaneData) -> None:
-        """Find the place of a chunk on a lane; ``header`` is that of LANE_DATA.
-
-        Raises:
-            ProtocolError: The lane is not open, has too many under way, or the chunk is
-                not one that may come.
-        """
+        """Find the place of a chunk on a lane; ``header`` is that of LANE_DATA."""
         lane = self._find(body.lane, "KVW-LN-03")
         index = lane.seen
         lane.seen += 1
@@ -402,11 +385,7 @@ class LaneTable:
             self._release(lane, chunk)
 
     def close_received(self, body: LaneClose) -> None:
-        """Note that the peer's endpoint of a lane is gone, and what it has missed.
-
-        Raises:
-            MalformedFrame: What it says of our payloads cannot be.
-        """
+        """Note that the peer's endpoint of a lane is gone, and what it has missed."""
         lane = self._find(body.lane, "KVW-LN-06")
         missed = frozenset(body.missed)
         open_fates = {i for i, c in lane.waiting.items() if c.taken is None}
@@ -442,11 +421,7 @@ class LaneTable:
         self._last = number
 
     def _find(self, number: int, rule: str) -> LaneRecord:
-        """Find the lane that the peer names.
-
-        Raises:
-            UnexpectedFrame: There is none; ``rule`` if there never was.
-        """
+        """Find the lane that the peer names."""
         if number > self._last:
             raise UnexpectedFrame(rule, f"lane {number} was never opened")
         lane = self._lanes.get(number)

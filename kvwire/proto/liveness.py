@@ -97,11 +97,7 @@ class Liveness:
         return self._sent & _NUMBER_MASK
 
     def pong_received(self, body: Ping) -> None:
-        """Handle PONG.
-
-        Raises:
-            UnexpectedFrame: Not the oldest PING that waits for its answer.
-        """
+        """Handle PONG."""
         due, number = self._answered + 1, body.number
         if due > self._sent or number != due & _NUMBER_MASK:
             raise UnexpectedFrame(
@@ -114,9 +110,6 @@ class Liveness:
 
         Each second earns ten, whether they come or not: those that a peer sent while
         nothing could pass arrive together.
-
-        Raises:
-            FlowControlViolation: More than were earned.
         """
         earned = (now - self._pings_left_at) * PINGS_PER_SECOND_MAX
         self._pings_left = min(self._pings_left + earned, PINGS_SAVED_MAX) - 1.0

@@ -29,11 +29,7 @@ def packed_mark(box: Box, commit: int) -> int | None:
 
 
 def read_mark(header: Header) -> SegmentBody:
-    """Return what MARKED_DATA says of its segment.
-
-    Raises:
-        MalformedFrame: A commit that there is not.
-    """
+    """Return what MARKED_DATA says of its segment."""
     mark, commit = header.offset, header.offset >> 62
     if commit > _COMMIT_MAX:
         raise MalformedFrame("KVW-TR-13", f"MARKED_DATA with commit {commit}")

@@ -198,12 +198,7 @@ class Messages:
         self._receive(request)
 
     def message_header(self, header: Header) -> ChunkArrival:
-        """Find a place for an eager message.
-
-        Raises:
-            FlowControlViolation: The sender had no credit for it.
-            UnexpectedFrame: Larger than agreed, or it names a request.
-        """
+        """Find a place for an eager message."""
         if header.length > self._eager_bytes or header.request or header.segment:
             raise UnexpectedFrame(
                 "KVW-MS-01",
@@ -257,11 +252,7 @@ class Messages:
         self._requests.finish(request)
 
     def announced(self, header: Header, body: Announce) -> None:
-        """Handle ANNOUNCE: the peer has a large message for us.
-
-        Raises:
-            FlowControlViolation: Too many announced messages wait.
-        """
+        """Handle ANNOUNCE: the peer has a large message for us."""
         wire_id = self._requests.admit(header.request)
         if len(self._announced) >= REQUESTS_MAX:
             raise FlowControlViolation(

@@ -79,11 +79,7 @@ class OneSided:
             self._chunks.begin_send(request)
 
     def done_received(self, header: Header, body: Fin) -> None:
-        """Handle FIN: the peer has every byte of a put of ours.
-
-        Raises:
-            UnexpectedFrame: It cannot have, or that was no put.
-        """
+        """Handle FIN: the peer has every byte of a put of ours."""
         request = self._requests.find(header.request)
         if request is None:
             return

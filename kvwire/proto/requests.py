@@ -84,12 +84,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         self.state = FIRST_STATE[self.kind]
 
     def advance(self, event: RequestInput) -> None:
-        """Take one step of the table.
-
-        Raises:
-            UnexpectedFrame: There is no such step; only frames of the peer can ask
-                for one.
-        """
+        """Take one step of the table."""
         new = REQUEST_TRANSITIONS.get((self.kind, self.state, event))
         if new is None:
             raise UnexpectedFrame(
@@ -185,10 +180,6 @@ class RequestTable:
 
         The peer may have forgotten a get whose last frame our link still works on, so
         twice as many are let in as it may have open by its own count.
-
-        Raises:
-            UnexpectedFrame: Not the next one of the peer's.
-            FlowControlViolation: The peer has too many open.
         """
         if wire_id != self._next_theirs:
             raise UnexpectedFrame(
@@ -208,11 +199,7 @@ class RequestTable:
         self._theirs[request.wire_id] = request  # bounded: REQUESTS_MAX
 
     def find(self, wire_id: int) -> RequestRecord | None:
-        """Return the open request with this number; None if it is over.
-
-        Raises:
-            UnexpectedFrame: No such number was ever given.
-        """
+        """Return the open request with this number; None if it is over."""
         if (wire_id ^ self._next_theirs) % 2 == 0:
             request, due = self._theirs.get(wire_id), self._next_theirs
         else:

@@ -148,11 +148,7 @@ class Transfers:
         self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
 
     def opened(self, header: Header, body: Open) -> None:
-        """Handle OPEN: the peer asks for a transfer.
-
-        Raises:
-            FlowControlViolation: Too many that it opened wait to be answered.
-        """
+        """Handle OPEN: the peer asks for a transfer."""
         self._confirm(body.done)
         wire_id = self._requests.admit(header.request)
         if not _room(self._unanswered):
@@ -319,11 +315,7 @@ class Transfers:
     # --- the consumer -----------------------------------------------------------------
 
     def marked(self, header: Header, body: SegmentBody) -> None:
-        """Handle SEGMENT: the front gives the segment memory now.
-
-        Raises:
-            UnexpectedFrame: Out of turn, after COMMIT, or too many.
-        """
+        """Handle SEGMENT: the front gives the segment memory now."""
         request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
@@ -348,11 +340,7 @@ class Transfers:
         transfer.committed = body.commit > 0
 
     def marked_data(self, header: Header) -> ChunkArrival:
-        """Handle MARKED_DATA: SEGMENT, and all of its bytes.
-
-        Raises:
-            UnexpectedFrame: It was not agreed on, or as SEGMENT.
-        """
+        """Handle MARKED_DATA: SEGMENT, and all of its bytes."""
         if not self.marks_in_data:
             raise UnexpectedFrame("KVW-TR-13", "MARKED_DATA on this connection")
         self.marked(header, read_mark(header))
@@ -360,11 +348,7 @@ class Transfers:
         return ChunkArrival(ChunkPlace.MARKED, plain)
 
     def marked_place(self, arrival: ChunkArrival) -> ChunkArrival:
-        """Say where a body goes whose place was MARKED; the events come first.
-
-        Raises:
-            ProtocolError: The chunk is not the segment.
-        """
+        """Say where a body goes whose place was MARKED; the events come first."""
         if self._outbox.shut:
             return ChunkArrival(ChunkPlace.NOWHERE, arrival.header)
         return self.data_header(arrival.header)
@@ -380,12 +364,7 @@ class Transfers:
         segment.arrived = bytearray(-(-segment.nbytes // self._chunk_bytes))
 
     def committed(self, header: Header, body: Commit) -> None:
-        """Handle COMMIT: the producer marks nothing more.
-
-        Raises:
-            UnexpectedFrame: A second time, or with a number that is not that of the
-                marks: a commit never closes a gap.
-        """
+        """Handle COMMIT: the producer marks nothing more."""
         request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
@@ -411,11 +390,7 @@ class Transfers:
         self._requests.finish(request)
 
     def data_header(self, header: Header) -> ChunkArrival:
-        """Find the place of a chunk of a segment.
-
-        Raises:
-            ProtocolError: No such segment, or the chunk is not one of it.
-        """
+        """Find the place of a chunk of a segment."""
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)

@@ -21,26 +21,12 @@ LIMITS = ("chunk_bytes", "eager_bytes", "window_bytes", "window_messages")
 
 
 @given(mine=parameters, theirs=parameters)
-def test_both_sides_come_to_the_same_terms(
-    mine: ConnectionParameters, theirs: ConnectionParameters
-) -> None:
-    assert common_parameters(mine, theirs) == common_parameters(theirs, mine)
-
-
-@given(mine=parameters, theirs=parameters)
-def test_the_smaller_limit_holds(
+def test_the_smaller_limit_holds_and_features_are_those_of_both(
     mine: ConnectionParameters, theirs: ConnectionParameters
 ) -> None:
     agreed = common_parameters(mine, theirs)
+    assert agreed == common_parameters(theirs, mine)
     for limit in LIMITS:
         both = (getattr(mine, limit), getattr(theirs, limit))
         assert getattr(agreed, limit) == min(both), limit
-
-
-@given(mine=parameters, theirs=parameters)
-def test_a_feature_is_used_if_both_have_it(
-    mine: ConnectionParameters, theirs: ConnectionParameters
-) -> None:
-    features = common_parameters(mine, theirs).features
-    for bit in range(32):
-        assert features >> bit & 1 == mine.features >> bit & theirs.features >> bit & 1
+    assert agreed.features == mine.features & theirs.features

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,16 +33,6 @@ def test_what_was_lost_is_kept_until_it_comes_again() -> None:
     assert not seen.note(3)
     assert seen.note(20)
     assert not seen._holes
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_order_ends_the_same(seed: int) -> None:
-    """Each number is new once, and old in every later round."""
-    numbers = list(range(200))
-    random.Random(seed).shuffle(numbers)
-    seen = ChunkSet()
-    assert all(seen.note(number) for number in numbers)
-    assert not any(seen.note(number) for number in numbers)
 
 
 def test_no_memory_in_order() -> None:

@@ -105,20 +105,6 @@ def test_confirmed_before_the_link_was_through() -> None:
     assert side.holds.drained == [request.buffer]
 
 
-def test_memory_is_held_while_the_link_sends() -> None:
-    """A request that fails has its memory back when the link is through, not before."""
-    side = Side()
-    request = side.put(25)
-    chunks = [side.chunk(), side.chunk()]
-    side.requests.fail(request, ConnectionLost("x"), tell=None)
-    assert side.chunks.next_chunk() is None
-    for chunk in chunks:
-        assert side.holds.drained == []
-        side.chunks.chunk_sent(chunk)
-    assert side.holds.drained == [request.buffer]
-    assert len(side.done()) == 1
-
-
 def test_a_link_that_reports_nothing_gets_no_more() -> None:
     """And goes on with the first chunk that it has sent."""
     side = Side()
@@ -212,21 +198,6 @@ def test_a_request_ends_while_its_lost_chunk_waits() -> None:
     assert request.in_flight == 0
 
 
-def test_the_end_of_the_link_frees_what_no_lane_holds() -> None:
-    """Lost chunks are not sent again; one on a lane is held until that has ended."""
-    side = Side()
-    requests = [side.put(5) for _ in range(3)]
-    on_link, on_lane, lost = (side.chunk() for _ in range(3))
-    on_lane.lane = 1
-    side.chunks.chunk_missed(lost)
-    side.chunks.link_gone()
-    for request in requests:
-        side.requests.fail(request, ConnectionLost("x"), tell=None)
-    assert side.holds.drained == [on_link.buffer, lost.buffer]
-    side.chunks.chunk_sent(on_lane)
-    assert side.holds.drained[2:] == [on_lane.buffer]
-
-
 def test_a_lost_arrival_of_a_segment_may_come_again() -> None:
     """Its chunk counts as one that has not come."""
     side = Side()
@@ -236,19 +207,6 @@ def test_a_lost_arrival_of_a_segment_may_come_again() -> None:
     arrival = side.chunks.land(data(1, 10, 10), segment.buffer, 10, segment=segment)
     side.chunks.missed(arrival)
     assert list(segment.arrived) == [1, 0, 1]
-
-
-def test_the_end_of_the_link_lets_go_of_its_own_arrivals() -> None:
-    """What comes on a lane is held until that has ended."""
-    side = Side()
-    request = side.get(20)
-    arrivals = [side.chunks.data_header(data(request.wire_id, o, 10)) for o in (0, 10)]
-    arrivals[1].lane = 1
-    side.chunks.link_gone()
-    side.requests.fail(request, ConnectionLost("x"), tell=None)
-    assert side.holds.drained == []
-    side.chunks.release(arrivals[1])
-    assert side.holds.drained == [request.buffer]
 
 
 # --- receiving
@@ -310,18 +268,6 @@ def test_damage_fails_the_request_and_nothing_else() -> None:
     arrival = side.chunks.data_header(data(other.wire_id, 0, 5))
     side.chunks.data_landed(arrival, intact=True)
     assert [event.error for event in side.done()] == [None]
-
-
-@pytest.mark.rule("KVW-DT-04", "breaks")
-def test_damage_in_the_last_chunk() -> None:
-    """It does not end the request well after all."""
-    side = Side()
-    request = side.get(5)
-    arrival = side.chunks.data_header(data(request.wire_id, 0, 5))
-    side.chunks.data_landed(arrival, intact=False)
-    (done,) = side.done()
-    assert isinstance(done.error, IntegrityError)
-    assert request.state is RequestStage.FAILED
 
 
 @pytest.mark.parametrize("intact", [True, False])

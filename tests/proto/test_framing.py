@@ -55,15 +55,6 @@ def test_frames_arrive(sealed: bool) -> None:
     assert (client.sent, server.received, server.sent, client.received) == (6, 6, 1, 1)
 
 
-@both_modes
-def test_payload_is_not_sealed(sealed: bool) -> None:
-    """Of either type, in either mode; fields that are not given are zero."""
-    client, server = framings(sealed=sealed)
-    for frame_type in (FrameType.MESSAGE, FrameType.DATA):
-        read = server.accept_header(client.payload(frame_type, 9))
-        assert (read.request, read.segment, read.offset) == (0, 0, 0)
-
-
 @pytest.mark.rule("KVW-HD-05", "keeps")
 @both_modes
 def test_the_number_wraps_and_the_seal_does_not(sealed: bool) -> None:

@@ -12,7 +12,6 @@ from kvwire.errors import (
     AuthenticationFailed,
     HandshakeError,
     HandshakeTimeout,
-    MalformedFrame,
     ProfileMismatch,
     UnexpectedFrame,
     VersionMismatch,
@@ -442,18 +441,6 @@ def refuse_with(handshake: Handshake, code: int) -> None:
     mode = handshake.identity.trust
     body = Refuse(code=code, version_min=1, version_max=1, trust=mode).encode()
     handshake.outgoing.append(handshake.framing.control(FrameType.REFUSE, body))
-
-
-@both_modes
-def test_an_offer_of_garbage(trust: TrustMode) -> None:
-    """Sealed or checked rightly, and still no offer."""
-    shaking = start(trust)
-    shake_until(shaking, FrameType.OFFER)
-    framing = shaking.client.framing
-    framing.sent -= 1
-    with pytest.raises(MalformedFrame, match="KVW-CT-01"):
-        receive(shaking.server, framing.control(FrameType.OFFER, b"\xc1"))
-    assert shaking.server.state is HandshakeState.FAILED
 
 
 def test_no_secret_in_what_is_shown() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvwire.errors import MalformedFrame, RequestCancelled, WireCode
+from kvwire.errors import MalformedFrame
 from kvwire.limits import LAST_WORD_DELAY_S, SEGMENTS_TOGETHER
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.marks import packed_mark, read_mark
@@ -35,18 +35,6 @@ def test_segments_are_acknowledged_together() -> None:
     m.commit()
     expect_fine(m.pair)
     assert m.over()
-
-
-def test_what_landed_is_said_before_the_end() -> None:
-    m = moved(layers=True)
-    m.mark(b"x")
-    m.pair.run()
-    assert not acknowledged(m)
-    m.consumer.core.refuse(m.incoming, RequestCancelled("enough"), WireCode.CANCELLED)
-    m.consumer.collect()
-    expect_fine(m.pair)
-    assert acknowledged(m) == [(1,)]
-    assert m.producer.error(m.outgoing)
 
 
 # --- marks in the header of DATA

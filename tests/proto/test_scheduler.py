@@ -83,17 +83,6 @@ def test_between_two_new_ones_an_old_one_has_its_turn(side: Side) -> None:
     assert order[1::2] == [long[1], long[0], long[1]]
 
 
-def test_an_old_one_that_is_over_owes_nothing(side: Side) -> None:
-    """Its turn, between two new ones, is the second one's."""
-    long = side.put(1000)
-    send(side)
-    first, second = side.put(5), side.put(5)
-    assert send(side) is first
-    side.requests.fail(long, ConnectionLost("x"), tell=None)
-    assert send(side) is second
-    assert side.chunks.next_chunk() is None
-
-
 # --- transfers
 
 
@@ -241,27 +230,6 @@ def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
         side.requests.fail(request, ConnectionLost("x"), tell=None)
         side.done()
     assert sum(looked) <= 4 * REQUESTS_MAX
-
-
-@pytest.mark.parametrize("count_max", [1, 8])
-def test_the_count_is_right(count_max: int, side: Side) -> None:
-    """After any mixture of sending, ending and asking."""
-    chance = random.Random(3)
-    turns = turns_of(side)
-    turns._count_max = count_max
-    open_requests: list[RequestRecord] = []
-    for _ in range(2000):
-        match chance.randrange(3):
-            case 0:
-                open_requests.append(side.put(chance.randrange(1, 40)))
-            case 1 if open_requests:
-                ended = open_requests.pop(chance.randrange(len(open_requests)))
-                side.requests.fail(ended, ConnectionLost("x"), tell=None)
-            case _:
-                chunk = side.chunks.next_chunk()
-                if chunk is not None:
-                    side.chunks.chunk_sent(chunk)
-        assert turns.count == queued(turns)
 
 
 def test_nobody_sends_after_the_end(side: Side) -> None:

@@ -90,15 +90,6 @@ def test_every_phase_with_every_turn() -> None:
     assert set(CLOSE_TRANSITIONS.values()) == set(CloseState) - {CloseState.OPEN}
 
 
-def test_closed_is_closed() -> None:
-    """No way leads out, and one leads there from everywhere."""
-    for (phase, turn), target in CLOSE_TRANSITIONS.items():
-        if phase is CloseState.CLOSED:
-            assert target is CloseState.CLOSED
-        if turn is CloseInput.LOST:
-            assert target is CloseState.CLOSED
-
-
 def test_the_pictures_are_drawn_from_the_tables() -> None:
     """Each once; draw them anew with ``python -m tests.proto.diagrams``."""
     page = PAGE.read_text()
