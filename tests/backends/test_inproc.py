@@ -297,21 +297,23 @@ def test_nothing_befalls_the_first_frames() -> None:
 # --- faults ---------------------------------------------------------------------------
 
 
-async def test_drop() -> None:
-    joined = await pair(FaultPlan(seed=0, drop=1.0, spare=2))
-    joined.send(5)
-    await until(lambda: len(joined.near.sent) == 5)
-    assert joined.far.numbers == [0, 1]
-    assert joined.left.queued_bytes == 0
-    await joined.end()
-
-
-async def test_duplicate() -> None:
-    joined = await pair(FaultPlan(seed=0, duplicate=1.0, spare=1))
-    joined.send(3)
-    await until(lambda: len(joined.near.sent) == 3)
-    assert joined.far.numbers == [0, 1, 1, 2, 2]
-    assert joined.near.sent == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("faults", "sent", "arrived"),
+    [
+        ({"drop": 1.0, "spare": 2}, 5, [0, 1]),
+        ({"duplicate": 1.0, "spare": 1}, 3, [0, 1, 1, 2, 2]),
+        ({"reorder": 1.0, "delay_s": 0.0, "spare": 2}, 2, [0, 1]),
+    ],
+    ids=str,
+)
+async def test_what_arrives(
+    faults: dict[str, Any], sent: int, arrived: list[int]
+) -> None:
+    joined = await pair(FaultPlan(seed=0, **faults))
+    joined.send(sent)
+    await until(lambda: len(joined.near.sent) == sent)
+    assert joined.far.numbers == arrived
+    assert joined.near.sent == list(range(sent))
     assert joined.left.queued_bytes == 0
     await joined.end()
 

@@ -17,7 +17,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.types import Role
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.library import chosen
-from tests.backends.kvwire_nccl.fake import Notes
+from tests.backends.lane_recorder import LaneRecorder
 from tests.gpu.devices import Gpu
 from tests.support.pairs import until
 
@@ -45,7 +45,7 @@ async def test_a_payload_between_two_ranks() -> None:
 
         two = torch.cuda.device_count() > 1
         client, server = lanes(("0", "1" if two else "0"))
-        notes = Notes(), Notes()
+        notes = LaneRecorder(), LaneRecorder()
         await server.join(client.bootstrap, notes[1])
         await client.join(server.bootstrap, notes[0])
         values = torch.arange(1 << 20, dtype=torch.int64).cuda(0)

@@ -23,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.backend import Landing
-from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.memory.arena import Arena
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.types import Role
 from kvwire_local import LocalBackend
+from tests.backends.lane_recorder import LaneRecorder
 
 _ROOT = Path(__file__).resolve().parents[3]
 SECRET = hashlib.sha256(b"the parent and its child").digest()
@@ -42,47 +43,6 @@ def open_lane(role: Role, **settings: str) -> Lane:
     return LocalBackend().open_lane(context)
 
 
-class Recorder(LaneHandler):
-    """Keeps what a lane says, in order, and wakes who waits for it."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-        self.received: list[Landing] = []
-        self.writable = 0
-        self.closed: list[Exception | None] = []
-        self._changed = asyncio.Event()
-
-    def payload_sent(self, lane: Lane, token: object) -> None:
-        self.sent.append(token)
-        self._changed.set()
-
-    def payload_received(self, lane: Lane, landing: Landing) -> None:
-        self.received.append(landing)
-        self._changed.set()
-
-    def lane_writable(self, lane: Lane) -> None:
-        self.writable += 1
-        self._changed.set()
-
-    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        self.closed.append(error)
-        self._changed.set()
-
-    async def until(self, received: int = 0, sent: int = 0) -> None:
-        """Wait until so many payloads are through, or the lane has ended."""
-        while not self.closed and (
-            len(self.received) < received or len(self.sent) < sent
-        ):
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def end(self) -> None:
-        """Wait until the lane has ended."""
-        while not self.closed:
-            self._changed.clear()
-            await self._changed.wait()
-
-
 class Child:
     """The parent's side of it.
 
@@ -94,7 +54,7 @@ class Child:
     """
 
     lane: Lane
-    handler: Recorder
+    handler: LaneRecorder
     description: str
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -112,7 +72,7 @@ class Child:
 
     async def join(self, **settings: str) -> None:
         """Bring a new lane up; the child's settings are those it was started with."""
-        self.lane, self.handler = open_lane(Role.CLIENT, **settings), Recorder()
+        self.lane, self.handler = open_lane(Role.CLIENT, **settings), LaneRecorder()
         answer = await self.ask("join", bootstrap=self.lane.bootstrap.hex())
         try:
             await self.lane.join(bytes.fromhex(answer["bootstrap"]), self.handler)
@@ -180,7 +140,10 @@ class _Half:
     async def join(self, bootstrap: str) -> dict[str, Any]:
         self._memories.clear()
         self._places.clear()
-        self.lane, self.handler = open_lane(Role.SERVER, **self._settings), Recorder()
+        self.lane, self.handler = (
+            open_lane(Role.SERVER, **self._settings),
+            LaneRecorder(),
+        )
         await self.lane.join(bytes.fromhex(bootstrap), self.handler)
         return {"bootstrap": self.lane.bootstrap.hex()}
 
@@ -219,14 +182,14 @@ class _Half:
         count = len(self.handler.received) + 1
         self.lane.receive(bytes.fromhex(descriptor), Landing(nbytes, memory.payload))
         self.lane.flush()
-        await self.handler.until(received=count)
+        await self.handler.moved(received=count)
         return {
             "received": len(self.handler.received) == count,
             "wrong": memory.differs_at(pattern(number, nbytes)),
         }
 
     async def sent(self, count: int) -> dict[str, Any]:
-        await self.handler.until(sent=count)
+        await self.handler.moved(sent=count)
         return {"sent": self.handler.sent}
 
     async def abort(self) -> dict[str, Any]:

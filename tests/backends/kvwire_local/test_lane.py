@@ -22,10 +22,10 @@ from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.wire import LocalWire
 from tests.backends.kvwire_local.child import (
     Child,
-    Recorder,
     child,
     open_lane,
 )
+from tests.backends.lane_recorder import LaneRecorder
 from tests.support.leaks import open_descriptors
 
 # A child takes a third of a second to start.
@@ -41,7 +41,7 @@ METHODS = (
 async def assert_all_arrive(there: Child, memories: list[Memory]) -> None:
     """Wait for all payloads that were queued here, and compare them."""
     there.lane.flush()
-    await there.handler.until(received=len(memories))
+    await there.handler.moved(received=len(memories))
     assert there.handler.closed == []
     for number, memory in enumerate(memories):
         assert memory.differs_at(pattern(number, memory.nbytes)) is None
@@ -85,7 +85,7 @@ async def test_payloads_go_to_another_process(way: str) -> None:
         for number, cut in enumerate(CUTS):
             answer = await there.send_there(number, MIB + number, cut)
             assert answer == {"received": True, "wrong": None}
-        await there.handler.until(sent=len(CUTS))
+        await there.handler.moved(sent=len(CUTS))
         assert there.handler.sent == list(range(len(CUTS)))
 
 
@@ -93,7 +93,7 @@ async def test_payloads_go_to_another_process(way: str) -> None:
 async def test_a_server_sends_before_it_has_heard_the_client_out() -> None:
     """The last greeting may be unread when the core says that the lane is up."""
     left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
-    handlers = Recorder(), Recorder()
+    handlers = LaneRecorder(), LaneRecorder()
     await right.join(left.bootstrap, handlers[1])
     memory, landed = Memory(MIB), Memory(MIB)
     memory.fill(pattern(1, MIB))
@@ -102,9 +102,9 @@ async def test_a_server_sends_before_it_has_heard_the_client_out() -> None:
     await left.join(right.bootstrap, handlers[0])
     right.flush()
     left.receive(descriptor, Landing(MIB, landed.payload))
-    await handlers[0].until(received=1)
+    await handlers[0].moved(received=1)
     assert landed.differs_at(pattern(1, MIB)) is None
-    await handlers[1].until(sent=1)
+    await handlers[1].moved(sent=1)
     assert handlers[1].writable == 1
     left.abort()
     right.abort()
@@ -114,7 +114,7 @@ async def test_a_server_sends_before_it_has_heard_the_client_out() -> None:
 
 async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
     left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
-    handlers = Recorder(), Recorder()
+    handlers = LaneRecorder(), LaneRecorder()
     await right.join(left.bootstrap, handlers[1])
     await left.join(right.bootstrap, handlers[0])
     assert isinstance(left, LocalLane)
@@ -131,7 +131,7 @@ async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
         count += 1
         full = wires[1].has_unsaid
     loop.add_reader(wires[0].fileno(), left._run, left._readable)
-    await handlers[0].until(sent=count)
+    await handlers[0].moved(sent=count)
     assert handlers[0].sent == list(range(count))
     assert not wires[1].has_unsaid
     left.abort()
@@ -185,12 +185,12 @@ def _abstract_names() -> list[bytes]:
 async def test_who_does_not_know_the_secret_is_refused() -> None:
     left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
     assert isinstance(left, LocalLane)
-    handler = Recorder()
+    handler = LaneRecorder()
     await right.join(left.bootstrap, handler)
     left._rendezvous._name = lambda: _abstract_names()[0]  # type: ignore[method-assign]
     left._rendezvous._secret = hashlib.sha256(b"another").digest()
     with pytest.raises(BackendUnavailable):
-        await left.join(right.bootstrap, Recorder())
+        await left.join(right.bootstrap, LaneRecorder())
     right.abort()
     await handler.end()
 
@@ -300,7 +300,7 @@ async def test_no_payload_is_torn_whenever_the_sender_reuses_memory(way: str) ->
             ]
             there.lane.flush()
             if round_ % 3:
-                await there.handler.until(received=round_ % 5)
+                await there.handler.moved(received=round_ % 5)
             await there.ask("abort")
             there.lane.flush()
             await there.handler.end()
@@ -313,7 +313,7 @@ async def test_no_payload_is_torn_whenever_the_sender_reuses_memory(way: str) ->
 @one_loop
 async def test_a_pid_that_is_another_process_now_is_noticed() -> None:
     left, right = open_lane(Role.CLIENT, way="cma"), open_lane(Role.SERVER)
-    handlers = Recorder(), Recorder()
+    handlers = LaneRecorder(), LaneRecorder()
     await right.join(left.bootstrap, handlers[1])
     await left.join(right.bootstrap, handlers[0])
     assert isinstance(right, LocalLane)

@@ -6,8 +6,8 @@ import itertools
 import threading
 from dataclasses import dataclass, field
 
-from kvwire.backend import Availability, Landing, Payload
-from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend import Availability, Payload
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
@@ -28,16 +28,14 @@ class Faults:
         start: Lets communicators come up.
         moves: Lets movements be done.
         abort: Lets an abort return.
-        error: Reported as an asynchronous error, if not empty.
-        abort_error: Raised by an abort, if not empty.
+        failing: The call of a direction that raises, such as "check", if not empty.
         aborts: How many aborts have begun.
     """
 
     start: threading.Event = field(default_factory=threading.Event)
     moves: threading.Event = field(default_factory=threading.Event)
     abort: threading.Event = field(default_factory=threading.Event)
-    error: str = ""
-    abort_error: str = ""
+    failing: str = ""
     aborts: int = 0
 
     def __post_init__(self) -> None:
@@ -87,22 +85,24 @@ class FakeOneWay(Pipe):
         return next((end for end in _wires.get(self.name, ()) if end is not self), None)
 
     def begin(self) -> None:
+        self._may_fail("begin")
         with _lock:
             _wires.setdefault(self.name, []).append(self)
 
     def is_up(self) -> bool:
+        self._may_fail("is_up")
         with _lock:
             return self.peer is not None and self.faults.start.is_set()
 
     def move(self, payload: Payload | None, nbytes: int) -> Move:
+        self._may_fail("move")
         with _lock:
             move = FakeMove(self, len(self.moves), payload, nbytes)
             self.moves.append(move)
             return move
 
     def check(self) -> None:
-        if self.faults.error:
-            raise MoveFailed(self.faults.error)
+        self._may_fail("check")
         peer = self.peer
         if peer is None or peer.dead:
             raise MoveFailed("the other end is gone")
@@ -110,14 +110,17 @@ class FakeOneWay(Pipe):
     def abort(self) -> None:
         self.faults.aborts += 1
         self.faults.abort.wait()
-        if self.faults.abort_error:
-            raise MoveFailed(self.faults.abort_error)
+        self._may_fail("abort")
         with _lock:
             self.dead = True
             self.moves.clear()
             ends = _wires.get(self.name, [])
             if all(end.dead for end in ends):
                 _wires.pop(self.name, None)
+
+    def _may_fail(self, call: str) -> None:
+        if call == self.faults.failing:
+            raise MoveFailed(f"NCCL: {call}: remote process exited")
 
 
 class FakeMove(Move):
@@ -152,24 +155,3 @@ class FakeMove(Move):
         # From now on the memory is the lane's no more.
         self.payload = sent.payload = None
         return MoveProgress.DONE
-
-
-class Notes(LaneHandler):
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-        self.received: list[Landing] = []
-        self.closed: list[Exception | None] = []
-
-    def payload_sent(self, lane: Lane, token: object) -> None:
-        self.sent.append(token)
-
-    def payload_received(self, lane: Lane, landing: Landing) -> None:
-        self.received.append(landing)
-
-    def lane_writable(self, lane: Lane) -> None:
-        pass
-
-    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        self.closed.append(error)

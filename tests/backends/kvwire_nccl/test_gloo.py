@@ -20,8 +20,8 @@ from kvwire.errors import BackendUnavailable
 from kvwire.types import Role
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
-from tests.backends.kvwire_nccl.fake import Notes
 from tests.backends.kvwire_nccl.gloo import Gloo
+from tests.backends.lane_recorder import LaneRecorder
 from tests.support.pairs import communicators, until
 
 pytestmark = [
@@ -90,7 +90,7 @@ async def test_memory_is_in_quarantine_until_gloo_lets_go() -> None:
         for r in (Role.CLIENT, Role.SERVER)
     ]
     client, server = lanes
-    notes = Notes(), Notes()
+    notes = LaneRecorder(), LaneRecorder()
     await server.join(client.bootstrap, notes[1])
     await client.join(server.bootstrap, notes[0])
     into = memoryview(bytearray(100_000))

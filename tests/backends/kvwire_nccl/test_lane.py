@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,8 @@ from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.bootstrap import NcclBootstrap
 from kvwire_nccl.lane import NcclLane
-from tests.backends.kvwire_nccl.fake import FakeLibrary, Faults, Notes
+from tests.backends.kvwire_nccl.fake import FakeLibrary, Faults
+from tests.backends.lane_recorder import LaneRecorder
 from tests.support.pairs import until
 
 
@@ -23,7 +25,7 @@ class Pair:
 
     def __init__(self, **timeouts: float) -> None:
         self.faults = Faults(), Faults()
-        self.notes = Notes(), Notes()
+        self.notes = LaneRecorder(), LaneRecorder()
         libraries = [FakeLibrary(faults) for faults in self.faults]
         for library in libraries:
             library.start_timeout_s = timeouts.get("start", 20)
@@ -71,6 +73,62 @@ async def test_a_movement_that_hangs_ends_by_itself() -> None:
     await pair.end()
 
 
+@pytest.mark.parametrize("call", ["begin", "is_up", "move", "check"])
+async def test_a_library_that_fails_ends_the_lane_with_its_reason(call: str) -> None:
+    """Only once the communicator is aborted: until then it may touch memory."""
+    pair = Pair()
+    faults, notes = pair.faults[0], pair.notes[0]
+    faults.failing = call
+    faults.moves.clear()
+    await pair.join()
+    pair.move()
+    await until(lambda: notes.closed)
+    assert f"{call}: remote process exited" in str(notes.closed[0])
+    assert faults.aborts
+    assert not notes.sent
+    await pair.end()
+
+
+async def test_an_abort_that_fails_leaves_the_memory_in_quarantine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody is told that it is free, for nobody knows; the log says why."""
+    pair = Pair()
+    faults, notes = pair.faults[0], pair.notes[0]
+    faults.failing = "abort"
+    await pair.join()
+    pair.client.abort()
+    drivers: list[Any] = [pair.client._outbound, pair.client._inbound]
+    await until(lambda: not any(driver._thread.is_alive() for driver in drivers))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert faults.aborts == 2
+    assert not notes.closed
+    assert "stays in quarantine" in caplog.text
+    pair.server.abort()
+    await until(lambda: pair.notes[1].closed)
+
+
+def test_a_loop_that_is_gone_is_nobody_to_tell() -> None:
+    """The threads end all the same, and take their communicators with them."""
+    pairs: list[Pair] = []
+
+    async def leave() -> None:
+        pairs.append(Pair())
+        await pairs[0].join()
+        pairs[0].move()
+
+    asyncio.run(leave())
+    pairs[0].client.abort()
+    pairs[0].server.abort()
+    for lane in (pairs[0].client, pairs[0].server):
+        drivers: list[Any] = [lane._outbound, lane._inbound]
+        for driver in drivers:
+            driver._thread.join(10)
+            assert not driver._thread.is_alive()
+    assert [faults.aborts for faults in pairs[0].faults] == [2, 2]
+
+
 async def test_quarantine_until_the_abort_is_through() -> None:
     """The core holds the memory of all that is under way until lane_closed."""
     pair = Pair()
@@ -111,7 +169,7 @@ async def test_another_version_is_named_before_anything_begins() -> None:
     client = NcclLane(context(Role.CLIENT), FakeLibrary(version="NCCL 2.28.9"))
     server = NcclLane(context(Role.SERVER), FakeLibrary(version="NCCL 2.30.4"))
     with pytest.raises(BackendUnavailable, match=r"NCCL 2\.30\.4 .* 'NCCL 2\.28\.9'"):
-        await server.join(client.bootstrap, Notes())
+        await server.join(client.bootstrap, LaneRecorder())
     assert threading.active_count() == 1
 
 
@@ -119,9 +177,9 @@ async def test_a_server_cannot_name_the_directions() -> None:
     client = NcclLane(context(Role.CLIENT), FakeLibrary())
     server = NcclLane(context(Role.SERVER), FakeLibrary())
     with pytest.raises(BackendUnavailable, match="names no directions"):
-        await server.join(NcclBootstrap("fake 1").encode(), Notes())
+        await server.join(NcclBootstrap("fake 1").encode(), LaneRecorder())
     with pytest.raises(BackendUnavailable, match="the lane was aborted"):
-        await server.join(client.bootstrap, Notes())
+        await server.join(client.bootstrap, LaneRecorder())
 
 
 async def test_a_descriptor_is_empty() -> None:

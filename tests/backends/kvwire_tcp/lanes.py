@@ -7,64 +7,22 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
 
-from kvwire.backend import Landing, Link
-from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend import Link
+from kvwire.backend.lane import LaneContext
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import TcpLane
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Body
+from tests.backends.lane_recorder import LaneRecorder
 
 
-class LaneRecorder(LaneHandler):
-    """Notes every callback."""
-
-    def __init__(self) -> None:
-        self.landed: list[Landing] = []
-        self.sent: list[object] = []
-        self.closed: list[Exception | None] = []
-        self.writable = 0
-        self._changed = asyncio.Event()
-
-    def payload_sent(self, lane: Lane, token: object) -> None:
-        self._note()
-        self.sent.append(token)
-
-    def payload_received(self, lane: Lane, landing: Landing) -> None:
-        self._note()
-        self.landed.append(landing)
-
-    def lane_writable(self, lane: Lane) -> None:
-        self._note()
-        self.writable += 1
-
-    def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        self._note()
-        self.closed.append(error)
+class BodyRecorder(LaneRecorder):
+    """Knows what has landed."""
 
     @property
     def contents(self) -> list[bytes | None]:
-        """The payloads that have landed."""
-        return [landing.content for landing in self.landed if isinstance(landing, Body)]
-
-    async def until(self, ready: Callable[[], object]) -> None:
-        """Wait for callbacks until ``ready`` holds."""
-        while not ready():
-            assert not self.closed, f"closed with {self.closed[0]!r}"
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def have(self, count: int) -> None:
-        """Wait until so many payloads have landed, and so many were sent."""
-        await self.until(lambda: len(self.landed) >= count and len(self.sent) >= count)
-
-    async def end(self) -> Exception | None:
-        """What the lane was closed with."""
-        await self.until(lambda: self.closed)
-        return self.closed[0]
-
-    def _note(self) -> None:
-        assert not self.closed, "a callback after lane_closed"
-        self._changed.set()
+        """The payloads."""
+        return [body.content for body in self.received if isinstance(body, Body)]
 
 
 class House:
@@ -107,7 +65,7 @@ class Ends:
 
     def __init__(self, client: TcpLane, server: TcpLane) -> None:
         self.client, self.server = client, server
-        self.at_client, self.at_server = LaneRecorder(), LaneRecorder()
+        self.at_client, self.at_server = BodyRecorder(), BodyRecorder()
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,7 @@ from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import BOOTSTRAP
 from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
-from tests.backends.kvwire_tcp.lanes import Ends, House, LaneRecorder, house, raised
+from tests.backends.kvwire_tcp.lanes import BodyRecorder, Ends, House, house, raised
 from tests.backends.kvwire_tcp.recorder import (
     ANYWHERE,
     VIEW,
@@ -74,7 +74,7 @@ def send(ends: Ends, data: bytes, kind: int = VIEW) -> None:
 
 async def test_the_listener_may_send_before_the_client_is_there(home: House) -> None:
     client, server = home.lane(Role.CLIENT, SECRET), home.lane(Role.SERVER, SECRET)
-    at_client, at_server = LaneRecorder(), LaneRecorder()
+    at_client, at_server = BodyRecorder(), BodyRecorder()
     await server.join(client.bootstrap, at_server)
     server.send(memoryview(b"first"), 1)
     server.flush()
@@ -84,8 +84,8 @@ async def test_the_listener_may_send_before_the_client_is_there(home: House) -> 
     client.send(memoryview(b"ok"), 1)
     client.flush()
     client.receive(b"", Body(5, 0, VIEW))
-    await at_client.until(lambda: at_client.landed)
-    await at_server.until(lambda: at_server.landed and at_server.writable)
+    await at_client.until(lambda: at_client.received)
+    await at_server.until(lambda: at_server.received and at_server.writable)
     assert (at_client.contents, at_server.contents) == ([b"first"], [b"ok"])
     client.close()
     assert isinstance(await at_server.end(), ConnectionLost)
@@ -146,7 +146,7 @@ async def test_a_descriptor_is_empty(home: House) -> None:
 @pytest.mark.parametrize("number", [1, 2])
 async def test_a_wrong_proof_leaves_the_lane_waiting(home: House, number: int) -> None:
     client, server = home.lane(Role.CLIENT, SECRET), home.lane(Role.SERVER, SECRET)
-    at_client, at_server = LaneRecorder(), LaneRecorder()
+    at_client, at_server = BodyRecorder(), BodyRecorder()
     await server.join(BOOTSTRAP, at_server)
     forged = bytearray(make_preamble(SECRET, number, bytes(NONCE_BYTES)))
     if number == 1:
@@ -159,7 +159,7 @@ async def test_a_wrong_proof_leaves_the_lane_waiting(home: House, number: int) -
 
 
 async def test_a_preamble_may_come_byte_by_byte(home: House) -> None:
-    server, handler = home.lane(Role.SERVER, SECRET), LaneRecorder()
+    server, handler = home.lane(Role.SERVER, SECRET), BodyRecorder()
     await server.join(BOOTSTRAP, handler)
     preamble = make_preamble(SECRET, 1, bytes(NONCE_BYTES))
     reader, writer = await asyncio.open_connection(home.address.host, home.address.port)
@@ -193,7 +193,7 @@ async def test_a_peer_that_is_not_the_listener_of_this_connection(home: House) -
     port = impostor.sockets[0].getsockname()[1]
     client = home.lane(Role.CLIENT, SECRET, address=Address("tcp", "127.0.0.1", port))
     with pytest.raises(BackendUnavailable, match="admits no lane"):
-        await client.join(BOOTSTRAP, LaneRecorder())
+        await client.join(BOOTSTRAP, BodyRecorder())
     await answered.wait()
     impostor.close()
     await impostor.wait_closed()
@@ -202,16 +202,16 @@ async def test_a_peer_that_is_not_the_listener_of_this_connection(home: House) -
 async def test_a_listener_that_does_not_expect_it(home: House) -> None:
     client = home.lane(Role.CLIENT, SECRET)
     with pytest.raises(BackendUnavailable, match="cannot be reached"):
-        await client.join(BOOTSTRAP, LaneRecorder())
+        await client.join(BOOTSTRAP, BodyRecorder())
     with pytest.raises(BackendUnavailable, match="closed before"):
-        await client.join(BOOTSTRAP, LaneRecorder())
+        await client.join(BOOTSTRAP, BodyRecorder())
 
 
 async def test_a_join_that_is_cancelled_leaves_nothing(home: House) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("tcp", "127.0.0.1", silent.getsockname()[1])
         client = home.lane(Role.CLIENT, SECRET, address=address)
-        handler = LaneRecorder()
+        handler = BodyRecorder()
         joining = asyncio.create_task(client.join(BOOTSTRAP, handler))
         silent.setblocking(False)
         peer, _ = await asyncio.get_running_loop().sock_accept(silent)
@@ -224,7 +224,7 @@ async def test_a_join_that_is_cancelled_leaves_nothing(home: House) -> None:
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 async def test_a_lane_that_still_waits_can_end(home: House, how: str) -> None:
-    server, handler = home.lane(Role.SERVER, SECRET), LaneRecorder()
+    server, handler = home.lane(Role.SERVER, SECRET), BodyRecorder()
     await server.join(BOOTSTRAP, handler)
     server.send(memoryview(b"x"), 1)
     getattr(server, how)()
@@ -233,7 +233,7 @@ async def test_a_lane_that_still_waits_can_end(home: House, how: str) -> None:
     assert await handler.end() is None
     client = home.lane(Role.CLIENT, SECRET)
     with pytest.raises(BackendUnavailable):
-        await client.join(BOOTSTRAP, LaneRecorder())
+        await client.join(BOOTSTRAP, BodyRecorder())
 
 
 @pytest.mark.parametrize("address", [None, Address("inproc", "somewhere", 0)])

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import socket
+import struct
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvwire.backend import Landing, Link
 from kvwire.errors import ConnectionLost, UsageError
-from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB
+from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB, WAKEUP_BYTES
+from kvwire.types import Address
+from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.duplex import CALLS_PER_WAKEUP
+from kvwire_tcp.link import TcpLink
+from kvwire_tcp.options import tune
 from kvwire_tcp.reader import SCRATCH_BYTES
 from kvwire_tcp.wire import PlainWire
 from kvwire_tcp.writer import JOINED_BYTES_MAX
 from tests.backends.kvwire_tcp.recorder import (
+    DROP,
     PIECES,
+    VIEW,
     Body,
     Recorder,
     against_a_socket,
@@ -181,3 +194,137 @@ async def test_read_only_fragments_are_refused_as_a_destination() -> None:
         pair.near.send(header(MIB, 0, PIECES), memoryview(bytes(MIB)), 1)
         pair.near.flush()
         assert isinstance(await pair.at_far.end(), UsageError)
+
+
+# --- how links end --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_peer", [False, True])
+@pytest.mark.parametrize("kind", [VIEW, PIECES])
+async def test_a_destination_is_let_go_when_the_link_ends_in_mid_frame(
+    kind: int, by_peer: bool
+) -> None:
+    async with against_a_socket() as (link, recorder, peer):
+        peer.sendall(header(MIB, 1, kind) + bytes(9))
+        await recorder.until(lambda: recorder.landings)
+        if by_peer:
+            reset(peer)
+            await recorder.end()  # the recorder keeps the error, and what that keeps
+        else:
+            link.abort()
+        landing = recorder.landings[0]
+        landing.payload = None
+        landing.arena.clear()  # refused while there is a view of it
+        assert isinstance(await recorder.end(), ConnectionLost)
+
+
+@pytest.mark.parametrize("length", [0, 9, 3 * WAKEUP_BYTES])
+async def test_a_reset_that_comes_with_the_last_bytes_is_not_missed(
+    length: int,
+) -> None:
+    """libuv reports the error once, together with what can still be received."""
+    async with against_a_socket() as (_, recorder, peer):
+        peer.settimeout(0)
+        frame = memoryview(header(length, 1, DROP) + bytes(length))
+        with contextlib.suppress(BlockingIOError):
+            while frame:
+                frame = frame[peer.send(frame) :]
+        reset(peer)
+        error = await recorder.end()
+        assert isinstance(error, ConnectionLost)
+        assert isinstance(error.__cause__, ConnectionResetError)
+        assert recorder.headers == 1
+
+
+async def test_a_peer_that_does_not_read_is_given_up_with_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(duplex_module, "LINGER_S", 0.05)
+    async with against_a_socket() as (link, recorder, _):
+        link.send(header(MORE_THAN_FITS), memoryview(bytes(MORE_THAN_FITS)), 1)
+        link.close()
+        error = await recorder.end()
+        assert isinstance(error, ConnectionLost)
+        assert "bytes unsent" in str(error)
+
+
+async def test_a_slow_peer_is_waited_for_while_it_takes_something() -> None:
+    async with against_a_socket() as (link, recorder, peer):
+        link.close()
+        first = link._linger
+        link._on_linger(link._queue.sent_bytes - 1)
+        assert not recorder.closed
+        assert link._linger is not first
+        first.cancel()  # type: ignore[union-attr]
+        peer.close()
+        assert await recorder.end() is None
+
+
+async def test_abort_after_the_loop_has_closed_only_closes_the_socket() -> None:
+    loop = asyncio.new_event_loop()
+    near, far = socket.socketpair()
+    with far:
+        near.setblocking(False)
+        link = TcpLink(PlainWire(near), Address("tcp", "::1", 1), loop)
+        recorder = Recorder()
+        link.start(recorder)
+        loop.close()
+        link.abort()
+        assert near.fileno() == -1
+        assert recorder.closed == []
+
+
+def reset(peer: socket.socket) -> None:
+    """Close with RST."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
+
+
+# --- traps of bulk data over sockets in Python, by their numbers --------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+async def test_trap_31_a_huge_send_is_not_copied_and_does_not_block() -> None:
+    """asyncio's transports of CPython 3.11 copy what they cannot send: 0.7 s here."""
+    async with against_a_socket() as (link, recorder, _):
+        body = np.zeros(256 * MIB, np.uint8).data
+        before = resident_bytes()
+        link.send(header(len(body)), body, "bulk")
+        link.flush()
+        queued = link.queued_bytes
+        # One wake-up's bytes and no more: a loop blocked for about a millisecond.
+        assert HEADER_BYTES + len(body) - queued <= 2 * WAKEUP_BYTES
+        while link._waiting and link.queued_bytes > 240 * MIB:
+            link._on_writable()
+            if link.queued_bytes == queued:
+                break
+            queued = link.queued_bytes
+        assert link.queued_bytes >= 200 * MIB, "the peer never reads"
+        assert resident_bytes() - before < 32 * MIB
+        assert recorder.sent == []
+
+
+async def test_trap_35_buffer_sizes_are_left_to_the_kernel() -> None:
+    """Setting SO_RCVBUF switches autotuning off, at less than it would reach."""
+    options: list[tuple[int, ...]] = []
+
+    class Noting(socket.socket):
+        def setsockopt(self, *args: int) -> None:  # type: ignore[override]
+            options.append(args)
+            super().setsockopt(*args)
+
+    with Noting(socket.AF_INET, socket.SOCK_STREAM) as noting:
+        tune(noting, "127.0.0.1")
+    names = {option[:2] for option in options}
+    assert (socket.IPPROTO_TCP, socket.TCP_NODELAY) in names
+    for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+        assert (socket.SOL_SOCKET, name) not in names
+    async with against_a_socket() as (link, _, peer):
+        for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            ours = link._sock.getsockopt(socket.SOL_SOCKET, name)
+            assert ours >= peer.getsockopt(socket.SOL_SOCKET, name) // 2
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -91,28 +91,6 @@ def test_every_split_in_two_gives_the_same_frames() -> None:
             assert wire.reader.received_bytes == len(whole)
 
 
-def test_every_split_of_a_large_frame_around_its_borders_gives_the_same_frames() -> (
-    None
-):
-    for kind, extra in itertools.product(KINDS, (-HEADER_BYTES, 0, 1)):
-        frames = [(kind, os.urandom(SCRATCH_BYTES + extra)), *SMALL]
-        whole = transcript(frames)
-        border = HEADER_BYTES + SCRATCH_BYTES + extra
-        for near in (HEADER_BYTES, SCRATCH_BYTES, border, border + HEADER_BYTES):
-            for cut in range(near - 3, near + 4):
-                with Wire() as wire:
-                    wire.pass_on(whole[:cut])
-                    wire.pass_on(whole[cut:])
-                    assert wire.recorder.frames == expected(frames)
-
-
-def test_a_byte_at_a_time_gives_the_same_frames() -> None:
-    with Wire() as wire:
-        for byte in transcript(SMALL):
-            wire.pass_on(bytes([byte]))
-        assert wire.recorder.frames == expected(SMALL)
-
-
 LENGTHS = st.one_of(
     st.just(0),
     st.integers(1, 40),

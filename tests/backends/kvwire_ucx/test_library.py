@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,37 +46,29 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_wheel_goes_first(nothing_loaded: pytest.MonkeyPatch) -> None:
-    assert find() == "/wheel/libucp.so.0"
-    nothing_loaded.setattr(library, "_wheel", lambda: None)
-    assert find() == "/system/libucp.so.0"
-    nothing_loaded.setattr(library, "_system", lambda: None)
-    assert find() is None
-
-
-def test_with_rdma_devices_the_system_goes_first(
-    nothing_loaded: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        ({}, "/wheel/libucp.so.0"),
+        ({"_wheel": None}, "/system/libucp.so.0"),
+        ({"_wheel": None, "_system": None}, None),
+        ({"rdma_devices": ("mlx5_0",)}, "/system/libucp.so.0"),
+        ({"rdma_devices": ("mlx5_0",), "_system": None}, "/wheel/libucp.so.0"),
+        ({"_shared_objects": ["/there"]}, "/there"),
+        ({"_shared_objects": ["/there"], ENVIRONMENT: "system"}, "/system/libucp.so.0"),
+        ({"_shared_objects": ["/there"], ENVIRONMENT: "wheel"}, "/wheel/libucp.so.0"),
+    ],
+)
+def test_which_is_taken(
+    nothing_loaded: pytest.MonkeyPatch, there: dict[str, Any], found: str | None
 ) -> None:
-    nothing_loaded.setattr(library, "rdma_devices", lambda: ("mlx5_0",))
-    assert find() == "/system/libucp.so.0"
-    nothing_loaded.setattr(library, "_system", lambda: None)
-    assert find() == "/wheel/libucp.so.0"
-
-
-def test_what_the_process_has_loaded_goes_before_both(
-    nothing_loaded: pytest.MonkeyPatch,
-) -> None:
-    nothing_loaded.setattr(library, "_shared_objects", lambda prefix: ["/there"])
-    assert find() == "/there"
-
-
-@pytest.mark.parametrize("which", ["system", "wheel"])
-def test_the_environment_names_one(
-    nothing_loaded: pytest.MonkeyPatch, which: str
-) -> None:
-    nothing_loaded.setenv(ENVIRONMENT, which)
-    nothing_loaded.setattr(library, "_shared_objects", lambda prefix: ["/there"])
-    assert find() == f"/{which}/libucp.so.0"
+    """The wheel's; with RDMA the system's; what is loaded or named goes before both."""
+    for name, value in there.items():
+        if name == ENVIRONMENT:
+            nothing_loaded.setenv(name, value)
+        else:
+            nothing_loaded.setattr(library, name, lambda *_, value=value: value)
+    assert find() == found
 
 
 def test_the_environment_names_a_path(

@@ -23,10 +23,6 @@ from kvwire_ucx.pieces import (
 )
 
 numbers = st.integers(0, 2**24 - 1)
-# One alone is said by no length at all.
-lengths_of_several = st.lists(
-    st.integers(1, 4 * PIECE_BYTES), min_size=2, max_size=PIECES_MAX
-)
 
 
 def fragments(lengths: list[int]) -> Fragments:
