@@ -98,16 +98,7 @@ class InprocBackend(Backend):
 
 
 class InprocListener(Listener):
-    """Accepts connections to a name in this process.
-
-    Args:
-        backend: Whose it is.
-        loop: Where ``accept`` is called.
-        accept: Gets each link.
-
-    Attributes:
-        name: What it listens on.
-    """
+    """Accepts connections to a name in this process."""
 
     name: str
 

@@ -22,12 +22,7 @@ _BOOTSTRAP: Final = struct.Struct("<8s16sQ")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Describes where a process runs.
-
-    Attributes:
-        boot_id: Of the kernel.
-        network: The number of the network namespace.
-    """
+    """Describes where a process runs."""
 
     boot_id: bytes
     network: int

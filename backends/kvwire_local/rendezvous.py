@@ -67,13 +67,6 @@ class RendezvousResult:
 class Rendezvous:
     """Runs one side of a rendezvous.
 
-    Args:
-        role: Of this side.
-        secret: Of the lane.
-        allowed: The ways that the settings leave.
-        tracers: Who may read this process.
-        tracer: The setting of that.
-
     Attributes:
         description: How this side reads the other one, once it has tried.
     """

@@ -58,11 +58,7 @@ class NixlRange:
 
 
 class Ranges:
-    """Knows the arrays that an agent has registered.
-
-    Args:
-        agent: Of one lane.
-    """
+    """Knows the arrays that an agent has registered."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent

@@ -135,12 +135,7 @@ class NixlPlace:
 
 
 class LaneProofs:
-    """Proves the lane's secret in all that its halves tell each other.
-
-    Args:
-        secret: Of the lane.
-        role: Of this side.
-    """
+    """Proves the lane's secret in all that its halves tell each other."""
 
     def __init__(self, secret: bytes, role: Role) -> None:
         self._secret = secret

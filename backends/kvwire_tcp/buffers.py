@@ -21,11 +21,7 @@ _ROUND_TRIP_S: Final = 1e-3
 
 
 def findings(root: Path = Path("/")) -> tuple[Finding, ...]:
-    """Return what the kernel allows to receive and to send.
-
-    Args:
-        root: Where ``proc`` lies.
-    """
+    """Return what the kernel allows to receive and to send."""
     settings = root / "proc/sys/net/ipv4"
     tuned = _text(settings / "tcp_moderate_rcvbuf") != "0"
     return tuple(

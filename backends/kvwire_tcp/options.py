@@ -58,10 +58,6 @@ _LINGER_NONE: Final = struct.pack("ii", 1, 0)
 def tune(sock: socket.socket, host: str) -> None:
     """Set the options of a link on a connected, or connecting, socket.
 
-    Args:
-        sock: The socket.
-        host: The peer's IP address.
-
     Raises:
         OSError: The peer has already reset the connection (macOS says so here).
     """

@@ -53,10 +53,6 @@ class FrameHandler(Protocol):
 class FrameReader:
     """Splits what one link receives into frames.
 
-    Args:
-        link: Passed on to the handler.
-        handler: Is told of headers and payloads.
-
     Attributes:
         handler: Another one may take its place, also from within a callback.
         received_bytes: Bytes received since the link began.

@@ -76,10 +76,6 @@ class TlsWire:
         credentials: Who we are, and whom we accept.
         role: Whether we dialled.
         buffers: Of the backend.
-
-    Attributes:
-        sock: The socket.
-        opened: Whether the handshake is over.
     """
 
     def __init__(

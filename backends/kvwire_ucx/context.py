@@ -43,9 +43,6 @@ class Resource:
 class Context:
     """Owns a UCX context. Close its workers first.
 
-    Args:
-        given: The user's settings.
-
     Attributes:
         library: The UCX it belongs to.
         settings: What it was made with.

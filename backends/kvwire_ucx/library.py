@@ -77,13 +77,7 @@ class Ucp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxLibrary:
-    """Holds a loaded libucp.
-
-    Attributes:
-        path: Of its libucp.
-        version: Of UCX.
-        ucp: Its functions.
-    """
+    """Holds a loaded libucp."""
 
     path: str
     version: Version

@@ -67,12 +67,6 @@ OnRead = Callable[[int], None]
 class OneSided:
     """Lends the payloads of one lane to its peer, and reads the peer's.
 
-    Args:
-        worker: Of the lane.
-        own: The bootstrap of this side.
-        peer: The peer's.
-        endpoint: To the peer.
-
     Attributes:
         unread: Payloads that are lent, and that the peer has not said to have read.
     """

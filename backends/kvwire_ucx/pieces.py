@@ -52,12 +52,7 @@ def pieces(payload: Payload, lengths: list[int]) -> Iterator[Payload]:
 
 
 def descriptor(first: int, lengths: list[int]) -> bytes:
-    """Return the descriptor that the receiver gets.
-
-    Args:
-        first: The number of the first message.
-        lengths: As :func:`piece_lengths` gives them.
-    """
+    """Return the descriptor that the receiver gets."""
     return b"".join(map(_NUMBER.pack, (first, *lengths)))
 
 

@@ -88,11 +88,6 @@ def parse(
 ) -> UcxSettings:
     """Return the settings to make a context with.
 
-    Args:
-        given: The user's settings for this backend.
-        version: Of the UCX they are for.
-        environment: Instead of ``os.environ``.
-
     Raises:
         UsageError: A setting is neither UCX's nor ours.
     """

@@ -28,9 +28,6 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 def unpace(event_fd: int) -> int:
     """Take pacing from those connections of a worker that stay within this host.
 
-    Args:
-        event_fd: The worker's.
-
     Returns:
         How many connections that were.
     """

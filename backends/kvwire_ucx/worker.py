@@ -50,10 +50,6 @@ _OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
 class Worker:
     """Posts operations, and tells when they are over. Used on its loop only.
 
-    Args:
-        context: What it belongs to.
-        loop: The running loop.
-
     Attributes:
         context: As given.
         address: What a peer needs to connect to it.

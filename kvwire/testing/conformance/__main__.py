@@ -12,7 +12,7 @@ import fnmatch
 import json
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import uvloop
 
@@ -59,26 +59,18 @@ def main(arguments: list[str] | None = None) -> int:
 async def _checked(
     chosen: argparse.Namespace, ids: list[str], show: Callable[[Result], None]
 ) -> Report:
+    how: dict[str, Any] = {
+        "only": ids,
+        "timeout_s": chosen.timeout,
+        "raising": False,
+        "first_only": chosen.first_only,
+        "progress": show,
+    }
+    address = Address.parse(chosen.address) if chosen.address else None
     if chosen.lanes:
-        return await check_lanes(
-            chosen.backend,
-            settings=dict(chosen.setting),
-            address=Address.parse(chosen.address) if chosen.address else None,
-            only=ids,
-            timeout_s=chosen.timeout,
-            raising=False,
-            first_only=chosen.first_only,
-            progress=show,
-        )
-    return await check_backend(
-        chosen.backend,
-        address=chosen.address,
-        only=ids,
-        timeout_s=chosen.timeout,
-        raising=False,
-        first_only=chosen.first_only,
-        progress=show,
-    )
+        how["settings"] = dict(chosen.setting)
+        return await check_lanes(chosen.backend, address=address, **how)
+    return await check_backend(chosen.backend, address=address, **how)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -91,16 +83,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m kvwire.testing.conformance",
         description="Hold a backend against the contract of kvwire.backend.",
     )
-    parser.add_argument("backend", help="the scheme of an installed backend")
-    parser.add_argument(
-        "--address", help="any free port or name, such as tcp://[::1]:0"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("backend", help="the scheme of an installed backend")
+    add("--address", help="any free port or name, such as tcp://[::1]:0")
+    add(
         "--lanes",
         action="store_true",
         help="check its lanes, against kvwire.backend.lane",
     )
-    parser.add_argument(
+    add(
         "--setting",
         type=_pair,
         action="append",
@@ -108,21 +99,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="a setting of the lanes, such as way=arena",
     )
-    parser.add_argument("--loop", choices=_LOOPS, default="asyncio")
-    parser.add_argument("--only", default="*", help="a pattern, such as 'close.*'")
-    parser.add_argument(
-        "--timeout", type=float, default=TIMEOUT_S, help="seconds for each promise"
-    )
-    parser.add_argument(
-        "-q", "--quiet", action="store_true", help="print only what failed"
-    )
-    parser.add_argument(
-        "-x",
-        "--first-only",
+    add("--loop", choices=_LOOPS, default="asyncio")
+    add("--only", default="*", help="a pattern, such as 'close.*'")
+    add("--timeout", type=float, default=TIMEOUT_S, help="seconds for each promise")
+    add("-q", "--quiet", action="store_true", help="print only what failed")
+    add(
+        *("-x", "--first-only"),
         action="store_true",
         help="stop at the first check that fails",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
+    add("--json", action="store_true", help="print JSON instead")
     return parser
 
 

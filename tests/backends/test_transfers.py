@@ -1,0 +1,161 @@
+"""KV transfers over each lane: they arrive, end at any moment, and go on without it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from kvwire import ConnectionLost, KVSpec
+from kvwire.backend import registry
+from kvwire.backend.lane import Lane, LaneContext
+from tests.backends.kvwire_nixl.support import needs_nixl
+from tests.backends.kvwire_ucx.support import (
+    SHARED_MEMORY,
+    needs_reading,
+    needs_ucx,
+    transports_of_this_loop,
+)
+from tests.backends.transfers import (
+    LARGE,
+    OURS,
+    SMALL,
+    THEIRS,
+    Tensor,
+    begun,
+    cache,
+    pair,
+)
+from tests.support.pairs import until
+
+CANARY = 0x7B
+
+
+class Over(NamedTuple):
+    """A backend, and its settings on the loop of the test."""
+
+    backend: str
+    settings: Callable[[], dict[str, str]] = dict
+
+
+LANES: dict[str, tuple[Over, Any]] = {
+    "local": (Over("local"), ()),
+    "local-arena": (Over("local", lambda: {"way": "arena"}), ()),
+    "ucx": (Over("ucx", lambda: {"TLS": transports_of_this_loop()}), needs_ucx),
+    "ucx-reads": (
+        Over("ucx", lambda: {"TLS": SHARED_MEMORY, "one_sided": "yes"}),
+        needs_reading,
+    ),
+    "nixl": (Over("nixl"), needs_nixl),
+}
+each_lane = pytest.mark.parametrize(
+    "over",
+    [pytest.param(over, marks=marks, id=name) for name, (over, marks) in LANES.items()],
+)
+
+
+@each_lane
+@pytest.mark.parametrize("spec", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("verb", ["push", "pull"])
+async def test_every_layer_arrives_where_it_belongs(
+    verb: str, spec: KVSpec, over: Over
+) -> None:
+    source, sent = cache(spec, 1)
+    target, received = cache(spec, 9)
+    async with pair(over.backend, over.settings()) as both:
+        incoming, outgoing = begun(both, verb, "t", source, target)
+        for layer in range(spec.layers):
+            outgoing.ready(layers=layer)
+            await incoming.layer(layer)
+            assert (received[layer][THEIRS] == sent[layer][OURS]).all()
+            assert (received[layer][0::2] == 9 + layer).all()
+        outgoing.finish()
+        assert (await incoming).complete
+        assert (await outgoing).complete
+        await incoming.drained()
+        await outgoing.drained()
+
+
+@each_lane
+@pytest.mark.parametrize(
+    ("times", "watched_s"),
+    [
+        (24, 0.2),
+        pytest.param(1000, 10.0, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+async def test_nothing_is_written_after_drained(
+    over: Over, times: int, watched_s: float
+) -> None:
+    """Transfers are aborted at any moment; their memory is watched from then on."""
+    chance = random.Random(times)  # the same moments in every run
+    source, _ = cache(LARGE, 1)
+    spare = [cache(LARGE, 9) for _ in range(4)]
+    midway = 0
+    async with pair(over.backend, over.settings()) as both:
+        for turn in range(times):
+            target, tensors = spare[turn % len(spare)]
+            if turn >= len(spare):
+                require_untouched(tensors)
+            verb = chance.choice(("push", "pull"))
+            incoming, outgoing = begun(both, verb, turn, source, target)
+            outgoing.ready(layers=slice(0, 2))
+            outgoing.finish()
+            if turn % 3 == 0:
+                await incoming.layer(0)
+            for _ in range(chance.randrange(40)):
+                await asyncio.sleep(0)
+            (incoming if turn % 2 else outgoing).abort("no longer wanted")
+            midway += not (await incoming).complete
+            await incoming.drained()
+            for tensor in tensors:
+                tensor.view(np.uint8).fill(CANARY)
+            await outgoing.drained()
+        await go_on(both, watched_s)
+        for _, tensors in spare:
+            require_untouched(tensors)
+        assert both.ab.transport == over.backend
+    assert midway
+
+
+async def go_on(both: Any, seconds: float) -> None:
+    """Move other things over the same lane for a while."""
+    loop, message = asyncio.get_running_loop(), bytes(1 << 20)
+    end = loop.time() + seconds
+    while loop.time() < end:
+        request = both.ab.send(1, message)
+        assert await both.ba.recv(1) == message
+        await request
+
+
+def require_untouched(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        assert (tensor.view(np.uint8) == CANARY).all(), "a late write"
+
+
+@each_lane
+async def test_the_control_link_takes_over_when_the_lane_breaks(
+    over: Over, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allowed, since other transports are: and reported, never in silence."""
+    lanes: list[Any] = []
+    cls = registry.load(over.backend)
+    open_lane = cls.open_lane
+
+    def noted(self: Any, context: LaneContext) -> Lane:
+        lane = open_lane(self, context)
+        lanes.append(lane)
+        return lane
+
+    monkeypatch.setattr(cls, "open_lane", noted)
+    async with pair(over.backend, over.settings()) as both:
+        lanes[0]._end(ConnectionLost("planted"))
+        await until(lambda: both.ab.transport == "tcp")
+        request = both.ab.send(1, bytes(1 << 20))
+        assert await both.ba.recv(1) == bytes(1 << 20)
+        await request
+        assert f"{over.backend} failed" in str(both.ab.transport_report)

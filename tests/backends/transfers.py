@@ -1,0 +1,58 @@
+"""KV transfers between two communicators whose data goes over a lane under test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import kvwire
+from kvwire import KVSpec, PagedCache
+from kvwire.kv.layout import AxisOrder
+from kvwire.testing.harness import Loopback
+
+BLOCKS = 8
+OURS, THEIRS = [0, 2, 4], [7, 5, 3]
+# Bytes of a block and layer: packed into messages, and read where they lie.
+SMALL = KVSpec(layers=4, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
+LARGE = KVSpec(layers=2, kv_heads=16, head_dim=128, block_tokens=128, dtype="float16")
+Tensor = npt.NDArray[np.float16]
+
+
+def cache(spec: KVSpec, value: float) -> tuple[PagedCache, list[Tensor]]:
+    """A cache whose layers count up from a value; blocks lie apart."""
+    shape = (BLOCKS, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
+    tensors = [np.full(shape, value + i, np.float16) for i in range(spec.layers)]
+    layout = AxisOrder("block kv token head dim")
+    return PagedCache(spec, tensors, layout=layout), tensors
+
+
+@asynccontextmanager
+async def pair(
+    backend: str, left: dict[str, str], right: dict[str, str] | None = None
+) -> AsyncIterator[Loopback]:
+    """Connected over TCP, with the backend preferred for the data."""
+    near, far = (
+        kvwire.Config(prefer=(backend,), backends={backend: own})
+        for own in (left, left if right is None else right)
+    )
+    async with kvwire.open(near, name="a") as a, kvwire.open(far, name="b") as b:
+        address = await b.listen("127.0.0.1:0")
+        ab = await a.connect(address)
+        assert ab.transport == backend
+        yield Loopback(a=a, b=b, ab=ab, ba=await b.accept(), address=address)
+
+
+def begun(
+    both: Loopback, verb: str, key: object, source: PagedCache, target: PagedCache
+) -> tuple[Any, Any]:
+    """The two sides of one transfer, from ``a`` to ``b``: incoming and outgoing."""
+    name: Any = key
+    if verb == "push":
+        incoming = both.b.expect(name, target, THEIRS)
+        return incoming, both.ab.push(name, source, OURS)
+    outgoing = both.a.publish(name, source, OURS)
+    return both.ba.pull(name, target, THEIRS), outgoing
