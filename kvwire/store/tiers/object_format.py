@@ -8,6 +8,7 @@ All numbers are little-endian.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Final, NamedTuple
 
@@ -18,7 +19,7 @@ import xxhash
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.index import Key
-from kvwire.store.namespace import DIGEST_BYTES, ORDERS
+from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS
 from kvwire.store.sums import image_sums
 from kvwire.store.threads import copy_in_turns
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
@@ -74,17 +75,37 @@ def path_of(key: Key) -> str:
     return f"{key[:DIGEST_BYTES].hex()}/{key[DIGEST_BYTES:].hex()}"
 
 
-def packed(batch: Batch) -> list[npt.NDArray[np.uint8]]:
-    """Return the objects of a batch. On a thread."""
+def stage(batch: Batch, memory: npt.NDArray[np.uint8]) -> list[int]:
+    """Write the objects of a batch one behind the other. On a thread.
+
+    Returns:
+        Where each begins, and where the last one ends.
+    """
     lengths = batch.images.lengths
-    rows = [np.empty(HEAD_BYTES + nbytes, np.uint8) for nbytes in lengths.tolist()]
-    copy_in_turns(batch.images, _behind_heads([row.data for row in rows], lengths))
+    ends = (lengths.astype(np.int64) + HEAD_BYTES).cumsum().tolist()
+    begins = [0, *ends]
+    rows = [memory[a:b].data for a, b in itertools.pairwise(begins)]
+    copy_in_turns(batch.images, _behind_heads(rows, lengths))
     columns = (batch.keys, batch.orders, lengths, image_sums(batch.images))
     listed = (column.tolist() for column in columns)
     for row, *fields in zip(rows, *listed, strict=True):
-        head = ObjectHead(*fields).to_bytes()
-        row[:HEAD_BYTES] = np.frombuffer(head, np.uint8)
-    return rows
+        row[:HEAD_BYTES] = ObjectHead(*fields).to_bytes()
+    return begins
+
+
+def packed(batch: Batch) -> list[npt.NDArray[np.uint8]]:
+    """Return the objects of a batch. On a thread."""
+    total = batch.images.nbytes + HEAD_BYTES * batch.keys.size
+    memory = np.empty(total, np.uint8)
+    return [memory[a:b] for a, b in itertools.pairwise(stage(batch, memory))]
+
+
+def read_objects(batch: Batch, raws: list[memoryview]) -> BlockResults:
+    """Copy images out of objects, and note the order of each, as it stands there."""
+    for at, raw in enumerate(raws):
+        head = ObjectHead.read(raw)
+        batch.orders[at] = head.order if head else ABSENT
+    return unpacked(batch, raws)
 
 
 def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:

@@ -55,7 +55,7 @@ from kvwire.store.tiers.object_format import (
     ObjectHead,
     packed,
     path_of,
-    unpacked,
+    read_objects,
 )
 
 with needed_by("a tier in Redis", extra="redis"):
@@ -329,13 +329,11 @@ class RedisTier(Tier):
             elif isinstance(value, bytes):
                 raws.append(memoryview(value))
                 came.append(at)
-                head = ObjectHead.read(raws[-1])
-                # Nobody may have asked before.
-                batch.orders[at] = head.order if head else ABSENT
         if came:
             where = np.array(came)
             part = batch.selected(where)
-            results[where] = await self._threads.run(partial(unpacked, part, raws))
+            results[where] = await self._threads.run(partial(read_objects, part, raws))
+            batch.orders[where] = part.orders
             batch.tell(where, part)
             damaged = batch.keys[results == BlockResult.DAMAGED]
             # Otherwise a put would take it that the block is there.

@@ -19,7 +19,7 @@ from kvwire.store.tiers.remote import RemoteTier
 from kvwire.store.tiers.sharded import ShardedTier
 
 REDIS: Final = ("redis", "rediss", "valkey", "valkeys")
-ELSEWHERE: Final = frozenset({"kvwire", "object", *REDIS})
+ELSEWHERE: Final = frozenset({"kvwire", "object", "mooncake", *REDIS})
 """Kinds that may be the only tier: others have the blocks as well."""
 PASSAGE: Final = "memory:256MiB"
 """What blocks pass through where there is no memory tier: a few batches each way."""
@@ -29,6 +29,7 @@ _KINDS: Final[dict[str, Callable[[TierAddress, Tenants], Awaitable[Tier]]]] = {
     # Those that keep blocks elsewhere bound nobody: who is there does.
     "kvwire": lambda address, _: _servers(address).open(address),
     "object": lambda address, _: ObjectTier.open(address),
+    "mooncake": lambda address, _: _open_mooncake(address),
     **dict.fromkeys(REDIS, lambda address, _: _open_redis(address)),
 }
 
@@ -39,7 +40,9 @@ _NOT_CODED: Final[Mapping[str, str]] = {
     "memory": "blocks are copied to caches from here; put coded ones into a tier below "
     "it, which may be in memory: disk:/dev/shm/DIRECTORY?size=SIZE&codec=NAME",
     "kvwire": "the server's own tiers may have one: kvwire store serve",
-    **dict.fromkeys(REDIS, "values are images; put coded ones into disk or object"),
+    **dict.fromkeys(
+        (*REDIS, "mooncake"), "values are images; put coded ones into disk or object"
+    ),
 }
 
 
@@ -53,6 +56,12 @@ async def _open_redis(address: TierAddress) -> Tier:
     from kvwire.store.tiers.redis import RedisTier  # noqa: PLC0415 - an extra
 
     return await RedisTier.open(address)
+
+
+async def _open_mooncake(address: TierAddress) -> Tier:
+    from kvwire.store.tiers.mooncake import MooncakeTier  # noqa: PLC0415 - an extra
+
+    return await MooncakeTier.open(address)
 
 
 async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:

@@ -1,0 +1,451 @@
+"""A tier in a Mooncake Store: a master knows where objects are, segments have them.
+
+Placement, replicas, eviction and transports are theirs; this side adds what a tier has
+to promise. Objects are those of :mod:`kvwire.store.tiers.object_format`: the whole key
+and a checksum in front of each image.
+
+Their client blocks, cannot be cancelled, and moves memory that was registered with it.
+So every call has a *stage*, a piece of registered memory of ours: images are copied to
+it before the call and from it after. A call that misses its deadline is given up with
+its stage, which comes back when the call does; no image is ever touched by one that was
+given up. When no stage is left, or the master is gone, the tier is passed over until
+the master answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.clock import Backoff
+from kvwire.directory.base import ended
+from kvwire.errors import UsageError
+from kvwire.extras import needed_by
+from kvwire.kv.blocks import Bits
+from kvwire.limits import (
+    MIB,
+    REASON_CHARS_MAX,
+    STORE_NODE_TIMEOUT_S,
+    STORE_REDIAL_S,
+    STORE_REDIAL_S_MAX,
+    STORE_TIMEOUT_S_MAX,
+)
+from kvwire.store.address import TierAddress
+from kvwire.store.cleanup import error_text, run_to_completion
+from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
+from kvwire.store.threads import Threads
+from kvwire.store.tiers.base import (
+    DAMAGED,
+    FAILED,
+    LANDED,
+    MISSING,
+    Batch,
+    BlockResult,
+    BlockResults,
+    Tier,
+    TierStats,
+)
+from kvwire.store.tiers.object_format import HEAD_BYTES, path_of, read_objects, stage
+
+with needed_by("a tier in Mooncake Store", extra="mooncake"):
+    from mooncake.store import MooncakeDistributedStore
+
+T = TypeVar("T")
+Stage = npt.NDArray[np.uint8]
+
+# One is filled or emptied while another one moves.
+_STAGES: Final = 2
+# Of Mooncake's own errors, `toErrorCode` in its types.h.
+_NO_ROOM: Final = -200
+_NOT_FOUND: Final = -704
+# Their own buffer, for calls that we do not make.
+_LOCAL_BYTES: Final = 16 * MIB
+
+
+class MooncakeTier(Tier):
+    """Keeps blocks in a Mooncake Store. Made by :meth:`open`.
+
+    Args:
+        name: As the user has written it.
+        prefix: What keys begin with.
+        timeout_s: Of each call.
+        buffer_bytes: Of each stage; no block is larger.
+        arguments: Of their client's ``setup``; the last one is the master.
+    """
+
+    durable: bool = False
+    asks: bool = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        prefix: str,
+        timeout_s: float,
+        buffer_bytes: int,
+        arguments: tuple[Any, ...],
+    ) -> None:
+        self.name = name
+        self.error: str = ""
+        self._prefix = f"{prefix}/"
+        self._timeout_s = timeout_s
+        self._buffer_bytes = buffer_bytes
+        self._arguments = arguments
+        host, _, port = arguments[-1].rpartition(":")
+        self._master = host, int(port)
+        self._client: Any = None
+        self._stages: asyncio.Queue[Stage] = asyncio.Queue()
+        self._calls = ThreadPoolExecutor(_STAGES, thread_name_prefix="kvwire-mooncake")
+        self._threads = Threads()
+        self._counts = TierStats()
+        self._failing = False
+        self._healing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, address: TierAddress) -> MooncakeTier:
+        """Open a tier: ``mooncake://MASTER:PORT?host=THIS_HOST``.
+
+        Options: ``prefix``, ``timeout`` in seconds, ``buffer`` (the largest block),
+        ``metadata`` (a metadata server), ``protocol`` (tcp or rdma), ``device`` (of
+        RDMA), and ``segment``, what this process gives the store of its own memory. A
+        master that cannot be reached is no error: ``error`` says so, and it is tried
+        again.
+
+        Raises:
+            UsageError: The address is wrong.
+
+        Cancel safety: nothing stays open.
+        """
+        address.require(
+            *("prefix", "timeout", "buffer", "host", "metadata", "protocol"),
+            *("device", "segment"),
+        )
+        options, master = address.options, address.place.removeprefix("//")
+        if not re.fullmatch(r"//.+:\d{1,5}", address.place):
+            raise UsageError(f"tier {address.text!r}: write mooncake://MASTER:PORT")
+        segment = options.get("segment")
+        arguments = (
+            options.get("host", "127.0.0.1"),
+            options.get("metadata", "P2PHANDSHAKE"),
+            address.size(segment, "segment") if segment else 0,
+            _LOCAL_BYTES,
+            options.get("protocol", "tcp"),
+            options.get("device", ""),
+            master,
+        )
+        tier = cls(
+            address.text,
+            prefix=options.get("prefix", "kvwire"),
+            timeout_s=address.number(
+                "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
+            ),
+            buffer_bytes=address.size(options.get("buffer", "32MiB"), "buffer"),
+            arguments=arguments,
+        )
+        try:
+            await tier._begin()
+        except OSError as exc:
+            tier._failed(exc)
+        except BaseException:
+            await tier.close()
+            raise
+        return tier
+
+    @property
+    def taking(self) -> bool:
+        """Tell whether the master can be asked."""
+        return self._client is not None and not self._failing
+
+    @property
+    def unavailable_reason(self) -> str:  # type: ignore[override]
+        """Return why the master cannot be asked."""
+        return "" if self.taking else self.error
+
+    async def find(self, keys: Keys) -> Orders:
+        """Return ``UNKNOWN`` for each block that is there; the rest ``ABSENT``.
+
+        The order of an image stands in front of it, and is read with it.
+
+        Cancel safety: safe, it only looks.
+        """
+        names = self._names(keys)
+        codes = await self._ask(lambda client, _: client.batch_is_exist(names))
+        there = np.array([0] * len(names) if codes is None else codes) == 1
+        return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
+
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Put an object for each block; what is there stays.
+
+        Cancel safety: the write is finished first.
+        """
+        results = await run_to_completion(self._in_parts(batch, self._write))
+        self._counts.count(results, written=True)
+        return results
+
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Get the objects of blocks, and compare them with their checksums.
+
+        Cancel safety: the read is finished first.
+        """
+        results = await run_to_completion(self._in_parts(batch, self._read))
+        damaged = batch.keys[results == DAMAGED]
+        if damaged.size:  # otherwise a put would take it that the block is there
+            await run_to_completion(self._remove(damaged))
+        self._counts.count(results, written=False)
+        return results
+
+    def touch(self, keys: Keys) -> None:
+        """Do nothing: the master counts what it is asked for."""
+
+    async def delete(self, keys: Keys) -> None:
+        """Remove the objects of blocks, whoever has put them.
+
+        Raises:
+            OSError: Some could not be removed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        gone = await self._remove(keys)
+        if not gone.all():
+            left = int((~gone).sum())
+            raise OSError(f"{self.name}: {left} not deleted: {self.error}")
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        """Remove every object of a namespace, whoever has put it.
+
+        Raises:
+            OSError: Some could not be removed.
+
+        Cancel safety: safe, it may be called again.
+        """
+        pattern = f"^{self._prefix}{digest.hex()}/.*"
+        removed = await self._ask(
+            lambda client, _: client.remove_by_regex(pattern, True)
+        )
+        if removed is None or removed < 0:
+            raise OSError(f"{self.name}: {self.error or f'error {removed}'}")
+
+    def stats(self) -> TierStats:
+        """Return what this side has moved; what is there is not counted."""
+        return self._counts
+
+    async def flush(self) -> None:
+        """Do nothing: a Mooncake Store is memory of its segments.
+
+        Cancel safety: safe.
+        """
+
+    async def close(self) -> None:
+        """Leave the store. Never raises.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._healing is not None:
+            await ended(self._healing)
+        self._threads.close()
+        client, self._client = self._client, None
+        if client is not None:
+            self._calls.submit(client.close)
+        # A call that was given up may still be under way, and has its stage.
+        self._calls.shutdown(wait=False)
+
+    # --- blocks -----------------------------------------------------------------------
+
+    async def _in_parts(
+        self, batch: Batch, move: Callable[[Batch], Any]
+    ) -> BlockResults:
+        """Move as many blocks at once as a stage holds."""
+        results = np.full(batch.keys.size, FAILED, np.uint8)
+        nbytes = HEAD_BYTES + int(batch.images.lengths[0])
+        step = self._buffer_bytes // nbytes
+        if not step:
+            self._note(f"a block of {nbytes} bytes is larger than ?buffer=")
+            results.fill(BlockResult.REFUSED)
+            return results
+        for first in range(0, batch.keys.size, step):
+            which = np.arange(first, min(first + step, batch.keys.size))
+            part = batch.selected(which)
+            results[which] = await move(part)
+            batch.orders[which] = part.orders
+            batch.tell(which, part)
+        return results
+
+    async def _write(self, batch: Batch) -> BlockResults:
+        names = self._names(batch.keys)
+
+        async def fill(memory: Stage) -> list[int]:
+            return await self._threads.run(partial(stage, batch, memory))
+
+        def put(client: Any, memory: Stage, begins: list[int]) -> Any:
+            sizes = np.diff(begins).tolist()
+            at = [int(memory.ctypes.data) + begin for begin in begins[:-1]]
+            return client.batch_put_from(names, at, sizes)
+
+        codes = await self._ask(put, fill)
+        if codes is None:
+            return np.full(batch.keys.size, FAILED, np.uint8)
+        results = np.where(np.array(codes) == 0, LANDED, FAILED)
+        full = np.array(codes) == _NO_ROOM
+        results[full] = BlockResult.REFUSED
+        if full.any():
+            self._note("its segments have no room")
+        elif (results == FAILED).any():
+            self._note(f"error {min(codes)} of a put")
+        return results.astype(np.uint8)
+
+    async def _read(self, batch: Batch) -> BlockResults:
+        names = self._names(batch.keys)
+        room = HEAD_BYTES + int(batch.images.lengths.max())
+        results = np.full(batch.keys.size, FAILED, np.uint8)
+
+        def get(client: Any, memory: Stage) -> Any:
+            at = [int(memory.ctypes.data) + room * n for n in range(len(names))]
+            return client.batch_get_into(names, at, [room] * len(names))
+
+        async def take(memory: Stage, codes: list[int]) -> None:
+            came = np.flatnonzero(np.array(codes) > 0)
+            raws = [memory[room * n :][: codes[n]].data for n in came.tolist()]
+            part = batch.selected(came)
+            results[came] = await self._threads.run(partial(read_objects, part, raws))
+            batch.orders[came] = part.orders
+            batch.tell(came, part)
+
+        codes = await self._ask(get, then=take)
+        if codes is not None:
+            results[np.array(codes) == _NOT_FOUND] = MISSING
+            if (results == FAILED).any():
+                self._note(f"error {min(codes)} of a get")
+        return results
+
+    async def _remove(self, keys: Keys) -> Bits:
+        """Remove objects; return which are gone."""
+        names = self._names(keys)
+        codes = await self._ask(lambda client, _: client.batch_remove(names, True))
+        if codes is None:
+            return np.zeros(keys.size, np.bool_)
+        gone: Bits = np.isin(np.array(codes), (0, _NOT_FOUND))
+        return gone
+
+    # --- calls ------------------------------------------------------------------------
+
+    async def _ask(
+        self,
+        call: Callable[..., T],
+        fill: Callable[[Stage], Any] | None = None,
+        then: Callable[[Stage, T], Any] | None = None,
+    ) -> T | None:
+        """Call the client on a thread, with a stage; None if it did not answer in time.
+
+        Args:
+            call: Takes the client, the stage and, if there is one, what ``fill`` gave.
+            fill: Fills the stage first.
+            then: Empties it.
+        """
+        if not self.taking:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                memory = await self._stages.get()
+        except TimeoutError:
+            self._failed(TimeoutError("calls of its client do not return"))
+            return None
+        given_up = False
+        try:
+            filled = () if fill is None else (await fill(memory),)
+            future = loop.run_in_executor(
+                self._calls, partial(call, self._client, memory, *filled)
+            )
+            await asyncio.wait((future,), timeout=self._timeout_s)
+            if not future.done():
+                given_up = True
+                future.add_done_callback(lambda _: self._stages.put_nowait(memory))
+                self._failed(TimeoutError(f"no answer within {self._timeout_s:g} s"))
+                return None
+            answer = future.result()
+            if then is not None:
+                await then(memory, answer)
+            return answer
+        except Exception as exc:  # noqa: BLE001 - whatever their binding raises
+            self._failed(exc)
+            return None
+        finally:
+            if not given_up:
+                self._stages.put_nowait(memory)
+
+    def _names(self, keys: Keys) -> list[str]:
+        return [self._name(key) for key in keys.tolist()]
+
+    def _name(self, key: Key) -> str:
+        return self._prefix + path_of(key)
+
+    def _note(self, error: str) -> None:
+        self.error = error[:REASON_CHARS_MAX]
+
+    # --- who is there -----------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """Make the client and its stages.
+
+        Raises:
+            OSError: The master does not answer.
+        """
+        # Their client waits for a minute where nobody listens.
+        async with asyncio.timeout(self._timeout_s):
+            _, writer = await asyncio.open_connection(*self._master)
+        writer.close()
+        loop = asyncio.get_running_loop()
+        client = await run_to_completion(
+            loop.run_in_executor(self._calls, _connected, self._arguments)
+        )
+        for _ in range(_STAGES):
+            memory = np.zeros(self._buffer_bytes, np.uint8)
+            code = client.register_buffer(memory.ctypes.data, memory.nbytes)
+            if code:
+                raise OSError(f"error {code}: its client does not take our memory")
+            self._stages.put_nowait(memory)
+        self._client = client
+
+    def _failed(self, error: Exception) -> None:
+        """Pass the store over until its master answers."""
+        self._note(error_text(error))
+        self._failing = True
+        if self._healing is None or self._healing.done():
+            self._healing = asyncio.create_task(self._heal())
+
+    async def _heal(self) -> None:
+        backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
+        loop = asyncio.get_running_loop()
+        while self._failing:
+            await asyncio.sleep(backoff.pause_s())
+            try:
+                if self._client is None:
+                    await self._begin()
+                code = await loop.run_in_executor(
+                    self._calls, self._client.health_check
+                )
+            except OSError as exc:
+                self._note(error_text(exc))
+                continue
+            self._failing = code != 0 or self._stages.empty()
+
+
+def _connected(arguments: tuple[Any, ...]) -> Any:
+    """Return a client that has joined the store. On a thread.
+
+    Raises:
+        OSError: The master does not answer, or refuses.
+    """
+    client = MooncakeDistributedStore()
+    code = client.setup(*arguments)
+    if code:
+        raise OSError(f"error {code}: the master {arguments[-1]} cannot be reached")
+    return client

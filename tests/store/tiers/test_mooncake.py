@@ -1,0 +1,238 @@
+"""Blocks in a real Mooncake Store: a master, and segments in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "mooncake", reason="mooncake is not installed: `make test-mooncake`"
+)
+
+from kvwire import BlockStore, UsageError
+from kvwire.limits import MIB
+from kvwire.store.namespace import Namespace
+from kvwire.store.tiers.mooncake import MooncakeTier
+from kvwire.store.tiers.object_format import HEAD_BYTES
+from tests.store.caches import LARGE, SPEC, Filled, chain
+from tests.support.pairs import until
+from tests.support.servers import Server, free_port, mooncake_master
+
+BLOCKS = 32
+EVERY = list(range(BLOCKS))
+
+
+@contextlib.contextmanager
+def segment(master: Server, nbytes: int = 32 * MIB) -> Iterator[subprocess.Popen[str]]:
+    """A process whose memory the store has, as long as it lives."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.store.mooncake_segment"),
+            *(f"127.0.0.1:{master.port}", str(nbytes)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "joined\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def master() -> Iterator[Server]:
+    """A store, and what its library starts once and keeps in this process."""
+    with mooncake_master() as made, segment(made):
+        asyncio.run(_once(where(made)))
+        yield made
+
+
+def where(master: Server, **options: object) -> str:
+    said = "&".join(f"{name}={value}" for name, value in options.items())
+    return f"mooncake://127.0.0.1:{master.port}?{said}"
+
+
+async def _once(tier: str) -> None:
+    cache = Filled(seed=1).cache
+    async with BlockStore.open([tier]), BlockStore.open([tier]) as store:
+        assert (await store.put(chain(1), cache, [0])).complete
+        await store._tiers.memory.empty()
+        assert (await store.get(chain(1), cache, [0])).complete
+
+
+def tier_of(store: BlockStore) -> MooncakeTier:
+    """The tier below memory."""
+    (tier,) = store._tiers.below
+    assert isinstance(tier, MooncakeTier)
+    return tier
+
+
+async def test_what_one_store_puts_another_one_gets(master: Server) -> None:
+    source, target = Filled(BLOCKS, seed=1), Filled(BLOCKS, layout="HND")
+    hashes = chain(40, "shared")
+    here = where(master, prefix="a")
+    async with BlockStore.open(["memory:1MiB", here]) as store:
+        assert (await store.put(hashes[:32], source.cache, EVERY)).complete
+    async with BlockStore.open([here]) as store:
+        assert await store.match(hashes, target.cache) == BLOCKS
+        assert (await store.get(hashes[:32], target.cache, EVERY)).complete
+        assert np.array_equal(source.tokens(EVERY), target.tokens(EVERY))
+        # Another prefix is another store.
+        async with BlockStore.open([where(master, prefix="b")]) as other:
+            assert await other.match(hashes, target.cache) == 0
+        # A delete leaves nothing, also of what was just read.
+        await store.delete(hashes[:8], target.cache)
+        assert await store.match(hashes, target.cache) == 0
+        assert await store.match(hashes[8:], target.cache) == BLOCKS - 8
+        await store.delete_all()
+        assert await store.match(hashes[8:], target.cache) == 0
+
+
+async def test_batches_larger_than_a_stage(master: Server) -> None:
+    """Blocks of 64 KiB, three of which have room in one."""
+    source, target, hashes = (
+        Filled(16, LARGE, seed=2),
+        Filled(16, LARGE),
+        chain(16, "l"),
+    )
+    every = list(range(16))
+    small = where(master, prefix="l", buffer="200KiB")
+    async with BlockStore.open(["memory:4MiB", small]) as store:
+        assert (await store.put(hashes, source.cache, every)).complete
+    async with BlockStore.open([small]) as store:
+        assert (await store.get(hashes, target.cache, every)).complete
+    assert np.array_equal(source.tokens(every), target.tokens(every))
+    async with BlockStore.open([where(master, buffer="64KiB")]) as store:
+        outcome = await store.put(chain(1), source.cache, [0])
+        assert "?buffer=" in outcome.missing.reasons[0]
+
+
+@pytest.mark.parametrize("at", [0, HEAD_BYTES, -1, None])
+async def test_a_wrong_object_is_missing(master: Server, at: int | None) -> None:
+    """And is there again once it was put again, where it was damaged."""
+    source, target, hashes = Filled(seed=1), Filled(), chain(2, f"wrong {at}")
+    async with BlockStore.open([where(master)]) as store:
+        await store.put(hashes, source.cache, [0, 1])
+        tier = tier_of(store)
+        name, other = (tier._name(Namespace("kv", SPEC).digest + one) for one in hashes)
+        raw = bytearray(tier._client.get(name if at is not None else other))
+        if at is not None:
+            raw[at] ^= 1
+        assert tier._client.remove(name, True) == 0
+        assert tier._client.put(name, bytes(raw)) == 0
+        await store._tiers.memory.empty()
+        outcome = await store.get(hashes, target.cache, [2, 3])
+        assert outcome.landed.ids().tolist() == [3]
+        if at is None:
+            return
+        assert (await store.put(hashes, source.cache, [0, 1])).complete
+        await store._tiers.memory.empty()
+        assert (await store.get(hashes, target.cache, [2, 3])).complete
+    assert np.array_equal(source.tokens([0, 1]), target.tokens([2, 3]))
+
+
+async def test_a_segment_is_killed_and_another_one_comes() -> None:
+    """Without any there is no room; what one had is missing and never wrong."""
+    source, target, hashes = Filled(seed=4), Filled(), chain(8, "killed")
+    every = list(range(8))
+    with mooncake_master() as master, contextlib.ExitStack() as stack:
+        async with BlockStore.open([where(master, timeout=5)]) as store:
+            tier = tier_of(store)
+
+            async def put() -> bool:
+                await until(lambda: tier.taking)
+                outcome = await store.put(hashes, source.cache, every)
+                await store._tiers.memory.empty()
+                return outcome.complete
+
+            outcome = await store.put(hashes, source.cache, every)
+            assert "no room" in outcome.missing.reasons[0]
+            first = stack.enter_context(segment(master))
+            assert await put()
+            first.kill()
+            outcome = await store.get(hashes, target.cache, every)
+            assert not outcome.landed.ids().size
+            assert outcome.missing.reasons
+            stack.enter_context(segment(master))
+            # The master takes a segment for alive for a while: until then a put of
+            # what was there does nothing.
+            while not (await put() and await found(store, hashes, target)):
+                continue
+    assert np.array_equal(source.tokens(every), target.tokens(every))
+
+
+async def found(store: BlockStore, hashes: list[bytes], target: Filled) -> bool:
+    await until(lambda: tier_of(store).taking)
+    return (await store.get(hashes, target.cache, range(8))).complete
+
+
+async def test_a_call_that_hangs_is_given_up_with_its_stage(master: Server) -> None:
+    source, target, hashes = Filled(seed=5), Filled(), chain(4, "still")
+    gate = threading.Event()
+    async with BlockStore.open([where(master, timeout=0.2)]) as store:
+        tier = tier_of(store)
+        real = tier._client
+
+        class Hangs:
+            """Answers a get when it is let."""
+
+            def batch_get_into(self, *args: Any) -> Any:
+                gate.wait()
+                return real.batch_get_into(*args)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real, name)
+
+        assert (await store.put(hashes, source.cache, range(4))).complete
+        await store._tiers.memory.empty()
+        tier._client = Hangs()
+        outcome = await store.get(hashes, target.cache, range(4))
+        assert "no answer within 0.2 s" in outcome.missing.reasons[0]
+        # The other stage serves on, once the master has answered.
+        await until(lambda: tier.taking)
+        assert await store.match(hashes, source.cache) == 4
+        gate.set()
+        await until(lambda: tier._stages.qsize() == 2)
+        assert not any(tensor.any() for tensor in target.tensors)
+        assert (await store.get(hashes, target.cache, range(4))).complete
+
+
+async def test_a_master_that_comes_later() -> None:
+    source = Filled(seed=6)
+    with mooncake_master() as master:
+        master.kill()
+        async with BlockStore.open([where(master)]) as store:
+            assert tier_of(store).error
+            assert not (await store.put(chain(1), source.cache, [0])).complete
+            master.start()
+            with segment(master):
+                await until(lambda: tier_of(store).taking)
+                assert (await store.put(chain(1), source.cache, [0])).complete
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ("mooncake:127.0.0.1:6379", "mooncake://MASTER:PORT"),
+        ("mooncake://127.0.0.1:port", "mooncake://MASTER:PORT"),
+        ("mooncake://127.0.0.1:1?size=1GiB", "no option 'size'"),
+        ("mooncake://127.0.0.1:1?codec=zstd-planes", "no codec here"),
+        ("mooncake://127.0.0.1:1?timeout=0", "timeout"),
+    ],
+)
+async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open([tier.replace(":1?", f":{free_port()}?")])
