@@ -247,10 +247,10 @@ async def test_connect_and_listen_close_what_they_opened(
     name: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for fault in (*FATAL, errno.EMFILE, errno.EINTR):
-        await set_up_under(name, call, fault, monkeypatch)
+        await check_set_up_under(name, call, fault, monkeypatch)
 
 
-async def set_up_under(
+async def check_set_up_under(
     name: str, call: str, fault: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, accepted, failed = TcpBackend(), list[Link](), list[int | None]()
