@@ -497,7 +497,7 @@ class ConnectionState:
             self.core.refuse(event.request, error, WireCode.TOO_LARGE)
         else:
             lent = self._buffers.lend(memoryview(memory))
-            self.core.provide(event.request, lent)
+            self.core.messages.provide(event.request, lent)
         self.driver.run()
 
     def _request_done(self, event: RequestDone) -> None:

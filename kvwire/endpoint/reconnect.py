@@ -179,7 +179,7 @@ class Reconnector:
         registry, origin = self._communicator.registry, connection.peer.origin
         while not connection.closed:
             await asyncio.sleep(self._communicator.config.lease_s)
-            if connection.core.idle and not registry.interrupted(origin):
+            if not connection.core.open_requests and not registry.interrupted(origin):
                 await connection.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:

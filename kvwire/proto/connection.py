@@ -163,11 +163,6 @@ class ConnectionCore:
         return self.phase is CloseState.CLOSED
 
     @property
-    def idle(self) -> bool:
-        """Tell whether nothing that either side has begun is unfinished."""
-        return not len(self._requests)
-
-    @property
     def open_requests(self) -> int:
         """Return how many requests either side has begun that are not over."""
         return len(self._requests)
@@ -377,10 +372,6 @@ class ConnectionCore:
         self.messages.post(request)
         return request
 
-    def provide(self, request: RequestRecord, buffer: BufferId) -> None:
-        """Answer MemoryWanted."""
-        self.messages.provide(request, buffer)
-
     def put(
         self, buffer: BufferId, nbytes: int, target: AccessBody, deadline: float | None
     ) -> RequestRecord:
@@ -451,10 +442,6 @@ class ConnectionCore:
         """End a request of either side with an error; the peer is told the code."""
         self._abandon(request, error, code)
         self._settle()
-
-    def set_deadline(self, request: RequestRecord, deadline: float | None) -> None:
-        """Give a transfer that the peer has opened a deadline of this side."""
-        self._requests.set_deadline(request, deadline)
 
     def close(self, now: float, timeout_s: float) -> None:
         """Deliver what was begun, tell the peer, then end. May be called again."""

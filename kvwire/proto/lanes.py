@@ -146,15 +146,8 @@ class LaneTable:
         place: Callable[[Header], ChunkArrival],
         landed: Callable[[ChunkArrival, bool], None],
     ) -> None:
-        """Make the table.
-
-        Args:
-            role: Of this side.
-            outbox: Of the connection.
-            flows: Of the connection.
-            place: Finds where a chunk belongs, and takes a hold of it.
-            landed: Takes a chunk that is in place, intact or not.
-        """
+        # `place` finds where a chunk belongs and takes a hold of it; `landed` takes one
+        # that is in place, intact or not.
         self.initial_set_done: bool = False
         self._role = role
         self._outbox = outbox

@@ -163,12 +163,6 @@ class RequestTable:
         if request.deadline is not None:
             self._note_deadline(request)
 
-    def set_deadline(self, request: RequestRecord, deadline: float | None) -> None:
-        """Let a request that is open expire."""
-        request.deadline = deadline
-        if deadline is not None:
-            self._note_deadline(request)
-
     def match(self, request: RequestRecord, wire_id: RequestId) -> None:
         """Give a RECV the number of the message it has met."""
         self._unmatched.pop(id(request), None)
@@ -298,6 +292,5 @@ class RequestTable:
 
 
 def _stands(entry: _Deadline) -> bool:
-    """Tell whether a deadline is still its request's, neither met nor moved."""
-    at, _, request = entry
-    return not request.over and request.deadline == at
+    """Tell whether a deadline is still to be met."""
+    return not entry[2].over

@@ -126,7 +126,7 @@ class Transfers:
             )
         self._requests.start(request)
         self._asked[request] = None  # bounded: TRANSFERS_WAITING_MAX
-        self._keep(request, transfer)
+        self._transfers[request] = transfer  # bounded: REQUESTS_MAX
         body = Open(
             id=transfer.id,
             pull=request.kind is RequestKind.INCOMING,
@@ -163,7 +163,8 @@ class Transfers:
             nbytes=0,
         )
         self._requests.serve(request)
-        self._keep(request, TransferRecord(id=body.id, priority=body.priority))
+        transfer = TransferRecord(id=body.id, priority=body.priority)
+        self._transfers[request] = transfer  # bounded: REQUESTS_MAX
         self._unanswered[request] = None  # bounded: TRANSFERS_WAITING_MAX
         self._outbox.report(
             TransferOpened(request=request, id=body.id, description=body.description)
@@ -509,9 +510,6 @@ class Transfers:
         for buffer in buffers:
             self._holds.retire(buffer)
         return buffers
-
-    def _keep(self, request: RequestRecord, transfer: TransferRecord) -> None:
-        self._transfers[request] = transfer  # bounded: REQUESTS_MAX
 
     def _find(self, header: Header, *kinds: RequestKind) -> RequestRecord | None:
         request = self._requests.find(header.request)

@@ -101,11 +101,17 @@ class Moved:
         return self.consumer.content(self.targets[number])
 
 
-def ask(peer: Peer, *, pull: bool = False, priority: int = 0) -> RequestRecord:
+def ask(
+    peer: Peer,
+    *,
+    pull: bool = False,
+    priority: int = 0,
+    deadline: float | None = None,
+) -> RequestRecord:
     """Open a transfer."""
     transfer = TransferRecord(id=b"name", priority=priority)
     request = peer.core.open_transfer(
-        transfer, b"what I have", pull=pull, deadline=None
+        transfer, b"what I have", pull=pull, deadline=deadline
     )
     peer.collect()
     return request

@@ -60,23 +60,28 @@ def in_phase(phase: CloseState) -> ConnectionPair:
     return pair
 
 
-def everything(pair: ConnectionPair) -> list[tuple[Peer, RequestRecord]]:
-    """One request of each kind from each side, none of which can end by itself."""
+def everything(
+    pair: ConnectionPair, deadline: float | None = None
+) -> list[tuple[Peer, RequestRecord]]:
+    """One request of each kind from each side, none of which can end by itself.
+
+    Those of the client have the deadline.
+    """
     begun = []
     for end, other in (
         (pair.client, pair.server),
         (pair.server, pair.client),
     ):
-        region = other.expose(100)
-        grant = other.grant(region)
-        message = end.send(TAG, LARGE)
+        grant = other.grant(other.expose(100))
+        until = deadline if end is pair.client else None
+        message = end.send(TAG, LARGE, deadline=until)
         assert message is not None
         begun += [
             (end, message),
-            (end, end.recv(99)),
-            (end, end.put(bytes(100), grant)),
-            (end, end.get(grant)),
-            (end, ask(end)),
+            (end, end.recv(99, deadline=until)),
+            (end, end.put(bytes(100), grant, deadline=until)),
+            (end, end.get(grant, deadline=until)),
+            (end, ask(end, deadline=until)),
         ]
     return begun
 
@@ -167,25 +172,25 @@ def test_a_silent_peer_is_dead_within_its_patience() -> None:
     assert len([e for e in end.events if e is end.ended]) == 1
 
 
-def test_a_deadline_ends_one_request() -> None:
-    """Of any kind, on both sides; the others do not notice."""
-    for which in range(5):
-        pair = ConnectionPair()
-        pair.client.stalled = pair.server.stalled = True
-        begun = [request for end, request in everything(pair) if end is pair.client]
-        pair.run()
-        late = begun.pop(which)
-        pair.client.core.set_deadline(late, pair.now + 1.0)
-        assert pair.client.core.next_tick == pair.now + 1.0
-        pair.advance(1.5)
-        expect_error(pair.client, late, DeadlineExceeded)
-        assert not any(request in pair.client.done for request in begun)
-        told = [
-            e
-            for e in pair.server.done.values()
-            if isinstance(e.error, DeadlineExceeded)
-        ]
-        assert len(told) == (late.wire_id is not None and late.kind.value != "send")
+def test_a_deadline_ends_its_requests() -> None:
+    """Of every kind, on both sides; the others do not notice."""
+    pair = ConnectionPair()
+    pair.client.stalled = pair.server.stalled = True
+    begun = everything(pair, deadline=pair.now + 1.0)
+    pair.run()
+    assert pair.client.core.next_tick == pair.now + 1.0
+    pair.advance(1.5)
+    for end, request in begun:
+        if end is pair.client:
+            expect_error(end, request, DeadlineExceeded)
+        else:
+            assert request not in end.done
+    told = [
+        done
+        for done in pair.server.done.values()
+        if isinstance(done.error, DeadlineExceeded)
+    ]
+    assert len(told) == 3, "the put, the get and the transfer"
 
 
 @pytest.mark.parametrize("pull", [False, True])
@@ -463,17 +468,17 @@ def test_idle_while_nothing_is_open() -> None:
     """On either side, whoever has begun it."""
     pair = ConnectionPair()
     ends = (pair.client, pair.server)
-    idle = [[end.core.idle for end in ends]]
+    idle = [[not end.core.open_requests for end in ends]]
     assert pair.client.core.silence_s(pair.now + 5.0) == 5.0
     pair.server.stalled = True
     pair.client.get(pair.server.grant(pair.server.expose(100)))
     pair.deliver(pair.client)
-    idle.append([end.core.idle for end in ends])
+    idle.append([not end.core.open_requests for end in ends])
     assert [end.core.open_requests for end in ends] == [1, 1]
     pair.server.stalled = False
     pair.server.collect()
     expect_fine(pair)
-    idle.append([end.core.idle for end in ends])
+    idle.append([not end.core.open_requests for end in ends])
     assert idle == [[True, True], [False, False], [True, True]]
 
 

@@ -264,7 +264,7 @@ def test_memory_for_a_receive_that_is_over() -> None:
     receive = pair.server.core.recv(TAG, None, 100, None)
     pair.server.core.cancel(receive)
     late = pair.server.lend(100)
-    pair.server.core.provide(receive, late)
+    pair.server.core.messages.provide(receive, late)
     pair.server.core.outbox.events.clear()
     pair.server.collect()
     assert late in pair.server.freed

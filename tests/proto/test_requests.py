@@ -267,19 +267,6 @@ def test_a_request_without_a_deadline_never_expires() -> None:
     assert side.requests.expire(1e9) == []
 
 
-def test_a_deadline_can_be_moved_and_lifted() -> None:
-    """Only the last one holds."""
-    side = table()
-    request = side.started(deadline=10.0)
-    side.requests.set_deadline(request, 20.0)
-    assert side.requests.expire(15.0) == []
-    assert side.requests.next_deadline == 20.0
-    assert side.requests.expire(20.0) == [request]
-    side.requests.set_deadline(request, 30.0)
-    side.requests.set_deadline(request, None)
-    assert side.requests.expire(100.0) == []
-
-
 def test_a_receive_that_waits_expires_too() -> None:
     """It has no number yet."""
     side = table()

@@ -226,26 +226,6 @@ async def test_a_changed_bit_is_a_lost_connection(
         assert sent.done()
 
 
-async def test_a_transfer_goes_on_over_another_link(authority: Authority) -> None:
-    source, target = (Memory(SPEC, len(BLOCKS)) for _ in range(2))
-    source.stamp(BLOCKS)
-    async with proxied(authority) as (pair, proxy):
-        out = pair.far.publish("kv", source.cache, BLOCKS)
-        inc = pair.left.pull("kv", target.cache, BLOCKS)
-        out.ready(layers=0)
-        await inc.layer(0)
-        way = Direction.TO_CLIENT
-        proxy.toxics = (Cut(way, proxy.passed[way] + 50_000, Ending.RST),)
-        out.ready(layers=1)
-        await pair.left.wait_closed()
-        proxy.toxics = ()
-        for layer in range(2, SPEC.layers):
-            out.ready(layers=layer)
-        out.finish()
-        assert (await inc).complete
-    assert same(source, BLOCKS, target, BLOCKS, range(SPEC.layers))
-
-
 async def test_a_cancelled_connect_leaves_nothing(authority: Authority) -> None:
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
     async with kvwire.open(**near) as a, kvwire.open(**far) as b:

@@ -158,9 +158,6 @@ class KVApp:
             error = RequestCancelled("refused by this side")
             core.refuse(ask.core, error, WireCode.CANCELLED)
             return
-        if not ask.over and self._world.plan.setup.deadlines and self._world.whim(4):
-            ask.deadline = self._node.clock + 10 * self._world.latency()
-            core.set_deadline(ask.core, ask.deadline)
         core.transfers.agree(ask.core, _DESCRIPTION)
 
     def _marked(self, endpoint: Endpoint, ask: Ask, event: SegmentMarked) -> None:

@@ -91,7 +91,7 @@ class MessageApp:
         buffer, lease = self._node.lend(event.nbytes, writable=True)
         if not ask.over:
             ask.buffer, ask.lease = buffer, lease
-        endpoint.core.provide(event.request, buffer)
+        endpoint.core.messages.provide(event.request, buffer)
 
     def _receive(
         self,

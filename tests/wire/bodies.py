@@ -1,7 +1,7 @@
 """Values for the fields of control bodies, made from the types of the fields.
 
-:func:`values` are all that a type allows, :func:`plain` is one of them, and
-:func:`beyond` are values one step off each of its bounds, or of another type.
+:func:`values` are all that a type allows, :func:`plain` and :func:`longest` are two of
+them, and :func:`beyond` are values one step off each of its bounds, or of another type.
 """
 
 from __future__ import annotations
@@ -62,6 +62,28 @@ def plain(kind: inspect.Type) -> Any:
         case inspect.StructType(fields=fields):
             return [plain(field.type) for field in fields]
     raise AssertionError(f"no value of {kind}")
+
+
+def longest(kind: inspect.Type) -> Any:
+    """The value of a type that takes the most bytes."""
+    match kind:
+        case inspect.IntType(le=high):
+            return high
+        case inspect.BoolType():
+            return True
+        case inspect.BytesType(max_length=int(high)):
+            return bytes(high)
+        case inspect.StrType(max_length=int(high)):
+            return "\U0001f980" * high
+        case inspect.VarTupleType(item_type=item, max_length=int(high)):
+            return [longest(item)] * high
+        case inspect.TupleType(item_types=items):
+            return [longest(item) for item in items]
+        case inspect.UnionType():
+            return longest(_unless_none(kind))
+        case inspect.StructType(fields=fields):
+            return [longest(field.type) for field in fields]
+    raise AssertionError(f"{kind} has no bound")
 
 
 def beyond(kind: inspect.Type) -> Iterator[Any]:

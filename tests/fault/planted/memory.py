@@ -32,8 +32,8 @@ BUGS: Final = (
     Planted(
         name="retired memory drains although it is held",
         module="kvwire.proto.holds",
-        before="        if held:\n            self._retired",
-        after="        if held and held > 1:\n            self._retired",
+        before="        if held:\n            self.retired",
+        after="        if held and held > 1:\n            self.retired",
         rules=_TOUCHED,
     ),
     Planted(

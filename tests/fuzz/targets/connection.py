@@ -134,8 +134,10 @@ class _World:
         self._note(end, end.send(reader.byte() & 3, reader.take(reader.byte() & 63)))
 
     def _recv(self, reader: Reader, role: Role) -> None:
-        end, size = self._pair.of(role), reader.byte() & 63
-        self._note(end, end.recv(reader.byte() & 3, size or None))
+        end, size = self._pair.of(role), reader.byte()
+        deadline = end.now + size / 16 if size & 64 else None
+        tag = reader.byte() & 3
+        self._note(end, end.recv(tag, size & 63 or None, deadline=deadline))
 
     def _expose(self, reader: Reader, role: Role) -> None:
         end = self._pair.of(role)
@@ -170,10 +172,7 @@ class _World:
         del role
         if self._begun:
             end, request = reader.pick(self._begun)
-            if reader.byte() & 1:
-                end.cancel(request)
-            else:
-                end.core.set_deadline(request, end.now + reader.byte() / 16)
+            end.cancel(request)
 
     def _revoke(self, reader: Reader, role: Role) -> None:
         if self._regions[role]:

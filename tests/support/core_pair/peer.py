@@ -379,7 +379,7 @@ class Peer:
     def _deal_with(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, MemoryWanted):
-            self.core.provide(event.request, self.lend(event.nbytes))
+            self.core.messages.provide(event.request, self.lend(event.nbytes))
         elif isinstance(event, MessageDropped):
             self.memory.pop(event.buffer, None)  # or it is among the freed
         elif isinstance(event, SegmentMarked) and self.place is not None:
