@@ -24,8 +24,6 @@ from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_local import LocalBackend
 from kvwire_nixl import NixlBackend
-from kvwire_nixl.library import NixlAgent, installed
-from kvwire_nixl.settings import parse
 from kvwire_tcp import TcpBackend
 from kvwire_ucx import UcxBackend, one_sided
 from tests.backends.kvwire_nccl.fake import FakeBackend
@@ -130,13 +128,6 @@ def id_of(check: Any) -> str:
 def _tls(tmp_path_factory: pytest.TempPathFactory) -> None:
     authority = Authority(tmp_path_factory.mktemp("ca"))
     TlsBackend.files = CredentialFiles(Config(**authority.config(FAR, FAR)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nixl_is_loaded() -> None:
-    """The first agent of a process loads UCX, which takes long on a busy machine."""
-    if installed():
-        NixlAgent(parse({}), "first").close()
 
 
 @pytest.fixture

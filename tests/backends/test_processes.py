@@ -1,4 +1,4 @@
-"""Processes that die, stop, fork, exit and come back, with their data over UCX.
+"""Processes that die, stop, fork, exit and come back, with their data over a lane.
 
 Each is at one end of a real connection to this process. Times are judged loosely, since
 a busy machine is late for reasons of its own.
@@ -18,7 +18,8 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from tests.backends.kvwire_ucx.child import child
+from tests.backends.child import child
+from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx.support import (
     SHARED_MEMORY,
     TRANSPORTS,
@@ -27,8 +28,6 @@ from tests.backends.kvwire_ucx.support import (
     transports_of_this_loop,
 )
 from tests.support.child import Child
-
-pytestmark = needs_ucx
 
 # Longer than those of other tests: a starved child must not pass for a dead one.
 INTERVAL_S, MISSES = 0.6, 3
@@ -39,19 +38,28 @@ HUGE = 32 << 20
 patient = pytest.mark.timeout(60)
 
 
-@pytest.fixture(params=["sent", pytest.param("read", marks=needs_reading)])
+@pytest.fixture(
+    params=[
+        pytest.param("ucx-sent", marks=needs_ucx),
+        pytest.param("ucx-read", marks=needs_reading),
+        pytest.param("nixl", marks=needs_nixl),
+    ]
+)
 async def comm(request: pytest.FixtureRequest) -> AsyncIterator[Communicator]:
     """Large messages are sent, or the child reads them where they lie."""
-    settings = {"TLS": transports_of_this_loop()}
-    if request.param == "read":
+    backend = request.param.partition("-")[0]
+    settings: dict[str, str] = {}
+    if request.param == "ucx-sent":
+        settings = {"TLS": transports_of_this_loop()}
+    elif request.param == "ucx-read":
         settings = {"TLS": SHARED_MEMORY, "one_sided": "yes"}
     async with kvwire.open(
         name="parent",
         ping_interval_s=INTERVAL_S,
         ping_misses=MISSES,
         close_timeout_s=0.5,
-        require=("ucx",),
-        backends={"ucx": settings},
+        require=(backend,),
+        backends={backend: settings},
     ) as found:
         yield found
 
@@ -89,7 +97,7 @@ async def test_a_killed_peer_is_known_and_all_memory_is_free(
     comm: Communicator, what: str
 ) -> None:
     async with child(comm) as there:
-        assert there.connection.transport == "ucx"
+        assert (there.connection.transport,) == comm.config.require
         requests = await under_way(there, what)
         killed = now()
         there.signal(signal.SIGKILL)
@@ -125,7 +133,7 @@ async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> Non
     for ending in (signal.SIGKILL, signal.SIGTERM):
         async with child(comm) as there:
             await there.connection.send(1, bytes(HUGE))
-            assert there.connection.transport == "ucx"
+            assert (there.connection.transport,) == comm.config.require
             there.signal(ending)
             await there.connection.wait_closed()
     assert len(comm._state.buffers) == 0
@@ -133,7 +141,7 @@ async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> Non
 
 # --- processes of their own -----------------------------------------------------------
 
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 _BEGIN = """
 import asyncio, os, sys
 import kvwire
@@ -166,26 +174,7 @@ def run(code: str, tls: str) -> str:
     return done.stdout.strip()
 
 
-@patient
-@pytest.mark.slow
-@pytest.mark.parametrize("tls", TRANSPORTS)
-def test_loops_one_after_the_other(tls: str) -> None:
-    code = "for _ in range(3): asyncio.run(exchange())\nprint('done')"
-    assert run(code, tls) == "done"
-
-
-@patient
-@pytest.mark.slow
-@pytest.mark.parametrize("tls", TRANSPORTS)
-def test_an_exit_in_the_middle_is_clean(tls: str) -> None:
-    assert run("asyncio.run(exchange(close=False))", tls) == "done"
-
-
-@patient
-@pytest.mark.slow
-@pytest.mark.parametrize("tls", TRANSPORTS)
-def test_a_fork_before_the_first_lane_works(tls: str) -> None:
-    code = """
+FORK_BEFORE = """
 from kvwire.backend import registry
 assert registry.availability("ucx").available
 child = os.fork()
@@ -195,14 +184,7 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 print("done")
 """
-    assert run(code, tls) == "done"
-
-
-@patient
-@pytest.mark.slow
-@pytest.mark.parametrize("tls", TRANSPORTS)
-def test_a_fork_after_it_is_told_so(tls: str) -> None:
-    code = """
+FORK_AFTER = """
 asyncio.run(exchange())
 child = os.fork()
 if not child:
@@ -215,4 +197,33 @@ assert os.waitpid(child, 0)[1] == 0
 asyncio.run(exchange())
 print("done")
 """
+
+
+@needs_ucx
+@patient
+@pytest.mark.slow
+@pytest.mark.parametrize("tls", TRANSPORTS)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for _ in range(3): asyncio.run(exchange())\nprint('done')",
+        "asyncio.run(exchange(close=False))",
+        FORK_BEFORE,
+        FORK_AFTER,
+    ],
+    ids=["loops in a row", "an exit midway", "a fork before", "a fork after is told"],
+)
+def test_a_process_with_ucx_does_as_others_do(code: str, tls: str) -> None:
     assert run(code, tls) == "done"
+
+
+@needs_nixl
+@patient
+def test_a_process_with_nixl_exits_well() -> None:
+    """The wheel and the system have libraries of one name, which end it otherwise."""
+    code = """
+from kvwire_nixl import library, settings
+library.NixlAgent(settings.parse({}), "name").close()
+print("done")
+"""
+    assert run(code, "") == "done"
