@@ -80,7 +80,9 @@ async def under_way(there: Child, what: str) -> list[Request[Any]]:
 
 
 async def all_end(
-    comm: Communicator, requests: list[Request[Any]], expected: type[Exception]
+    comm: Communicator,
+    requests: list[Request[Any]],
+    expected: tuple[type[Exception], ...],
 ) -> None:
     """Every request ends, the last one in an error, and gives its memory back."""
     ends = await asyncio.gather(*requests, return_exceptions=True)
@@ -104,7 +106,8 @@ async def test_a_killed_peer_is_known_and_all_memory_is_free(
         await there.connection.wait_closed()
         print(f"killed while {what}: known after {(now() - killed) * 1e3:.1f} ms")
         assert now() - killed < SLACK_S
-        await all_end(comm, requests, ConnectionLost)
+        # The silence may be noticed first, where the kernel is slow to end a process.
+        await all_end(comm, requests, (ConnectionLost, PeerUnresponsive))
 
 
 @patient
@@ -121,7 +124,7 @@ async def test_a_stopped_peer_is_known_and_all_memory_is_free(
         took_s = now() - stopped
         print(f"stopped while {what}: known after {took_s:.2f} s")
         assert took_s < INTERVAL_S * (MISSES + 1) + SLACK_S
-        await all_end(comm, requests, PeerUnresponsive)
+        await all_end(comm, requests, (PeerUnresponsive,))
         there.signal(signal.SIGCONT)
         assert await there.last_words() != ""
 

@@ -26,30 +26,6 @@ def pipe() -> InprocPipe:
     return InprocPipe(RLock())
 
 
-def take(
-    pipe: InprocPipe, into: memoryview | None = None, piece_bytes: int = 1 << 20
-) -> PipeFrame:
-    """Deliver the head whole."""
-    head = pipe.head()
-    assert head is not None
-    while head.moved < head.payload_bytes:
-        assert pipe.move(head, into, piece_bytes)
-    pipe.done(head)
-    return head
-
-
-def test_frames_come_in_order_and_each_stays_first_until_it_is_done(
-    pipe: InprocPipe,
-) -> None:
-    frames = [frame(10), frame(), frame(200)]
-    pipe.put(frames[:2])
-    pipe.put(frames[2:])
-    assert pipe.head() is pipe.head() is frames[0]
-    assert [take(pipe) for _ in frames] == frames
-    assert pipe.head() is None
-    assert pipe.drained
-
-
 @given(
     lengths=st.lists(st.integers(0, len(PAYLOAD)), min_size=1, max_size=8),
     piece_bytes=st.integers(1, len(PAYLOAD) + 1),
@@ -79,30 +55,6 @@ def test_every_byte_arrives_once_and_is_queued_until_then(
     assert pipe.queued_bytes == 0
 
 
-def test_a_token_comes_back_once_and_only_when_its_frame_is_done(
-    pipe: InprocPipe,
-) -> None:
-    pipe.put([frame(100, "first"), frame(0), frame(100, "second")])
-    head = pipe.head()
-    assert head is not None
-    pipe.move(head, None, 100)
-    assert pipe.take_sent() == []
-    pipe.done(head)
-    assert pipe.take_sent() == ["first"]
-    take(pipe)
-    take(pipe)
-    assert pipe.take_sent() == ["second"]
-    assert pipe.take_sent() == []
-
-
-def test_a_clean_end_waits_for_what_was_sent_before(pipe: InprocPipe) -> None:
-    pipe.put([frame(100)])
-    pipe.finish()
-    assert pipe.outcome() is None
-    take(pipe)
-    assert pipe.outcome() == PipeEnd(None)
-
-
 def test_after_an_end_the_sender_s_memory_is_not_read(pipe: InprocPipe) -> None:
     """Even by a receiver that is in the middle of a payload, and has it in hand."""
     pipe.put([frame(200, "token"), frame(10)])
@@ -119,24 +71,3 @@ def test_after_an_end_the_sender_s_memory_is_not_read(pipe: InprocPipe) -> None:
     assert pipe.head() is None
     assert pipe.queued_bytes == 0
     assert pipe.outcome() == PipeEnd(error)
-
-
-def test_the_first_end_counts_and_nothing_follows_it(pipe: InprocPipe) -> None:
-    error = ConnectionLost("aborted")
-    pipe.end(error)
-    pipe.end(None)
-    pipe.put([frame(10)])
-    pipe.finish()
-    assert pipe.outcome() == PipeEnd(error)
-    assert pipe.drained
-
-
-def test_a_receiver_that_is_gone_takes_nothing_more(pipe: InprocPipe) -> None:
-    pipe.put([frame(10, "token")])
-    pipe.retire()
-    pipe.put([frame(20)])
-    assert pipe.drained
-    assert pipe.queued_bytes == 0
-    assert pipe.take_sent() == []
-    pipe.finish()
-    assert pipe.outcome() == PipeEnd(None)

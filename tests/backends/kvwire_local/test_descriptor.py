@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, MIB
-from kvwire_local.descriptor import LATER, PlaceKind, decode, encode, encode_piece
+from kvwire_local.descriptor import PlaceKind, decode, encode, encode_piece
 
 
 def fragments(addresses: list[int], lengths: list[int]) -> Fragments:
@@ -88,10 +88,6 @@ def test_what_does_not_fit_has_no_descriptor() -> None:
     assert encode(PlaceKind.MEMORY, 0, mixed) is None
     assert encode(PlaceKind.MEMORY, 0, fragments([1, 1 << 45], [1, 1])) is None
     assert encode(PlaceKind.MEMORY, 0, fragments([1], [1 << 32])) is None
-
-
-def test_later_is_a_descriptor_of_one_byte() -> None:
-    assert decode(LATER, 5).kind is PlaceKind.LATER
 
 
 @given(lists, st.data())

@@ -13,7 +13,7 @@ from kvwire.errors import (
     ConnectionLost,
     UsageError,
 )
-from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
+from kvwire.limits import MIB
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.types import Role
 from kvwire_local.backend import LocalBackend
@@ -331,14 +331,3 @@ async def test_a_pid_that_is_another_process_now_is_noticed() -> None:
     assert handlers[0].received == []
     right.abort()
     await handlers[1].end()
-
-
-@one_loop
-async def test_as_many_as_a_lane_may_have_are_staged_and_put_off() -> None:
-    async with child(way="arena") as there:
-        await there.join(way="arena")
-        memories = [
-            await there.send_here(number, 64 * KIB, cut="thousands")
-            for number in range(LANE_PAYLOADS_MAX)
-        ]
-        await assert_all_arrive(there, memories)

@@ -51,19 +51,6 @@ def test_nothing_is_read_before_the_peer_is_known() -> None:
     assert len(inc) == 1
 
 
-def test_payloads_come_in_order_and_are_counted() -> None:
-    inc = incoming()
-    memories = [np.full(100 + n, n, np.uint8) for n in range(5)]
-    landings = [landing(memory.size) for memory in memories]
-    landings[2] = Landing(102, None)
-    for memory, place in zip(memories, landings, strict=True):
-        inc.receive(descriptor_of(memory), place)
-    assert [place for batch in drain(inc) for place in batch] == landings
-    assert landings[3].payload == memories[3].data
-    assert inc.count == 5
-    assert inc.received_bytes == sum(memory.size for memory in memories)
-
-
 def test_a_batch_is_bounded() -> None:
     inc = incoming()
     memory = np.ones(MIB, np.uint8)

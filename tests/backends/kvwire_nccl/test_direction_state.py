@@ -66,25 +66,6 @@ def test_rest_is_no_delay() -> None:
     assert made.step(1005) is DirectionStep.WATCH
 
 
-def test_a_close_while_it_comes_up() -> None:
-    made = state()
-    made.close()
-    assert made.step(0) is DirectionStep.BEGIN
-    made.begun(0)
-    made.up()
-    assert made.step(0) is DirectionStep.ABORT
-
-
-def test_the_first_reason_counts() -> None:
-    made = up()
-    first = ConnectionLost("first")
-    made.fail(first)
-    made.fail(ConnectionLost("second"))
-    assert made.error is first
-    made.submit(job())
-    assert not made.waiting
-
-
 def test_what_nccl_does_not_move() -> None:
     cuda = frozenset({MemoryKind.CUDA})
     on_gpu = Fragments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -29,7 +30,6 @@ from tests.backends.kvwire_tcp.recorder import (
     DROP,
     PIECES,
     VIEW,
-    Body,
     Recorder,
     against_a_socket,
     header,
@@ -123,34 +123,6 @@ async def test_a_wakeup_delivers_a_share_of_a_burst_of_small_frames() -> None:
         assert len(recorder.frames) == share + 9
 
 
-async def test_memory_is_let_go_as_soon_as_it_is_given_back() -> None:
-    class Freeing(Recorder):
-        def body_received(self, link: Link, landing: Landing) -> None:
-            super().body_received(link, landing)
-            assert isinstance(landing, Body)
-            landing.payload = None
-            landing.arena.clear()  # refused while there is a view of it
-
-        def frame_sent(self, link: Link, token: object) -> None:
-            super().frame_sent(link, token)
-            assert isinstance(token, bytearray)
-            token.clear()
-
-    async with linked(start=False) as pair:
-        near, far = Freeing(), Freeing()
-        pair.near.start(near)
-        pair.far.start(far)
-        for number, length in enumerate((10, SCRATCH_BYTES, MIB, 8 * MIB)):
-            source = bytearray(length)
-            pair.near.send(header(length, number), memoryview(source), source)
-            pair.near.flush()
-        await near.until(lambda: len(near.sent) == 4)
-        await far.received(4)
-        pair.near.abort()
-        assert isinstance(await near.end(), ConnectionLost)
-        assert isinstance(await far.end(), ConnectionLost)
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -236,6 +208,33 @@ async def test_a_reset_that_comes_with_the_last_bytes_is_not_missed(
         assert recorder.headers == 1
 
 
+async def test_frames_sent_before_the_peer_broke_are_delivered_first() -> None:
+    """A peer may say why it leaves; our own failed send must not hide it."""
+    async with against_a_socket() as (link, recorder, peer):
+        peer.sendall(header(3, 1) + b"why")
+        reset(peer)
+        link.send(header(0), None, "late")
+        link.flush()
+        error = await recorder.end()
+        assert isinstance(error, ConnectionLost)
+        assert isinstance(error.__cause__, OSError)
+        assert error.__cause__.errno in (errno.EPIPE, errno.ECONNRESET)
+        assert recorder.frames == [(1, b"why")]
+        assert recorder.sent == []
+
+
+async def test_a_peer_that_does_not_end_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(duplex_module, "LINGER_S", 0.01)
+    async with against_a_socket() as (link, recorder, _):
+        link.close()
+        error = await recorder.end()
+        assert isinstance(error, ConnectionLost)
+        assert "did not end the connection within 0.01 s" in str(error)
+        assert "all was sent" in str(error)
+
+
 async def test_a_peer_that_does_not_read_is_given_up_with_what_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,6 +257,22 @@ async def test_a_slow_peer_is_waited_for_while_it_takes_something() -> None:
         first.cancel()  # type: ignore[union-attr]
         peer.close()
         assert await recorder.end() is None
+
+
+async def test_a_handler_that_raises_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bug = RuntimeError("a bug of the handler")
+
+    def broken(*_: object) -> None:
+        raise bug
+
+    async with against_a_socket() as (_, recorder, peer):
+        recorder.body_received = broken  # type: ignore[method-assign, assignment]
+        peer.sendall(header(3, 1) + b"abc")
+        assert await recorder.end() is bug
+    assert "its handler raised" in caplog.text
+    assert bug in [record.exc_info[1] for record in caplog.records if record.exc_info]
 
 
 async def test_abort_after_the_loop_has_closed_only_closes_the_socket() -> None:

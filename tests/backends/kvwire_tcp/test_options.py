@@ -89,13 +89,6 @@ def test_a_congestion_control_that_is_not_there_leaves_the_default(
         assert congestion(sock) == default
 
 
-@needs_congestion
-async def test_both_ends_of_loopback_have_it() -> None:
-    async with linked() as pair:
-        for link in (pair.near, pair.far):
-            assert congestion(link._sock) == options.LOOPBACK_CONGESTION
-
-
 def test_reset_on_close_resets() -> None:
     client, accepted = tcp_sockets()
     reset_on_close(client)

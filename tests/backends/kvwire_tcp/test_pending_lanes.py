@@ -56,25 +56,6 @@ def expect_reset(near: socket.socket, far: socket.socket) -> None:
         far.recv(1)
 
 
-def test_a_lane_gets_its_socket_as_it_came(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    pending_lanes, lane = waiting()
-    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
-    assert lane.came == [(ends[0], REMOTE, PREAMBLE)]
-    assert ends[0].fileno() >= 0
-
-
-def test_each_of_several_lanes_gets_its_own(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    (pending_lanes, other), lane = waiting(OTHER), Lane()
-    pending_lanes.expect(token_of(SECRET), lane)
-    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
-    assert lane.came
-    assert not other.came
-
-
 def test_what_nobody_waits_for_is_reset(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:

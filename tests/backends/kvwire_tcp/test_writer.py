@@ -113,19 +113,6 @@ def test_borrowed_memory_is_free_once_owned(
         assert sender.received == sender.queued
 
 
-def test_a_short_write_may_end_in_a_header() -> None:
-    with Sender() as sender:
-        for _ in range(3):
-            sender.push(0, as_pieces=False, lent=True)
-        assert list(sender.queue.taken(HEADER_BYTES - 1)) == []
-        assert list(sender.queue.taken(2)) == [0]
-        assert sender.queue.nbytes == 2 * HEADER_BYTES - 1
-        sender.queued = sender.queued[HEADER_BYTES + 1 :]
-        while sender.queue.nbytes:
-            sender.queue.taken(sender.queue.transmit(sender.wire))
-        assert sender.peer.recv(1024) == sender.queued
-
-
 def test_one_call_takes_many_frames_but_not_all_of_too_many() -> None:
     with Sender(1 << 20) as sender:
         for _ in range(2 * VIEWS_MAX + 1):
@@ -150,21 +137,6 @@ def test_one_call_offers_no_more_than_a_wakeup_may_move() -> None:
     while queue.nbytes > HEADER_BYTES:
         queue.taken(queue.transmit(Greedy()))  # type: ignore[arg-type]
     assert offered == [WAKEUP_BYTES, 2 * HEADER_BYTES]
-
-
-def test_clear_lets_go_of_all_memory() -> None:
-    with Sender() as sender:
-        arenas = [
-            sender.push(length, as_pieces=as_pieces, lent=lent)
-            for length in (10, JOINED_BYTES_MAX + 1)
-            for as_pieces in (False, True)
-            for lent in (False, True)
-        ]
-        sender.queue.taken(sender.queue.transmit(sender.wire))
-        sender.queue.clear()
-        assert sender.queue.nbytes == 0
-        for arena in arenas:
-            arena.clear()
 
 
 @pytest.mark.parametrize(

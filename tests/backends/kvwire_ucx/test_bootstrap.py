@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire_ucx.bootstrap import (
-    BYE,
-    FIRST_PAYLOAD,
-    HELLO,
     MESSAGES,
     UcxBootstrap,
-    new_lane,
-    next_message,
     parse,
 )
 from kvwire_ucx.library import Version
@@ -61,15 +56,3 @@ def test_tags_of_two_lanes_never_meet(
     same = (one.lane, first) == (other.lane, second)
     assert (one.tag(first) == other.tag(second)) is same
     assert one.tag(first) < 2**64
-
-
-def test_numbers_of_payloads_begin_again_behind_hello_and_bye() -> None:
-    assert next_message(FIRST_PAYLOAD) == FIRST_PAYLOAD + 1
-    assert next_message(MESSAGES - 1) == FIRST_PAYLOAD
-    assert len({HELLO, BYE, FIRST_PAYLOAD}) == 3
-
-
-def test_lanes_are_not_counted() -> None:
-    lanes = {new_lane() for _ in range(100)}
-    assert len(lanes) == 100
-    assert max(lanes) < 2**40

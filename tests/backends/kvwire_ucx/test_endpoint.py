@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,53 +35,13 @@ TWO_PORTS = """\
 """
 
 
-class Asked:
-    """A worker that only notes what is asked of it."""
-
-    def __init__(self) -> None:
-        self.context = SimpleNamespace(
-            library=SimpleNamespace(ucp=SimpleNamespace(ep_print_info=None))
-        )
-        self.connected: list[tuple[bytes, int]] = []
-        self.disconnected: list[tuple[int, int, bool]] = []
-        self.fail: Callable[[int], None] = lambda status: None
-        self.gone: Callable[[int, int], None] = lambda status, nbytes: None
-
-    def connect(self, address: bytes, number: int, on_failed: Any) -> int:
-        self.connected.append((address, number))
-        self.fail = on_failed
-        return 4711
-
-    def disconnect(
-        self, handle: int, number: int, on_done: Any, *, force: bool
-    ) -> None:
-        self.disconnected.append((handle, number, force))
-        self.gone = on_done
-
-
-@pytest.fixture
-def asked() -> Asked:
-    return Asked()
-
-
-def endpoint(asked: Asked, on_failed: Callable[[int], None] = print) -> UcxEndpoint:
-    return UcxEndpoint(cast("Worker", asked), PEER, on_failed)
-
-
-def test_each_has_a_number_of_its_own_and_an_address_with_an_end(asked: Asked) -> None:
-    endpoint(asked)
-    endpoint(asked)
-    (address, first), (_, second) = asked.connected
-    assert address == PEER.padded_address
-    assert first != second
-
-
 def test_what_moves_bulk_comes_first_and_is_known_after_the_end(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = [OF_1_22]
     monkeypatch.setattr(module, "printed", lambda call, handle: said.pop())
-    ours = endpoint(asked)
+    worker = Mock(connect=Mock(return_value=4711))
+    ours = UcxEndpoint(cast("Worker", worker), PEER, print)
     assert ours.transports == ("cma", "sysv")
     ours.close(lambda: None)
     assert ours.transports == ("cma", "sysv"), "UCX is not asked about what is closed"

@@ -8,13 +8,11 @@ import pytest
 
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import KIB
-from kvwire.testing.conformance.content import Memory
 from kvwire.testing.conformance.rig import LaneRig
 from kvwire_ucx import UcxBackend
 from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import Version
-from kvwire_ucx.pieces import PIECE_BYTES, read_descriptor
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 
 pytestmark = needs_ucx
@@ -22,30 +20,6 @@ pytestmark = needs_ucx
 
 def rig() -> LaneRig:
     return LaneRig(UcxBackend, {"TLS": transports_of_this_loop()}, 10)
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5])
-async def test_they_land_wherever_the_receiver_says(pieces: int) -> None:
-    """Four messages of the sender, into pieces that are cut elsewhere."""
-    test = rig()
-    left, right = await test.pair()
-    nbytes = 4 * PIECE_BYTES
-
-    def cut(length: int) -> list[int]:
-        return [length // pieces] * (pieces - 1) + [
-            length - length // pieces * (pieces - 1)
-        ]
-
-    right.land = lambda parcel: Memory(parcel.length, cut)
-    right.holding = True
-    left.send(nbytes, lambda _: [PIECE_BYTES] * 4)
-    _, lengths = read_descriptor(right.inbox[0].descriptor, nbytes)
-    assert lengths == [PIECE_BYTES] * 4
-    right.take()
-    await test.arrives(right, 1)
-    await test.given_back(left)
-    assert right.lane.received_bytes == nbytes
-    await test.aclose()
 
 
 async def test_the_description_names_what_moves_the_bytes() -> None:

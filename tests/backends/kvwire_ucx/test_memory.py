@@ -28,23 +28,6 @@ def fragments(
     )
 
 
-def test_a_view_is_bytes() -> None:
-    arena = bytearray(100)
-    memory = MemoryHandles(memoryview(arena)[10:40])
-    assert memory.address == address_of(arena) + 10
-    assert (memory.count, memory.nbytes) == (30, 30)
-    assert memory.datatype == binding.DATATYPE_BYTES
-    assert memory.memory_type == binding.MEMORY_HOST
-
-
-def test_one_fragment_is_bytes() -> None:
-    arena = bytearray(100)
-    memory = MemoryHandles(fragments(arena, (10, 30)))
-    assert memory.address == address_of(arena) + 10
-    assert (memory.count, memory.nbytes) == (30, 30)
-    assert memory.datatype == binding.DATATYPE_BYTES
-
-
 def test_more_are_a_list_of_pieces_in_their_order() -> None:
     arena = bytearray(100)
     memory = MemoryHandles(fragments(arena, (50, 7), (0, 9), (20, 1)))
