@@ -74,6 +74,14 @@ class Reader(Protocol):
     stopped: bool
 
     @property
+    def paused(self) -> bool:
+        """Tell whether nothing is received once it stands between two frames."""
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether it is paused and stands between two frames."""
+
+    @property
     def position(self) -> str:
         """Return what the bytes stand in the middle of; "" if in nothing."""
 
@@ -117,6 +125,8 @@ class Duplex(ABC):
         self._loop = loop
         self._queue = SendQueue() if queue is None else queue
         self._started = False
+        # Paused links look away, or the loop would wake us for what may not be read.
+        self._watching = True
         # Within `_transmit`, whose callbacks may send and flush.
         self._transmitting = False
         # The kernel had no room, or the wake-up's bytes were spent: a wake-up is due.
@@ -196,6 +206,11 @@ class Duplex(ABC):
     # --- receiving --------------------------------------------------------------------
 
     def _on_readable(self) -> None:
+        reader = self._reader
+        if reader.paused and reader.waits:
+            self._watching = False
+            self._loop.remove_reader(self._sock)
+            return
         opened = self._wire.opened
         self._receive()
         if self._ended or self._failure is not None:
@@ -228,6 +243,8 @@ class Duplex(ABC):
     def _receive(self) -> bool:
         """Receive until there is no more (False) or a wake-up is spent (True)."""
         reader, wire = self._reader, self._wire
+        if reader.paused and reader.waits:
+            return False
         budget = WAKEUP_BYTES
         try:
             for _ in range(CALLS_PER_WAKEUP):

@@ -45,8 +45,6 @@ class TcpLink(Duplex, Link):
     ) -> None:
         super().__init__(wire, remote, loop)
         self._pending_lanes = pending_lanes
-        # Paused links look away, or the loop would wake us for what may not be read.
-        self._watching = True
         self._resuming: asyncio.Handle | None = None
 
     @property
@@ -144,18 +142,6 @@ class TcpLink(Duplex, Link):
         assert self._pending_lanes is not None
         wire = self._detach(ConnectionLost("it is not a connection but a lane of one"))
         self._pending_lanes.claim_socket(wire, self._remote, preamble)
-
-    def _on_readable(self) -> None:
-        if self._frames.paused and self._frames.waits:
-            self._watching = False
-            self._loop.remove_reader(self._sock)
-        else:
-            super()._on_readable()
-
-    def _receive(self) -> bool:
-        if self._frames.paused and self._frames.waits:
-            return False
-        return super()._receive()
 
     def _go_on(self) -> None:
         """Hand over what came while it was paused, and look at the socket again."""

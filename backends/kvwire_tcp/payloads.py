@@ -37,6 +37,9 @@ class PayloadReader:
         stopped: Set by :meth:`stop`, often from within a callback.
     """
 
+    # A lane that is paused does not listen.
+    paused = waits = False
+
     __slots__ = (
         "_early",
         "_expected",

@@ -450,7 +450,10 @@ class ConnectionState:
                 attempt = event.segment.request.context
             case TransferAgreed() | SegmentsAcknowledged() | TransferSettled():
                 attempt = event.request.context
-            case RequestDone() if event.request.kind in _TRANSFERS:
+            case RequestDone():
+                if event.request.kind not in _TRANSFERS:
+                    self._request_done(event)
+                    return
                 attempt = event.request.context
             case _:
                 self._other_event(event)
@@ -466,16 +469,20 @@ class ConnectionState:
                 attempt.agreed(TransferOffer.decode(event.description))
             else:
                 attempt.event(event)
-        except ProtocolError as exc:
-            self.core.fail(exc)
-        except ProfileMismatch as exc:
-            attempt.refuse(exc, WireCode.PROFILE)
+        except (ProtocolError, ProfileMismatch) as exc:
+            self._attempt_failed(attempt, exc)
+
+    def _attempt_failed(
+        self, attempt: Attempt, error: ProtocolError | ProfileMismatch
+    ) -> None:
+        if isinstance(error, ProtocolError):
+            self.core.fail(error)
+        else:
+            attempt.refuse(error, WireCode.PROFILE)
 
     def _other_event(self, event: Event) -> None:
         """Act on an event that is not of an attempt of a transfer."""
         match event:
-            case RequestDone():
-                self._request_done(event)
             case TransferOpened():
                 self.communicator.registry.opened(self, event)
             case MessageDropped():
