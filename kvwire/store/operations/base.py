@@ -80,7 +80,7 @@ class Operation(ABC):
             self.tiers.touch(request.keys)
         await self.explain()
         self._ended = monotonic()
-        landed = [int(self.landed(one).sum()) for one in self._requests]
+        landed = [int(np.add.reduce(self.landed(one))) for one in self._requests]
         sizes = [one.namespace.image_bytes for one in self._requests]
         moved_bytes = sum(map(operator.mul, landed, sizes))
         self.count(moved_bytes, sum(landed), sum(map(len, self._requests)))

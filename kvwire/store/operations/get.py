@@ -113,12 +113,11 @@ class GetOperation(Operation):
         """Bring blocks that are not in memory from the first tier that has some."""
         done = np.zeros(positions.size, np.bool_)
         tried = self._next[request][positions]
-        which = ((tried == tried.min()) & once(request.keys[positions])).nonzero()[0]
+        first = int(np.minimum.reduce(tried))
+        which = ((tried == first) & once(request.keys[positions])).nonzero()[0]
         asked = positions[which]
         ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
-        number, orders = await self.tiers.source(
-            request.keys[asked], int(tried.min()), ask=ask
-        )
+        number, orders = await self.tiers.source(request.keys[asked], first, ask=ask)
         if number == len(self.tiers.below):
             fresh = asked[self._codes[request][asked] == 0]
             self.lost(request, fresh, NOT_THERE)

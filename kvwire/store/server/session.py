@@ -61,7 +61,7 @@ from kvwire.store.server.messages import (
     encode,
     payload_tag,
 )
-from kvwire.store.tiers.base import BlockResult
+from kvwire.store.tiers.base import FAILED, LANDED, MISSING, BlockResult
 from kvwire.store.tiers.slabs import rounded
 
 if TYPE_CHECKING:
@@ -71,9 +71,6 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 _PATIENCE: Final = timedelta(seconds=STORE_TIMEOUT_S)
-_LANDED: Final = np.uint8(BlockResult.LANDED)
-_FAILED: Final = np.uint8(BlockResult.FAILED)
-_MISSING: Final = np.uint8(BlockResult.MISSING)
 _READ_ONLY: Final = "this server is read-only"
 
 
@@ -229,7 +226,7 @@ class ClientSession:
                     self._served.lend(-count * rounded(namespace.image_bytes))
         kept = put.landed(blocks)
         self._written_bytes += int(kept.sum()) * namespace.image_bytes
-        results = np.where(kept, _LANDED, _FAILED)
+        results = np.where(kept, LANDED, FAILED)
         reason = "; ".join(put.reasons)
         await self._send(StoreDone.of(request.number, results, reason))
 
@@ -298,8 +295,8 @@ class ClientSession:
             got = GetOperation(self._tiers, (blocks,))
             await self._store._begin(got, got.run())  # noqa: SLF001
             here = got.landed(blocks)
-            results = np.where(here, _LANDED, _FAILED)
-            results[got.absent(blocks)] = BlockResult.MISSING
+            results = np.where(here, LANDED, FAILED)
+            results[got.absent(blocks)] = MISSING
             reason = "; ".join(got.reasons)
             done = StoreDone.of(request.number, results, reason, blocks.orders)
             await self._send(done)
@@ -357,7 +354,7 @@ class ClientSession:
             return StoreDone(request.number, reason=_READ_ONLY)
         keys = request.names.keys_of(self._tenant)
         pinned = await self._tiers.pin(keys, pinned=request.pinned)
-        return StoreDone.of(request.number, np.where(pinned, _LANDED, _MISSING))
+        return StoreDone.of(request.number, np.where(pinned, LANDED, MISSING))
 
     def _namespace(self, request: TransferMessage) -> Namespace:
         """Return the namespace of a request's blocks, in this store."""

@@ -74,9 +74,11 @@ class MemoryTier:
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots, one fragment each."""
         offsets = self.index.slabs.offsets(slots)
+        lengths = np.empty(slots.size, np.uint64)
+        lengths.fill(nbytes)
         return Fragments(
             (offsets + self._base).astype(np.uint64),
-            np.full(slots.size, nbytes, np.uint64),
+            lengths,
             owner=self._bytes,
             writable=True,
         )

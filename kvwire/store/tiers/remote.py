@@ -49,8 +49,8 @@ from kvwire.store.server.messages import (
 from kvwire.store.tiers.base import (
     FAILED,
     LANDED,
+    REFUSED,
     Batch,
-    BlockResult,
     BlockResults,
     Tier,
     TierStats,
@@ -295,7 +295,8 @@ class RemoteTier(Tier):
         self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step
     ) -> BlockResults:
         """Move a batch in parts, as large as the server's berths; each of one kind."""
-        results = np.full(batch.keys.size, FAILED, np.uint8)
+        results = np.empty(batch.keys.size, np.uint8)
+        results.fill(FAILED)
         try:
             active = self._client.now()
             most = active.welcome.berth_bytes // namespace.image_bytes
@@ -305,7 +306,7 @@ class RemoteTier(Tier):
                     f"{active.welcome.berth_bytes} that this server moves at once; "
                     f"start it with a larger --berth"
                 )
-                return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
+                return np.full(batch.keys.size, REFUSED, np.uint8)
             await self._tell_touches(active)
             for which in _parts(batch.keys, kinds, min(most, STORE_KEYS_MAX)):
                 async with active.berths:
@@ -373,12 +374,7 @@ class RemoteTier(Tier):
         results = done.table.copy()
         if results.size != batch.keys.size:
             raise _lie(active, f"{results.size} results of {batch.keys.size} blocks")
-        if (
-            done.reason
-            and (
-                (results == BlockResult.FAILED) | (results == BlockResult.REFUSED)
-            ).any()
-        ):
+        if done.reason and any_of((results == FAILED) | (results == REFUSED)):
             self.error: str = done.reason
         return results
 

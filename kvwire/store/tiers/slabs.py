@@ -11,6 +11,7 @@ slab may have. So tables by slot number are short, however small the slots of so
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final, TypeVar
 
 import numpy as np
@@ -119,17 +120,18 @@ class Slabs:
             self.used[slab] += len(more)
             if not free:
                 del slabs[slab]
-        return np.sort(np.array(taken, np.int64))
+        return np.array(sorted(taken), np.int64)
 
     def give(self, slots: Ids) -> None:
         """Give slots back; a slab of which none is taken belongs to no size."""
         slabs = slots // self.stride
-        order = np.argsort(slabs, kind="stable")
-        borders = np.diff(slabs[order]).nonzero()[0] + 1
-        for back in np.split(slots[order], borders):
-            if not back.size:
+        order = slabs.argsort(kind="stable")
+        slots, slabs = slots[order], slabs[order]
+        borders = (slabs[1:] != slabs[:-1]).nonzero()[0] + 1
+        for begin, end in pairwise((0, *borders.tolist(), slots.size)):
+            if begin == end:
                 continue
-            slab = int(back[0]) // self.stride
+            back, slab = slots[begin:end], int(slabs[begin])
             self.used[slab] -= back.size
             size = self._open[int(self.slot_bytes[slab])]
             if self.used[slab]:
