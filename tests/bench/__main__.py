@@ -17,6 +17,7 @@ from kvwire.cli.bench import store as stores
 from kvwire.cli.bench.report import (
     COMMON,
     Common,
+    Loop,
     Mebibytes,
     Output,
     Rounds,
@@ -24,9 +25,10 @@ from kvwire.cli.bench.report import (
     show,
 )
 from kvwire.cli.main import main
-from kvwire.limits import MIB
+from kvwire.limits import KIB, MIB
 from tests.bench import cost as costs
 from tests.bench import iperf3, store
+from tests.bench import profile as profiles
 from tests.bench.fragment_claims import Rates, judge, targets
 from tests.bench.fragments import ALL_PEERS, joining
 from tests.bench.peer import PEERS, interpreters
@@ -124,6 +126,39 @@ def cost(
         found = costs.cost(transports, round_mib * MIB, rounds, progress)
     show(costs.render(found), lambda: costs.document(found, settings), json=json)
     return int(any(result.failure for result in found))
+
+
+@app.command
+def profile(
+    *,
+    transport: str = "ucx",
+    wire: Literal["tcp", "shm"] = "tcp",
+    kib: int = 1024,
+    mib: Mebibytes = 512,
+    verb: Literal["push", "pull"] = "push",
+    cross_layer: bool = False,
+    rounds: Rounds = 5,
+    top: int = 15,
+    loop: Loop = "uvloop",
+) -> None:
+    """Where the time of a KV transfer goes, by function, on both sides.
+
+    Args:
+        transport: Of kvwire.
+        wire: What UCX uses.
+        kib: KiB of one layer of a block.
+        mib: MiB of a round.
+        verb: Which side asks.
+        cross_layer: Blocks across layers.
+        rounds: Plain rounds, whose medians are shown; one more is profiled.
+        top: Functions to show.
+        loop: The event loop.
+    """
+    work = ours.work_of(verb, kib * KIB, cross_layer=cross_layer, round_bytes=mib * MIB)
+    environment = ours.UCX[wire] if transport == "ucx" else {}
+    options = {"transport": transport, "loop": loop, "environment": environment}
+    for line in profiles.profile(work, rounds, top, **options):
+        print(line)
 
 
 @app.command
