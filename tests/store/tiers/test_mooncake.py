@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,59 +15,32 @@ pytest.importorskip(
 )
 
 from kvwire import BlockStore, UsageError
-from kvwire.limits import MIB
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.mooncake import MooncakeTier
 from kvwire.store.tiers.object_format import HEAD_BYTES
 from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.support.pairs import until
-from tests.support.servers import Server, free_port, mooncake_master
+from tests.support.servers import (
+    Server,
+    free_port,
+    mooncake_master,
+    mooncake_segment,
+    mooncake_store,
+)
 
 BLOCKS = 32
 EVERY = list(range(BLOCKS))
 
 
-@contextlib.contextmanager
-def segment(master: Server, nbytes: int = 32 * MIB) -> Iterator[subprocess.Popen[str]]:
-    """A process whose memory the store has, as long as it lives."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.store.mooncake_segment"),
-            *(f"127.0.0.1:{master.port}", str(nbytes)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "joined\n"
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def master() -> Iterator[Server]:
-    """A store, and what its library starts once and keeps in this process."""
-    with mooncake_master() as made, segment(made):
-        asyncio.run(_once(where(made)))
+    with mooncake_store() as made:
         yield made
 
 
 def where(master: Server, **options: object) -> str:
     said = "&".join(f"{name}={value}" for name, value in options.items())
     return f"mooncake://127.0.0.1:{master.port}?{said}"
-
-
-async def _once(tier: str) -> None:
-    cache = Filled(seed=1).cache
-    async with BlockStore.open([tier]), BlockStore.open([tier]) as store:
-        assert (await store.put(chain(1), cache, [0])).complete
-        await store._tiers.memory.empty()
-        assert (await store.get(chain(1), cache, [0])).complete
 
 
 def tier_of(store: BlockStore) -> MooncakeTier:
@@ -127,12 +97,14 @@ async def test_a_wrong_object_is_missing(master: Server, at: int | None) -> None
     async with BlockStore.open([where(master)]) as store:
         await store.put(hashes, source.cache, [0, 1])
         tier = tier_of(store)
+        assert tier._client is not None
+        native = tier._client.native
         name, other = (tier._name(Namespace("kv", SPEC).digest + one) for one in hashes)
-        raw = bytearray(tier._client.get(name if at is not None else other))
+        raw = bytearray(native.get(name if at is not None else other))
         if at is not None:
             raw[at] ^= 1
-        assert tier._client.remove(name, True) == 0
-        assert tier._client.put(name, bytes(raw)) == 0
+        assert native.remove(name, True) == 0
+        assert native.put(name, bytes(raw)) == 0
         await store._tiers.memory.empty()
         outcome = await store.get(hashes, target.cache, [2, 3])
         assert outcome.landed.ids().tolist() == [3]
@@ -160,13 +132,13 @@ async def test_a_segment_is_killed_and_another_one_comes() -> None:
 
             outcome = await store.put(hashes, source.cache, every)
             assert "no room" in outcome.missing.reasons[0]
-            first = stack.enter_context(segment(master))
+            first = stack.enter_context(mooncake_segment(master))
             assert await put()
             first.kill()
             outcome = await store.get(hashes, target.cache, every)
             assert not outcome.landed.ids().size
             assert outcome.missing.reasons
-            stack.enter_context(segment(master))
+            stack.enter_context(mooncake_segment(master))
             # The master takes a segment for alive for a while: until then a put of
             # what was there does nothing.
             while not (await put() and await found(store, hashes, target)):
@@ -184,7 +156,9 @@ async def test_a_call_that_hangs_is_given_up_with_its_stage(master: Server) -> N
     gate = threading.Event()
     async with BlockStore.open([where(master, timeout=0.2)]) as store:
         tier = tier_of(store)
-        real = tier._client
+        client = tier._client
+        assert client is not None
+        real = client.native
 
         class Hangs:
             """Answers a get when it is let."""
@@ -198,14 +172,14 @@ async def test_a_call_that_hangs_is_given_up_with_its_stage(master: Server) -> N
 
         assert (await store.put(hashes, source.cache, range(4))).complete
         await store._tiers.memory.empty()
-        tier._client = Hangs()
+        client.native = Hangs()
         outcome = await store.get(hashes, target.cache, range(4))
         assert "no answer within 0.2 s" in outcome.missing.reasons[0]
         # The other stage serves on, once the master has answered.
         await until(lambda: tier.taking)
         assert await store.match(hashes, source.cache) == 4
         gate.set()
-        await until(lambda: tier._stages.qsize() == 2)
+        await until(lambda: tier._stages.qsize() == 3)
         assert not any(tensor.any() for tensor in target.tensors)
         assert (await store.get(hashes, target.cache, range(4))).complete
 
@@ -218,7 +192,7 @@ async def test_a_master_that_comes_later() -> None:
             assert tier_of(store).error
             assert not (await store.put(chain(1), source.cache, [0])).complete
             master.start()
-            with segment(master):
+            with mooncake_segment(master):
                 await until(lambda: tier_of(store).taking)
                 assert (await store.put(chain(1), source.cache, [0])).complete
 
