@@ -305,7 +305,7 @@ def never_lowers_queued_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "queued_bytes", queued)
 
 
-@caught_by("pressure.unread", "pressure.unread-bounded")
+@caught_by("pressure.unread")
 def says_that_nothing_is_queued(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "queued_bytes", property(lambda self: 0))
 
@@ -395,7 +395,7 @@ def gives_up_when_accept_raises(_: Any, self: InprocListener, link: InprocLink) 
         backend_module._names.give_back(self)
 
 
-@caught_by("isolation.two", "isolation.sixteen")
+@caught_by("isolation.sixteen")
 def mixes_two_links(patch: pytest.MonkeyPatch) -> None:
     put = InprocPipe.put
     ways: list[InprocPipe] = []

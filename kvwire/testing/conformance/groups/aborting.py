@@ -134,13 +134,6 @@ async def _own(rig: Rig, stage: Stage) -> None:
     require(len(left.arrived) == arrived, "body_received after link_closed")
 
 
-@links.pair("accepted", "The accepting side can abort as well")
-async def _accepted(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    left.send(16 * MIB)
-    right.abort()
-    await rig.closes(right, left)
-
-
 @links.check("unstarted", "abort before start ends the link, without a callback")
 async def _unstarted(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False)

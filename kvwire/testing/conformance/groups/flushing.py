@@ -30,13 +30,6 @@ async def _again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(right.arrived == list(range(30)), f"{len(right.arrived)} frames for 30")
 
 
-@links.pair("needed-once", "One flush is enough, however much is queued")
-async def _needed_once(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    left.queue_many(40, MIB)
-    left.flush()
-    await rig.moved(left, right, 40)
-
-
 @links.check("unflushed-then", "Frames queued on a full link go with the next flush")
 async def _unflushed_then(rig: Rig) -> None:
     left, right = await rig.pair(start_right=False)
