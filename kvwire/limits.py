@@ -312,6 +312,13 @@ PROXY_RETRY_MAX: Final = 200.0
 PROXY_RANKS_MAX: Final = 64
 # What an engine may say at /metrics: vLLM's has 100 KiB.
 PROXY_METRICS_BYTES_MAX: Final = 4 * MIB
+# Of a stream's event; the first one lists the prompt's tokens, of which a million are
+# 7 MB.
+PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
+# A request that moves has no token for so long at most; then its engine keeps it.
+PROXY_MOVE_S: Final = 10.0
+# At once, of one engine that is drained: each costs its target the KV of a prompt.
+PROXY_MOVES_MAX: Final = 8
 # Blocks of one engine's cache that the proxy knows of, of 200 bytes there: the 141 GB
 # of a GPU have some 100,000 of 16 tokens. And one message of them.
 KV_EVENT_BLOCKS_MAX: Final = 1_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import MappingProxyType
 from typing import Any
@@ -108,10 +108,10 @@ def breaks_off(headers: dict[str, str]) -> Handler:
     return handler
 
 
-async def streamed(application: Starlette) -> AsyncIterator[bytes]:
+async def streamed(application: Starlette, **more: Any) -> AsyncGenerator[bytes]:
     """The parts of an answer as they are sent; httpx's own transport joins them."""
     parts: asyncio.Queue[bytes] = asyncio.Queue()
-    body = json.dumps({**ASK, "stream": True}).encode()
+    body = json.dumps({**ASK, "stream": True, **more}).encode()
     messages = [{"type": "http.request", "body": body}]
 
     async def receive() -> dict[str, Any]:
@@ -133,9 +133,13 @@ async def streamed(application: Starlette) -> AsyncIterator[bytes]:
         "query_string": b"",
     }
     running = asyncio.ensure_future(application(scope, receive, send))
-    while part := await parts.get():
-        yield part
-    await running
+    try:
+        while part := await parts.get():
+            yield part
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
 
 
 async def turns_until(condition: Callable[[], bool]) -> None:

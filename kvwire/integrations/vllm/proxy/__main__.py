@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         admission=Admission(options.running, options.queue),
         discovery=discovery,
         operator_key=operator_key,
+        migrate=options.migrate,
     )
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0
@@ -93,7 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--psk-file", help="the engines' key, if they have one")
     parser.add_argument(
         "--operator-key-file",
-        help="the key that POST /drain asks for; without it, it answers this host",
+        help="the key that POST /drain and /migrate ask for; without it, they answer "
+        "this host",
+    )
+    parser.add_argument(
+        "--migrate",
+        action="store_true",
+        help="streams of /v1/completions can go on at another engine: POST /migrate, "
+        "POST /drain, and when an engine dies",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

@@ -31,7 +31,9 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     Dispatcher,
     EngineFailed,
 )
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
 from kvwire.integrations.vllm.proxy.probing import PROBE_S, Prober
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_page
 from kvwire.integrations.vllm.references import UNSIGNED, References
@@ -67,6 +69,7 @@ def make_app(
     admission: Admission | None = None,
     discovery: Discovery | None = None,
     operator_key: bytes = b"",
+    migrate: bool = False,
     client: EngineClient | None = None,
 ) -> Starlette:
     """Return the application.
@@ -79,6 +82,7 @@ def make_app(
         discovery: Finds more of them; closed with the application.
         operator_key: What whoever drains engines has to know; without it he has to be
             on this host.
+        migrate: Whether streams can go on at another engine.
         client: Asks the engines; None for one of the network.
     """
     client = client or EngineClient()
@@ -94,7 +98,8 @@ def make_app(
         dispatcher.budget,
         lambda: discovery.ignored if discovery else 0,
     )
-    front = _Front(dispatcher, state, client, operator_key)
+    moves = Moves(dispatcher, fleet, state.moves) if migrate else None
+    front = _Front(dispatcher, state, client, operator_key, moves)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -116,6 +121,7 @@ def make_app(
             Route("/metrics", front.metrics),
             Route("/fleet", front.fleet),
             Route("/drain", front.drain, methods=["POST"]),
+            Route("/migrate", front.migrate, methods=["POST"]),
         ],
         lifespan=lifespan,
     )
@@ -142,7 +148,9 @@ class _Front:
         state: ProxyState,
         client: EngineClient,
         operator_key: bytes,
+        moves: Moves | None,
     ) -> None:
+        self._moves = moves
         self._dispatcher = dispatcher
         self._state = state
         self._client = client
@@ -209,21 +217,53 @@ class _Front:
         return Response(page, media_type=CONTENT_TYPE, headers=HEADERS)
 
     async def drain(self, request: Request) -> Response:
-        """Send an engine no new request; answer when it has none, or in ``wait_s``."""
+        """Send an engine no new request, and what it has elsewhere if that can move.
+
+        The answer comes when it has none, or in ``wait_s``.
+        """
         if not self._is_operator(request):
-            why = "drain from this host, or with the operator's key"
-            return _error(HTTPStatus.FORBIDDEN, why)
+            return _error(HTTPStatus.FORBIDDEN, _NO_OPERATOR)
         try:
             wanted = _DRAIN.decode(await request.body())
             engine = self._state.fleet.drain(wanted.engine, draining=wanted.drain)
         except (*DECODE_ERRORS, UsageError) as exc:
             return _error(HTTPStatus.BAD_REQUEST, str(exc))
+        if self._moves is not None and wanted.drain and wanted.move:
+            await self._moves.move(self._at(engine))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(wanted.wait_s, _DRAIN_WAIT_S_MAX)):
                 await engine.idle()
         status = HTTPStatus.ACCEPTED if engine.running else HTTPStatus.OK
         said = {"engine": engine.url, "running": engine.running}
         return JSONResponse(said, status_code=status)
+
+    async def migrate(self, request: Request) -> Response:
+        """Have a request, or all of an engine, go on at another one."""
+        if not self._is_operator(request):
+            return _error(HTTPStatus.FORBIDDEN, _NO_OPERATOR)
+        if self._moves is None:
+            return _error(
+                HTTPStatus.CONFLICT, "the proxy was started without --migrate"
+            )
+        try:
+            wanted = _MIGRATE.decode(await request.body())
+            to = self._state.fleet.at(wanted.to) if wanted.to else None
+            if wanted.request:
+                moving = self._moves.named(wanted.request)
+            else:
+                moving = self._at(self._state.fleet.at(wanted.engine))
+        except (*DECODE_ERRORS, UsageError) as exc:
+            return _error(HTTPStatus.BAD_REQUEST, str(exc))
+        if wanted.request and not moving:
+            why = f"no answer under way that can move has the id {wanted.request!r}"
+            return _error(HTTPStatus.NOT_FOUND, why)
+        moved = await self._moves.move(moving, to)
+        stayed = any(STAYED in one for one in moved)
+        status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
+        return JSONResponse({"requests": moved}, status_code=status)
+
+    def _at(self, engine: VllmEngine) -> list[ClientRequest]:
+        return [asked for asked in self._state.requests if asked.decode is engine]
 
     def _is_operator(self, request: Request) -> bool:
         if not self._operator_key:
@@ -240,6 +280,8 @@ class _Front:
         requests[asked] = None  # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
         stack.callback(requests.pop, asked)
         await stack.enter_async_context(self._state.admission.turn())
+        if self._moves is not None:
+            return await self._moves.ask(asked, stack)
         return await self._dispatcher.ask(asked, stack)
 
 
@@ -247,9 +289,18 @@ class _Drain(msgspec.Struct):
     engine: str
     drain: bool = True
     wait_s: float = 0.0
+    move: bool = True
+
+
+class _Migrate(msgspec.Struct):
+    engine: str = ""
+    request: str = ""
+    to: str = ""
 
 
 _DRAIN: Final = msgspec.json.Decoder(_Drain)
+_MIGRATE: Final = msgspec.json.Decoder(_Migrate)
+_NO_OPERATOR: Final = "ask from this host, or with the operator's key"
 
 
 def _passed_on(request: Request) -> dict[str, str]:

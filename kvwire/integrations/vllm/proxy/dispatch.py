@@ -83,6 +83,7 @@ class ClientRequest:
         since: When it came, by the fleet's clock.
         waits_for: What has to happen next.
         engines: Where it is.
+        decode: The engine that answers.
     """
 
     path: str
@@ -91,6 +92,7 @@ class ClientRequest:
     since: float = 0.0
     waits_for: str = "its turn"
     engines: tuple[str, ...] = ()
+    decode: VllmEngine | None = None
 
 
 class Dispatcher:
@@ -142,16 +144,13 @@ class Dispatcher:
         last = EngineFailed(None, "there is none that takes requests")
         decode = self._fleet.pick(DECODE, body, dead)
         while decode is not None:
-            prefill, asked.engines = None, (decode.url,)
+            prefill, asked.engines, asked.decode = None, (decode.url,), decode
             if is_for_two(body):
                 out = {decode, *failed}
                 prefill = self._fleet.pick(PREFILL, body, out, decode.model)
             try:
                 async with AsyncExitStack() as attempt:
-                    if prefill is None:
-                        answer = await self._answer(decode, asked, body, attempt)
-                    else:
-                        answer = await self._both(prefill, decode, asked, attempt)
+                    answer = await self.go_on(prefill, decode, asked, attempt)
                     asked.waits_for = "the end of the answer"
                     stack.push_async_exit(attempt.pop_all())
                     return answer
@@ -167,6 +166,24 @@ class Dispatcher:
             if decode is not None and not self.budget.spend():
                 break
         raise last
+
+    async def go_on(
+        self,
+        source: VllmEngine | None,
+        to: VllmEngine,
+        asked: ClientRequest,
+        attempt: AsyncExitStack,
+    ) -> EngineResponse:
+        """Have one engine answer, with the prompt's KV of another if there is one.
+
+        Raises:
+            EngineFailed: One of them gave no answer.
+
+        Cancel safety: safe, as :meth:`ask`.
+        """
+        if source is not None:
+            return await self._both(source, to, asked, attempt)
+        return await self._answer(to, asked, asked.body, attempt)
 
     async def get(
         self, path: str, headers: Mapping[str, str]

@@ -117,10 +117,19 @@ class EngineFleet:
         Raises:
             UsageError: There is none at this URL.
         """
+        engine = self.at(url)
+        engine.draining = draining
+        return engine
+
+    def at(self, url: str) -> VllmEngine:
+        """Return the engine at a URL.
+
+        Raises:
+            UsageError: There is none.
+        """
         wanted = url.rstrip("/")
         for engine in self.engines:
             if engine.url == wanted:
-                engine.draining = draining
                 return engine
         known = ", ".join(sorted(engine.url for engine in self.engines))
         raise UsageError(f"no engine at {wanted!r}; there is: {known or 'none'}")

@@ -46,6 +46,8 @@ class ProxyState:
     Attributes:
         requests: Those under way, oldest first.
         answered: Answers that were begun, by their status.
+        moves: How streams that were to go on elsewhere ended: ``"moved"``,
+            ``"stayed"``, or ``"recovered"`` from an engine that has died.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ProxyState:
         # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
         self.requests: dict[ClientRequest, None] = {}
         self.answered: collections.Counter[int] = collections.Counter()
+        self.moves: collections.Counter[str] = collections.Counter()
 
 
 class ProxyCollector(Collector):
@@ -87,6 +90,14 @@ class ProxyCollector(Collector):
         for status, number in sorted(state.answered.items()):
             answered.add_metric([str(status)], number)
         yield answered
+        moves = CounterMetricFamily(
+            "kvwire_proxy_moves",
+            "Streams sent elsewhere, by outcome",
+            labels=["outcome"],
+        )
+        for outcome, number in sorted(state.moves.items()):
+            moves.add_metric([outcome], number)
+        yield moves
         budget, admitted = state.budget, state.admission
         for name, text, value in (
             ("retries", "Tries beyond a request's first", budget.spent),
@@ -142,6 +153,7 @@ async def fleet_page(state: ProxyState, client: EngineClient) -> str:
         ("sent away", str(admission.rejected)),
         ("retries", f"{budget.spent}, {budget.refused} refused"),
         ("records ignored", str(state.ignored())),
+        *((outcome, str(number)) for outcome, number in sorted(state.moves.items())),
     ]
     rows = [
         (

@@ -1,0 +1,369 @@
+"""A stream goes on at another engine: it is moved, or its engine has died.
+
+::
+
+    copy ahead    the engine is asked for its own tokens so far as a prompt of which the
+                  KV goes to the target: it has them in its prefix cache
+    stop          no more of its tokens are passed on; it goes on computing
+    go on         the same once more for what was added, and the target answers the rest
+    hand over     the first part of that answer is here: the engine is told to stop
+
+Until the hand-over nothing is given up: whatever fails, the engine's stream is read on
+from where it was left. An engine that dies costs the target a prefill of all tokens.
+No token is passed on twice or never, because what is asked of the target are the very
+tokens that the client has, by their ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+from kvwire.integrations.vllm.announce import DECODE
+from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
+from kvwire.integrations.vllm.proxy.dispatch import (
+    ClientRequest,
+    Dispatcher,
+    EngineFailed,
+)
+from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.requests import is_for_two
+from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
+from kvwire.wire.decode_errors import DECODE_ERRORS
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+MOVED: Final = "moved"
+STAYED: Final = "stayed"
+
+# What an engine does alike for a prompt and for a prompt with tokens of the answer
+# behind it. A field that is not here may depend on which of the two a token is in.
+_EXACT: Final = frozenset(
+    (
+        *("model", "prompt", "stream", "stream_options", "max_tokens", "min_tokens"),
+        *("seed", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+        *("stop_token_ids", "ignore_eos", "logit_bias", "allowed_token_ids"),
+        *("return_token_ids", "cache_salt", "priority", "user", "request_id"),
+        *("skip_special_tokens", "spaces_between_special_tokens"),
+        *("include_stop_str_in_output", "add_special_tokens"),
+        *("truncate_prompt_tokens", "truncation_side"),
+    )
+)
+# Of what is said there, what has been done and is not done again.
+_DONE: Final = ("truncate_prompt_tokens", "truncation_side", "request_id")
+_ENDED: Final = "it has ended"
+_OF_ANSWER: Final = ("id", "created", "model")
+_QUOTED_CHARS: Final = 500
+_USUAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0}
+# One character of UTF-8 is at most so many tokens.
+_HELD_TOKENS_MAX: Final = 4
+
+
+def kept_by(path: str, body: Mapping[str, Any]) -> str:
+    """Name the field for which a request stays where it is; "" if it can move."""
+    if path != "/v1/completions":
+        return "messages"
+    if body.get("stream") is not True:
+        return "stream"
+    if type(body.get("max_tokens")) is not int:
+        return "max_tokens"
+    if body.get("seed") is not None and body.get("temperature") != 0:
+        return "seed"
+    for name, value in body.items():
+        unused = value is None or value is False or value in ([], {}, "")
+        if name not in _EXACT and not unused and _USUAL.get(name) != value:
+            return name
+    return "" if is_for_two(dict(body)) else "prompt"
+
+
+class MovableStream:
+    """Passes on an engine's stream of events, and moves it.
+
+    Args:
+        moves: Of the proxy.
+        asked: The client's request.
+
+    Attributes:
+        id: Of the answer, as the client sees it; "" before it has begun.
+    """
+
+    def __init__(self, moves: Moves, asked: ClientRequest) -> None:
+        self._dispatcher = moves.dispatcher
+        self._fleet = moves.fleet
+        self._counts = moves.counts
+        self._asked = asked
+        self._gives_up = AsyncExitStack()
+        self._parts: AsyncIterator[bytes] | None = None
+        self._read = b""  # bounded: PROXY_EVENT_BYTES_MAX
+        # Events with no text, such as the first bytes of a character.
+        self._held: list[bytes] = []  # bounded: _HELD_TOKENS_MAX
+        self._held_ids: list[int] = []  # bounded: likewise
+        self._prompt: list[int] = []
+        self._tokens: list[int] = []
+        self._before = 0
+        self._first: dict[str, Any] = {}
+        self._over = False
+        self._moving = False
+        self._order: tuple[VllmEngine, asyncio.Future[str]] | None = None
+        self.id: str = ""
+
+    async def begin(self, stack: AsyncExitStack) -> EngineResponse:
+        """Have the request answered; see :meth:`Dispatcher.ask`.
+
+        Cancel safety: safe, as that.
+        """
+        await stack.enter_async_context(self._gives_up)
+        stack.callback(self._end)
+        body, asked = self._asked.body, self._asked
+        asked.body = body | {"return_token_ids": True}
+        answer = await self._dispatcher.ask(asked, self._gives_up)
+        asked.body = body
+        if answer.status != HTTPStatus.OK:
+            return answer
+        self._parts = answer.parts
+        return EngineResponse(answer.status, answer.headers, self._relayed())
+
+    async def move(self, to: VllmEngine | None) -> str:
+        """Move to another engine; why it stays, or "".
+
+        Cancel safety: it is moved or stays.
+        """
+        here = self._asked.decode
+        if self._moving or here is None or not self._prompt:
+            return "it is moving already" if self._moving else "it has no token yet"
+        if to is None:
+            to = self._fleet.pick(DECODE, self._asked.body, {here}, here.model)
+        if to is None or to is here or to.model != here.model:
+            return "no other engine takes it"
+        self._moving = True
+        try:
+            await self._copy_ahead(here, to)
+            if self._over:
+                return _ENDED
+            told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            self._order = to, told
+            # It may be moved between two events, and a client may read none.
+            async with asyncio.timeout(2 * PROXY_MOVE_S):
+                return await told
+        except TimeoutError:
+            return "no token of it is passed on"
+        finally:
+            self._moving, self._order = False, None
+
+    # --- the client's task ------------------------------------------------------------
+
+    async def _relayed(self) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                event = await self._next()
+                if event is None:
+                    break
+                passed = self._passed(event)
+            except Unanswered as exc:
+                if self._over or not await self._recovered(exc):
+                    raise
+                continue
+            if passed:
+                yield passed
+                if self._order is not None and not self._over:
+                    await self._obey(*self._order)
+        yield b"".join(self._held) + self._read
+
+    async def _next(self) -> bytes | None:
+        """Return the engine's next event; None at its end."""
+        assert self._parts is not None
+        while b"\n\n" not in self._read:
+            if len(self._read) > PROXY_EVENT_BYTES_MAX:
+                raise Unanswered(f"an event of over {PROXY_EVENT_BYTES_MAX} bytes")
+            part = await anext(self._parts, None)
+            if part is None:
+                return None
+            self._read += part
+        event, _, self._read = self._read.partition(b"\n\n")
+        return event
+
+    def _passed(self, event: bytes) -> bytes:
+        """Return what the client gets of it now, with what was held back."""
+        try:
+            said = msgspec.json.decode(event.removeprefix(b"data:"))
+        except DECODE_ERRORS:
+            said = None
+        if not isinstance(said, dict) or (self._over and "error" in said):
+            return self._all_held(event + b"\n\n")
+        if "error" in said:
+            raise Unanswered(f"it reports {said['error']}"[:_QUOTED_CHARS])
+        complete = not said.get("choices")
+        for choice in said.get("choices", ()):
+            ids = choice.get("token_ids") or []
+            self._held_ids += ids
+            prompt = choice.pop("prompt_token_ids", None)
+            if not self._prompt and prompt:
+                self._prompt = prompt
+                if self._asked.body.get("return_token_ids"):
+                    choice["prompt_token_ids"] = prompt
+            if not self._asked.body.get("return_token_ids"):
+                choice.pop("token_ids", None)
+            self._over = self._over or choice.get("finish_reason") is not None
+            complete = complete or self._over or bool(choice.get("text"))
+        if usage := said.get("usage"):
+            usage["prompt_tokens"] -= self._before
+            usage["completion_tokens"] += self._before
+        self._first = self._first or {k: said[k] for k in _OF_ANSWER if k in said}
+        self.id = self._first.get("id", "")
+        out = b"data: " + msgspec.json.encode(said | self._first) + b"\n\n"
+        if complete or len(self._held_ids) >= _HELD_TOKENS_MAX:
+            return self._all_held(out)
+        self._held.append(out)
+        return b""
+
+    def _all_held(self, last: bytes) -> bytes:
+        out = b"".join((*self._held, last))
+        self._tokens += self._held_ids  # bounded: max_tokens
+        self._held, self._held_ids = [], []
+        return out
+
+    async def _obey(self, to: VllmEngine, told: asyncio.Future[str]) -> None:
+        if told.done():
+            return
+        why = await self._moved(to, self._asked.decode)
+        self._counts[STAYED if why else MOVED] += 1
+        if not told.done():
+            told.set_result(why)
+
+    async def _recovered(self, error: Unanswered) -> bool:
+        """Go on elsewhere because the engine has died; whether that was possible."""
+        here, body = self._asked.decode, self._asked.body
+        if here is None or not self._prompt:
+            return False
+        logger.warning("%s broke off its answer: %s", here.url, error)
+        here.failed += 1
+        self._fleet.down(here)
+        tried, budget = {here}, self._dispatcher.budget
+        while to := self._fleet.pick(DECODE, body, tried, here.model):
+            if not budget.spend():
+                return False
+            if not await self._moved(to, None):
+                self._counts["recovered"] += 1
+                return True
+            tried.add(to)  # bounded: engines
+        return False
+
+    async def _moved(self, to: VllmEngine, source: VllmEngine | None) -> str:
+        """Go on at another engine, with KV of this one; why not, or ""."""
+        asked = self._rest()
+        if asked.body["max_tokens"] < 1:
+            return _ENDED
+        async with AsyncExitStack() as attempt:
+            try:
+                # Without KV all is computed, which takes as long as it does.
+                async with asyncio.timeout(PROXY_MOVE_S if source else None):
+                    answer = await self._dispatcher.go_on(source, to, asked, attempt)
+                if answer.is_error:
+                    return f"{to.url} answers {answer.status}"
+            except (EngineFailed, TimeoutError) as exc:
+                return str(exc) or f"no token within {PROXY_MOVE_S:g} s"
+            await self._gives_up.aclose()
+            self._gives_up.push_async_callback(attempt.pop_all().aclose)
+        self._parts, self._read = answer.parts, b""
+        self._held, self._held_ids = [], []
+        self._before = len(self._tokens)
+        self._asked.decode, self._asked.engines = to, (to.url,)
+        return ""
+
+    # --- the operator's task ----------------------------------------------------------
+
+    async def _copy_ahead(self, here: VllmEngine, to: VllmEngine) -> None:
+        """Have the target's prefix cache hold what there is; no matter if it fails."""
+        asked = self._rest()
+        for name in ("stream", "stream_options", "min_tokens"):
+            asked.body.pop(name, None)
+        asked.body["max_tokens"] = 1
+        with contextlib.suppress(EngineFailed, Unanswered, TimeoutError):
+            async with asyncio.timeout(PROXY_MOVE_S), AsyncExitStack() as attempt:
+                said = await self._dispatcher.go_on(here, to, asked, attempt)
+                await said.body()
+
+    def _rest(self) -> ClientRequest:
+        """Return the request for what the client does not have yet."""
+        asked, done = self._asked, len(self._tokens)
+        body = {key: value for key, value in asked.body.items() if key not in _DONE}
+        body["prompt"] = [*self._prompt, *self._tokens]
+        body["max_tokens"] -= done
+        if type(body.get("min_tokens")) is int:
+            body["min_tokens"] = max(0, body["min_tokens"] - done)
+        body["return_token_ids"] = True
+        return ClientRequest(asked.path, body, asked.headers, asked.since)
+
+    def _end(self) -> None:
+        self._over = True
+        if self._order is not None and not self._order[1].done():
+            self._order[1].set_result(_ENDED)
+
+
+class Moves:
+    """Moves the streams of a proxy.
+
+    Args:
+        dispatcher: Asks engines.
+        fleet: The engines.
+        counts: Adds up how moves end.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        fleet: EngineFleet,
+        counts: collections.Counter[str],
+    ) -> None:
+        self.dispatcher: Dispatcher = dispatcher
+        self.fleet: EngineFleet = fleet
+        self.counts: collections.Counter[str] = counts
+        # bounded: PROXY_RUNNING_MAX
+        self._streams: dict[ClientRequest, MovableStream] = {}
+
+    async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
+        """Have a request answered by a stream that can move; see `Dispatcher.ask`.
+
+        Cancel safety: safe, as that.
+        """
+        if kept_by(asked.path, asked.body):
+            return await self.dispatcher.ask(asked, stack)
+        stream = MovableStream(self, asked)
+        self._streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
+        stack.callback(self._streams.pop, asked)
+        return await stream.begin(stack)
+
+    async def move(
+        self, asked: list[ClientRequest], to: VllmEngine | None = None
+    ) -> list[dict[str, str]]:
+        """Move requests; of each its id, and why it stays or where it is.
+
+        Cancel safety: each is moved or stays.
+        """
+        turns = asyncio.Semaphore(PROXY_MOVES_MAX)
+
+        async def one(asked: ClientRequest) -> dict[str, str]:
+            stream = self._streams.get(asked)
+            if stream is None:
+                field = kept_by(asked.path, asked.body)
+                name = asked.headers.get("x-request-id", "")
+                return {"request": name, STAYED: f"it cannot move with its {field!r}"}
+            async with turns:
+                why = await stream.move(to)
+            where = {STAYED: why} if why else {MOVED: asked.engines[-1]}
+            return {"request": stream.id, **where}
+
+        return await asyncio.gather(*map(one, asked))
+
+    def named(self, name: str) -> list[ClientRequest]:
+        """Return the requests whose answers have an id."""
+        return [asked for asked, one in self._streams.items() if one.id == name]

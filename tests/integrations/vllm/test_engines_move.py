@@ -1,0 +1,165 @@
+"""Requests that go on at another of two real vLLM engines: moved, drained.
+
+`make test-vllm` runs this; without vLLM it is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import running
+from tests.integrations.vllm.serving import (
+    ANSWERS_WITHIN_S,
+    NEEDS_VLLM,
+    Engine,
+    Process,
+    engine,
+    free_port,
+    prompt,
+    tokens_of,
+)
+from tests.support.waiting import eventually
+
+pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
+FETCHED = "vllm:external_prefix_cache_hits_total"
+TOKENS = 48
+
+
+@dataclass(slots=True)
+class Stream:
+    """A client's stream: its tokens, and when each came."""
+
+    id: str = ""
+    tokens: list[int] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+    usage: dict[str, int] = field(default_factory=dict)
+
+    def read(self, url: str, ids: list[int], at: int, then: Callable[[], None]) -> None:
+        """Read it all; do something, in a thread of its own, at a token."""
+        body = {
+            "model": "m",
+            "prompt": ids,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        doing = threading.Thread(target=then)
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body, timeout=ANSWERS_WITHIN_S
+        ) as said:
+            for line in said.iter_lines():
+                event = line.removeprefix("data: ")
+                if not event or event == "[DONE]":
+                    continue
+                self._take(json.loads(event))
+                if len(self.tokens) >= at and doing.ident is None:
+                    doing.start()
+        doing.join()
+
+    def _take(self, said: dict[str, Any]) -> None:
+        assert "error" not in said, said
+        assert self.id in ("", said["id"])
+        self.id = said["id"]
+        self.usage = said.get("usage") or self.usage
+        for choice in said["choices"]:
+            self.tokens += choice["token_ids"]
+            self.at += [time.monotonic()] * len(choice["token_ids"])
+
+    @property
+    def pause(self) -> float:
+        """The longest time between two tokens, in usual ones."""
+        gaps = [b - a for a, b in zip(self.at, self.at[1:], strict=False)]
+        return max(gaps) / statistics.median(gaps)
+
+
+@dataclass(frozen=True, slots=True)
+class Two:
+    """Two engines that decode, and the proxy before them."""
+
+    engines: tuple[Engine, Engine]
+    proxy: Process
+
+    def post(self, path: str, **asked: Any) -> Any:
+        return httpx.post(f"{self.proxy.url}{path}", json=asked, timeout=120)
+
+    def at_work(self) -> Engine:
+        """The engine that has the one request."""
+        text = httpx.get(f"{self.proxy.url}/metrics").text
+        busy = [
+            line.split('"')[1]
+            for line in text.splitlines()
+            if "engine_running{" in line and not line.endswith(" 0.0")
+        ]
+        return next(one for one in self.engines if one.url in busy)
+
+    def right(self, ids: list[int], at: int, then: Callable[[], None]) -> Stream:
+        """Check that a stream is that of one engine alone, whatever is done."""
+        one = Stream()
+        one.read(self.proxy.url, ids, at, then)
+        alone = next(one for one in self.engines if one.running is not None)
+        want = tokens_of(alone.generate(ids, TOKENS, cache_salt=f"alone {ids[:4]}"))
+        assert one.tokens == want
+        assert one.usage["prompt_tokens"] == len(ids)
+        assert one.usage["completion_tokens"] == TOKENS
+        return one
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """Both of them, started."""
+    folder = tmp_path_factory.mktemp("two")
+    model = make_model("gqa", folder)
+    shared = {"lease_s": 3.0, "require": ["tcp"]}
+    first, second = (
+        engine(model, folder, f"decode-{core}", core, shared) for core in range(2)
+    )
+    port = free_port()
+    command = [sys.executable, "-m", "kvwire.integrations.vllm.proxy", "--migrate"]
+    for one in (first, second):
+        command += ["--decode", f"{one.url}={one.kv}"]
+    command += ["--port", str(port)]
+    proxy = Process(command, folder / "proxy.log", f"http://127.0.0.1:{port}")
+    with running(first, second, proxy):
+        yield Two((first, second), proxy)
+
+
+def test_a_request_moves_there_and_back(two: Two) -> None:
+    """All blocks but the last are fetched; tokens are those of an unmoved run."""
+    for seed, length in enumerate((40, 3900)):
+        before = sum(one.metric(FETCHED) for one in two.engines)
+
+        def twice() -> None:
+            for _ in range(2):
+                said = two.post("/migrate", engine=two.at_work().url)
+                assert said.status_code == 200, said.text
+
+        said = two.right(prompt(length, 100 + seed), 12, twice)
+        fetched = sum(one.metric(FETCHED) for one in two.engines) - before
+        assert fetched >= length
+        print(f"{length} tokens: longest pause {said.pause:.1f} decode steps")
+    assert eventually(lambda: all(one.idle for one in two.engines))
+
+
+def test_a_drained_engine_is_empty_before_its_request_is_over(two: Two) -> None:
+    def drain() -> None:
+        here = two.at_work()
+        said = two.post("/drain", engine=here.url, wait_s=60)
+        assert said.json() == {"engine": here.url, "running": 0}
+        assert two.at_work() is not here
+        two.post("/drain", engine=here.url, drain=False)
+
+    two.right(prompt(900, 200), 12, drain)

@@ -1,0 +1,297 @@
+"""Streams that go on at another engine: moved, drained, or left by one that died."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.moving import kept_by
+from kvwire.integrations.vllm.proxy.requests import AT_ONCE
+from tests.integrations.vllm.test_fleet_app import call
+from tests.integrations.vllm.test_proxy import (
+    ASK,
+    D1,
+    D2,
+    EVENTS,
+    Engines,
+    Handler,
+    answer,
+    refused,
+    streamed,
+)
+
+COUNT = 30
+PROMPT = [1, 2, 3]
+
+
+def next_token(tokens: list[int]) -> int:
+    """What all engines make of tokens: of their sum, so none may lack or be twice."""
+    return sum(tokens) % 9973 + len(tokens)
+
+
+def whole() -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(COUNT):
+        tokens.append(next_token(tokens))
+    return tokens[3:]
+
+
+class Decoder:
+    """An engine that decodes token after token, as it is let.
+
+    Attributes:
+        steps: How many tokens it may make; it dies behind them if ``dies``.
+        silent: The place of a token that has no text of its own.
+    """
+
+    def __init__(self, steps: int = 1000, *, dies: bool = False) -> None:
+        self.steps = asyncio.Semaphore(steps)
+        self.dies = dies
+        self.silent = -1
+
+    async def __call__(self, body: dict[str, Any]) -> EngineResponse:
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode") or not body.get("stream"):
+            return answer(200, {"choices": [{"text": "x"}]})
+        return EngineResponse(200, EVENTS, self.parts(body))
+
+    async def step(self) -> None:
+        """Make a token now and then, until this is cancelled."""
+        while True:
+            self.steps.release()
+            for _ in range(20):
+                await asyncio.sleep(0)
+
+    async def parts(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        prompt = tokens = list(body["prompt"])
+        for i in range(body["max_tokens"]):
+            if self.dies and self.steps.locked():
+                raise Unanswered("reset")
+            await self.steps.acquire()
+            token = next_token(tokens)
+            tokens = [*tokens, token]
+            choice: dict[str, Any] = {"index": 0, "text": f" {token}"}
+            if len(tokens) - 4 == self.silent:
+                choice["text"] = ""
+            if body.get("return_token_ids"):
+                choice["token_ids"] = [token]
+                if not i:
+                    choice["prompt_token_ids"] = prompt
+            if i + 1 == body["max_tokens"]:
+                choice["finish_reason"] = "length"
+            said = {"id": f"cmpl-{id(self)}", "created": 1, "choices": [choice]}
+            # An event in two parts, as a socket may give it.
+            event = f"data: {json.dumps(said)}\n\n".encode()
+            yield event[:9]
+            yield event[9:]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": body["max_tokens"]}
+        said = {"id": "cmpl", "choices": [], "usage": usage}
+        yield f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
+
+
+class Client:
+    """Reads a stream, event by event."""
+
+    def __init__(self, application: Starlette, **more: Any) -> None:
+        self.parts = streamed(application, max_tokens=COUNT, **more)
+        self.events: list[dict[str, Any]] = []
+        self.done = False
+
+    async def read(self, events: int = 1000) -> None:
+        """Read so many events, or to the end."""
+        async for part in self.parts:
+            for event in part.decode().strip().split("\n\n"):
+                said = event.removeprefix("data: ")
+                if said == "[DONE]":
+                    self.done = True
+                elif said:
+                    self.events.append(json.loads(said))
+            events -= 1
+            if not events:
+                return
+
+    @property
+    def id(self) -> str:
+        return str(self.events[0]["id"])
+
+    def right(self) -> None:
+        """Check that it is what one engine alone says, as of one engine."""
+        assert self.done
+        assert len({one["id"] for one in self.events}) == 1
+        choices = [c for one in self.events for c in one["choices"]]
+        assert "".join(c["text"] for c in choices).split() == list(map(str, whole()))
+        assert not any("token_ids" in c or "prompt_token_ids" in c for c in choices)
+        usage = self.events[-1]["usage"]
+        assert usage == {"prompt_tokens": 3, "completion_tokens": COUNT}
+
+
+def front(**decoders: Handler) -> tuple[Starlette, Engines]:
+    network = Engines(**decoders)
+    fleet = EngineFleet([], [D1, D2])
+    made = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    return made, network
+
+
+async def post(application: Starlette, path: str, **asked: Any) -> tuple[int, Any]:
+    said = await call(application, "POST", path, json=asked)
+    return said.status_code, said.json()
+
+
+@pytest.mark.parametrize("path", ["/migrate", "/drain"])
+async def test_a_stream_moves(path: str) -> None:
+    """The other engine is asked for the rest, with the KV of the first."""
+    first, second = Decoder(3), Decoder()
+    application, network = front(d1=first, d2=second)
+    client = Client(application)
+    await client.read(3)
+    moving = asyncio.ensure_future(post(application, path, engine=D1.url, wait_s=5))
+    stepping = asyncio.ensure_future(first.step())
+    await client.read()
+    client.right()
+    stepping.cancel()
+    status, said = await moving
+    assert status == 200
+    if path == "/migrate":
+        assert said == {"requests": [{"request": client.id, "moved": D2.url}]}
+    else:
+        assert said == {"engine": D1.url, "running": 0}
+    ahead, rest = (p for p in network.asked if p[0] == "d2")
+    assert ahead[1]["max_tokens"] == 1
+    made = len(rest[1]["prompt"]) - 3
+    assert 3 <= made < COUNT
+    assert rest[1]["prompt"] == [1, 2, 3, *whole()[:made]]
+    assert rest[1]["max_tokens"] == COUNT - made
+    source = rest[1]["kv_transfer_params"]
+    assert source["remote"] == list(D1.remote)
+    page = await call(application, "GET", "/metrics")
+    assert 'kvwire_proxy_moves_total{outcome="moved"} 1.0' in page.text
+
+
+async def test_a_target_that_fails_changes_nothing() -> None:
+    """The first engine's stream is read on from where it was left."""
+    first = Decoder(3)
+    application, _ = front(d1=first, d2=refused)
+    client = Client(application)
+    await client.read(3)
+    moving = asyncio.ensure_future(post(application, "/migrate", request=client.id))
+    stepping = asyncio.ensure_future(first.step())
+    await client.read()
+    client.right()
+    stepping.cancel()
+    status, said = await moving
+    assert status == 409
+    assert "nobody listens" in said["requests"][0]["stayed"]
+
+
+@pytest.mark.parametrize("silent", [-1, 2])
+async def test_an_engine_that_dies_is_gone_on_for(silent: int) -> None:
+    """A token without text, such as half a character, is made once more."""
+    first, second = Decoder(3, dies=True), Decoder()
+    first.silent = silent
+    application, network = front(d1=first, d2=second)
+    client = Client(application)
+    await client.read()
+    client.right()
+    asked = [body for host, body in network.asked if host == "d2"]
+    seen = 3 if silent < 0 else 2
+    assert [one["prompt"] for one in asked] == [[1, 2, 3, *whole()[:seen]]]
+    assert "kv_transfer_params" not in asked[0]
+
+
+async def test_a_source_that_dies_while_it_moves() -> None:
+    """Its KV does not come; the target computes it."""
+    first, second = Decoder(4, dies=True), Decoder()
+
+    async def gone(body: dict[str, Any]) -> EngineResponse:
+        if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            raise Unanswered("reset")
+        return await first(body)
+
+    application, _ = front(d1=gone, d2=second)
+    client = Client(application)
+    await client.read(3)
+    moving = asyncio.ensure_future(post(application, "/migrate", engine=D1.url))
+    await client.read()
+    client.right()
+    status, said = await moving
+    assert "stayed" in said["requests"][0] if status == 409 else status == 200
+
+
+async def test_nobody_else_takes_it() -> None:
+    """As without moves, the client hears that its engine broke off."""
+    application, _ = front(d1=Decoder(3, dies=True), d2=refused)
+    client = Client(application)
+    await client.read()
+    assert client.done
+    assert "broke off" in client.events[-1]["error"]["message"]
+
+
+async def test_a_client_that_leaves_while_it_moves() -> None:
+    first = Decoder(3)
+    application, _ = front(d1=first)
+    client = Client(application)
+    async with aclosing(client.parts):
+        await client.read(3)
+        moving = asyncio.ensure_future(post(application, "/migrate", request=client.id))
+        first.steps.release()
+        await client.read(1)
+    assert (await moving)[1]["requests"][0]["stayed"] == "it has ended"
+
+
+async def test_what_cannot_be_moved_is_said() -> None:
+    first = Decoder(3)
+    application, _ = front(d1=first)
+    unmoved = streamed(application, max_tokens=COUNT, seed=7)
+    await anext(unmoved)
+    status, said = await post(application, "/migrate", engine=D1.url)
+    assert (status, said["requests"][0]["stayed"]) == (
+        409,
+        "it cannot move with its 'seed'",
+    )
+    assert (await post(application, "/migrate", request="cmpl-9"))[0] == 404
+    assert (await post(application, "/migrate", engine="http://nobody"))[0] == 400
+    await unmoved.aclose()
+
+
+async def test_only_whoever_may_drain_moves() -> None:
+    application, _ = front()
+    said = await call(application, "POST", "/migrate", "10.0.0.1", json={})
+    assert said.status_code == 403
+    application = make_app(EngineFleet([], [D1]), order=AT_ONCE, client=Engines())
+    said = await call(application, "POST", "/migrate", json={"engine": D1.url})
+    assert "--migrate" in said.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kept"),
+    [
+        ("temperature", 0.7, ""),
+        ("repetition_penalty", 1.2, ""),
+        ("n", 1, ""),
+        ("presence_penalty", 0, ""),
+        ("stop", [], ""),
+        ("logprobs", None, ""),
+        ("presence_penalty", 0.5, "presence_penalty"),
+        ("logprobs", 0, "logprobs"),
+        ("seed", 0, "seed"),
+        ("n", 2, "n"),
+        ("stop", ["x"], "stop"),
+        ("response_format", {"type": "json_object"}, "response_format"),
+        ("a_field_of_tomorrow", 0, "a_field_of_tomorrow"),
+        ("max_tokens", None, "max_tokens"),
+        ("stream", False, "stream"),
+        ("prompt", [[1], [2]], "prompt"),
+    ],
+)
+def test_what_keeps_a_request(field: str, value: Any, kept: str) -> None:
+    assert kept_by("/v1/completions", {**ASK, "stream": True, field: value}) == kept
+    assert kept_by("/v1/chat/completions", {**ASK, "stream": True}) == "messages"
