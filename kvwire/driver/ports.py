@@ -13,27 +13,21 @@ from kvwire.driver.devices import Devices
 
 
 class DriverOwner(Protocol):
-    """The communicator, as the driver of one connection sees it."""
+    """The communicator, as the driver of one connection sees it.
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop on which everything happens."""
+    Attributes:
+        loop: The loop on which everything happens.
+        config: Its configuration.
+        buffers: The memory that transports use.
+        counters: Its counters: of what has ended how.
+        devices: The devices whose memory it moves.
+    """
 
-    @property
-    def buffers(self) -> BufferTable:
-        """The memory that transports use."""
-
-    @property
-    def config(self) -> Config:
-        """Its configuration."""
-
-    @property
-    def counters(self) -> Counters:
-        """Its counters."""
-
-    @property
-    def devices(self) -> Devices:
-        """The devices whose memory it moves."""
+    loop: asyncio.AbstractEventLoop
+    config: Config
+    buffers: BufferTable
+    counters: Counters
+    devices: Devices
 
     def lane_backend(self, name: str) -> Backend:
         """Return the backend of this name.

@@ -5,16 +5,12 @@ Transfers know nothing else of either: who implements these stands above them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvwire.config import Config
-from kvwire.driver.buffers import BufferTable
-from kvwire.driver.counters import Counters
 from kvwire.driver.device_staging import DeviceStaging
-from kvwire.driver.devices import Devices
 from kvwire.driver.loop_thread import LoopThread
+from kvwire.driver.ports import DriverOwner
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
@@ -28,27 +24,23 @@ if TYPE_CHECKING:
 
 
 class ConnectionPort(Protocol):
-    """One connection, as transfers use it."""
+    """One connection, as transfers use it.
 
-    @property
-    def peer(self) -> PeerInfo:
-        """Who is at the other end."""
+    Attributes:
+        peer: Who is at the other end.
+        transfers: What the core of the connection does for transfers.
+        staging: What moves memory of devices.
+        chunk_bytes: Bytes of a chunk that arrives here.
+    """
+
+    peer: PeerInfo
+    transfers: Transfers
+    staging: DeviceStaging
+    chunk_bytes: int
 
     @property
     def silent_s(self) -> float:
         """How long nothing was heard of the peer."""
-
-    @property
-    def transfers(self) -> Transfers:
-        """What the core of the connection does for transfers."""
-
-    @property
-    def staging(self) -> DeviceStaging:
-        """What moves memory of devices."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a chunk that arrives here."""
 
     def start_transfer(
         self,
@@ -76,15 +68,17 @@ class ConnectionPort(Protocol):
 
 
 class ObserverPort(Protocol):
-    """Who is told when transfers begin and end."""
+    """Who is told when transfers begin and end.
+
+    Attributes:
+        traced: Whether some watcher traces.
+    """
+
+    traced: bool
 
     @property
     def watchers(self) -> Sequence[object]:
-        """Who is told of transfers."""
-
-    @property
-    def traced(self) -> bool:
-        """Whether some watcher traces."""
+        """Who is told; most often nobody."""
 
     def trace_context(self) -> bytes:
         """Return the trace that the caller is in; b"" if it is in none."""
@@ -101,41 +95,19 @@ class ObserverPort(Protocol):
         """Tell that a transfer has an outcome, and which connections it ran on."""
 
 
-class CommunicatorPort(Protocol):
-    """One communicator, as transfers use it."""
+class CommunicatorPort(DriverOwner, Protocol):
+    """One communicator, as transfers use it.
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that all of it runs on."""
+    Attributes:
+        thread: Who may call its transfers.
+        ring: Where events are noted for a trace, if they are.
+        registry: Every transfer of the communicator that has not ended.
+    """
 
-    @property
-    def thread(self) -> LoopThread:
-        """Who may call its transfers."""
-
-    @property
-    def config(self) -> Config:
-        """Leases, quarantine, and whether transfers are resumed."""
-
-    @property
-    def buffers(self) -> BufferTable:
-        """The memory that is lent to links."""
-
-    @property
-    def devices(self) -> Devices:
-        """The devices that some of the memory belongs to."""
-
-    @property
-    def ring(self) -> TraceRing | None:
-        """Where events are noted for a trace, if they are."""
-
-    @property
-    def counters(self) -> Counters:
-        """Counts of what has ended how."""
+    thread: LoopThread
+    ring: TraceRing | None
+    registry: TransferRegistry
 
     @property
     def watchers(self) -> ObserverPort:
         """Who is told of transfers."""
-
-    @property
-    def registry(self) -> TransferRegistry:
-        """Every transfer of the communicator that has not ended."""
