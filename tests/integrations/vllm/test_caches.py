@@ -210,23 +210,23 @@ def test_layers_of_several_kinds_in_one_group() -> None:
     assert cache_shapes(said, caches) == ()
 
 
-@pytest.mark.parametrize("tokens", range(1, 300))
-def test_decode_reads_no_other_blocks(tokens: int) -> None:
+def test_decode_reads_no_other_blocks() -> None:
     """Blocks of 16 tokens; test_connector.py has what vLLM keeps of them."""
     window = replace(SHAPE, window=100)
     chunk = replace(SHAPE, chunk=64)
     state = replace(SHAPE, state=True)
-    blocks = -(-tokens // 16)
-    read = {position // 16 for position in range(max(0, tokens - 99), tokens)}
-    assert set(window.needed(tokens)) == read
-    read = {position // 16 for position in range(tokens // 64 * 64, tokens)}
-    assert set(chunk.needed(tokens)) == read
-    assert list(state.needed(tokens)) == [blocks - 1]
-    assert SHAPE.needed(tokens) == range(blocks)
-    assert state.listed_tokens(tokens) == 1
-    for shape in (window, chunk, SHAPE):
-        listed = shape.listed_tokens(tokens)
-        assert -(-listed // 16) == len(shape.needed(tokens))
+    for tokens in range(1, 300):
+        blocks = -(-tokens // 16)
+        read = {position // 16 for position in range(max(0, tokens - 99), tokens)}
+        assert set(window.needed(tokens)) == read, tokens
+        read = {position // 16 for position in range(tokens // 64 * 64, tokens)}
+        assert set(chunk.needed(tokens)) == read, tokens
+        assert list(state.needed(tokens)) == [blocks - 1]
+        assert SHAPE.needed(tokens) == range(blocks)
+        assert state.listed_tokens(tokens) == 1
+        for shape in (window, chunk, SHAPE):
+            listed = shape.listed_tokens(tokens)
+            assert -(-listed // 16) == len(shape.needed(tokens)), tokens
 
 
 @pytest.mark.parametrize(
