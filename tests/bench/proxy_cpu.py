@@ -19,7 +19,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
-from tests.integrations.vllm.serving import Process, free_port
+from tests.integrations.vllm.serving import Process
+from tests.support.servers import free_port
 
 _TOKENS: Final = 16
 _PARTS: Final = b"".join(

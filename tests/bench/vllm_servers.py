@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from tests.bench.vllm_wire import HERE, Host
 from tests.integrations.vllm import serving
-from tests.integrations.vllm.serving import Engine, free_port
+from tests.integrations.vllm.serving import Engine
+from tests.support.servers import free_port
 
 # The first has 64 KiB of KV a token, and little else to compute; the second next to no
 # KV, so that what is not proportional to it shows.

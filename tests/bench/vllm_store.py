@@ -27,9 +27,9 @@ from tests.bench.vllm_requests import CLIENT
 from tests.integrations.vllm import serving
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import Engine, free_port, prompt
+from tests.integrations.vllm.serving import Engine, prompt
 from tests.integrations.vllm_store.server import StoreServer
-from tests.support.servers import redis_server
+from tests.support.servers import free_port, redis_server
 from tests.support.waiting import eventually
 
 LENGTHS: Final = (1000, 8000)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
@@ -69,10 +70,12 @@ class Server:
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody has at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that the system gives to no connection."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.servers import free_port
+
 NEEDS_VLLM = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
     reason="vllm is not installed here; `make test-vllm` installs it",
@@ -29,15 +30,6 @@ NEEDS_VLLM = pytest.mark.skipif(
 STARTS_WITHIN_S = 300.0
 # What a request of these models takes at most on a busy machine.
 ANSWERS_WITHIN_S = 120.0
-
-
-def free_port() -> int:
-    """A port that nobody listens on, and that the system gives to no connection."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @dataclass

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from kvwire.integrations.vllm.proxy.client import EngineClient, Unanswered
-from tests.integrations.vllm.serving import free_port
+from tests.support.servers import free_port
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
 

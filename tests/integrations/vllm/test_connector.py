@@ -45,7 +45,7 @@ with warnings.catch_warnings():
     from kvwire.integrations.vllm.config import LAYOUTS
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from tests.integrations.vllm.fakes import ORDERS
-    from tests.integrations.vllm.serving import free_port
+    from tests.support.servers import free_port
 
 SIZES = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
 

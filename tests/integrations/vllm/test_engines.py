@@ -24,11 +24,11 @@ from tests.integrations.vllm.serving import (
     Process,
     complete,
     engine,
-    free_port,
     front,
     prompt,
     tokens_of,
 )
+from tests.support.servers import free_port
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]

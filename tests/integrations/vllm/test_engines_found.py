@@ -24,11 +24,10 @@ from tests.integrations.vllm.serving import (
     Process,
     complete,
     engine,
-    free_port,
     prompt,
     tokens_of,
 )
-from tests.support.servers import redis_server
+from tests.support.servers import free_port, redis_server
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]

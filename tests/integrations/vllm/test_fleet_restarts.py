@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from tests.integrations.vllm.fake_engine import tokens_of
-from tests.integrations.vllm.serving import Process, free_port
-from tests.support.servers import Server, nats_server, redis_server
+from tests.integrations.vllm.serving import Process
+from tests.support.servers import Server, free_port, nats_server, redis_server
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -9,7 +9,8 @@ from pathlib import Path
 from kvwire.config import Config
 from kvwire.errors import KVWireError
 from kvwire.store.server.stats_client import ask_report
-from tests.integrations.vllm.serving import Process, free_port
+from tests.integrations.vllm.serving import Process
+from tests.support.servers import free_port
 from tests.support.waiting import eventually
 
 

@@ -26,13 +26,8 @@ from tests.bench.vllm_wire import Host, two_hosts
 from tests.integrations.vllm.faults.answers import Outcome, Reference, judged
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import (
-    Engine,
-    complete,
-    free_port,
-    prompt,
-    server,
-)
+from tests.integrations.vllm.serving import Engine, complete, prompt, server
+from tests.support.servers import free_port
 
 LEASE_S: Final = 6
 # Of an answer that has not come, it is said that it never will.
