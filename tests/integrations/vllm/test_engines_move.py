@@ -25,10 +25,10 @@ from tests.integrations.vllm.serving import (
     Engine,
     Process,
     engine,
-    free_port,
     prompt,
     tokens_of,
 )
+from tests.support.servers import free_port
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
