@@ -215,6 +215,8 @@ class Stock:
         for outcome in outcomes:
             require_complete(outcome)
         self._came_from_the_tier(before, count)
+        if count < len(self.sets[-1]):
+            self.sets.pop()  # the rest was not used, and goes before older sets
         return values
 
     async def match(self) -> list[float]:
