@@ -1,15 +1,24 @@
-"""Images of blocks in memory, one behind the other or wherever their slots are."""
+"""Images of blocks in memory, wherever their slots are, and their checksums."""
 
 from __future__ import annotations
 
 import ctypes
+import time
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX
+from kvwire.limits import EAGER_BYTES_MAX, MIB
 from kvwire.memory.copy import copy
+from kvwire.store.index import Keys, Orders
+
+Sums = npt.NDArray[np.uint64]
+
+# Images are hashed in pieces of so many bytes, and then other threads have a turn.
+_TURN_BYTES: Final = 1 * MIB
 
 
 def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
@@ -52,3 +61,24 @@ def payload_of(images: Fragments) -> memoryview | Fragments:
     """Return images as the memory of one message, to receive or to send."""
     pieces = images.merged()
     return views_of(pieces)[0] if len(pieces) == 1 else pieces
+
+
+def image_sums(images: Fragments) -> Sums:
+    """Return the checksum of each image: xxh3, 64 bits of it."""
+    views, sums = views_of(images), np.zeros(len(images), np.uint64)
+    step = max(1, _TURN_BYTES // views[0].nbytes)
+    for first in range(0, len(views), step):
+        part = slice(first, first + step)
+        sums[part] = list(map(xxhash.xxh3_64_intdigest, views[part]))
+        time.sleep(0)
+    return sums
+
+
+def named_sums(keys: Keys, orders: Orders) -> Sums:
+    """Return the checksum of each image's name, to combine with its own.
+
+    A key or an order that is not the image's is then as wrong as a byte of it.
+    """
+    named = zip(keys.tolist(), orders.tolist(), strict=True)
+    sums = (xxhash.xxh3_64_intdigest(key, seed=order) for key, order in named)
+    return np.fromiter(sums, np.uint64, keys.size)

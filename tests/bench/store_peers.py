@@ -30,7 +30,7 @@ from kvwire.cli.bench.store import (
 from kvwire.cli.bench.store_side import drop
 from kvwire.limits import STORE_BATCH_BYTES, STORE_OBJECT_REQUESTS, STORE_TIMEOUT_S
 from kvwire.store.address import TierAddress
-from kvwire.store.tiers.object_bucket import bucket_of
+from kvwire.store.tiers.object import bucket_of
 
 
 class FlatSet:

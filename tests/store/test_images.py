@@ -1,13 +1,26 @@
-"""Images in memory: where they lie, and as one message."""
+"""Images in memory: where they lie, as one message, and their checksums."""
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX
-from kvwire.store.images import images_in, message_of, payload_of, views_of
+from kvwire.limits import EAGER_BYTES_MAX, MIB
+from kvwire.store.images import (
+    image_sums,
+    images_in,
+    message_of,
+    named_sums,
+    payload_of,
+    views_of,
+)
+from kvwire.store.index import as_keys
 
 
 def test_images_lie_one_behind_the_other() -> None:
@@ -42,3 +55,25 @@ def test_small_images_apart_are_gathered_to_be_sent() -> None:
     assert bytes(sent) == memory[200:].tobytes() + memory[:100].tobytes()
     large = images_in(np.empty(3 * EAGER_BYTES_MAX, np.uint8), EAGER_BYTES_MAX, 3)
     assert isinstance(message_of(large.selected(np.array([0, 2]))), Fragments)
+
+
+@given(st.integers(1, 5), st.integers(1, 3 * MIB // 2))
+@settings(max_examples=25)
+def test_the_checksum_of_each_image(count: int, nbytes: int) -> None:
+    """Whether many of them fit in a turn or one is longer than it."""
+    rng = np.random.default_rng(nbytes)
+    memory = rng.integers(0, 256, count * nbytes, np.uint8)
+    images = images_in(memory, nbytes, count)
+    sums = image_sums(images)
+    for number, view in enumerate(views_of(images)):
+        begin = memory.ctypes.data + number * nbytes
+        image = ctypes.string_at(begin, nbytes)
+        assert view == image
+        assert sums[number] == xxhash.xxh3_64_intdigest(image)
+
+
+def test_another_key_or_order_has_another_checksum() -> None:
+    keys = as_keys([b"k" * 48, b"k" * 47 + b"l", b"k" * 48])
+    sums = named_sums(keys, np.array([0, 0, 1], np.uint8))
+    assert len(set(sums.tolist())) == 3
+    assert named_sums(keys[:1], np.zeros(1, np.uint8)).tolist() == sums[:1].tolist()

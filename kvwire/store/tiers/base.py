@@ -40,6 +40,7 @@ from msgspec import Meta
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_TIER_BYTES_MAX, STORE_TOUCHES_MAX
+from kvwire.store.cleanup import run_to_completion
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
@@ -343,4 +344,57 @@ class Tier(ABC):
         """Let go of everything; no other call is under way. Never raises.
 
         Cancel safety: what is held is let go of in any case.
+        """
+
+
+class ElsewhereTier(Tier):
+    """Keeps blocks where others have them as well: at a server or in a bucket.
+
+    Every call is run to its end and counted here; subclasses say how blocks move.
+
+    Args:
+        name: As the user has written it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._counts = TierStats()
+
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Take blocks, and count what became of them.
+
+        Cancel safety: the write is finished first.
+        """
+        results = await run_to_completion(self._write(namespace, batch))
+        self._counts.count(results, written=True)
+        return results
+
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Fill images with blocks, and count what became of them.
+
+        Cancel safety: the read is finished first.
+        """
+        results = await run_to_completion(self._read(namespace, batch))
+        self._counts.count(results, written=False)
+        return results
+
+    @abstractmethod
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Write blocks, whether the caller is cancelled meanwhile or not."""
+
+    @abstractmethod
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Read blocks, whether the caller is cancelled meanwhile or not."""
+
+    def touch(self, keys: Keys) -> None:
+        """Do nothing: what was used is not known there."""
+
+    def stats(self) -> TierStats:
+        """Return what this side has moved; what is there is not counted."""
+        return self._counts
+
+    async def flush(self) -> None:
+        """Do nothing: how safe a block is that was written is decided there.
+
+        Cancel safety: safe.
         """

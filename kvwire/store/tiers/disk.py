@@ -30,11 +30,10 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
 from kvwire.store.eviction import EVICTIONS
-from kvwire.store.images import images_in, views_of
+from kvwire.store.images import Sums, image_sums, images_in, named_sums, views_of
 from kvwire.store.index import Index, Keys, Orders, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.operations.in_flight import InFlightFills
-from kvwire.store.sums import Sums, image_sums, named_sums
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (

@@ -30,9 +30,9 @@ from kvwire.limits import (
     STORE_NAMESPACES_MAX,
     STORE_SLAB_BYTES_MAX,
 )
+from kvwire.store.images import Sums
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
-from kvwire.store.sums import Sums
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from kvwire.wire.decode_errors import DECODE_ERRORS
 

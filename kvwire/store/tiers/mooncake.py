@@ -53,8 +53,7 @@ from kvwire.store.tiers.base import (
     Batch,
     BlockResult,
     BlockResults,
-    Tier,
-    TierStats,
+    ElsewhereTier,
 )
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of, read_objects, stage
 
@@ -75,7 +74,7 @@ _NOT_FOUND: Final = -704
 _LOCAL_BYTES: Final = 16 * MIB
 
 
-class MooncakeTier(Tier):
+class MooncakeTier(ElsewhereTier):
     """Keeps blocks in a Mooncake Store. Made by :meth:`open`.
 
     Args:
@@ -98,7 +97,7 @@ class MooncakeTier(Tier):
         buffer_bytes: int,
         arguments: tuple[Any, ...],
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self.error: str = ""
         self._prefix = f"{prefix}/"
         self._timeout_s = timeout_s
@@ -110,7 +109,6 @@ class MooncakeTier(Tier):
         self._stages: asyncio.Queue[Stage] = asyncio.Queue()
         self._stages_made = 0
         self._threads = Threads()
-        self._counts = TierStats()
         self._failing = False
         self._healing: asyncio.Task[None] | None = None
 
@@ -186,30 +184,6 @@ class MooncakeTier(Tier):
         there = np.array([0] * len(names) if codes is None else codes) == 1
         return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Put an object for each block; what is there stays.
-
-        Cancel safety: the write is finished first.
-        """
-        results = await run_to_completion(self._in_parts(batch, self._write))
-        self._counts.count(results, written=True)
-        return results
-
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Get the objects of blocks, and compare them with their checksums.
-
-        Cancel safety: the read is finished first.
-        """
-        results = await run_to_completion(self._in_parts(batch, self._read))
-        damaged = batch.keys[results == DAMAGED]
-        if damaged.size:  # otherwise a put would take it that the block is there
-            await run_to_completion(self._remove(damaged))
-        self._counts.count(results, written=False)
-        return results
-
-    def touch(self, keys: Keys) -> None:
-        """Do nothing: the master counts what it is asked for."""
-
     async def delete(self, keys: Keys) -> None:
         """Remove the objects of blocks, whoever has put them.
 
@@ -238,16 +212,6 @@ class MooncakeTier(Tier):
         if removed is None or removed < 0:
             raise OSError(f"{self.name}: {self.error or f'error {removed}'}")
 
-    def stats(self) -> TierStats:
-        """Return what this side has moved; what is there is not counted."""
-        return self._counts
-
-    async def flush(self) -> None:
-        """Do nothing: a Mooncake Store is memory of its segments.
-
-        Cancel safety: safe.
-        """
-
     async def close(self) -> None:
         """Leave the store. Never raises.
 
@@ -261,6 +225,16 @@ class MooncakeTier(Tier):
             await run_to_completion(self._start(client.close))
 
     # --- blocks -----------------------------------------------------------------------
+
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        return await self._in_parts(batch, self._put)
+
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        results = await self._in_parts(batch, self._get)
+        damaged = batch.keys[results == DAMAGED]
+        if damaged.size:  # otherwise a put would take it that the block is there
+            await self._remove(damaged)
+        return results
 
     async def _in_parts(
         self, batch: Batch, move: Callable[[Batch], Any]
@@ -281,7 +255,7 @@ class MooncakeTier(Tier):
             batch.tell(which, part)
         return results
 
-    async def _write(self, batch: Batch) -> BlockResults:
+    async def _put(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
 
         async def fill(memory: Stage) -> list[int]:
@@ -304,7 +278,7 @@ class MooncakeTier(Tier):
             self._note(f"error {min(codes)} of a put")
         return results.astype(np.uint8)
 
-    async def _read(self, batch: Batch) -> BlockResults:
+    async def _get(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
         room = HEAD_BYTES + int(batch.images.lengths.max())
         results = np.full(batch.keys.size, FAILED, np.uint8)

@@ -18,13 +18,16 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from kvwire.clock import Backoff
+from kvwire.errors import UsageError
+from kvwire.extras import install_command
 from kvwire.limits import (
     REASON_CHARS_MAX,
     STORE_OBJECT_ABSENT_S,
@@ -37,12 +40,11 @@ from kvwire.limits import (
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import gather_all, run_to_completion
+from kvwire.store.cleanup import gather_all
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
-from kvwire.store.tiers.object_bucket import bucket_of
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, ElsewhereTier
 from kvwire.store.tiers.object_format import (
     HEAD_BYTES,
     ObjectHead,
@@ -53,8 +55,13 @@ from kvwire.store.tiers.object_format import (
 
 T = TypeVar("T")
 
+# Options of the tier; the others are obstore's.
+_OWN: Final = frozenset({"timeout", "requests"})
+# They would be in every report and log that names the tier.
+_SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
-class ObjectTier(Tier):
+
+class ObjectTier(ElsewhereTier):
     """Keeps blocks as objects. Made by :meth:`open`.
 
     Args:
@@ -74,7 +81,7 @@ class ObjectTier(Tier):
         timeout_s: float = STORE_TIMEOUT_S,
         durable: bool = True,
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self.durable = durable
         self.error: str = ""
         import obstore  # noqa: PLC0415 - an extra
@@ -84,7 +91,6 @@ class ObjectTier(Tier):
         self._requests = requests
         self._room = asyncio.Semaphore(requests)
         self._timeout_s = timeout_s
-        self._counts = TierStats()
         self._threads = Threads()
         self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         self._unavailable_until = 0.0
@@ -147,27 +153,6 @@ class ObjectTier(Tier):
         await self._each(look, asked)
         return orders
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Put an object for each block, in place of what may be there.
-
-        Cancel safety: the write is finished first.
-        """
-        results = await run_to_completion(self._write(namespace, batch))
-        self._counts.count(results, written=True)
-        return results
-
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Fetch the objects of blocks, and compare them with their checksums.
-
-        Cancel safety: the read is finished first.
-        """
-        results = await run_to_completion(self._read(namespace, batch))
-        self._counts.count(results, written=False)
-        return results
-
-    def touch(self, keys: Keys) -> None:
-        """Do nothing: an object store does not know what was used."""
-
     async def delete(self, keys: Keys) -> None:
         """Delete the objects of blocks, whoever has put them.
 
@@ -201,16 +186,6 @@ class ObjectTier(Tier):
         await self._delete((f"{digest.hex()}/",), all_of)
         for key in [key for key in self._present if key.startswith(digest)]:
             self._lacks(key, STORE_OBJECT_ABSENT_S)
-
-    def stats(self) -> TierStats:
-        """Return what this side has moved; what is there is not counted."""
-        return self._counts
-
-    async def flush(self) -> None:
-        """Do nothing: an object is safe once it is written.
-
-        Cancel safety: safe.
-        """
 
     async def close(self) -> None:
         """Let go of the threads. Never raises.
@@ -377,3 +352,50 @@ class ObjectTier(Tier):
         self._absent.move_to_end(key)
         if len(self._absent) > STORE_OBJECTS_KNOWN:
             self._absent.popitem(last=False)
+
+
+def bucket_of(address: TierAddress, timeout_s: float) -> Any:
+    """Return where the objects of a tier are.
+
+    Raises:
+        UsageError: obstore is not installed, or does not take the address.
+    """
+    try:
+        from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
+        from obstore.store import from_url  # noqa: PLC0415
+    except ImportError:
+        raise UsageError(
+            f"tier {address.text!r} needs obstore: {install_command('store')}"
+        ) from None
+    settings = {k: v for k, v in address.options.items() if k not in _OWN}
+    for name in settings:
+        if any(word in name.lower() for word in _SECRETS):
+            raise UsageError(
+                f"tier: {name}= would be shown wherever the tier is named; pass "
+                f"credentials in the environment"
+            )
+    try:
+        if address.place.startswith("memory:"):
+            return from_url("memory:///")
+        if address.place.startswith("file:"):
+            return from_url(address.place, mkdir=True)
+        return from_url(
+            address.place,
+            config=settings,
+            client_options={
+                "timeout": timedelta(seconds=timeout_s),
+                # Who writes http:// means it: a server of one's own, without TLS.
+                "allow_http": settings.get("endpoint", "").startswith("http://"),
+            },
+            retry_config={"retry_timeout": timedelta(seconds=timeout_s)},
+        )
+    except BaseException as exc:
+        # obstore panics at options that it knows for another part of itself.
+        if not isinstance(exc, BaseError | ValueError) and not _is_panic(exc):
+            raise
+        text = str(exc).partition("\n")[0]
+        raise UsageError(f"tier {address.text!r}: {text}") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"

@@ -18,9 +18,9 @@ import xxhash
 
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_HASH_BYTES_MAX
+from kvwire.store.images import image_sums
 from kvwire.store.index import Key
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS
-from kvwire.store.sums import image_sums
 from kvwire.store.threads import copy_in_turns
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 

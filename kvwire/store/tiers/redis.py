@@ -38,16 +38,16 @@ from kvwire.limits import (
     STORE_TTL_S_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import error_text, gather_all, run_to_completion
+from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (
+    LANDED,
     Batch,
     BlockResult,
     BlockResults,
-    Tier,
-    TierStats,
+    ElsewhereTier,
     Touches,
 )
 from kvwire.store.tiers.object_format import (
@@ -90,7 +90,7 @@ _TLS: Final = {
 _PAGE: Final = 1000
 
 
-class RedisTier(Tier):
+class RedisTier(ElsewhereTier):
     """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`.
 
     Args:
@@ -114,7 +114,7 @@ class RedisTier(Tier):
         timeout_s: float,
         arguments: dict[str, Any],
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self.error: str = ""
         self._urls = urls
         self._prefix = f"{prefix}/"
@@ -134,7 +134,6 @@ class RedisTier(Tier):
         self._backoff = Backoff(STORE_REDIAL_S, STORE_NODE_TIMEOUT_S)
         self._failed_at = 0.0
         self._touches = Touches()
-        self._counts = TierStats()
         self._threads = Threads()
 
     @classmethod
@@ -215,26 +214,6 @@ class RedisTier(Tier):
         heads = (await self._ask(asked, command))[: keys.size]
         return np.fromiter(map(_order, keys.tolist(), heads), np.uint8, keys.size)
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Set a value for each block, in place of what may be there.
-
-        Cancel safety: the write is finished first.
-        """
-        results = await run_to_completion(self._write(batch))
-        self._touches.moved(batch.keys[results == BlockResult.LANDED])
-        self._counts.count(results, written=True)
-        return results
-
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Get the values of blocks, and compare them with their checksums.
-
-        Cancel safety: the read is finished first.
-        """
-        results = await run_to_completion(self._read(batch))
-        self._touches.moved(batch.keys[results == BlockResult.LANDED])
-        self._counts.count(results, written=False)
-        return results
-
     def touch(self, keys: Keys) -> None:
         """See Tier; the servers hear of it when something is looked for."""
         self._touches.add(keys)
@@ -275,16 +254,6 @@ class RedisTier(Tier):
         except _FAULTS as exc:
             raise OSError(f"{self.name}: {error_text(exc)}") from exc
 
-    def stats(self) -> TierStats:
-        """Return what this side has moved; what is there is not counted."""
-        return self._counts
-
-    async def flush(self) -> None:
-        """Do nothing: whether they write to a disk is in their configuration.
-
-        Cancel safety: safe.
-        """
-
     async def close(self) -> None:
         """End every connection. Never raises.
 
@@ -299,7 +268,7 @@ class RedisTier(Tier):
 
     # --- blocks -----------------------------------------------------------------------
 
-    async def _write(self, batch: Batch) -> BlockResults:
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         values = await self._threads.run(partial(packed, batch))
 
         def command(at: int, name: str) -> Command:
@@ -315,9 +284,11 @@ class RedisTier(Tier):
             else BlockResult.LANDED
             for one in done
         )
-        return np.fromiter(kinds, np.uint8, batch.keys.size)
+        results = np.fromiter(kinds, np.uint8, batch.keys.size)
+        self._touches.moved(batch.keys[results == LANDED])
+        return results
 
-    async def _read(self, batch: Batch) -> BlockResults:
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
         done = await self._ask(batch.keys, lambda _, name: ("GET", name), nbytes)
@@ -338,6 +309,7 @@ class RedisTier(Tier):
             damaged = batch.keys[results == BlockResult.DAMAGED]
             # Otherwise a put would take it that the block is there.
             await self._ask(damaged, lambda _, name: ("UNLINK", name))
+            self._touches.moved(batch.keys[results == LANDED])
         return results
 
     # --- requests ---------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kvwire.limits import (
     STORE_TIMEOUT_S_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import drain_or_abort, error_text, run_to_completion
+from kvwire.store.cleanup import drain_or_abort, error_text
 from kvwire.store.images import message_of, payload_of
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
@@ -52,15 +52,14 @@ from kvwire.store.tiers.base import (
     REFUSED,
     Batch,
     BlockResults,
-    Tier,
-    TierStats,
+    ElsewhereTier,
     Touches,
 )
 
 _READ_ONLY: Final = "this server is read-only"
 
 
-class RemoteTier(Tier):
+class RemoteTier(ElsewhereTier):
     """Keeps blocks at a store server. Made by :meth:`open`."""
 
     durable: bool = False
@@ -68,12 +67,11 @@ class RemoteTier(Tier):
     def __init__(
         self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self.error = ""
         self._communicator = communicator
         self._timeout_s = timeout_s
         self._client = StoreClient(communicator, where, timeout_s, self._changed)
-        self._counts = TierStats()
         self._touches = Touches()
 
     @classmethod
@@ -147,28 +145,6 @@ class RemoteTier(Tier):
         """See Tier; the server hears of it with the next request."""
         self._touches.add(keys)
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Send blocks to the server.
-
-        Cancel safety: the write is finished first.
-        """
-        results = await run_to_completion(
-            self._move(namespace, batch, batch.orders, self._put)
-        )
-        self._counts.count(results, written=True)
-        return results
-
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Get blocks from the server.
-
-        Cancel safety: the read is finished first.
-        """
-        results = await run_to_completion(
-            self._move(namespace, batch, np.zeros_like(batch.orders), self._get)
-        )
-        self._counts.count(results, written=False)
-        return results
-
     async def delete(self, keys: Keys) -> None:
         """See Tier; the server deletes what is this client's tenant's.
 
@@ -204,10 +180,6 @@ class RemoteTier(Tier):
                 if done.table.size == which.size:
                     kept[which] = done.table == LANDED
         return kept
-
-    def stats(self) -> TierStats:
-        """Return what this side has moved; ``kvwire store stats`` has the rest."""
-        return self._counts
 
     def namespaces(self) -> Iterable[Namespace]:
         """See Tier."""
@@ -290,6 +262,13 @@ class RemoteTier(Tier):
         touched = self._touches.take()
         for which in _by_width(touched):
             await active.tell(Touch(Names.of(touched[which])))
+
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        return await self._move(namespace, batch, batch.orders, self._put)
+
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        kinds = np.zeros_like(batch.orders)
+        return await self._move(namespace, batch, kinds, self._get)
 
     async def _move(
         self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step

@@ -33,7 +33,7 @@ from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.placement import placed, seed_of
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, ElsewhereTier
 from kvwire.store.tiers.remote import OPTIONS, RemoteTier, client_config
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
@@ -50,7 +50,7 @@ class _Node:
     opening: asyncio.Task[None]
 
 
-class ShardedTier(Tier):
+class ShardedTier(ElsewhereTier):
     """Keeps each block at one of many store servers. Made by :meth:`open`."""
 
     def __init__(
@@ -61,14 +61,13 @@ class ShardedTier(Tier):
         selector: Selector,
         timeout_s: float,
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._communicator = communicator
         self._directory = directory
         self._selector = selector
         self._timeout_s = timeout_s
         self._records: dict[str, Record] = {}
         self._nodes: dict[str, _Node] = {}
-        self._counts = TierStats()
         self._watching: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -162,32 +161,6 @@ class ShardedTier(Tier):
         for tier, which in self._shards(keys):
             tier.touch(keys[which])
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Send each block to its node.
-
-        Cancel safety: the write is finished first.
-        """
-
-        async def write(tier: RemoteTier, part: Batch) -> BlockResults:
-            if not tier.taking:
-                return np.full(part.keys.size, BlockResult.REFUSED, np.uint8)
-            return await tier.write(namespace, part)
-
-        results = await self._moved(batch, write)
-        self._counts.count(results, written=True)
-        return results
-
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Get each block from its node.
-
-        Cancel safety: the read is finished first.
-        """
-        results = await self._moved(
-            batch, lambda tier, part: tier.read(namespace, part)
-        )
-        self._counts.count(results, written=False)
-        return results
-
     async def delete(self, keys: Keys) -> None:
         """Forget blocks at every node: one may have them from another membership.
 
@@ -219,10 +192,6 @@ class ShardedTier(Tier):
         ):
             kept |= done
         return kept
-
-    def stats(self) -> TierStats:
-        """Return what this side has moved; ``kvwire store stats`` has the rest."""
-        return self._counts
 
     def namespaces(self) -> Iterable[Namespace]:
         """See Tier."""
@@ -265,6 +234,17 @@ class ShardedTier(Tier):
         where = placed(keys, [node.seed for node in nodes])
         shards = ((n.tier, np.flatnonzero(where == at)) for at, n in enumerate(nodes))
         return [(tier, which) for tier, which in shards if which.size]
+
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        async def write(tier: RemoteTier, part: Batch) -> BlockResults:
+            if not tier.taking:
+                return np.full(part.keys.size, BlockResult.REFUSED, np.uint8)
+            return await tier.write(namespace, part)
+
+        return await self._moved(batch, write)
+
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        return await self._moved(batch, lambda tier, part: tier.read(namespace, part))
 
     async def _moved(self, batch: Batch, move: Any) -> BlockResults:
         """Move a batch, each node's part of it side by side."""
