@@ -30,7 +30,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import drain_or_abort, error_text
 from kvwire.store.images import message_of, payload_of
 from kvwire.store.index import Keys, Orders
-from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (
     Delete,
@@ -325,7 +325,7 @@ class RemoteTier(ElsewhereTier):
         if not coming.size:
             return results
         orders = np.frombuffer(done.orders, np.uint8)
-        if orders.size != results.size or any_of(orders[coming] == ABSENT):
+        if orders.size != results.size or any_of(orders[coming] >= UNKNOWN):
             raise _lie(active, f"{orders.size} orders of {results.size} blocks")
         batch.orders[coming] = orders[coming]
         images = active.connection.recv(

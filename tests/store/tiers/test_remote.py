@@ -144,7 +144,7 @@ async def test_a_server_that_is_not_there_yet() -> None:
         (lambda find: Found(find.number, b""), "0 orders of 2"),
         (lambda find: StoreDone(find.number, b"\0\0"), "something else"),
         (lambda _: Welcome(VERSION), "welcomes twice"),
-        (lambda find: [2, find.number, b"\xfe\xfe"], "not a reply"),
+        (lambda find: [2, find.number, b"\xfd\xfd"], "not a reply"),
         (lambda _: b"\xc1", "not a reply"),
     ],
     ids=["too few", "another kind", "hello again", "out of range", "noise"],
@@ -180,8 +180,9 @@ async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
         (bytes(3), 4 * SPEC.block_bytes, "waits for a larger buffer"),
         (bytes(2), 3 * SPEC.block_bytes, "2 orders of 3 blocks"),
         (b"\xff\0\0", 3 * SPEC.block_bytes, "3 orders of 3 blocks"),
+        (b"\xfe\0\0", 3 * SPEC.block_bytes, "3 orders of 3 blocks"),
     ],
-    ids=["less", "more", "too few orders", "an order of nothing"],
+    ids=["less", "more", "too few orders", "an order of nothing", "an unknown order"],
 )
 async def test_a_server_that_sends_other_blocks_than_it_says(
     orders: bytes, nbytes: int, said: str
