@@ -53,7 +53,8 @@ from kvwire.store.tiers.base import (
     Batch,
     BlockResult,
     BlockResults,
-    ElsewhereTier,
+    Tier,
+    TierStats,
 )
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of, read_objects, stage
 
@@ -74,7 +75,7 @@ _NOT_FOUND: Final = -704
 _LOCAL_BYTES: Final = 16 * MIB
 
 
-class MooncakeTier(ElsewhereTier):
+class MooncakeTier(Tier):
     """Keeps blocks in a Mooncake Store. Made by :meth:`open`.
 
     Args:
@@ -97,7 +98,7 @@ class MooncakeTier(ElsewhereTier):
         buffer_bytes: int,
         arguments: tuple[Any, ...],
     ) -> None:
-        super().__init__(name)
+        self.name = name
         self.error: str = ""
         self._prefix = f"{prefix}/"
         self._timeout_s = timeout_s
@@ -109,6 +110,7 @@ class MooncakeTier(ElsewhereTier):
         self._stages: asyncio.Queue[Stage] = asyncio.Queue()
         self._stages_made = 0
         self._threads = Threads()
+        self._counts = TierStats()
         self._failing = False
         self._healing: asyncio.Task[None] | None = None
 
@@ -184,6 +186,30 @@ class MooncakeTier(ElsewhereTier):
         there = np.array([0] * len(names) if codes is None else codes) == 1
         return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
 
+    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Put an object for each block; what is there stays.
+
+        Cancel safety: the write is finished first.
+        """
+        results = await run_to_completion(self._in_parts(batch, self._write))
+        self._counts.count(results, written=True)
+        return results
+
+    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Get the objects of blocks, and compare them with their checksums.
+
+        Cancel safety: the read is finished first.
+        """
+        results = await run_to_completion(self._in_parts(batch, self._read))
+        damaged = batch.keys[results == DAMAGED]
+        if damaged.size:  # otherwise a put would take it that the block is there
+            await run_to_completion(self._remove(damaged))
+        self._counts.count(results, written=False)
+        return results
+
+    def touch(self, keys: Keys) -> None:
+        """Do nothing: the master counts what it is asked for."""
+
     async def delete(self, keys: Keys) -> None:
         """Remove the objects of blocks, whoever has put them.
 
@@ -212,6 +238,16 @@ class MooncakeTier(ElsewhereTier):
         if removed is None or removed < 0:
             raise OSError(f"{self.name}: {self.error or f'error {removed}'}")
 
+    def stats(self) -> TierStats:
+        """Return what this side has moved; what is there is not counted."""
+        return self._counts
+
+    async def flush(self) -> None:
+        """Do nothing: a Mooncake Store is memory of its segments.
+
+        Cancel safety: safe.
+        """
+
     async def close(self) -> None:
         """Leave the store. Never raises.
 
@@ -225,16 +261,6 @@ class MooncakeTier(ElsewhereTier):
             await run_to_completion(self._start(client.close))
 
     # --- blocks -----------------------------------------------------------------------
-
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        return await self._in_parts(batch, self._put)
-
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await self._in_parts(batch, self._get)
-        damaged = batch.keys[results == DAMAGED]
-        if damaged.size:  # otherwise a put would take it that the block is there
-            await self._remove(damaged)
-        return results
 
     async def _in_parts(
         self, batch: Batch, move: Callable[[Batch], Any]
@@ -255,7 +281,7 @@ class MooncakeTier(ElsewhereTier):
             batch.tell(which, part)
         return results
 
-    async def _put(self, batch: Batch) -> BlockResults:
+    async def _write(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
 
         async def fill(memory: Stage) -> list[int]:
@@ -278,7 +304,7 @@ class MooncakeTier(ElsewhereTier):
             self._note(f"error {min(codes)} of a put")
         return results.astype(np.uint8)
 
-    async def _get(self, batch: Batch) -> BlockResults:
+    async def _read(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
         room = HEAD_BYTES + int(batch.images.lengths.max())
         results = np.full(batch.keys.size, FAILED, np.uint8)
