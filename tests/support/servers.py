@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,10 @@ def mooncake_segment(
     finally:
         process.kill()
         process.communicate()
+        # Calls that were given up return now, and their client is closed behind them.
+        for thread in threading.enumerate():
+            if thread.name == "kvwire-mooncake":
+                thread.join(_PATIENCE_S)
 
 
 @contextlib.contextmanager
