@@ -82,10 +82,6 @@ class Backoff:
     So many that have lost the same thing at once do not come back at once, and what
     stays away is asked for less and less often. Never less than half of the limit: a
     pause of nothing is none.
-
-    Args:
-        first_s: The longest first pause.
-        last_s: The longest of all.
     """
 
     def __init__(self, first_s: float, last_s: float) -> None:

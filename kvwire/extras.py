@@ -36,16 +36,7 @@ def install_command(extra: str) -> str:
 
 @contextmanager
 def needed_by(what: str, *, extra: str = "", command: str = "") -> Iterator[None]:
-    """Import optional packages; if one is missing, say what installs it.
-
-    Args:
-        what: What cannot be used without them.
-        extra: The extra that brings them.
-        command: The command that brings them, where it is no extra.
-
-    Raises:
-        ModuleNotFoundError: One of them is not installed.
-    """
+    """Import optional packages; if one is missing, say what installs it."""
     try:
         yield
     except ModuleNotFoundError as exc:

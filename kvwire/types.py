@@ -29,8 +29,6 @@ Generation = NewType("Generation", int)
 """Counts the uses of a region; a grant of an earlier one is stale."""
 Tag = NewType("Tag", int)
 """Matches a message with its receiver: 0 to 2**64 - 1."""
-LayerIndex = NewType("LayerIndex", int)
-ChunkIndex = NewType("ChunkIndex", int)
 
 
 class Symbol(enum.Enum):

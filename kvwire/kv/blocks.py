@@ -47,20 +47,7 @@ class BlockLists(dict[str, Ids]):
 
 
 def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
-    """Check block ids and put them in one array for each group.
-
-    Args:
-        blocks: Ids in token order; a plain sequence where there is one group. What this
-            function returned is taken as it is.
-        pools: Blocks of each group's pool, in the cache's order.
-
-    Returns:
-        An array for every group, in the order of ``pools``.
-
-    Raises:
-        UsageError: A group is unknown or missing, there is no block at all, or an id is
-            no number, out of range or twice in the list. Names group, id and range.
-    """
+    """Check block ids and put them in one array for each group."""
     if isinstance(blocks, BlockLists) and blocks.keys() == pools.keys():
         return blocks
     # An abstract class is asked last: that takes several times as long.

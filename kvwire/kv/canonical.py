@@ -45,17 +45,8 @@ from kvwire.kv.geometry import Geometry, GroupGeometry
 class Canonical:
     """Describes what a transfer carries of one cache group, and in which order.
 
-    Attributes:
-        group: The group's name.
-        order: The nesting of the walk, outermost first; ``block`` is the granule axis.
-        layers: The model's indices of the layers that both sides hold.
-        heads: The model's indices of the KV heads that both sides hold.
-        components: Keys and values, or the latent only.
-        head_dim: Elements of one head.
-        item_bytes: Bytes of one element.
-        tokens: Tokens of the request that are carried.
-        granule_tokens: Tokens of one granule.
-        granules: Granules of the transfer.
+    Layers and heads are the model's indices of those that both sides hold. In the order
+    ``block`` is the granule axis.
     """
 
     group: str
@@ -102,9 +93,6 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
     """Return what a transfer between two sides carries, group by group.
 
     A pure function of both descriptions: either side gets the same answer.
-
-    Raises:
-        ProfileMismatch: The sides cannot exchange this; names every field that differs.
     """
     names = [group.name for group in producer.groups]
     others = [group.name for group in consumer.groups]
@@ -120,7 +108,7 @@ def negotiate(producer: Geometry, consumer: Geometry) -> tuple[Canonical, ...]:
 
 
 def pieces(walk: Canonical, side: GroupGeometry) -> int:
-    """Cut a payload; return all of it for no lengths."""
+    """Return in how many pieces a walk lies on one side."""
     extents = walk.extents(len(walk.layers), walk.granules)
     return math.prod(extents.values()) // _run(walk.order, extents, side)
 

@@ -36,17 +36,7 @@ class DLPackLike(Protocol):
 
 
 class DLPackArray(NamedTuple):
-    """Describes where the elements of an array lie.
-
-    Attributes:
-        address: Of the first element.
-        shape: Elements along each dimension.
-        strides: Bytes from one element to the next along each dimension.
-        dtype: The element type's name.
-        item_bytes: Bytes of one element.
-        device: ``HOST``, ``CUDA`` or another kind of the standard, and its number.
-        owner: Keeps the memory alive.
-    """
+    """Describes where the elements of an array lie."""
 
     address: int
     shape: tuple[int, ...]
@@ -58,12 +48,7 @@ class DLPackArray(NamedTuple):
 
 
 def read_dlpack(array: DLPackLike, where: str) -> DLPackArray:
-    """Read where an array lies; nothing is copied or converted.
-
-    Raises:
-        UsageError: It cannot be exported, or its element type is a fraction of a byte
-            or a vector.
-    """
+    """Read where an array lies; nothing is copied or converted."""
     kind, index = array.__dlpack_device__()
     try:
         capsule = array.__dlpack__(stream=_NO_SYNC if kind == CUDA else None)

@@ -24,18 +24,7 @@ Tokens: TypeAlias = "int | Mapping[str, int] | None"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupGeometry:
-    """Describes one side's part of a transfer in one cache group.
-
-    Attributes:
-        name: The group's name.
-        spec: What the group holds.
-        order: The memory order, outermost axis first.
-        blocks: Blocks in the transfer's list.
-        tokens: Valid tokens in them, or None where every block is full.
-
-    Raises:
-        UsageError: The order is no order of the axes, or the counts do not fit.
-    """
+    """Describes one side's part of a transfer in one cache group."""
 
     name: str
     spec: KVSpec
@@ -91,11 +80,7 @@ class Geometry:
 
     @classmethod
     def decode(cls, fields: object) -> Geometry:
-        """Read what a peer's :meth:`encode` wrote.
-
-        Raises:
-            UsageError: It is not that, or a number in it is out of range.
-        """
+        """Read what a peer's :meth:`encode` wrote."""
         if not isinstance(fields, tuple | list):
             raise UsageError("geometry: not a list of groups")
         if not 1 <= len(fields) <= limits.KV_GROUPS_MAX:
@@ -108,16 +93,7 @@ class Geometry:
 def describe(
     cache: PagedCache, lists: Mapping[str, Ids], tokens: Tokens = None
 ) -> Geometry:
-    """Describe this side's part of a transfer.
-
-    Args:
-        cache: The cache the blocks are in.
-        lists: The checked ids of every group; see :meth:`PagedCache.block_lists`.
-        tokens: Valid tokens in the lists; the last block may be partly filled.
-
-    Raises:
-        UsageError: ``tokens`` does not fit the lists, or names an unknown group.
-    """
+    """Describe this side's part of a transfer."""
     key: object = tokens
     if tokens is not None and isinstance(tokens, Mapping):
         if tokens.keys() - cache.groups.keys():
@@ -146,11 +122,7 @@ def _describe(cache: PagedCache, sizes: tuple[int, ...], tokens: Tokens) -> Geom
 
 @lru_cache(limits.KV_TEMPLATES_MAX)
 def geometry_of(fields: tuple[object, ...]) -> Geometry:
-    """Return :meth:`Geometry.decode` of what may have been decoded before.
-
-    Raises:
-        UsageError: As there.
-    """
+    """Return :meth:`Geometry.decode` of what may have been decoded before."""
     return Geometry.decode(fields)
 
 

@@ -22,9 +22,7 @@ from kvwire.kv.plan import Segment, TransferPlan
 class Landed:
     """Keeps the landed cells of one transfer, seen from one side.
 
-    Args:
-        plan: This side's plan.
-        held: What the consumer had before counts as landed.
+    What the consumer had before counts as landed, if ``held``.
     """
 
     __slots__ = ("_cells", "_left", "plan")
@@ -72,15 +70,7 @@ class Landed:
         self._left[group][:] = np.count_nonzero(~self._cells[group], axis=1)
 
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
-        """Note that every byte of a segment has landed but some ranges.
-
-        Args:
-            segment: The segment.
-            missing: (offset, bytes) of each range that has not.
-
-        Raises:
-            UsageError: A range is not inside the segment.
-        """
+        """Note that every byte of a segment has landed but some (offset, bytes)."""
         whole = np.ones_like(self._part(segment))
         for offset, nbytes in missing:
             whole &= ~self.plan.touched(segment, offset, nbytes)
@@ -89,9 +79,8 @@ class Landed:
     def mark_boxes(self, boxes: Sequence[Segment]) -> None:
         """Note what a peer says has landed, as :meth:`boxes` returns it.
 
-        Raises:
-            UsageError: A box is not inside the transfer, they overlap, or what they
-                leave out comes in more pieces than boxes of whole rows would leave.
+        Boxes that overlap are refused, and more of them than whole rows would need: to
+        find what they leave out must cost no more than to read them.
         """
         if not boxes:
             return
@@ -171,15 +160,9 @@ class Landed:
         return sum(int(n) * size for n, size in zip(moved, sizes, strict=True))
 
     def layer(self, layer: int, group: str | None = None) -> bool:
-        """Tell whether a layer of every block has landed.
+        """Tell whether a layer, by the model's index, of every block has landed.
 
-        Args:
-            layer: The model's index; a layer that the transfer does not carry is not
-                waited for.
-            group: The group; None for every group that has such a layer.
-
-        Raises:
-            UsageError: There is no such group.
+        One that the transfer does not carry is not waited for.
         """
         groups = range(len(self.plan.groups))
         if group is not None:

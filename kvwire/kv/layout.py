@@ -38,23 +38,14 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Describes how one axis lies in one tensor.
-
-    Attributes:
-        extent: Steps along the axis.
-        stride: Bytes from one step to the next; 0 where there is only one.
-    """
+    """Describes how one axis lies in one tensor; the stride of one step is 0."""
 
     extent: int
     stride: int
 
 
 def parse_layout(text: str) -> Dims:
-    """Read an axis order such as ``"block head token (kv dim)"``.
-
-    Raises:
-        UsageError: An unknown or repeated axis, or no ``block`` axis.
-    """
+    """Read an axis order such as ``"block head token (kv dim)"``."""
     dims: list[tuple[str, ...]] = []
     for folded, plain in _TOKEN.findall(text):
         dims.append(tuple(folded.split()) if folded else (plain,))
@@ -87,17 +78,6 @@ def choose_dims(
     An axis order is taken as it is written. ``"NHD"`` and ``"HND"`` adapt: a
     cross-layer tensor has ``layer`` after ``block``, keys and values apart have no
     ``kv``, and axes of one element are left out where the tensor has fewer dimensions.
-
-    Args:
-        layout: An axis order or a short form.
-        spec: What the cache holds.
-        shape: Of the tensor.
-        layered: Whether the tensor holds every layer.
-        apart: Whether keys and values are two tensors.
-        where: What to call the tensor in errors.
-
-    Raises:
-        UsageError: The layout has other axes than the tensor.
     """
     if layout not in ALIASES:
         dims = parse_layout(layout)
@@ -134,12 +114,7 @@ def read_axes(
     *,
     where: str,
 ) -> dict[str, Axis]:
-    """Return every axis of one tensor with its extent and stride in bytes.
-
-    Raises:
-        UsageError: The shape is not the spec's, or a stride is zero, negative, makes
-            elements overlap, or leaves the innermost axis with gaps. Names the axis.
-    """
+    """Return every axis of one tensor with its extent and stride in bytes."""
     if len(dims) != len(shape):
         text = " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in dims)
         raise UsageError(
@@ -169,8 +144,7 @@ def read_axes(
 def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
     """Return the innermost axis that overlaps what lies inside it, or ``""``.
 
-    Returns:
-        The axis, and the bytes that one of its steps must be at least.
+    With it come the bytes that one of its steps must be at least.
     """
     span = item_bytes
     for stride, name in sorted((a.stride, n) for n, a in axes.items() if a.extent > 1):

@@ -25,22 +25,13 @@ from kvwire.kv.paged import CacheGroup
 
 
 class Steps:
-    """Finds what of a group's addresses is the same whichever blocks a transfer names.
-
-    Attributes:
-        walk: What is carried, in which order.
-        memory: The group of the local cache.
-        granules_per_block: Granules in one block of this side.
-        distances: How far each layer lies behind the first; None where keys and values
-            lie apart by another distance in some layer.
-    """
-
-    __slots__ = ("_known", "distances", "granules_per_block", "memory", "walk")
+    """Keeps what of a group's addresses is the same for whatever blocks are named."""
 
     def __init__(self, walk: Canonical, memory: CacheGroup) -> None:
         self.walk: Canonical = walk
         self.memory: CacheGroup = memory
         self.granules_per_block: int = memory.spec.block_tokens // walk.granule_tokens
+        # How far each layer lies behind the first, if keys and values lie alike.
         behind = memory.bases - memory.bases[0]
         even = bool((behind == behind[:, :1]).all())
         self.distances: list[int] | None = behind[:, 0].tolist() if even else None
@@ -67,7 +58,7 @@ class Steps:
         first = layers.start - self.memory.spec.first_layer
         return self.memory.bases[first : first + len(layers)]
 
-    def offsets(self) -> dict[str, Ids]:
+    def _offsets(self) -> dict[str, Ids]:
         """Return the offsets along each axis but layers, components and blocks."""
         strides, walk = self.memory.strides, self.walk
         first = walk.heads.start - self.memory.spec.heads.start
@@ -77,43 +68,22 @@ class Steps:
             "dim": np.arange(walk.head_dim) * strides["dim"],
         }
 
-    def merged(
-        self, extents: dict[str, int], table: Ids, offsets: dict[str, Ids]
-    ) -> tuple[int, int]:
-        """Return how many inner axes are one run, and the bytes of that run."""
-        run = self.walk.item_bytes
-        merged = 0
-        for axis in reversed(self.walk.order):
-            if axis == "block" and axis not in offsets:
-                break
+    def _compute(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
+        table, offsets = self.table(layers), self._offsets()
+        extents = self.walk.extents(len(layers), 1)
+        outer, run = self.walk.order, self.walk.item_bytes
+        while outer and (axis := outer[-1]) != "block":
             if extents[axis] > 1 and not _steps_are(axis, run, table, offsets):
                 break
             run *= extents[axis]
-            merged += 1
-        return merged, run
-
-    def _compute(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
-        table, offsets = self.table(layers), self.offsets()
-        extents = self.walk.extents(len(layers), 1)
-        merged, run = self.merged(extents, table, offsets)
-        outer = self.walk.order[: len(self.walk.order) - merged]
+            outer = outer[:-1]
         addresses = _broadcast(outer, extents, table, offsets)
         shape = tuple([-1 if axis == "block" else 1 for axis in outer])
         return addresses, run, shape
 
 
 class GroupMap:
-    """Finds where a transfer's elements of one cache group lie here.
-
-    Attributes:
-        walk: What is carried, in which order.
-        memory: The group of the local cache.
-        ids: The transfer's block list.
-        wanted: Shape (walk.granules,): which granules are moved.
-        moves_all: Whether that is all of them.
-        granules_per_block: Granules in one block of this side.
-        granule_bytes: Bytes of one granule in one layer.
-    """
+    """Finds where a transfer's elements of one cache group lie here."""
 
     __slots__ = (
         "_last",
@@ -146,12 +116,7 @@ class GroupMap:
         self._last: _Answer | None = None
 
     def fragments(self, layers: range, granules: slice) -> Fragments:
-        """Return this side's memory of a part of the walk, merged.
-
-        Args:
-            layers: The model's indices, inside ``walk.layers``.
-            granules: A part of the granules; those not wanted are left out.
-        """
+        """Return this side's memory of a part of the walk, merged."""
         last = self._last
         if last is not None and last.granules == granules:
             distance = self._distance(last.layers, layers)
@@ -165,14 +130,6 @@ class GroupMap:
         """Return the wanted ones among some granules, ascending."""
         found: Ids = np.flatnonzero(self.wanted[granules])
         return found + np.int64(granules.start)
-
-    def merged_axes(self, layers: range) -> tuple[str, ...]:
-        """Return the inner axes of the walk that are one run of this side's memory."""
-        blocks = self._blocks(slice(0, self.walk.granules))
-        extents = self.walk.extents(len(layers), blocks.size)
-        offsets = {**self._steps.offsets(), "block": blocks}
-        merged, _ = self._steps.merged(extents, self._steps.table(layers), offsets)
-        return self.walk.order[len(self.walk.order) - merged :]
 
     def _distance(self, before: range, layers: range) -> int | None:
         """Return how far these layers lie behind those of the last answer, if so."""

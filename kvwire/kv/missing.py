@@ -15,13 +15,9 @@ Codes = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class MissingOfGroup:
-    """Lists what one group misses.
+    """Lists what one group misses: ids, which of the reasons each has, lost layers.
 
-    Attributes:
-        ids: The missing block ids.
-        codes: For each of them, which of the reasons it is.
-        layers: The model's indices of the layers that were to come.
-        lost: Shape (layers, missing): which of them did not land.
+    ``lost`` has the shape (layers, ids): which of the layers did not land.
     """
 
     ids: Ids

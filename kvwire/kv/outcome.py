@@ -101,13 +101,8 @@ def outcome_of(
 ) -> Outcome:
     """Return the outcome of a transfer that has ended.
 
-    Args:
-        landed: What of it landed.
-        otherwise: Why a block is missing that no other reason names.
-        reasons: Each with the positions, shape (blocks,), of the blocks that it is the
-            reason for where they are missing; the first that names a block holds.
-        timings: Where the time went.
-        layers_grouped: Layers that moved together.
+    Each of ``reasons`` has the positions, shape (blocks,), of those that it is the
+    reason for if missing. The first that names a block holds, else ``otherwise``.
     """
     plan = landed.plan
     if landed.complete:
@@ -157,18 +152,7 @@ def nothing_landed(
     tokens: Tokens = None,
     timings: Timings | None = None,
 ) -> Outcome:
-    """Return the outcome of a transfer that ended before there was a plan.
-
-    Args:
-        cache: The local cache.
-        blocks: The local block list.
-        reason: Why every block is missing.
-        tokens: Valid tokens in the list.
-        timings: Where the time went.
-
-    Raises:
-        UsageError: The blocks or the tokens do not fit the cache.
-    """
+    """Return the outcome of a transfer that ended before there was a plan."""
     lists = cache.block_lists(blocks)
     missing = {
         name: MissingOfGroup(
@@ -196,9 +180,6 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
 
     A block has landed if all shares of it have. Times are those of the slowest, since
     the transfers ran side by side.
-
-    Raises:
-        UsageError: There is none, or their block lists differ.
     """
     if not outcomes:
         raise UsageError("join: there is no outcome to join")

@@ -47,8 +47,6 @@ class PagedCache:
         UsageError: A tensor does not fit spec or layout; names tensor and field.
     """
 
-    __slots__ = ("_known", "device", "groups", "writable")
-
     groups: Mapping[str, CacheGroup]
     device: Device | None
     writable: bool
@@ -152,31 +150,10 @@ def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T
 class CacheGroup:
     """Describes one group of layers that share a block table.
 
-    Attributes:
-        name: The group's name.
-        spec: What it holds.
-        num_blocks: Blocks in the pool.
-        bases: Shape (layers, components), int64: where block 0, token 0, head 0 of each
-            layer and component begins.
-        strides: Bytes between steps along ``block``, ``token``, ``head`` and ``dim``; 0
-            for an axis of one element.
-        order: The memory order: every axis, outermost first.
-        device: What its memory belongs to; None for host memory.
-        writable: Whether every tensor may be written to.
-        owners: The tensors.
+    ``bases``, of shape (layers, components), is where block 0, token 0, head 0 of each
+    layer and component begins; ``strides`` are the bytes between steps along the other
+    axes, 0 for an axis of one element; ``order`` is every axis, outermost first.
     """
-
-    __slots__ = (
-        "bases",
-        "device",
-        "name",
-        "num_blocks",
-        "order",
-        "owners",
-        "spec",
-        "strides",
-        "writable",
-    )
 
     def __init__(self, name: str, spec: KVSpec, tensors: object, layout: str) -> None:
         _check_name(name)
@@ -303,11 +280,7 @@ def _check_device(
 def _nested_axes(
     bases: Addresses, axes: Mapping[str, Axis], item_bytes: int, where: str
 ) -> dict[str, Axis]:
-    """Return the nested axes; ``layer`` and ``kv`` only if they nest.
-
-    Raises:
-        UsageError: Tensors share memory, such as one that is passed for two layers.
-    """
+    """Return the nested axes; ``layer`` and ``kv`` only if they nest."""
     inner = {axis: axes[axis] for axis in _INNER}
     table = {axis: _table_axis(bases, dim) for dim, axis in enumerate(_TABLE)}
     nested = inner | {axis: found for axis, found in table.items() if found}

@@ -26,13 +26,13 @@ import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError
-from kvwire.kv.blocks import Bits, Blocks, Ids
+from kvwire.kv.blocks import Bits, Blocks
 from kvwire.kv.canonical import Canonical, negotiate, pieces
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.geometry import Geometry, GroupGeometry, Tokens, describe
@@ -44,10 +44,6 @@ from kvwire.kv.spec import KVSpec
 if TYPE_CHECKING:
     from kvwire.kv.blocks import BlockLists
 
-GATHER_BELOW_BYTES: Final = 16 * limits.KIB
-"""Smaller fragments are better gathered through a buffer: below this every transport
-that was measured spends its time on descriptors and not on bytes."""
-
 
 class PlanSide(enum.Enum):
     """Names the end of a transfer that a plan is for."""
@@ -58,15 +54,7 @@ class PlanSide(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Names layers and granules of one group: what one mark makes ready.
-
-    Attributes:
-        group: Index of the group in the cache's order.
-        layer: First layer, by the model's index.
-        layers: How many layers.
-        granule: First granule.
-        granules: How many granules.
-    """
+    """Names layers, by the model's index, and granules of one group."""
 
     group: int
     layer: int
@@ -96,33 +84,7 @@ class Segment:
 
 
 class PlanTemplate:
-    """Holds what a plan has from the two descriptions alone, for all their transfers.
-
-    Attributes:
-        ends: This side's description and the peer's.
-        groups: What is carried of each group, in the cache's order.
-        wanted: Which granules of each group move: all of them.
-        steps: Where those of each group lie here, but for their blocks.
-        nbytes: Bytes of the whole transfer.
-        digest: See :attr:`TransferPlan.digest`.
-        indices: Where each group stands in that order.
-        tokens: Tokens of each group.
-        landed: (blocks of the first group that lists the most tokens, these tokens).
-        missing: Nothing, of each group.
-    """
-
-    __slots__ = (
-        "digest",
-        "ends",
-        "groups",
-        "indices",
-        "landed",
-        "missing",
-        "nbytes",
-        "steps",
-        "tokens",
-        "wanted",
-    )
+    """Holds what a plan has from the two descriptions alone."""
 
     def __init__(
         self, cache: PagedCache, local: Geometry, peer: Geometry, side: PlanSide
@@ -150,6 +112,7 @@ class PlanTemplate:
         self.tokens: dict[str, int] = {w.group: w.tokens for w in self.groups}
         most = max(self.tokens.values())
         longest = list(self.tokens.values()).index(most)
+        # Blocks of the first group that lists the most tokens, and these tokens.
         self.landed: tuple[int, int] = local.groups[longest].blocks, most
         self.missing: MissingBlocks = nothing_missing(
             {walk.group: walk.layers for walk in self.groups}
@@ -159,11 +122,7 @@ class PlanTemplate:
 def template_of(
     cache: PagedCache, local: Geometry, peer: Geometry, side: PlanSide
 ) -> PlanTemplate:
-    """Return what two descriptions settle, computed when they meet first.
-
-    Raises:
-        ProfileMismatch: The two sides cannot exchange this; names the fields.
-    """
+    """Return what two descriptions settle, computed when they meet first."""
     # The template keeps both alive, so no other description has one of these numbers.
     key = id(local), id(peer), side is PlanSide.PRODUCER
     return computed_once(cache, key, lambda: PlanTemplate(cache, local, peer, side))
@@ -172,28 +131,8 @@ def template_of(
 class TransferPlan:
     """Says how one side takes part in one transfer. Immutable.
 
-    Args:
-        cache: The local cache.
-        blocks: The local block list, or one for each group.
-        peer: What the peer said about its share.
-        side: Which end this is.
-        tokens: Valid tokens in the block lists, where the last block is not full.
-        have: For each group, which positions of the *consumer's* list it has already,
-            shape (blocks,); the same on both sides.
-        local: What describes these blocks and tokens, where it is known.
-
-    Attributes:
-        side: Which end this is.
-        local: This side's description, for the peer.
-        groups: What is carried of each group, in the cache's order.
-        indices: Where each group stands in that order.
-        lists: The local block ids of each group.
-        nbytes: Bytes of the whole transfer.
-        template: What it has from the two descriptions.
-
-    Raises:
-        UsageError: The blocks do not fit the cache, or it cannot be written to.
-        ProfileMismatch: The two sides cannot exchange this; names the fields.
+    ``have`` says of each group which positions of the *consumer's* list it has already,
+    shape (blocks,); it is the same on both sides.
     """
 
     __slots__ = (
@@ -260,16 +199,8 @@ class TransferPlan:
     ) -> tuple[Segment, ...]:
         """Return the segments that a mark covers: one for each group it names.
 
-        Args:
-            layers: A layer by the model's index, or a slice of them; None for all.
-            blocks: A position in the local block list, or a slice; None for all.
-            group: The group; None where there is one group, or for all of all groups.
-
-        Returns:
-            No segment for a group of which the peer holds none of these layers.
-
-        Raises:
-            UsageError: A layer, position or group that this side does not have.
+        Layers are counted by the model's index, blocks by their positions in the local
+        list. There is none for a group of which the peer holds none of these layers.
         """
         if group is not None:
             segment = self._segment(self.group_index(group), layers, blocks)
@@ -287,10 +218,7 @@ class TransferPlan:
     def marked(self, index: int, layers: range, blocks: range) -> Segment | None:
         """Return the segment of a mark that was checked, or None if it has no part.
 
-        Args:
-            index: Of the group.
-            layers: Counted from this side's first.
-            blocks: Positions in the local block list.
+        Layers are counted from this side's first, blocks in the local list.
         """
         walk, group_map = self.groups[index], self._maps[index]
         first = group_map.memory.spec.first_layer
@@ -303,11 +231,7 @@ class TransferPlan:
         return Segment(index, start, stop - start, granule, last - granule)
 
     def group_index(self, group: str) -> int:
-        """Return where a group stands in the cache's order.
-
-        Raises:
-            UsageError: There is no such group.
-        """
+        """Return where a group stands in the cache's order."""
         found = self.indices.get(group)
         if found is not None:
             return found
@@ -315,11 +239,7 @@ class TransferPlan:
         raise UsageError(f"no group {group!r}; there is {names}")
 
     def check(self, segment: Segment) -> None:
-        """Refuse a segment that is not inside this transfer, such as a peer may name.
-
-        Raises:
-            UsageError: Names what is out of range.
-        """
+        """Refuse a segment that is not inside this transfer, as a peer may name."""
         if not 0 <= segment.group < len(self.groups):
             raise UsageError(
                 f"segment: group {segment.group} of {len(self.groups)} groups"
@@ -346,11 +266,7 @@ class TransferPlan:
         return segment.layers * granules * group_map.granule_bytes
 
     def fragments(self, segment: Segment) -> Fragments:
-        """Return where a segment lies here, in canonical order.
-
-        Raises:
-            UsageError: The segment is not inside this transfer.
-        """
+        """Return where a segment lies here, in canonical order."""
         self.check(segment)
         group_map = self._maps[segment.group]
         return group_map.fragments(segment.layer_range, segment.granule_slice)
@@ -360,11 +276,6 @@ class TransferPlan:
         per_block = self._maps[segment.group].granules_per_block
         last = segment.granule + segment.granules
         return slice(segment.granule // per_block, -(-last // per_block))
-
-    def block_ids(self, segment: Segment) -> Ids:
-        """Return the local blocks that a segment is a part of."""
-        walk = self.groups[segment.group]
-        return self.lists[walk.group][self.positions(segment)]
 
     def covering(self, segments: Iterable[Segment]) -> dict[str, Bits]:
         """Return which positions of each block list some segments cover."""
@@ -386,14 +297,7 @@ class TransferPlan:
         return self._maps[group].moves_all
 
     def touched(self, segment: Segment, offset: int, nbytes: int) -> Bits:
-        """Return the cells of a segment that a byte range is a part of.
-
-        Returns:
-            Shape (segment.layers, segment.granules).
-
-        Raises:
-            UsageError: The range is not inside the segment.
-        """
+        """Return the cells of a segment that a byte range is a part of."""
         if offset < 0 or nbytes < 0 or offset > self.nbytes_of(segment) - nbytes:
             raise UsageError(
                 f"segment: bytes {offset}+{nbytes} of {self.nbytes_of(segment)}"
@@ -421,13 +325,6 @@ class TransferPlan:
             return self.template.digest
         return _digest(self.groups, [group_map.wanted for group_map in self._maps])
 
-    def describe(self) -> str:
-        """Describe what is carried, in which order, in how many fragments."""
-        lines = [f"{self.side.value}: {self.nbytes} bytes"]
-        for group_map in self._maps:
-            lines += _describe_group(group_map)
-        return "\n".join(lines)
-
     def _segment(
         self, index: int, layers: int | slice | None, blocks: int | slice | None
     ) -> Segment | None:
@@ -447,37 +344,10 @@ def _digest(groups: Iterable[Canonical], wanted: Iterable[Bits]) -> bytes:
     return hashed.digest()[:16]
 
 
-def _describe_group(group_map: GroupMap) -> list[str]:
-    walk = group_map.walk
-    moving = int(np.count_nonzero(group_map.wanted))
-    carried = (
-        f"group {walk.group!r}: layers {_span(walk.layers)}, KV heads "
-        f"{_span(walk.heads)}, {walk.tokens} tokens in granules of "
-        f"{walk.granule_tokens}; {moving} of {walk.granules} granules move"
-    )
-    order, memory = " ".join(walk.order), " ".join(group_map.memory.order)
-    lines = [carried, f"  order: {order}; memory here: {memory}"]
-    if not moving:
-        return lines
-    for what, layers in (("one layer", walk.layers[:1]), ("all layers", walk.layers)):
-        found = group_map.fragments(layers, slice(0, walk.granules))
-        median = int(np.median(found.lengths))
-        together = " ".join(group_map.merged_axes(layers)) or "nothing"
-        way = "gather" if median < GATHER_BELOW_BYTES else "direct"
-        lines.append(
-            f"  {what}: {found.nbytes} bytes in {len(found)} fragments, median "
-            f"{median}, merged over {together}: {way}"
-        )
-    return lines
-
-
 def _check_pieces(walk: Canonical, local: GroupGeometry) -> None:
     """Refuse an order in which the local memory would lie in crumbs.
 
     Its tables would be larger than what they describe, and the peer chooses its layout.
-
-    Raises:
-        ProfileMismatch: It would.
     """
     count = pieces(walk, local)
     nbytes = len(walk.layers) * walk.granules * walk.granule_bytes

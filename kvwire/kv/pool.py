@@ -42,18 +42,6 @@ class BlockPool:
         UsageError: A number is out of range.
     """
 
-    __slots__ = (
-        "_blank",
-        "_by_hash",
-        "_cached_free",
-        "_hashes",
-        "_next",
-        "_previous",
-        "_refs",
-        "block_tokens",
-        "num_blocks",
-    )
-
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         if num_blocks < 1:
             raise UsageError(f"BlockPool: num_blocks={num_blocks}: at least 1")

@@ -267,12 +267,7 @@ class _Blocks(Generic[Id]):
     def claim(
         self, request: _Request[Id], lost: Bits
     ) -> tuple[tuple[TokenRange, ...], _Request[Id] | None]:
-        """Give a request what it lacks and nobody before it computes.
-
-        Returns:
-            The tokens that it computes, and the owner of the last of the others that it
-            lacks, if there are any: that one waits for those before.
-        """
+        """Give a request what it lacks and nobody before it computes."""
         group = request.main
         at, _ = self._find(group, request.lists[group])
         owners = self._owner[group][at]

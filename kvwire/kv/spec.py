@@ -239,17 +239,7 @@ def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
     """Return which peer shards move which heads, each head exactly once.
 
     Where several shards hold the same heads, this shard's rank picks among them, so
-    that replicas share the load.
-
-    Args:
-        here: The spec of this shard.
-        there: The specs of every shard of the peer's group, in rank order.
-
-    Returns:
-        Indices into ``there``, ascending by head.
-
-    Raises:
-        UsageError: Some head of this shard is in none of them.
+    that replicas share the load. Indices into ``there``, ascending by head.
     """
     holders: dict[int, list[int]] = {}
     for index, spec in enumerate(there):
@@ -286,11 +276,7 @@ def _overlap(a: range, b: range) -> range:
 
 
 def dtype_name(dtype: object) -> DType:
-    """Read ``"bfloat16"``, ``"torch.bfloat16"`` or an object that prints as one.
-
-    Raises:
-        UsageError: Blocks of this type cannot be moved.
-    """
+    """Read ``"bfloat16"``, ``"torch.bfloat16"`` or an object that prints as one."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise UsageError(

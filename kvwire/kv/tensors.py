@@ -30,18 +30,7 @@ from kvwire.types import Device, MemoryKind
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """Describes where the elements of one tensor lie.
-
-    Attributes:
-        address: Of the first element.
-        shape: Elements along each dimension.
-        strides: Bytes from one element to the next along each dimension.
-        dtype: The element type's name, as its library prints it.
-        item_bytes: Bytes of one element.
-        device: What its memory belongs to; None for host memory.
-        writable: Whether it may be written to.
-        owner: The tensor, which keeps the memory alive.
-    """
+    """Describes where the elements of one tensor lie."""
 
     address: int
     shape: tuple[int, ...]
@@ -58,11 +47,7 @@ class TensorView:
         return MemoryKind.HOST if self.device is None else self.device.kind
 
     def require_dtype(self, dtype: str, where: str) -> None:
-        """Refuse elements of another type than the spec's.
-
-        Raises:
-            UsageError: Names the tensor, its type and the spec's.
-        """
+        """Refuse elements of another type than the spec's."""
         if self.dtype == dtype:
             return
         raw = dtype in _NOT_IN_NUMPY and self.dtype.startswith(_RAW_PREFIXES)
@@ -74,15 +59,7 @@ class TensorView:
 
 
 def tensor_view(tensor: object, where: str) -> TensorView:
-    """Read where an array or tensor lies.
-
-    Args:
-        tensor: The array or tensor; nothing is copied, and no device is waited for.
-        where: What to call it in errors, such as ``"tensors[3]"``.
-
-    Raises:
-        UsageError: It is neither, or in memory that kvwire does not know.
-    """
+    """Read where an array or tensor lies."""
     if isinstance(tensor, np.ndarray):
         return _view_of_array(tensor)
     if isinstance(tensor, _TorchLike):

@@ -47,38 +47,17 @@ CROSS = ("block layer kv token head dim", (9, 3, 2, 2, 2, 4))
 LAYERS = ("layer block kv token head dim", (3, 9, 2, 2, 2, 4))
 
 
-def test_whole_blocks() -> None:
-    found = map_of(*CROSS, ids=[4, 1])
-    assert offsets(found, range(3), slice(0, 2)) == blocks(12, 3)
-    assert found.merged_axes(range(3)) == ("layer", "kv", "token", "head", "dim")
-
-
-def test_a_part_of_the_layers_and_granules() -> None:
-    found = map_of(*CROSS, ids=[4, 1, 7])
-    assert offsets(found, range(1, 3), slice(1, 3)) == [
-        4 * BLOCK_BYTES,
-        22 * BLOCK_BYTES,
-    ]
-
-
-def test_what_is_not_wanted_is_left_out() -> None:
-    found = map_of(*LAYERS, ids=[4, 1, 7], wanted=[True, False, True])
-    assert found.moved(slice(1, 3)).tolist() == [2]
-    assert offsets(found, range(1), slice(0, 3)) == blocks(4, 7)
-    assert len(found.fragments(range(1), slice(1, 2))) == 0
-
-
-def test_consecutive_blocks_are_merged_as_an_axis() -> None:
+def test_what_lies_together_is_one_fragment() -> None:
+    """A block of all layers, and blocks that are neighbours; not what is not wanted."""
+    cross = map_of(*CROSS, ids=[4, 1, 7])
+    assert offsets(cross, range(3), slice(0, 2)) == blocks(12, 3)
+    assert offsets(cross, range(1, 3), slice(1, 3)) == blocks(4, 22)
     found = map_of(*LAYERS, ids=[3, 4, 5])
-    assert found.merged_axes(range(1)) == (
-        "layer",
-        "block",
-        "kv",
-        "token",
-        "head",
-        "dim",
-    )
-    assert found.fragments(range(1), slice(0, 3)).lengths.tolist() == [3 * BLOCK_BYTES]
+    assert found.fragments(range(1), slice(0, 3)).lengths.tolist() == blocks(3)
+    some = map_of(*LAYERS, ids=[4, 1, 7], wanted=[True, False, True])
+    assert some.moved(slice(1, 3)).tolist() == [2]
+    assert offsets(some, range(1), slice(0, 3)) == blocks(4, 7)
+    assert len(some.fragments(range(1), slice(1, 2))) == 0
 
 
 @pytest.mark.parametrize("tensor", [CROSS, LAYERS])

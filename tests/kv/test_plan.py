@@ -173,7 +173,6 @@ def test_blocks_of_a_segment() -> None:
     (segment,) = producer.segments(blocks=1)
     assert producer.positions(segment) == slice(1, 2)
     assert consumer.positions(segment) == slice(2, 4)
-    assert consumer.block_ids(segment).tolist() == scenario.consumer.ids[2:4]
     assert (producer.granules_per_block(0), consumer.granules_per_block(0)) == (2, 1)
 
 
@@ -304,33 +303,11 @@ def test_the_digest_tells_walks_apart() -> None:
     assert same.digest == plans[0].digest
 
 
-def test_describe_says_what_and_how() -> None:
-    here, there = plans_of(LAYOUTS["NHD"], LAYOUTS["HND"])
-    assert here.describe() == (
-        f"producer: {6 * BLOCK_BYTES} bytes\n"
-        "group 'kv': layers 0 to 1, KV heads 0 to 1, 12 tokens in granules of 4; 3 of "
-        "3 granules move\n"
-        "  order: layer block kv token head dim; "
-        "memory here: layer block kv token head dim\n"
-        f"  one layer: {3 * BLOCK_BYTES} bytes in 3 fragments, median {BLOCK_BYTES}, "
-        "merged over kv token head dim: gather\n"
-        f"  all layers: {6 * BLOCK_BYTES} bytes in 6 fragments, median {BLOCK_BYTES}, "
-        "merged over kv token head dim: gather"
-    )
-    assert "45 fragments, median 6, merged over dim: gather" in there.describe()
-
-
-def test_describe_of_large_blocks_and_of_nothing() -> None:
-    spec = KVSpec(layers=1, kv_heads=8, head_dim=64, block_tokens=16)
-    cache = Store(spec, 2, LAYOUTS["NHD"]).cache()
-    plan = plan_for(cache, [1, 0], cache, PlanSide.PRODUCER)
-    assert "2 fragments, median 32768, merged over kv token head dim: direct" in (
-        plan.describe()
-    )
+def test_a_transfer_of_what_the_consumer_has_moves_nothing() -> None:
+    cache = Store(SPEC4, 2, LAYOUTS["NHD"]).cache()
     held = {"kv": np.ones(2, np.bool_)}
     nothing = plan_for(cache, [1, 0], cache, PlanSide.PRODUCER, have=held)
     assert nothing.nbytes == 0
-    assert "0 of 2 granules move" in nothing.describe()
     (segment,) = nothing.segments()
     assert len(nothing.fragments(segment)) == 0
     assert not nothing.touched(segment, 0, 0).any()
