@@ -6,20 +6,17 @@ import sys
 
 import pytest
 
-from tests.fault.planted import access, lanes, memory, progress
-from tests.fault.planted.plant import Planted, planted
+from tests.fault.planted import BUGS, SEEDS, Planted, planted
 from tests.sim import run
 from tests.support.depth import parameters
-
-BUGS = (*memory.BUGS, *access.BUGS, *progress.BUGS, *lanes.BUGS)
 
 
 @pytest.mark.parametrize("bug", parameters(BUGS, every=20), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Planted) -> None:
     with planted(bug) as other:
-        results = map(other.run_seed, range(bug.seeds))
+        results = map(other.run_seed, range(SEEDS))
         failed = next((result for result in results if result.error), None)
-    assert failed is not None, f"not found in {bug.seeds} seeds"
+    assert failed is not None, f"not found in {SEEDS} seeds"
     assert failed.rule in bug.rules, f"found as {failed.rule}: {failed.error}"
 
 

@@ -8,73 +8,64 @@ import threading
 import pytest
 
 import kvwire
-from tests.scenarios.conftest import Play
-from tests.scenarios.world import LAYERS, World, play, same
+from tests.scenarios.world import DEST, LAYERS, LIST, World, play, same, scenario
 from tests.support import virtual_time
 
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
+
+@scenario()
+async def test_r40_a_completion_that_nobody_waits_for_any_more(w: World) -> None:
+    errors: list[object] = []
+    w.d._state.loop.set_exception_handler(lambda _, context: errors.append(context))
+    out, inc = w.begin()
+
+    async def all_of_it() -> kvwire.Outcome:
+        return await inc
+
+    tasks = [
+        asyncio.create_task(all_of_it()),
+        asyncio.create_task(inc.layer(0)),
+        asyncio.create_task(inc.drained()),
+    ]
+    await w.until(lambda: inc._state.planned)
+    # In the very turn in which they would be resolved.
+    out.ready()
+    out.finish()
+    await w.turns_until(lambda: inc.layer_landed(0) or inc.done())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    # The completion is a record: it is there for whoever asks next.
+    assert (await inc).complete
+    await inc.layer(LAYERS - 1)
+    await inc.drained()
+    assert not errors
 
 
-def test_r40_a_completion_that_nobody_waits_for_any_more(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        errors: list[object] = []
-        w.d._state.loop.set_exception_handler(lambda _, context: errors.append(context))
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-
-        async def all_of_it() -> kvwire.Outcome:
-            return await inc
-
-        tasks = [
-            asyncio.create_task(all_of_it()),
-            asyncio.create_task(inc.layer(0)),
-            asyncio.create_task(inc.drained()),
-        ]
-        await w.until(lambda: inc._state.planned)
-        # In the very turn in which they would be resolved.
-        out.ready()
-        out.finish()
-        await w.turns_until(lambda: inc.layer_landed(0) or inc.done())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # The completion is a record: it is there for whoever asks next.
-        assert (await inc).complete
-        await inc.layer(LAYERS - 1)
-        await inc.drained()
-        assert not errors
-
-    play(scenario)
+@scenario()
+async def test_r40_a_call_that_fails_leaves_nothing(w: World) -> None:
+    w.pull_side.abort()
+    await w.push_side.wait_closed()
+    for _ in range(3):
+        for verb, memory in (
+            (w.pull_side.pull, w.target),
+            (w.push_side.push, w.source),
+        ):
+            end = verb("t", memory.cache, LIST, deadline=0.01)
+            assert not (await end).complete
+            await end.drained()
+    w.p.publish("t", w.source.cache, LIST).abort()
+    for side in (w.p, w.d):
+        assert not side._state.registry.live
+        assert not len(side._state.buffers)
+    w.pull_side = await w.d.connect(w.address)
+    assert await w.moves("t", LIST, DEST)
 
 
-def test_r40_a_call_that_fails_leaves_nothing(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        w.pull_side.abort()
-        await w.push_side.wait_closed()
-        for _ in range(3):
-            for verb, memory in (
-                (w.pull_side.pull, w.target),
-                (w.push_side.push, w.source),
-            ):
-                end = verb("t", memory.cache, LIST, deadline=0.01)
-                assert not (await end).complete
-                await end.drained()
-        w.p.publish("t", w.source.cache, LIST).abort()
-        for side in (w.p, w.d):
-            assert not side._state.registry.live
-            assert not len(side._state.buffers)
-        w.pull_side = await w.d.connect(w.address)
-        assert await w.moves("t", LIST, DEST)
-
-    play(scenario)
-
-
-def test_r41_the_loop_ends_while_transfers_run(play: Play) -> None:
+def test_r41_the_loop_ends_while_transfers_run(transport: str) -> None:
     kept: list[kvwire.Outgoing] = []
     ended: list[kvwire.Outcome] = []
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
         waits = w.p.publish("nobody comes", w.source.cache, [0])
@@ -91,7 +82,7 @@ def test_r41_the_loop_ends_while_transfers_run(play: Play) -> None:
         ended.append(await expects)
         await expects.drained()
 
-    play(scenario)
+    play(run, transport)
     assert [outcome.complete for outcome in ended] == [False] * 4
     assert all(all(outcome.missing.values()) for outcome in ended)
     # Another loop runs now, or none. A forward pass that still runs need not know.
@@ -107,27 +98,24 @@ def test_r42_a_request_after_idle_hours(monkeypatch: pytest.MonkeyPatch) -> None
     hours = 3 * 3600.0
     monkeypatch.setattr(virtual_time, "LONGEST_S", 2 * hours)
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         await virtual_time.pass_time(hours)
         assert not w.pull_side.closed, "pings have kept it"
         assert await w.moves("t", LIST, DEST)
         assert len(w.d.live_connections) == 1
 
-    play(scenario, "inproc", ping_interval_s=30.0)
+    play(run, "inproc", ping_interval_s=30.0)
 
 
-def test_r42_a_request_on_a_link_that_died_in_silence(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        # A middlebox has forgotten the connection: neither side hears the other.
-        w.freeze(w.pull_side)
-        w.freeze(w.push_side)
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        out.ready()
-        out.finish()
-        # Found out by the pings, redialled, and asked for again.
-        assert (await inc).complete
-        assert (await out).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    play(scenario, ping_interval_s=0.2, ping_misses=2)
+@scenario(ping_interval_s=0.2, ping_misses=2)
+async def test_r42_a_request_on_a_link_that_died_in_silence(w: World) -> None:
+    # A middlebox has forgotten the connection: neither side hears the other.
+    w.freeze(w.pull_side)
+    w.freeze(w.push_side)
+    out, inc = w.begin()
+    out.ready()
+    out.finish()
+    # Found out by the pings, redialled, and asked for again.
+    assert (await inc).complete
+    assert (await out).complete
+    assert same(w.source, LIST, w.target, DEST)

@@ -15,11 +15,7 @@ from kvwire.backend import Landing, Link, LinkHandler, registry
 from kvwire.kv.hashing import HashScheme
 from kvwire.limits import MIB
 from kvwire.wire.header import Flag, FrameType, encode_header
-from tests.scenarios.conftest import Play
-from tests.scenarios.world import BLOCKS, SPEC, World, same
-
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
+from tests.scenarios.world import BLOCKS, DEST, LIST, SPEC, World, same, scenario
 
 
 class Stranger(LinkHandler):
@@ -54,36 +50,32 @@ class Stranger(LinkHandler):
         self.closed.set_result(None)
 
 
-def test_r33_a_storm_of_handshakes(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        # Each connect is a connection of its own; none waits for another's handshake.
-        timeout_s = w.d.config.handshake_timeout_s
-        async with asyncio.timeout(timeout_s):
-            burst = await asyncio.gather(*(w.d.connect(w.address) for _ in range(64)))
-        assert len(set(burst)) == 64
-        incoming = []
-        for number, connection in enumerate(burst[:8]):
-            out = w.p.publish(number, w.source.cache, [number])
-            out.ready()
-            out.finish()
-            incoming.append(connection.pull(number, w.target.cache, [number]))
-        assert all([(await inc).complete for inc in incoming])
-        assert same(w.source, range(8), w.target, range(8))
-
-    play(scenario)
+@scenario()
+async def test_r33_a_storm_of_handshakes(w: World) -> None:
+    # Each connect is a connection of its own; none waits for another's handshake.
+    timeout_s = w.d.config.handshake_timeout_s
+    async with asyncio.timeout(timeout_s):
+        burst = await asyncio.gather(*(w.d.connect(w.address) for _ in range(64)))
+    assert len(set(burst)) == 64
+    incoming = []
+    for number, connection in enumerate(burst[:8]):
+        out = w.p.publish(number, w.source.cache, [number])
+        out.ready()
+        out.finish()
+        incoming.append(connection.pull(number, w.target.cache, [number]))
+    assert all([(await inc).complete for inc in incoming])
+    assert same(w.source, range(8), w.target, range(8))
 
 
-def test_r34_a_slow_handshake_holds_up_nobody(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        strangers = [await Stranger.at(w.address) for _ in range(16)]
-        assert await w.moves("t", LIST, DEST)
-        another = await w.d.connect(w.address)
-        assert not another.closed
-        assert not any(s.closed.done() for s in strangers), "they are still waited for"
-        # And each is gone by the deadline of a handshake.
-        await asyncio.gather(*(stranger.closed for stranger in strangers))
-
-    play(scenario, handshake_timeout_s=0.5)
+@scenario(handshake_timeout_s=0.5)
+async def test_r34_a_slow_handshake_holds_up_nobody(w: World) -> None:
+    strangers = [await Stranger.at(w.address) for _ in range(16)]
+    assert await w.moves("t", LIST, DEST)
+    another = await w.d.connect(w.address)
+    assert not another.closed
+    assert not any(s.closed.done() for s in strangers), "they are still waited for"
+    # And each is gone by the deadline of a handshake.
+    await asyncio.gather(*(stranger.closed for stranger in strangers))
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -99,77 +91,71 @@ def test_r34_a_slow_handshake_holds_up_nobody(play: Play) -> None:
     ],
     ids=str,
 )
-def test_r35_a_mismatch_is_refused_and_named_on_both_sides(
-    play: Play, push: bool, fields: dict[str, Any], names: list[str]
+@scenario()
+async def test_r35_a_mismatch_is_refused_and_named_on_both_sides(
+    w: World, push: bool, fields: dict[str, Any], names: list[str]
 ) -> None:
-    async def scenario(w: World) -> None:
-        spec = replace(SPEC, **fields)
-        shape = (BLOCKS, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
-        tensors = [np.zeros(shape, spec.dtype) for _ in range(spec.layers)]
-        other = kvwire.PagedCache(spec, tensors)
-        if push:
-            inc = w.d.expect("t", other, DEST)
-            out = w.push_side.push("t", w.source.cache, LIST)
-        else:
-            out = w.p.publish("t", w.source.cache, LIST)
-            inc = w.pull_side.pull("t", other, DEST)
+    spec = replace(SPEC, **fields)
+    shape = (BLOCKS, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
+    tensors = [np.zeros(shape, spec.dtype) for _ in range(spec.layers)]
+    other = kvwire.PagedCache(spec, tensors)
+    if push:
+        inc = w.d.expect("t", other, DEST)
+        out = w.push_side.push("t", w.source.cache, LIST)
+    else:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.pull_side.pull("t", other, DEST)
+    out.ready()
+    for end in (out, inc):
+        outcome = await end
+        assert not outcome.landed
+        (reason,) = set(outcome.missing.values())
+        for name in names:
+            assert name in reason, reason
+    assert await w.moves("u", [6, 7], [20, 21]), "the connection has not suffered"
+
+
+@scenario()
+async def test_r36_the_decode_pool_is_full(w: World) -> None:
+    # One transfer runs; forty more are pushed, and there is memory for none.
+    running = w.d.expect("running", w.target.cache, [0])
+    first = w.push_side.push("running", w.source.cache, [0])
+    pushed = []
+    for number in range(40):
+        out = w.push_side.push(number, w.source.cache, [number % BLOCKS])
         out.ready()
-        for end in (out, inc):
-            outcome = await end
-            assert not outcome.landed
-            (reason,) = set(outcome.missing.values())
-            for name in names:
-                assert name in reason, reason
-        assert await w.moves("u", [6, 7], [20, 21]), "the connection has not suffered"
-
-    play(scenario)
-
-
-def test_r36_the_decode_pool_is_full(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        # One transfer runs; forty more are pushed, and there is memory for none.
-        running = w.d.expect("running", w.target.cache, [0])
-        first = w.push_side.push("running", w.source.cache, [0])
-        pushed = []
-        for number in range(40):
-            out = w.push_side.push(number, w.source.cache, [number % BLOCKS])
-            out.ready()
-            out.finish()
-            pushed.append(out)
-        first.ready()
-        first.finish()
-        assert (await running).complete, "those who wait hold up nobody"
-        assert not any(out.done() for out in pushed)
-        assert w.target.free(range(1, BLOCKS)), "no byte comes before there is memory"
-        # Blocks come free two at a time, in another order than they were asked for.
-        for number in reversed(range(0, 40, 2)):
-            pair = [
-                w.d.expect(number, w.target.cache, [30]),
-                w.d.expect(number + 1, w.target.cache, [31]),
-            ]
-            for inc in pair:
-                assert (await inc).complete
-                await inc.drained()
-        assert all([(await out).complete for out in pushed])
-        assert (await first).complete
-
-    play(scenario)
+        out.finish()
+        pushed.append(out)
+    first.ready()
+    first.finish()
+    assert (await running).complete, "those who wait hold up nobody"
+    assert not any(out.done() for out in pushed)
+    assert w.target.free(range(1, BLOCKS)), "no byte comes before there is memory"
+    # Blocks come free two at a time, in another order than they were asked for.
+    for number in reversed(range(0, 40, 2)):
+        pair = [
+            w.d.expect(number, w.target.cache, [30]),
+            w.d.expect(number + 1, w.target.cache, [31]),
+        ]
+        for inc in pair:
+            assert (await inc).complete
+            await inc.drained()
+    assert all([(await out).complete for out in pushed])
+    assert (await first).complete
 
 
-def test_r39_a_transport_that_is_missing(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        for missing in ("pigeon", ["pigeon", "carrier"], "nccl"):
-            with pytest.raises(kvwire.BackendUnavailable, match=r"pigeon|nccl"):
-                await w.d.connect(w.address, transport=missing)
-        # Only preferred: another is taken, and the report says why.
-        assert w.pull_side.transport == w.address.scheme
-        report = {c.name: c for c in w.pull_side.transport_report.candidates}
-        assert report[w.address.scheme].taken
-        for name, candidate in report.items():
-            assert candidate.taken == (name == w.address.scheme)
-            assert candidate.reason
-
-    play(scenario, prefer=("nccl", "tcp"))
+@scenario(prefer=("nccl", "tcp"))
+async def test_r39_a_transport_that_is_missing(w: World) -> None:
+    for missing in ("pigeon", ["pigeon", "carrier"], "nccl"):
+        with pytest.raises(kvwire.BackendUnavailable, match=r"pigeon|nccl"):
+            await w.d.connect(w.address, transport=missing)
+    # Only preferred: another is taken, and the report says why.
+    assert w.pull_side.transport == w.address.scheme
+    report = {c.name: c for c in w.pull_side.transport_report.candidates}
+    assert report[w.address.scheme].taken
+    for name, candidate in report.items():
+        assert candidate.taken == (name == w.address.scheme)
+        assert candidate.reason
 
 
 GARBAGE = {
@@ -191,74 +177,68 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-def test_r43_what_is_no_handshake_costs_nothing(play: Play, what: str) -> None:
-    async def scenario(w: World) -> None:
-        header, body = GARBAGE[what]
-        stranger = await Stranger.at(w.address)
-        tracemalloc.start()
-        try:
-            stranger.say(header, body)
-            await stranger.closed
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert peak < MIB, "nothing is allocated by the size it named"
-        assert await w.moves("t", LIST, DEST)
-
-    play(scenario)
+@scenario()
+async def test_r43_what_is_no_handshake_costs_nothing(w: World, what: str) -> None:
+    header, body = GARBAGE[what]
+    stranger = await Stranger.at(w.address)
+    tracemalloc.start()
+    try:
+        stranger.say(header, body)
+        await stranger.closed
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MIB, "nothing is allocated by the size it named"
+    assert await w.moves("t", LIST, DEST)
 
 
-def test_r44_hashes_of_another_scheme_are_no_cold_cache(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        tokens = list(range(5 * SPEC.block_tokens))
-        mine = HashScheme(SPEC.block_tokens, b"one").block_hashes(tokens)
-        theirs = HashScheme(SPEC.block_tokens, b"two").block_hashes(tokens)
-        out = w.p.publish("t", w.source.cache, LIST, hashes=mine)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, hashes=theirs, have=theirs)
-        out.ready()
-        for end in (out, inc):
-            outcome = await end
-            assert not outcome.complete
-            assert all("hashes" in reason for reason in outcome.missing.values())
-        # Told to the handshake, the scheme keeps the two apart from the start.
-        for seed, names in ((b"two", "hash_seed"), (b"one", "")):
-            profile = dict(HashScheme(SPEC.block_tokens, seed).to_pairs())
-            async with kvwire.open(name="decode-1", profile=profile) as other:
-                if names:
-                    with pytest.raises(kvwire.ProfileMismatch, match=names):
-                        await other.connect(w.address)
-                else:
-                    assert not (await other.connect(w.address)).closed
-
-    play(scenario, profile=dict(HashScheme(SPEC.block_tokens, b"one").to_pairs()))
+@scenario(profile=dict(HashScheme(SPEC.block_tokens, b"one").to_pairs()))
+async def test_r44_hashes_of_another_scheme_are_no_cold_cache(w: World) -> None:
+    tokens = list(range(5 * SPEC.block_tokens))
+    mine = HashScheme(SPEC.block_tokens, b"one").block_hashes(tokens)
+    theirs = HashScheme(SPEC.block_tokens, b"two").block_hashes(tokens)
+    out = w.p.publish("t", w.source.cache, LIST, hashes=mine)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, hashes=theirs, have=theirs)
+    out.ready()
+    for end in (out, inc):
+        outcome = await end
+        assert not outcome.complete
+        assert all("hashes" in reason for reason in outcome.missing.values())
+    # Told to the handshake, the scheme keeps the two apart from the start.
+    for seed, names in ((b"two", "hash_seed"), (b"one", "")):
+        profile = dict(HashScheme(SPEC.block_tokens, seed).to_pairs())
+        async with kvwire.open(name="decode-1", profile=profile) as other:
+            if names:
+                with pytest.raises(kvwire.ProfileMismatch, match=names):
+                    await other.connect(w.address)
+            else:
+                assert not (await other.connect(w.address)).closed
 
 
-def test_r48_a_peer_that_is_not_found_fails_its_own_request(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        good = w.p.publish("good", w.source.cache, LIST)
-        inc = w.pull_side.pull("good", w.target.cache, DEST)
-        gone = await w.d.connect(w.address)
-        other_end = await w.p.accept()
-        gone.abort()
-        await other_end.wait_closed()
-        bad: list[kvwire.Outgoing] = []
+@scenario()
+async def test_r48_a_peer_that_is_not_found_fails_its_own_request(w: World) -> None:
+    good = w.p.publish("good", w.source.cache, LIST)
+    inc = w.pull_side.pull("good", w.target.cache, DEST)
+    gone = await w.d.connect(w.address)
+    other_end = await w.p.accept()
+    gone.abort()
+    await other_end.wait_closed()
+    bad: list[kvwire.Outgoing] = []
 
-        def hook(layer: int) -> None:
-            """What a forward pass calls for each layer, for two requests."""
-            bad.append(other_end.push("bad", w.source.cache, [0]))
-            bad[-1].ready(layers=layer)
-            good.ready(layers=layer)
+    def hook(layer: int) -> None:
+        """What a forward pass calls for each layer, for two requests."""
+        bad.append(other_end.push("bad", w.source.cache, [0]))
+        bad[-1].ready(layers=layer)
+        good.ready(layers=layer)
 
-        for layer in range(SPEC.layers):
-            hook(layer)
-        good.finish()
-        for out in bad:
-            assert not (await out).landed
-            await out.drained()
-        nowhere = "127.0.0.1:1" if w.address.scheme == "tcp" else "inproc://nowhere"
-        with pytest.raises(OSError, match=r".+"):
-            await w.p.connect(nowhere)
-        assert (await inc).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    play(scenario)
+    for layer in range(SPEC.layers):
+        hook(layer)
+    good.finish()
+    for out in bad:
+        assert not (await out).landed
+        await out.drained()
+    nowhere = "127.0.0.1:1" if w.address.scheme == "tcp" else "inproc://nowhere"
+    with pytest.raises(OSError, match=r".+"):
+        await w.p.connect(nowhere)
+    assert (await inc).complete
+    assert same(w.source, LIST, w.target, DEST)

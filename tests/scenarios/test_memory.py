@@ -11,98 +11,84 @@ import pytest
 
 import kvwire
 from kvwire.limits import MIB
-from tests.scenarios.conftest import Play
 from tests.scenarios.world import (
     BLOCKS,
+    DEST,
     LARGE,
     SPEC,
     Memory,
     World,
     held,
     same,
+    scenario,
 )
 
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
 SLOT = kvwire.KVSpec(layers=1, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32")
 
 
-def test_r17_preemption_while_a_send_reads_the_blocks(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 12), Memory(LARGE, 12)
-        w.source.stamp(range(12))
-        out = w.p.publish("t", w.source.cache, range(12))
-        inc = w.pull_side.pull("t", w.target.cache, range(12))
-        await w.until(lambda: inc._state.planned)
-        thaw = w.freeze(w.pull_side)
-        out.ready(layers=0)
-        await w.until(lambda: held(w.p))
-        out.abort("preempted")
-        await out
-        # The request is over. The blocks are not free: the link still reads them.
-        assert not out.is_drained
-        assert w.p.quarantined_bytes
-        thaw()
-        await out.drained()
-        assert not w.p.quarantined_bytes
-        w.source.stamp(range(12), salt=9)
-        outcome = await inc
-        landed = outcome.landed.ids().tolist()
-        assert not landed
-
-    play(scenario)
+@scenario()
+async def test_r17_preemption_while_a_send_reads_the_blocks(w: World) -> None:
+    out, inc = w.begin_large(12)
+    await w.until(lambda: inc._state.planned)
+    thaw = w.freeze(w.pull_side)
+    out.ready(layers=0)
+    await w.until(lambda: held(w.p))
+    out.abort("preempted")
+    await out
+    # The request is over. The blocks are not free: the link still reads them.
+    assert not out.is_drained
+    assert w.p.quarantined_bytes
+    thaw()
+    await out.drained()
+    assert not w.p.quarantined_bytes
+    w.source.stamp(range(12), salt=9)
+    outcome = await inc
+    landed = outcome.landed.ids().tolist()
+    assert not landed
 
 
-def test_r18_handing_over_nothing_is_an_error(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        with pytest.raises(kvwire.UsageError, match="0 blocks"):
-            w.p.publish("t", w.source.cache, [])
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        # Preempted in its last step: nothing was computed, and somebody finishes.
-        with pytest.raises(kvwire.UsageError, match="4 layers are wholly missing"):
-            out.finish()
-        with pytest.raises(kvwire.UsageError, match="never marked ready"):
-            async with out:
-                pass
-        outcome = await inc
-        assert not outcome.complete
-        assert not outcome.landed
-        assert "never marked ready" in outcome.missing["kv", DEST[0]]
-
-    play(scenario)
+@scenario()
+async def test_r18_handing_over_nothing_is_an_error(w: World) -> None:
+    with pytest.raises(kvwire.UsageError, match="0 blocks"):
+        w.p.publish("t", w.source.cache, [])
+    out, inc = w.begin()
+    # Preempted in its last step: nothing was computed, and somebody finishes.
+    with pytest.raises(kvwire.UsageError, match="4 layers are wholly missing"):
+        out.finish()
+    with pytest.raises(kvwire.UsageError, match="never marked ready"):
+        async with out:
+            pass
+    outcome = await inc
+    assert not outcome.complete
+    assert not outcome.landed
+    assert "never marked ready" in outcome.missing["kv", DEST[0]]
 
 
-def test_r19_a_stalled_writer_keeps_the_blocks_and_nothing_else(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 16), Memory(LARGE, 16)
-        w.source.stamp(range(16))
-        out = w.p.publish("t", w.source.cache, range(16))
-        inc = w.pull_side.pull("t", w.target.cache, range(16))
-        out.ready(layers=0)
-        # In the middle of a chunk of 16 MiB.
-        await w.turns_until(lambda: held(w.d))
-        w.freeze(w.pull_side)
-        inc.abort("the engine waits no longer")
-        outcome = await inc
-        assert not outcome.complete
-        # Nobody is held up, and nothing is released: it is in quarantine.
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await inc.drained()
-        assert w.d.quarantined_bytes == 16 * LARGE.layer_block_bytes
-        # While it is full, no verb begins anything.
-        for verb in (w.d.publish, w.d.expect, w.pull_side.pull, w.pull_side.push):
-            with pytest.raises(kvwire.UsageError, match="quarantine_bytes=1048576"):
-                verb("u", w.target.cache, [0])
-        # Only the end of the link proves that nothing writes there any more.
-        w.cut()
-        await inc.drained()
-        assert not w.d.quarantined_bytes
-        w.d.publish("u", w.target.cache, [0]).abort()
-        out.abort()
-
-    play(scenario, chunk_bytes=16 * MIB, quarantine_bytes=MIB)
+@scenario(chunk_bytes=16 * MIB, quarantine_bytes=MIB)
+async def test_r19_a_stalled_writer_keeps_the_blocks_and_nothing_else(w: World) -> None:
+    out, inc = w.begin_large(16)
+    out.ready(layers=0)
+    # In the middle of a chunk of 16 MiB.
+    await w.turns_until(lambda: held(w.d))
+    w.freeze(w.pull_side)
+    inc.abort("the engine waits no longer")
+    outcome = await inc
+    assert not outcome.complete
+    # Nobody is held up, and nothing is released: it is in quarantine.
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await inc.drained()
+    assert w.d.quarantined_bytes == 16 * LARGE.layer_block_bytes
+    # While it is full, no verb begins anything.
+    for verb in (w.d.publish, w.d.expect, w.pull_side.pull, w.pull_side.push):
+        with pytest.raises(kvwire.UsageError, match="quarantine_bytes=1048576"):
+            verb("u", w.target.cache, [0])
+    # Only the end of the link proves that nothing writes there any more.
+    w.cut()
+    await inc.drained()
+    assert not w.d.quarantined_bytes
+    w.d.publish("u", w.target.cache, [0]).abort()
+    out.abort()
 
 
 def test_r46_layers_that_share_memory_are_refused() -> None:
@@ -111,81 +97,77 @@ def test_r46_layers_that_share_memory_are_refused() -> None:
         kvwire.PagedCache(SPEC, [tensor] * SPEC.layers)
 
 
-def test_r46_a_slot_is_reserved_until_it_has_drained(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        # Each layer is staged in the one slot there is: block 0 of a pool of its own.
-        slot = Memory(SLOT, 1)
-        landed = Memory(SLOT, 4)
-        for layer in range(4):
-            slot.stamp([0], salt=layer + 1)
-            out = w.p.publish(f"layer {layer}", slot.cache, [0])
-            inc = w.pull_side.pull(f"layer {layer}", landed.cache, [layer])
-            out.ready()
-            out.finish()
-            await out.drained()
-            # From here the next layer may overwrite it.
-            slot.tensors[0][:] = -2.0
-            assert (await inc).complete
-        for layer in range(4):
-            slot.stamp([0], salt=layer + 1)
-            assert same(slot, [0], landed, [layer], layers=[0])
-
-    play(scenario)
-
-
-def test_r47_every_delayed_free_has_an_owner_and_an_end(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        # Nobody comes, one of two comes, nobody comes back: each ends with its lease.
-        alone = w.p.publish("alone", w.source.cache, [1])
-        half = w.p.publish("half", w.source.cache, [2], consumers=2)
-        first = w.pull_side.pull("half", w.target.cache, [20])
-        half.ready()
-        half.finish()
-        assert (await first).complete
-        gone = w.d.expect("gone", w.target.cache, [21])
-        back = w.push_side.push("gone", w.source.cache, [3])
-        back.ready(layers=0)
-        await gone.layer(0)
-        w.d._state.config = w.d.config.replace(resume=False)
-        w.cut()
-        for end in (alone, half, gone, back):
-            outcome = await end
-            assert not outcome.complete
-            await end.drained()
-        assert "lease" in (await half).missing["kv", 2]
-        assert not (await half).landed, "what one consumer lacks the group cannot use"
-        # The counters of what is still owed are at zero.
-        for side in (w.p, w.d):
-            assert not side.quarantined_bytes
-            assert not side._state.registry.live
-            assert not len(side._state.buffers)
-
-    play(scenario, lease_s=0.1)
-
-
-def test_r49_the_producer_frees_while_its_last_layers_are_queued(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        source = Memory(LARGE, 8)
-        source.stamp(range(8))
-        kept = Memory(LARGE, 8)
-        kept.stamp(range(8))
-        w.target = Memory(LARGE, 8)
-        out = w.p.publish("t", source.cache, range(8))
-        inc = w.pull_side.pull("t", w.target.cache, range(8))
-        await w.until(lambda: inc._state.planned)
-        thaw = w.freeze(w.pull_side)
-        alive = weakref.ref(source.tensors[-1])
+@scenario()
+async def test_r46_a_slot_is_reserved_until_it_has_drained(w: World) -> None:
+    # Each layer is staged in the one slot there is: block 0 of a pool of its own.
+    slot = Memory(SLOT, 1)
+    landed = Memory(SLOT, 4)
+    for layer in range(4):
+        slot.stamp([0], salt=layer + 1)
+        out = w.p.publish(f"layer {layer}", slot.cache, [0])
+        inc = w.pull_side.pull(f"layer {layer}", landed.cache, [layer])
         out.ready()
         out.finish()
-        # The engine lets go of everything; the bytes are still on their way.
-        del source, out
-        gc.collect()
-        assert alive() is not None
-        thaw()
+        await out.drained()
+        # From here the next layer may overwrite it.
+        slot.tensors[0][:] = -2.0
         assert (await inc).complete
-        assert same(kept, range(8), w.target, range(8))
-        await w.until(lambda: not w.p._state.registry.live)
-        gc.collect()
-        assert alive() is None, "and are held no longer than that"
+    for layer in range(4):
+        slot.stamp([0], salt=layer + 1)
+        assert same(slot, [0], landed, [layer], layers=[0])
 
-    play(scenario)
+
+@scenario(lease_s=0.1)
+async def test_r47_every_delayed_free_has_an_owner_and_an_end(w: World) -> None:
+    # Nobody comes, one of two comes, nobody comes back: each ends with its lease.
+    alone = w.p.publish("alone", w.source.cache, [1])
+    half = w.p.publish("half", w.source.cache, [2], consumers=2)
+    first = w.pull_side.pull("half", w.target.cache, [20])
+    half.ready()
+    half.finish()
+    assert (await first).complete
+    gone = w.d.expect("gone", w.target.cache, [21])
+    back = w.push_side.push("gone", w.source.cache, [3])
+    back.ready(layers=0)
+    await gone.layer(0)
+    w.d._state.config = w.d.config.replace(resume=False)
+    w.cut()
+    for end in (alone, half, gone, back):
+        outcome = await end
+        assert not outcome.complete
+        await end.drained()
+    assert "lease" in (await half).missing["kv", 2]
+    assert not (await half).landed, "what one consumer lacks the group cannot use"
+    # The counters of what is still owed are at zero.
+    for side in (w.p, w.d):
+        assert not side.quarantined_bytes
+        assert not side._state.registry.live
+        assert not len(side._state.buffers)
+
+
+@scenario()
+async def test_r49_the_producer_frees_while_its_last_layers_are_queued(
+    w: World,
+) -> None:
+    source = Memory(LARGE, 8)
+    source.stamp(range(8))
+    kept = Memory(LARGE, 8)
+    kept.stamp(range(8))
+    w.target = Memory(LARGE, 8)
+    out = w.p.publish("t", source.cache, range(8))
+    inc = w.pull_side.pull("t", w.target.cache, range(8))
+    await w.until(lambda: inc._state.planned)
+    thaw = w.freeze(w.pull_side)
+    alive = weakref.ref(source.tensors[-1])
+    out.ready()
+    out.finish()
+    # The engine lets go of everything; the bytes are still on their way.
+    del source, out
+    gc.collect()
+    assert alive() is not None
+    thaw()
+    assert (await inc).complete
+    assert same(kept, range(8), w.target, range(8))
+    await w.until(lambda: not w.p._state.registry.live)
+    gc.collect()
+    assert alive() is None, "and are held no longer than that"

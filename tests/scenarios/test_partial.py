@@ -8,8 +8,7 @@ import threading
 import numpy as np
 
 import kvwire
-from tests.scenarios.conftest import Play
-from tests.scenarios.world import SPEC, Memory, World, same
+from tests.scenarios.world import SPEC, Memory, World, same, scenario
 
 BLOCK_TOKENS = SPEC.block_tokens
 
@@ -23,79 +22,73 @@ def request(id: str, blocks: list[int]) -> kvwire.PrefillRequest[str]:
     )
 
 
-def test_r28_some_requests_of_a_batch_have_lost_their_kv(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        batch = {"a": [10, 11, 12], "b": [13, 14, 15], "c": [16, 17, 18]}
-        sources = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
-        incoming = {}
-        for name, blocks in batch.items():
-            out = w.p.publish(name, w.source.cache, sources[name])
-            incoming[name] = w.pull_side.pull(name, w.target.cache, blocks)
-            # Of b the second block was lost.
-            marked = [0, 2] if name == "b" else [0, 1, 2]
-            for position in marked:
-                out.ready(blocks=position)
-            out.finish(partial=True)
-        outcomes = {name: await inc for name, inc in incoming.items()}
-        assert set(outcomes["b"].missing) == {("kv", 14)}
-        assert outcomes["b"].usable_prefix == 1
-        plan = kvwire.plan_prefill(
-            [request(name, blocks) for name, blocks in batch.items()], outcomes
-        )
-        assert plan.ready == ("a", "c")
-        assert plan.prefill == {"b": ((BLOCK_TOKENS, 3 * BLOCK_TOKENS),)}
-        assert not plan.waits
-
-    play(scenario)
-
-
-def test_r29_failed_blocks_that_two_requests_share(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        # The prefix 10, 11 is the same memory for both; a's transfer brings it.
-        out = w.p.publish("a", w.source.cache, [1, 2, 3])
-        inc = w.pull_side.pull("a", w.target.cache, [10, 11, 12])
-        other = w.p.publish("b", w.source.cache, [4])
-        rest = w.pull_side.pull("b", w.target.cache, [13])
-        out.ready(blocks=0)
+@scenario()
+async def test_r28_some_requests_of_a_batch_have_lost_their_kv(w: World) -> None:
+    batch = {"a": [10, 11, 12], "b": [13, 14, 15], "c": [16, 17, 18]}
+    sources = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
+    incoming = {}
+    for name, blocks in batch.items():
+        out = w.p.publish(name, w.source.cache, sources[name])
+        incoming[name] = w.pull_side.pull(name, w.target.cache, blocks)
+        # Of b the second block was lost.
+        marked = [0, 2] if name == "b" else [0, 1, 2]
+        for position in marked:
+            out.ready(blocks=position)
         out.finish(partial=True)
-        other.ready()
-        other.finish()
-        outcomes = {"a": await inc, "b": await rest}
-        plan = kvwire.plan_prefill(
-            [request("a", [10, 11, 12]), request("b", [10, 11, 13])], outcomes
-        )
-        assert plan.ready == ()
-        # One owner computes the shared block, the other one goes on behind it.
-        assert plan.prefill["a"] == ((BLOCK_TOKENS, 3 * BLOCK_TOKENS),)
-        assert plan.prefill["b"] == ((2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS),)
-        assert plan.waits == {"b": "a"}
-
-    play(scenario)
+    outcomes = {name: await inc for name, inc in incoming.items()}
+    assert set(outcomes["b"].missing) == {("kv", 14)}
+    assert outcomes["b"].usable_prefix == 1
+    plan = kvwire.plan_prefill(
+        [request(name, blocks) for name, blocks in batch.items()], outcomes
+    )
+    assert plan.ready == ("a", "c")
+    assert plan.prefill == {"b": ((BLOCK_TOKENS, 3 * BLOCK_TOKENS),)}
+    assert not plan.waits
 
 
-def test_r30_a_failure_wakes_an_idle_engine(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, [1, 2])
-        inc = w.pull_side.pull("t", w.target.cache, [10, 11])
-        await w.until(lambda: inc._state.planned)
+@scenario()
+async def test_r29_failed_blocks_that_two_requests_share(w: World) -> None:
+    # The prefix 10, 11 is the same memory for both; a's transfer brings it.
+    out = w.p.publish("a", w.source.cache, [1, 2, 3])
+    inc = w.pull_side.pull("a", w.target.cache, [10, 11, 12])
+    other = w.p.publish("b", w.source.cache, [4])
+    rest = w.pull_side.pull("b", w.target.cache, [13])
+    out.ready(blocks=0)
+    out.finish(partial=True)
+    other.ready()
+    other.finish()
+    outcomes = {"a": await inc, "b": await rest}
+    plan = kvwire.plan_prefill(
+        [request("a", [10, 11, 12]), request("b", [10, 11, 13])], outcomes
+    )
+    assert plan.ready == ()
+    # One owner computes the shared block, the other one goes on behind it.
+    assert plan.prefill["a"] == ((BLOCK_TOKENS, 3 * BLOCK_TOKENS),)
+    assert plan.prefill["b"] == ((2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS),)
+    assert plan.waits == {"b": "a"}
 
-        async def layer() -> str:
-            try:
-                await inc.layer(0)
-            except kvwire.RequestError as exc:
-                return str(exc)
-            return "it landed"
 
-        waiters = [asyncio.ensure_future(end) for end in (inc, out)]
-        gate = asyncio.create_task(layer())
-        await asyncio.sleep(0)
-        # Nobody polls, no timer of the application is set.
-        out.abort("prefill failed")
-        for waiter in waiters:
-            assert not (await waiter).complete
-        assert "prefill failed" in await gate
+@scenario()
+async def test_r30_a_failure_wakes_an_idle_engine(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, [1, 2])
+    inc = w.pull_side.pull("t", w.target.cache, [10, 11])
+    await w.until(lambda: inc._state.planned)
 
-    play(scenario)
+    async def layer() -> str:
+        try:
+            await inc.layer(0)
+        except kvwire.RequestError as exc:
+            return str(exc)
+        return "it landed"
+
+    waiters = [asyncio.ensure_future(end) for end in (inc, out)]
+    gate = asyncio.create_task(layer())
+    await asyncio.sleep(0)
+    # Nobody polls, no timer of the application is set.
+    out.abort("prefill failed")
+    for waiter in waiters:
+        assert not (await waiter).complete
+    assert "prefill failed" in await gate
 
 
 def test_r30_a_failure_wakes_a_thread_that_waits() -> None:
@@ -115,35 +108,33 @@ def test_r30_a_failure_wakes_a_thread_that_waits() -> None:
         assert [outcome.complete for outcome in found] == [False]
 
 
-def test_r31_block_ids_of_two_groups_are_told_apart(play: Play) -> None:
-    async def scenario(w: World) -> None:
-        full, window = (Memory(), Memory()), (Memory(), Memory())
-        for group in (full, window):
-            group[0].stamp(range(32), salt=1 + (group is window))
-        source, target = (
-            kvwire.PagedCache.grouped(
-                {
-                    "full": (SPEC, full[side].tensors),
-                    "window": (SPEC, window[side].tensors),
-                }
-            )
-            for side in (0, 1)
+@scenario()
+async def test_r31_block_ids_of_two_groups_are_told_apart(w: World) -> None:
+    full, window = (Memory(), Memory()), (Memory(), Memory())
+    for group in (full, window):
+        group[0].stamp(range(32), salt=1 + (group is window))
+    source, target = (
+        kvwire.PagedCache.grouped(
+            {
+                "full": (SPEC, full[side].tensors),
+                "window": (SPEC, window[side].tensors),
+            }
         )
-        # The same ids in both groups, and other memory.
-        out = w.p.publish("t", source, {"full": [1, 2], "window": [1, 2]})
-        inc = w.pull_side.pull("t", target, {"full": [7, 8], "window": [7, 8]})
-        out.ready(group="full")
-        out.ready(group="window", blocks=1)
-        out.finish(partial=True)
-        outcome = await inc
-        assert set(outcome.missing) == {("window", 7)}
-        assert set(outcome.landed) == {("full", 7), ("full", 8), ("window", 8)}
-        assert set((await out).missing) == {("window", 1)}
-        assert same(full[0], [1, 2], full[1], [7, 8])
-        assert same(window[0], [2], window[1], [8])
-        assert window[1].free([7])
-
-    play(scenario)
+        for side in (0, 1)
+    )
+    # The same ids in both groups, and other memory.
+    out = w.p.publish("t", source, {"full": [1, 2], "window": [1, 2]})
+    inc = w.pull_side.pull("t", target, {"full": [7, 8], "window": [7, 8]})
+    out.ready(group="full")
+    out.ready(group="window", blocks=1)
+    out.finish(partial=True)
+    outcome = await inc
+    assert set(outcome.missing) == {("window", 7)}
+    assert set(outcome.landed) == {("full", 7), ("full", 8), ("window", 8)}
+    assert set((await out).missing) == {("window", 1)}
+    assert same(full[0], [1, 2], full[1], [7, 8])
+    assert same(window[0], [2], window[1], [8])
+    assert window[1].free([7])
 
 
 class SkewedLoop(asyncio.SelectorEventLoop):

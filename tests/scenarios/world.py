@@ -8,18 +8,23 @@ not be are told apart by looking.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import uvloop
 
 import kvwire
 from tests.support import virtual_time
 
 LAYERS, BLOCKS = 4, 32
+# What most scenarios move, and where to.
+LIST, DEST = [3, 1, 4, 5, 9], [10, 11, 12, 13, 14]
 SPEC = kvwire.KVSpec(
     layers=LAYERS, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32"
 )
@@ -166,6 +171,18 @@ class World:
         for connection in self.p.live_connections:
             connection.abort("cut by the test")
 
+    def begin(self) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+        """Publish a few blocks, and pull them."""
+        out = self.p.publish("t", self.source.cache, LIST)
+        return out, self.pull_side.pull("t", self.target.cache, DEST)
+
+    def begin_large(self, blocks: int) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+        """Publish blocks of which one layer of each is 1 MiB, and pull them."""
+        self.source, self.target = Memory(LARGE, blocks), Memory(LARGE, blocks)
+        self.source.stamp(range(blocks))
+        out = self.p.publish("t", self.source.cache, range(blocks))
+        return out, self.pull_side.pull("t", self.target.cache, range(blocks))
+
     async def moves(self, id: str, source: list[int], target: list[int]) -> bool:
         """Whether a whole transfer works, and brings the right bytes."""
         out = self.p.publish(id, self.source.cache, source)
@@ -211,3 +228,34 @@ def play(scenario: Scenario, transport: str, **config: Any) -> None:
         uvloop.run(main())
     else:
         virtual_time.run(main())
+
+
+P = ParamSpec("P")
+
+
+def scenario(
+    *transports: str, **config: Any
+) -> Callable[
+    [Callable[Concatenate[World, P], Coroutine[Any, Any, None]]], Callable[..., None]
+]:
+    """Make a test of a coroutine function; it is played over these transports.
+
+    Without any it is played over both, each in a world of its own.
+    """
+
+    def made(
+        body: Callable[Concatenate[World, P], Coroutine[Any, Any, None]],
+    ) -> Callable[..., None]:
+        def test(transport: str, **arguments: Any) -> None:
+            play(functools.partial(body, **arguments), transport, **config)
+
+        _, *others = inspect.signature(body).parameters.values()
+        transport = inspect.signature(test).parameters["transport"]
+        test.__signature__ = inspect.Signature([transport, *others])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        test.__module__ = body.__module__
+        names = transports or ("inproc", "tcp")
+        played: Callable[..., None] = pytest.mark.parametrize("transport", names)(test)
+        return played
+
+    return made

@@ -1,7 +1,9 @@
-"""Runs the simulator on a core with one line changed.
+"""Runs the simulator on a core with one bug planted, to show that it is found (Q6).
 
-The core, the wire format and the simulator are imported anew, and one module of them
-from a changed source. What the rest of the process has imported stays as it is.
+The bugs are in planted.txt, each as a name, the module with what the simulator says of
+it, and the change as a diff. The core, the wire format and the simulator are imported
+anew, and one module of them with the change. What the rest of the process has imported
+stays as it is.
 """
 
 from __future__ import annotations
@@ -13,23 +15,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Final, Self
 
+SEEDS: Final = 3000
+"""Every bug is found within so many seeds from 0, most within 1000."""
 _AGAIN = ("kvwire.proto", "kvwire.wire", "tests.sim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted:
-    """One bug.
+    """One bug: what is wrong, where, the source before and after, and how it is found.
 
-    Attributes:
-        name: What is wrong, in words.
-        module: Where.
-        before: The source as it is; it occurs once.
-        after: The source as somebody could have written it.
-        rules: What a seed that finds it fails with.
-        seeds: It is found within so many seeds from 0.
+    ``rules`` are what a seed that finds it may fail with.
     """
 
     name: str
@@ -37,7 +36,23 @@ class Planted:
     before: str
     after: str
     rules: frozenset[str]
-    seeds: int = 1000
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Read one entry of planted.txt."""
+        name, found, *diff = text.splitlines()
+        module, _, rules = found.partition(": ")
+        return cls(
+            name=name,
+            module=f"kvwire.proto.{module}",
+            before="".join(f"{line[1:]}\n" for line in diff if line[0] != "+"),
+            after="".join(f"{line[1:]}\n" for line in diff if line[0] != "-"),
+            rules=frozenset(rules.split()),
+        )
+
+
+_, *_entries = Path(__file__).with_suffix(".txt").read_text().split("\n\n")
+BUGS: Final = tuple(map(Planted.read, _entries))
 
 
 @contextmanager

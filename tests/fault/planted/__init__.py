@@ -1,1 +1,0 @@
-"""Bugs planted on purpose, to show that the tests would find them (goal Q6)."""
