@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvwire.errors import ProfileMismatch
 from kvwire.kv.canonical import Canonical, negotiate
 from kvwire.kv.geometry import Geometry, GroupGeometry
-from kvwire.kv.layout import AXES
 from kvwire.kv.spec import KVSpec
 from tests.kv.scenarios import Scenario, scenarios
 from tests.support.depth import examples
@@ -150,14 +148,6 @@ def test_r35_a_mismatch_names_the_field(
     with pytest.raises(ProfileMismatch, match=message) as caught:
         negotiate(producer, consumer)
     assert caught.value.fields == (field,)
-
-
-@given(st.permutations(AXES), st.permutations(AXES))
-@settings(max_examples=examples(100), deadline=None, derandomize=True)
-def test_the_order_is_one_of_the_two(first: list[str], second: list[str]) -> None:
-    orders = " ".join(first), " ".join(second)
-    walk = walk_of(side(orders[0]), side(orders[1]))
-    assert " ".join(walk.order) in orders
 
 
 @given(scenarios())

@@ -14,13 +14,14 @@ from kvwire.kv.fragments import Fragments
 from kvwire.types import Device, MemoryKind
 from tests.support.depth import examples
 
+DEVICE = Device(MemoryKind.CUDA, 1)
 pieces = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), max_size=8)
 
 
 def make(pairs: list[tuple[int, int]]) -> Fragments:
     addresses = np.array([address for address, _ in pairs], np.uint64)
     lengths = np.array([length for _, length in pairs], np.uint64)
-    return Fragments(addresses, lengths, owner="owner", writable=True)
+    return Fragments(addresses, lengths, owner="owner", writable=True, device=DEVICE)
 
 
 def stream(fragments: Fragments) -> list[int]:
@@ -50,9 +51,10 @@ def test_slices_merges_and_shifts_are_those_of_the_bytes(
         far = make([(address + 60, length) for address, length in pairs])
         shifted = far.shifted(distance)
         assert stream(shifted) == [address + 60 + distance for address in expected]
-    for made in (part, merged, fragments.shifted(1)):
+    for made in (part, merged, fragments.shifted(1), fragments.slice(0, 0)):
         assert made.owner == "owner"
         assert made.writable
+        assert made.device is DEVICE
 
 
 @given(pieces, st.data())
@@ -66,7 +68,7 @@ def test_a_selection_is_of_whole_fragments(
     )
     part = whole.selected(np.array(chosen, np.int64))
     assert stream(part) == stream(make([pairs[at] for at in chosen]))
-    assert (part.owner, part.writable) == (whole.owner, whole.writable)
+    assert (part.owner, part.writable, part.device) == ("owner", True, DEVICE)
     assert part.nbytes == len(stream(part))
     bits = np.isin(np.arange(len(pairs)), chosen)
     ascending = [pair for pair, bit in zip(pairs, bits, strict=True) if bit]
@@ -97,17 +99,3 @@ def test_arrays_that_are_no_fragments() -> None:
     for addresses, lengths, message in wrong:
         with pytest.raises(UsageError, match=message):
             Fragments(addresses, lengths, owner=None, writable=False)
-
-
-def test_every_part_is_of_the_same_device() -> None:
-    device = Device(MemoryKind.CUDA, 1)
-    whole = Fragments(
-        np.array([64, 72, 96], np.uint64),
-        np.array([8, 8, 8], np.uint64),
-        owner=None,
-        writable=True,
-        device=device,
-    )
-    parts = [whole.slice(4, 8), whole.slice(0, 0), whole.shifted(8), whole.merged()]
-    parts.append(whole.selected(np.array([2])))
-    assert [part.device for part in parts] == [device] * 5

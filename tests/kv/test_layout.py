@@ -8,9 +8,7 @@ import pytest
 from kvwire.errors import UsageError
 from kvwire.kv.layout import (
     Axis,
-    Dims,
     choose_dims,
-    overlapping,
     parse_layout,
     read_axes,
 )
@@ -18,18 +16,6 @@ from kvwire.kv.spec import KVSpec
 
 SPEC = KVSpec(layers=3, kv_heads=4, head_dim=8, block_tokens=2)
 MLA = KVSpec(layers=3, kv_heads=1, head_dim=8, block_tokens=2, components=1)
-
-
-@pytest.mark.parametrize(
-    ("text", "dims"),
-    [
-        ("block token dim", (("block",), ("token",), ("dim",))),
-        ("block head (kv dim)", (("block",), ("head",), ("kv", "dim"))),
-        ("(block token)  head", (("block", "token"), ("head",))),
-    ],
-)
-def test_parse(text: str, dims: Dims) -> None:
-    assert parse_layout(text) == dims
 
 
 @pytest.mark.parametrize(
@@ -110,31 +96,6 @@ def axes_of(
     return read_axes(parse_layout(text), SPEC, array.shape, array.strides, where="t")
 
 
-def test_extents_and_strides() -> None:
-    array = np.zeros((9, 4, 2, 16), np.uint16)
-    assert axes_of("block head token (kv dim)", array) == {
-        "layer": Axis(1, 0),
-        "block": Axis(9, 256),
-        "head": Axis(4, 64),
-        "token": Axis(2, 32),
-        "kv": Axis(2, 16),
-        "dim": Axis(8, 2),
-    }
-
-
-def test_folded_blocks_take_the_rest() -> None:
-    """A cache of token slots: the blocks are what is left of the dimension."""
-    axes = axes_of("kv (block token) head dim", np.zeros((2, 18, 4, 8), np.uint16))
-    assert (axes["block"], axes["token"]) == (Axis(9, 128), Axis(2, 64))
-
-
-def test_padded_and_transposed_views() -> None:
-    big = np.zeros((9, 2, 4, 3, 8), np.uint16)
-    axes = axes_of("block kv token head dim", big[:, :, :, :2].swapaxes(2, 3))
-    assert axes["token"] == Axis(2, 16)
-    assert axes["head"] == Axis(4, 48)
-
-
 @pytest.mark.parametrize(
     ("text", "shape", "message"),
     [
@@ -170,10 +131,3 @@ def test_strides_that_do_not_work() -> None:
     for tensor, message in wrong:
         with pytest.raises(UsageError, match=f"t: {message}"):
             axes_of("block kv token head dim", tensor)
-
-
-def test_overlapping_names_the_innermost() -> None:
-    nested = {"a": Axis(3, 10), "b": Axis(5, 2), "c": Axis(1, 0)}
-    assert overlapping(nested, 2) == ("", 30)
-    assert overlapping({"a": Axis(3, 9), "b": Axis(5, 2)}, 2) == ("a", 10)
-    assert overlapping({"a": Axis(2, 1)}, 2) == ("a", 2)

@@ -12,7 +12,6 @@ from kvwire.errors import UsageError
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
-from kvwire.types import MemoryKind
 from tests.kv.tensors import FakeTensor
 
 SPEC = KVSpec(layers=3, kv_heads=4, head_dim=8, block_tokens=2)
@@ -25,21 +24,6 @@ def layers(*shape: int, count: int = 3) -> list[Any]:
 
 def order_of(cache: PagedCache) -> str:
     return " ".join(cache.groups["kv"].order)
-
-
-def test_one_tensor_for_each_layer() -> None:
-    tensors = layers()
-    cache = PagedCache(SPEC, tensors)
-    group = cache.groups["kv"]
-    assert cache.spec is SPEC
-    assert cache.num_blocks == 9
-    assert cache.kind is MemoryKind.HOST
-    assert cache.writable
-    assert group.bases.tolist() == [
-        [t.ctypes.data, t.ctypes.data + 128] for t in tensors
-    ]
-    assert group.strides == {"block": 256, "token": 64, "head": 16, "dim": 2}
-    assert order_of(cache) == "layer block kv token head dim"
 
 
 @pytest.mark.parametrize(
@@ -67,13 +51,6 @@ def test_an_axis_of_one_element_goes_where_it_usually_is() -> None:
     assert order_of(PagedCache(spec, np.zeros((9, 2, 8), np.uint16))) == (
         "layer block kv token head dim"
     )
-
-
-def test_tensors_far_apart_are_outside_everything() -> None:
-    """Allocations in falling order, as an allocator may hand them out."""
-    big = np.zeros((3, *SHAPE), np.uint16)
-    cache = PagedCache(SPEC, [big[2], big[1], big[0]])
-    assert order_of(cache) == "layer block kv token head dim"
 
 
 def test_tensors_with_others_between_them_share_no_memory() -> None:
@@ -128,12 +105,6 @@ def test_groups_may_share_memory() -> None:
     pool = layers()
     cache = PagedCache.grouped({"a": (SPEC, pool), "b": (SPEC, pool)}, layout="NHD")
     assert list(cache.groups) == ["a", "b"]
-
-
-def test_one_read_only_tensor_makes_a_read_only_cache() -> None:
-    tensors = layers()
-    tensors[1].flags.writeable = False
-    assert not PagedCache(SPEC, tensors).writable
 
 
 def wrong_tensors() -> list[tuple[Any, str, str]]:

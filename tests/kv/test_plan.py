@@ -93,16 +93,6 @@ def test_any_two_shares(scenario: Scenario, data: st.DataObject) -> None:
     check_transfer(scenario, lambda plan: data.draw(partitions(plan)))
 
 
-def test_streaming_by_layer_is_the_whole_in_parts() -> None:
-    """The answer kept for the next layer is moved to the right place."""
-    here, _ = plans_of(LAYOUTS["HND"], LAYOUTS["NHD"])
-    for layer in (1, 0, 1, 1):
-        (segment,) = here.segments(layers=layer)
-        fresh, _ = plans_of(LAYOUTS["HND"], LAYOUTS["NHD"])
-        (again,) = fresh.segments(layers=layer)
-        assert gather(here.fragments(segment)) == gather(fresh.fragments(again))
-
-
 @given(scenarios(), st.data())
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_touched_cells_are_those_of_the_bytes(

@@ -111,16 +111,6 @@ def test_r29_one_owner_recomputes_a_shared_block() -> None:
     assert found.waits == {"b": "a"}
 
 
-def test_a_sharer_of_everything_only_waits() -> None:
-    found = plan(
-        request("a", [1, 2, 3]),
-        request("b", [1, 2], cached=4),
-        a=outcome([1, 2, 3], {1}),
-    )
-    assert found.prefill == {"a": ((0, 12),), "b": ()}
-    assert found.waits == {"b": "a"}
-
-
 def test_the_first_in_order_owns() -> None:
     """The caller's order is its priority; a short owner leaves the rest to the next."""
     short, long = request("short", [1, 2]), request("long", [1, 2, 3])
@@ -131,26 +121,6 @@ def test_the_first_in_order_owns() -> None:
     second = plan_prefill([long, short], [lost])
     assert second.prefill == {"long": ((4, 12),), "short": ()}
     assert second.waits == {"short": "long"}
-
-
-def test_an_owner_may_stop_inside_a_block() -> None:
-    """The longer prompt goes on from there, in the same block."""
-    found = plan_prefill(
-        [request("a", [1, 2], tokens=6), request("b", [1, 2, 3])],
-        [outcome([1, 2, 3], {2, 3})],
-    )
-    assert found.prefill == {"a": ((4, 6),), "b": ((6, 12),)}
-    assert found.waits == {"b": "a"}
-
-
-def test_waiting_is_a_chain() -> None:
-    """c shares the next block with b, and all of a's with both."""
-    found = plan_prefill(
-        [request("a", [1]), request("b", [1, 2]), request("c", [1, 2, 3])],
-        [outcome([1, 2, 3], {1, 2, 3})],
-    )
-    assert found.prefill == {"a": ((0, 4),), "b": ((4, 8),), "c": ((8, 12),)}
-    assert found.waits == {"b": "a", "c": "b"}
 
 
 def test_a_block_lost_by_any_transfer_is_lost() -> None:
@@ -166,15 +136,6 @@ def test_a_request_without_a_transfer_has_what_was_cached() -> None:
     found = plan(request("a", [1, 2, 3], cached=6), request("b", [4], cached=4))
     assert found.prefill == {"a": ((6, 12),)}
     assert found.ready == ("b",)
-
-
-def test_a_partly_filled_block_is_valid_as_far_as_it_was_filled() -> None:
-    """The transfer was for 6 tokens; the prompt has 8."""
-    found = plan(request("a", [1, 2]), a=outcome([1, 2], set(), tokens=6))
-    assert found.prefill == {"a": ((6, 8),)}
-    assert plan(
-        request("a", [1, 2], tokens=6), a=outcome([1, 2], set(), tokens=6)
-    ).ready == ("a",)
 
 
 def test_more_blocks_than_tokens_are_room_to_grow() -> None:
@@ -225,32 +186,6 @@ def test_a_window_is_all_or_nothing(
     found = plan_prefill([grouped(**lists)], [end])
     assert found.prefill.get("a", ()) == expected
     assert found.ready == (("a",) if not expected else ())
-
-
-@pytest.mark.parametrize(
-    ("lost", "expected"),
-    [
-        ({5}, ((8, 12),)),
-        ({3, 5}, ((0, 4), (8, 12))),
-        ({4, 5}, ((4, 12),)),
-        ({6}, ((12, 15),)),
-    ],
-)
-def test_only_the_holes(lost: set[int], expected: tuple[tuple[int, int], ...]) -> None:
-    asked = request("b", [3, 4, 5, 6], tokens=15)
-    end = outcome([3, 4, 5, 6], lost, tokens=15)
-    found = plan_prefill([asked], [end], holes=True)
-    assert found.prefill == {"b": expected}
-
-
-def test_a_hole_that_others_have_too_is_filled_once() -> None:
-    found = plan_prefill(
-        [request("a", [1, 2, 3]), request("b", [1, 2, 4, 5])],
-        [outcome([1, 2, 3], {1}), outcome([4, 5], {5})],
-        holes=True,
-    )
-    assert found.prefill == {"a": ((0, 4),), "b": ((12, 16),)}
-    assert found.waits == {"b": "a"}
 
 
 def test_a_hole_in_a_window_needs_all_that_came_before() -> None:
@@ -313,10 +248,6 @@ def test_requests_that_contradict_each_other_are_named() -> None:
         UsageError, match="'b' has block_tokens=8 in group 'kv', another"
     ):
         plan(request("a", [1]), other)
-
-
-def test_no_requests_no_plan() -> None:
-    assert plan_prefill([], [outcome([1], {1})]) == PrefillPlan()
 
 
 @st.composite

@@ -17,40 +17,10 @@ from tests.support.depth import examples
 SPEC = KVSpec(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
 
 
-def test_every_dtype_has_its_size() -> None:
-    sizes = {
-        name: replace(SPEC, dtype=dtype_name(name)).item_bytes for name in DTYPE_BYTES
-    }
-    assert sizes == {
-        "bfloat16": 2,
-        "float16": 2,
-        "float32": 4,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-        "int8": 1,
-        "uint8": 1,
-    }
-
-
 def test_dtypes_by_other_names() -> None:
     assert replace(SPEC, dtype=dtype_name("torch.bfloat16")) == SPEC
     float16: Any = np.dtype(np.float16)
     assert replace(SPEC, dtype=float16).dtype == "float16"
-
-
-@pytest.mark.parametrize(
-    ("shard", "heads", "replicas"),
-    [
-        ((0, 1), range(8), 1),
-        ((0, 2), range(8), 1),
-        ((1, 2), range(8, 16), 1),
-        ((3, 4), range(24, 32), 1),
-    ],
-)
-def test_split_heads(shard: tuple[int, int], heads: range, replicas: int) -> None:
-    spec = replace(SPEC, shard=shard)
-    assert (spec.heads, spec.replicas) == (heads, replicas)
-    assert spec.total_kv_heads == 8 * shard[1]
 
 
 def test_replicated_heads() -> None:

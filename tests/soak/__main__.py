@@ -1,19 +1,16 @@
 """A soak: KV transfers under connection drops, every byte checked.
 
-    python -m tests.soak --gib 10 [--seed 0] [--drop-s 0.5] [--psk]
-        [--transport tcp|local|ucx] [--processes]
+    python -m tests.soak --gib 10 [--seed 0] [--fault-s 0.5] [--psk]
+        [--transport tcp|local|ucx]
 
-Two communicators in one process move blocks, in both directions of asking, with prefill
-in one piece and in chunks, aborts, partial commits and connections that are cut at
-random moments. Each 64-byte line of the producer's blocks is stamped with (transfer,
-layer, block, generation, line), so a byte that is misplaced, mixed or stale is told
-apart from one that is missing. A block of the consumer is poisoned when its transfer
-has drained, and the poison has to be there still when the block is used again: a late
-write shows, whenever it comes. A producer that reports a whole transfer of which its
-consumer has a part has made a *false report*.
-
-With ``--processes`` the two sides are processes that are stopped, continued and killed
-as well: :mod:`tests.soak.processes`.
+Two processes move blocks, in both directions of asking, with prefill in one piece and
+in chunks, aborts and partial commits, while connections are cut and the processes are
+stopped, continued and killed: :mod:`tests.soak.processes`. Each 64-byte line of the
+producer's blocks is stamped with (transfer, layer, block, generation, line), so a byte
+that is misplaced, mixed or stale is told apart from one that is missing. A block of the
+consumer is poisoned when its transfer has drained, and the poison has to be there still
+when the block is used again: a late write shows, whenever it comes. A producer that
+reports a whole transfer of which its consumer has a part has made a *false report*.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvwire.limits import GIB
 from kvwire.security.keys import write_key_file
-from tests.soak.one_process import Soak
 from tests.soak.processes import ProcessSoak
 from tests.soak.stamps import Tally
 
@@ -46,20 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gib", type=float, default=1.0, help="GiB to check")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--drop-s", type=float, default=0.5, help="mean seconds between cuts; 0: none"
+        "--fault-s",
+        type=float,
+        default=0.5,
+        help="mean seconds between two; 0: none",
     )
     parser.add_argument(
         "--psk", action="store_true", help="prove a key and seal control frames"
     )
     parser.add_argument("--transport", choices=("tcp", "local", "ucx"), default="tcp")
-    parser.add_argument(
-        "--processes",
-        action="store_true",
-        help="two processes, which are stopped and killed too",
-    )
     given = parser.parse_args(arguments)
-    if given.processes and given.psk:
-        parser.error("--psk is for one process; leave out --processes")
     with tempfile.TemporaryDirectory() as folder:
         psk_file = ""
         if given.psk:
@@ -71,22 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace, psk_file: str) -> Tally:
     console = Console()
-    soak: Soak | ProcessSoak
-    if given.processes:
-        soak = ProcessSoak(
-            seed=given.seed,
-            goal_bytes=int(given.gib * GIB),
-            fault_s=given.drop_s,
-            transport=given.transport,
-        )
-    else:
-        soak = Soak(
-            seed=given.seed,
-            goal_bytes=int(given.gib * GIB),
-            drop_s=given.drop_s,
-            psk_file=psk_file,
-            transport=given.transport,
-        )
+    soak = ProcessSoak(
+        seed=given.seed,
+        goal_bytes=int(given.gib * GIB),
+        fault_s=given.fault_s,
+        transport=given.transport,
+        psk_file=psk_file,
+    )
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:

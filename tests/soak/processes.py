@@ -1,9 +1,8 @@
-"""The soak between two processes that are cut, stopped, continued and killed.
+"""The soak: two processes that are cut, stopped, continued and killed.
 
-``python -m tests.soak --processes`` starts a producer and a consumer and does
-this to them. The consumer asks for transfers by messages, pulls them or has them
-pushed, and checks every byte by the stamps of :mod:`tests.soak.stamps`. What one
-process alone cannot show:
+``python -m tests.soak`` starts a producer and a consumer and does this to them. The
+consumer asks for transfers by messages, pulls them or has them pushed, and checks every
+byte by the stamps of :mod:`tests.soak.stamps`. What one process alone cannot show:
 
 * A producer that was stopped goes on when its consumer has given it up and has reused
   the blocks: a late write shows in the poison.
@@ -25,6 +24,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import uvloop
@@ -33,6 +33,7 @@ from rich.progress import Progress
 import kvwire
 from tests.soak.stamps import (
     BLOCKS_EACH_MAX,
+    CHUNKS_MAX,
     NUM_BLOCKS,
     ROUND_TIMEOUT_S,
     SPEC,
@@ -108,12 +109,7 @@ class Producer:
         except kvwire.ConnectionClosed:
             self._free += source
             return
-        for layer in range(SPEC.layers):
-            positions = range(ask.blocks)
-            self._stamped.write(ask.number, layer, source, ask.number, positions)
-            out.ready(layers=layer)
-            await asyncio.sleep(0)
-        out.finish()
+        await self._prefill(out, ask.number, source)
         outcome = await out
         await out.drained()
         # Whoever reads it from here on reads what was never sent.
@@ -125,10 +121,40 @@ class Producer:
                 with contextlib.suppress(kvwire.KVWireError):
                     await other.send(CLAIM_TAG, claim)
 
+    async def _prefill(
+        self, out: kvwire.Outgoing, number: int, source: list[int]
+    ) -> None:
+        """Write and mark chunk by chunk and layer by layer.
+
+        Now and then give up half-way, or leave the last layer of a chunk out.
+        """
+        fate = self._random.random()
+        for positions in chunks(len(source), self._random):
+            for layer in range(SPEC.layers):
+                self._stamped.write(number, layer, source, number, positions)
+                if fate < 0.05 and layer == SPEC.layers // 2:
+                    out.abort("soak: aborted half-way")
+                    return
+                if fate < 0.1 and layer == SPEC.layers - 1:
+                    out.finish(partial=True)
+                    return
+                out.ready(layers=layer, blocks=slice(positions.start, positions.stop))
+                await asyncio.sleep(0)
+        out.finish()
+
     def _start(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def chunks(count: int, source: random.Random) -> list[range]:
+    """Cut the positions of a list, as a prefill may take them."""
+    most = min(count - 1, source.randrange(CHUNKS_MAX))
+    cuts = sorted(source.sample(range(1, count), most))
+    if cuts:
+        say({"in several chunks": 1})
+    return [range(start, stop) for start, stop in pairwise([0, *cuts, count])]
 
 
 # --- the consumer ---------------------------------------------------------------------
@@ -232,13 +258,17 @@ def say(what: dict[str, Any]) -> None:
     os.write(1, f"{json.dumps(what)}\n".encode())
 
 
-async def _live(role: str, address: str, transport: str, seed: int) -> None:
+async def _live(
+    role: str, address: str, transport: str, seed: int, psk_file: str
+) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     async with kvwire.open(
         name=f"soak-{role}",
         lease_s=LEASE_S,
         ping_interval_s=PING_INTERVAL_S,
         close_timeout_s=1.0,
+        trust="psk" if psk_file else "loopback",
+        psk_file=psk_file,
     ) as comm:
 
         def cut() -> None:
@@ -269,10 +299,17 @@ class ProcessSoak:
         goal_bytes: How much to check.
         fault_s: Mean seconds between two faults; 0 for none.
         transport: What carries the data.
+        psk_file: A key that both prove; without one they trust each other.
     """
 
     def __init__(
-        self, *, seed: int, goal_bytes: int, fault_s: float, transport: str
+        self,
+        *,
+        seed: int,
+        goal_bytes: int,
+        fault_s: float,
+        transport: str,
+        psk_file: str = "",
     ) -> None:
         self.tally = Tally()
         self._random = random.Random(seed)
@@ -280,6 +317,7 @@ class ProcessSoak:
         self._goal_bytes = goal_bytes
         self._fault_s = fault_s
         self._transport = transport
+        self._psk_file = psk_file
         self._born = Counter[str]()
         self._moved = asyncio.Event()
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -317,10 +355,10 @@ class ProcessSoak:
         self._born[role] += 1
         seed = self._seed * 100 + self._born[role]
         where = (self._address, self._transport)
-        return [sys.executable, "-m", __name__, role, *where, str(seed)]
+        return [sys.executable, "-m", __name__, role, *where, str(seed), self._psk_file]
 
     def heard(self, said: dict[str, int]) -> None:
-        """A consumer has looked at a transfer."""
+        """A side has seen something."""
         tally = self.tally
         tally.nbytes += said.pop("bytes", 0)
         tally.wrong_bytes += said.pop("wrong", 0)
@@ -423,4 +461,5 @@ class _Side:
 
 
 if __name__ == "__main__":
-    uvloop.run(_live(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    _, _role, _address, _transport, _seed, _key = sys.argv
+    uvloop.run(_live(_role, _address, _transport, int(_seed), _key))

@@ -1,29 +1,35 @@
-"""The soak between processes: short ones, and what makes it fail."""
+"""The soak: short ones, and what makes it fail."""
 
 from __future__ import annotations
 
+import random
 import sys
 
 import numpy as np
 import pytest
 
 from kvwire.limits import MIB
+from tests.soak import stamps
 from tests.soak.__main__ import main
-from tests.soak.processes import ProcessSoak
-from tests.soak.stamps import SPEC, StampedCache, Tally
+from tests.soak.processes import ProcessSoak, chunks
+from tests.soak.stamps import POISON, SPEC, StampedCache, Tally
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp", "local", "ucx"])
+@pytest.mark.parametrize(
+    "options",
+    [["--psk"], *(["--transport", name] for name in ("tcp", "local", "ucx"))],
+    ids=str,
+)
 def test_no_byte_is_wrong_while_processes_are_stopped_and_killed(
-    transport: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--processes", "--gib", "0.2", "--drop-s", "0.2", "--seed", "1"]
-    assert main([*arguments, "--transport", transport]) == 0
+    arguments = ["--gib", "0.2", "--fault-s", "0.2", "--seed", "1"]
+    assert main([*arguments, *options]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "0 wrong bytes, 0 late bytes, 0 false reports" in said
-    for what in ("complete: ", "cut: "):
+    for what in ("complete: ", "cut: ", "in several chunks: "):
         assert what in said
 
 
@@ -75,3 +81,27 @@ def test_blocks_that_landed_are_compared_with_their_stamps(wrong: int) -> None:
     cache.check(9, blocks, Result(), tally)  # type: ignore[arg-type]
     assert tally.wrong_bytes == 8 * wrong
     assert tally.nbytes == 2 * SPEC.layers * cache.words[0][0].nbytes
+
+
+def test_stamps_name_every_line_and_poison_is_none() -> None:
+    """No two lines of any transfer, layer, position and generation are alike."""
+    cache = StampedCache()
+    names = [(1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1)]
+    lines = np.concatenate([np.unique(cache.stamp(*name)) for name in names])
+    assert np.unique(lines).size == lines.size
+    assert lines.size == len(names) * cache.words[0].shape[1] * 8 // stamps.LINE_BYTES
+    assert POISON not in lines
+    assert not cache.poisoned(list(range(stamps.NUM_BLOCKS)))
+    cache.write(1, 2, [5, 6], 0, range(2))
+    assert cache.poisoned([5, 6]) == 2 * cache.words[2][5].nbytes
+    assert not cache.poisoned([4, 7])
+    cache.poison([5, 6])
+    assert not cache.poisoned([5, 6])
+
+
+def test_chunks_cover_a_list_in_order() -> None:
+    for count in (1, 2, 3, stamps.BLOCKS_EACH_MAX):
+        for seed in range(50):
+            found = chunks(count, random.Random(seed))
+            assert 1 <= len(found) <= stamps.CHUNKS_MAX
+            assert [n for chunk in found for n in chunk] == list(range(count))
