@@ -90,12 +90,6 @@ def test_each_value_has_an_origin(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_no_path_is_refused() -> None:
-    table: Any = {"lanes": 4}
-    with pytest.raises(UsageError, match="dict is neither a Config nor the path"):
-        Config.load(table)
-
-
 def test_replace_changes_some_keys_and_checks_them() -> None:
     config = load(name="one")
     assert config.replace(ping_misses=9) == load(name="one", ping_misses=9)
@@ -110,39 +104,20 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
 @pytest.mark.parametrize(
     ("environment", "arguments", "said"),
     [
-        (
-            {},
-            {"ping_mises": 3},
-            "arguments: there is no key 'ping_mises'; did you mean",
-        ),
-        ({"KVWIRE_TRUSST": "psk"}, {}, "variable KVWIRE_TRUSST: there is no key"),
         ({}, {"xyzzy": 1}, "no key 'xyzzy'; known are backends, checksum, chunk_bytes"),
         ({"KVWIRE_PING_MISSES": "soon"}, {}, "KVWIRE_PING_MISSES: ping_misses='soon'"),
-        ({}, {"chunk_bytes": 1}, "arguments: chunk_bytes=1: Expected `int` >= 65536"),
-        ({}, {"lease_s": -1.0}, "lease_s=-1.0: Expected `float` > 0"),
         ({}, {"ping_interval_s": 0.1}, "ping_interval_s=0.1: Expected `float` >= 0.2"),
-        ({}, {"ping_misses": 1}, "ping_misses=1: Expected `int` >= 2"),
         ({}, {"ping_misses": 11}, "ping_misses=11: Expected `int` <= 10"),
-        ({}, {"trust": "hope"}, "trust='hope'"),
-        ({}, {"io_cpus": [-1]}, "io_cpus=.*`int` >= 0"),
-        ({"KVWIRE_IO_CPUS": "0-3"}, {}, "KVWIRE_IO_CPUS: io_cpus="),
-        ({}, {"name": "x" * 200}, "`str` of length <= 128"),
         ({}, {"require": [""]}, "require=.*`str` of length >= 1"),
         ({}, {"profile": {"model": "x" * 200}}, "profile=.*`str` of length <= 128"),
-        ({}, {"require": ["tcp"], "forbid": ["tcp"]}, "both in require and in forbid"),
-        ({}, {"trust": "psk"}, 'trust="psk" needs psk_file'),
-        ({}, {"psk_file": "key"}, 'trust must be "psk"'),
         ({}, {"psk_accept_files": ["key"]}, 'trust must be "psk"'),
-        ({}, {"chunk_bytes": "4 apples"}, "chunk_bytes='4 apples': write a number"),
         ({}, {"chunk_bytes": "1KiB"}, "chunk_bytes=1024: Expected `int` >= 65536"),
-        ({"KVWIRE_RESUME": "maybe"}, {}, "KVWIRE_RESUME: resume='maybe': write true"),
-        ({}, {"prefer": "tcp"}, r"prefer='tcp': a list is needed, such as \['tcp'\]"),
-        ({}, {"trust": "pks"}, "did you mean 'psk'. known are loopback, mtls, psk"),
     ],
 )
 def test_a_wrong_value_names_itself_and_its_origin(
     environment: dict[str, str], arguments: dict[str, Any], said: str
 ) -> None:
+    """More are in the table of wrong uses."""
     with pytest.raises(UsageError, match=said):
         Config.load(environment=environment, **arguments)
 
@@ -159,7 +134,6 @@ def test_a_profile_must_fit_one_frame() -> None:
     ("text", "said"),
     [
         ("name = ", "Invalid value"),
-        ('nmae = "x"', "did you mean 'name'"),
         ("name = 5", r"kvwire.toml: name=5: Expected `str`, got `int`"),
     ],
 )
@@ -169,9 +143,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert "kvwire.toml" in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file"):
-        Config.load(tmp_path / "none.toml")
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"binary\.toml"):

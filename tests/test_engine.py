@@ -136,16 +136,6 @@ def test_the_last_mark_and_the_commit_race_with_the_loop() -> None:
             assert inc.wait(PATIENCE_S).complete
 
 
-def test_one_of_several_threads_that_mark_the_same_wins() -> None:
-    with engines("inproc") as e, ThreadPoolExecutor(4) as pool:
-        out, _ = e.begin("t")
-        marks = [pool.submit(out.ready, layers=0) for _ in range(4)]
-        errors = [mark.exception(PATIENCE_S) for mark in marks]
-        assert errors.count(None) == 1
-        assert all(isinstance(x, kvwire.UsageError) for x in errors if x)
-        out.abort()
-
-
 def test_a_wait_that_takes_too_long_leaves_the_transfer_going() -> None:
     with engines() as e:
         out, inc = e.begin("t")
@@ -161,19 +151,6 @@ def test_a_wait_that_takes_too_long_leaves_the_transfer_going() -> None:
         inc.wait_layer(1, PATIENCE_S)
         assert inc.wait(PATIENCE_S).complete
         assert out.wait(PATIENCE_S).complete
-        inc.wait_drained(PATIENCE_S)
-        out.wait_drained(PATIENCE_S)
-
-
-def test_abort_tells_the_other_side() -> None:
-    with engines() as e:
-        out, inc = e.begin("t")
-        out.ready(layers=0)
-        inc.wait_layer(0, PATIENCE_S)
-        out.abort("no more")
-        assert not inc.wait(PATIENCE_S).complete
-        with pytest.raises(kvwire.RequestError, match="layer 1 did not land"):
-            inc.wait_layer(1, PATIENCE_S)
         inc.wait_drained(PATIENCE_S)
         out.wait_drained(PATIENCE_S)
 
@@ -292,13 +269,6 @@ def test_close_from_several_threads() -> None:
         for end in ends:
             end.result(PATIENCE_S)
         assert e.p._thread.ended
-
-
-def test_its_own_thread_is_refused() -> None:
-    with kvwire.Engine() as engine:
-        for call in (engine.close, engine.accept):
-            with pytest.raises(kvwire.UsageError, match="own thread"):
-                engine._thread.run(call)
 
 
 def test_a_block_left_by_an_exception_does_not_wait() -> None:

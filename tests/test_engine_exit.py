@@ -138,16 +138,6 @@ def test_exit_by_a_signal(state: str) -> None:
     assert "Fatal" not in said
 
 
-@pytest.mark.slow
-def test_exit_by_an_exception() -> None:
-    """The exception is what the user sees, and the status is its."""
-    program = BEGIN + "raise SystemExit(3)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 3
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_fork_cannot_use_it_and_can_make_its_own() -> None:
     """Nothing of the parent's is touched by the child, whatever it tries."""

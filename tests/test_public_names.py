@@ -22,6 +22,15 @@ def test_import_kvwire_loads_neither_numpy_nor_a_loop() -> None:
     loaded = set(done.stdout.split())
     assert "kvwire.errors" in loaded
     assert not loaded & {"numpy", "asyncio", "msgspec", "socket", "kvwire.communicator"}
+    assert not loaded & {
+        "torch",
+        "cupy",
+        "pytest",
+        "rich",
+        "cyclopts",
+        "kvwire.testing",
+    }
+    assert not {module for module in loaded if module.startswith("kvwire_")}
 
 
 @pytest.mark.parametrize("name", kvwire.__all__)

@@ -41,18 +41,6 @@ async def test_an_error_is_raised_each_time(pair: Pair) -> None:
         request.result()
 
 
-async def test_two_tasks_await_one_request(pair: Pair) -> None:
-    request = pair.right.recv(1)
-
-    async def wait() -> bytearray:
-        return await request
-
-    waiters = [asyncio.create_task(wait()) for _ in range(2)]
-    await asyncio.sleep(0)
-    await pair.left.send(1, b"both")
-    assert await asyncio.gather(*waiters) == [b"both", b"both"]
-
-
 async def test_a_request_is_made_a_task_more_than_once(pair: Pair) -> None:
     request = pair.right.recv(1)
     tasks = [asyncio.create_task(request) for _ in range(2)]
@@ -73,11 +61,6 @@ async def test_gather_and_wait_for_take_requests(pair: Pair) -> None:
     )
     assert length == 1
     assert message == b"x"
-
-
-async def test_a_request_need_not_be_awaited(pair: Pair) -> None:
-    pair.left.send(1, LARGE)
-    assert await pair.right.recv(1) == LARGE
 
 
 async def test_done_and_result_before_the_completion(pair: Pair) -> None:
@@ -194,14 +177,6 @@ async def test_cancel_ends_a_receive_for_this_side(pair: Pair) -> None:
     await request.released()
     await pair.left.send(1, b"next")
     assert await pair.right.recv(1) == b"next"
-
-
-async def test_cancel_of_a_forgotten_receive(pair: Pair) -> None:
-    request = pair.right.recv(1)
-    await expire(request)
-    request.cancel()
-    with pytest.raises(RequestCancelled):
-        await request
 
 
 async def test_cancel_takes_an_announced_message_back(pair: Pair) -> None:

@@ -61,7 +61,6 @@ def run_seed(seed: int) -> Life:
         seed=seed,
         goal_bytes=_GOAL_BYTES,
         drop_s=draw.choice((0.0, 0.002, 0.02, 0.2)),
-        transport="inproc",
         listen="inproc://transfers",
         spec=_SPEC,
         # A segment is several chunks, and can land in part.

@@ -24,7 +24,6 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import uvloop
@@ -33,13 +32,12 @@ from rich.progress import Progress
 import kvwire
 from tests.soak.stamps import (
     BLOCKS_EACH_MAX,
-    CHUNKS_MAX,
     NUM_BLOCKS,
     ROUND_TIMEOUT_S,
-    SPEC,
     TRANSFERS_AT_ONCE,
     StampedCache,
     Tally,
+    prefill,
     take_blocks,
 )
 
@@ -109,7 +107,8 @@ class Producer:
         except kvwire.ConnectionClosed:
             self._free += source
             return
-        await self._prefill(out, ask.number, source)
+        if await prefill(out, self._stamped, ask.number, source, self._random):
+            say({"in several chunks": 1})
         outcome = await out
         await out.drained()
         # Whoever reads it from here on reads what was never sent.
@@ -121,40 +120,10 @@ class Producer:
                 with contextlib.suppress(kvwire.KVWireError):
                     await other.send(CLAIM_TAG, claim)
 
-    async def _prefill(
-        self, out: kvwire.Outgoing, number: int, source: list[int]
-    ) -> None:
-        """Write and mark chunk by chunk and layer by layer.
-
-        Now and then give up half-way, or leave the last layer of a chunk out.
-        """
-        fate = self._random.random()
-        for positions in chunks(len(source), self._random):
-            for layer in range(SPEC.layers):
-                self._stamped.write(number, layer, source, number, positions)
-                if fate < 0.05 and layer == SPEC.layers // 2:
-                    out.abort("soak: aborted half-way")
-                    return
-                if fate < 0.1 and layer == SPEC.layers - 1:
-                    out.finish(partial=True)
-                    return
-                out.ready(layers=layer, blocks=slice(positions.start, positions.stop))
-                await asyncio.sleep(0)
-        out.finish()
-
     def _start(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def chunks(count: int, source: random.Random) -> list[range]:
-    """Cut the positions of a list, as a prefill may take them."""
-    most = min(count - 1, source.randrange(CHUNKS_MAX))
-    cuts = sorted(source.sample(range(1, count), most))
-    if cuts:
-        say({"in several chunks": 1})
-    return [range(start, stop) for start, stop in pairwise([0, *cuts, count])]
 
 
 # --- the consumer ---------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -114,3 +116,38 @@ def take_blocks(free: list[int], count: int, source: random.Random) -> list[int]
     source.shuffle(free)
     taken, free[:] = free[:count], free[count:]
     return taken
+
+
+async def prefill(
+    out: kvwire.Outgoing,
+    stamped: StampedCache,
+    number: int,
+    blocks: list[int],
+    source: random.Random,
+) -> bool:
+    """Write and mark a transfer by chunks and layers; whether those are several.
+
+    Now and then give up half-way, or leave the last layer of a chunk out.
+    """
+    fate, parts = source.random(), chunks(len(blocks), source)
+    layers = len(stamped.words)
+    for positions in parts:
+        for layer in range(layers):
+            stamped.write(number, layer, blocks, number, positions)
+            if fate < 0.05 and layer == layers // 2:
+                out.abort("soak: aborted half-way")
+                return len(parts) > 1
+            if fate < 0.1 and layer == layers - 1:
+                out.finish(partial=True)
+                return len(parts) > 1
+            out.ready(layers=layer, blocks=slice(positions.start, positions.stop))
+            await asyncio.sleep(0)
+    out.finish()
+    return len(parts) > 1
+
+
+def chunks(count: int, source: random.Random) -> list[range]:
+    """Cut the positions of a list, as a prefill may take them."""
+    most = min(count - 1, source.randrange(CHUNKS_MAX))
+    cuts = sorted(source.sample(range(1, count), most))
+    return [range(start, stop) for start, stop in pairwise([0, *cuts, count])]

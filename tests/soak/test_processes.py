@@ -11,8 +11,8 @@ import pytest
 from kvwire.limits import MIB
 from tests.soak import stamps
 from tests.soak.__main__ import main
-from tests.soak.processes import ProcessSoak, chunks
-from tests.soak.stamps import POISON, SPEC, StampedCache, Tally
+from tests.soak.processes import ProcessSoak
+from tests.soak.stamps import POISON, SPEC, StampedCache, Tally, chunks
 
 
 @pytest.mark.timeout(300)
