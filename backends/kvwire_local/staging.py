@@ -43,6 +43,8 @@ class Staging:
         self._nbytes = nbytes
         self._rooms: deque[_Span] = deque()
         self._view = memoryview(b"")
+        # Where the ring begins in the arena.
+        self._base = 0
 
     def place(self, payload: Payload) -> int | None:
         """Copy a payload into the ring.
@@ -63,7 +65,7 @@ class Staging:
         end = begin + payload.nbytes
         copy(payload, self._view[begin:end])
         self._rooms.append(_Span(begin, end))  # bounded: LANE_PAYLOADS_MAX
-        return begin
+        return self._base + begin
 
     def give_back(self) -> None:
         """Free the memory of the payload that was placed first."""
@@ -81,7 +83,9 @@ class Staging:
         self.close()
         self.arena = Arena(nbytes, name="kvwire-staging")
         self._nbytes = self.arena.nbytes
-        self._view = self.arena.buffer(self._nbytes).data
+        memory = self.arena.buffer(self._nbytes)
+        self._base = int(memory.ctypes.data) - self.arena.address
+        self._view = memory.data
 
     def _room_for(self, nbytes: int) -> int | None:
         """Return where so many bytes in a row are free."""

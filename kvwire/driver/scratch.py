@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.limits import KIB, LINK_QUEUE_BYTES
+from kvwire.memory.copy import mid_page_memory
 
 # Capacities are multiples of this, so that a spare fits the next chunk as well.
 _GRAIN_BYTES: Final = 64 * KIB
@@ -42,7 +43,7 @@ class ScratchPool:
             memory = self._spare.pop()
             self.spare_bytes -= memory.nbytes
         else:
-            memory = np.empty(-(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES, np.uint8)
+            memory = mid_page_memory(-(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES)
         self._lent[owner] = memory  # bounded: LINK_QUEUE_BYTES
         self.lent_bytes += memory.nbytes
         return memory.data[:nbytes]

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
+from kvwire.memory.copy import MID_PAGE_BYTES
 
 # Not in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
@@ -54,7 +55,7 @@ class Arena:
 
     Attributes:
         nbytes: Its size.
-        address: Where it begins.
+        address: Where its mapping begins.
         serial: Its number in this process, never used twice.
 
     Raises:
@@ -68,11 +69,13 @@ class Arena:
         if sys.platform != "linux":
             raise UsageError("arena: memory can be shared by descriptor on Linux only")
         self.nbytes: int = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._used = 0
+        self._mapped_bytes = self.nbytes + mmap.PAGESIZE
+        # Of the mapping.
+        self._used = MID_PAGE_BYTES
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self._fd, self.nbytes)
-            self._map = mmap.mmap(self._fd, self.nbytes)
+            os.ftruncate(self._fd, self._mapped_bytes)
+            self._map = mmap.mmap(self._fd, self._mapped_bytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
             os.close(self._fd)
@@ -109,9 +112,10 @@ class Arena:
         begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         if self.closed:
             raise UsageError("arena: it is closed")
-        if nbytes < 1 or begin + nbytes > self.nbytes:
+        used = begin - MID_PAGE_BYTES
+        if nbytes < 1 or used + nbytes > self.nbytes:
             raise UsageError(
-                f"arena: {nbytes} bytes of an arena of {self.nbytes}, of which {begin} "
+                f"arena: {nbytes} bytes of an arena of {self.nbytes}, of which {used} "
                 f"are used; make it larger"
             )
         self._used = begin + nbytes
@@ -132,6 +136,10 @@ class Arena:
         if self.closed:
             raise UsageError("arena: it is closed")
         return self._fd
+
+    def holds(self, end: int) -> bool:
+        """Tell whether memory that begins in the mapping and ends here lies in it."""
+        return end <= self.address + self._mapped_bytes
 
     def close(self) -> None:
         """Unmap it here. Processes that have mapped it keep the pages until they end.
@@ -164,7 +172,8 @@ class Arena:
             self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._used} used"
+        used = self._used - MID_PAGE_BYTES
+        state = "closed" if self.closed else f"{used} used"
         return f"Arena({self.nbytes} bytes, {state})"
 
 
@@ -231,7 +240,7 @@ class _Arenas:
             if index < 0:
                 return None
             arena = self._sorted[index]
-            return arena if end <= arena.address + arena.nbytes else None
+            return arena if arena.holds(end) else None
 
 
 def _begin(arena: Arena) -> int:

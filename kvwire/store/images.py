@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import time
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX, MIB
+from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.memory.copy import copy
 from kvwire.store.index import Keys, Orders
 
 Sums = npt.NDArray[np.uint64]
-
-# Images are hashed in pieces of so many bytes, and then other threads have a turn.
-_TURN_BYTES: Final = 1 * MIB
 
 
 def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
@@ -65,13 +60,8 @@ def payload_of(images: Fragments) -> memoryview | Fragments:
 
 def image_sums(images: Fragments) -> Sums:
     """Return the checksum of each image: xxh3, 64 bits of it."""
-    views, sums = views_of(images), np.zeros(len(images), np.uint64)
-    step = max(1, _TURN_BYTES // views[0].nbytes)
-    for first in range(0, len(views), step):
-        part = slice(first, first + step)
-        sums[part] = list(map(xxhash.xxh3_64_intdigest, views[part]))
-        time.sleep(0)
-    return sums
+    sums = map(xxhash.xxh3_64_intdigest, views_of(images))
+    return np.fromiter(sums, np.uint64, len(images))
 
 
 def named_sums(keys: Keys, orders: Orders) -> Sums:

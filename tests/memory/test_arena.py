@@ -14,7 +14,7 @@ import pytest
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.arena import SEALS, Arena, arena_of
-from kvwire.memory.copy import as_fragments
+from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments
 from kvwire.testing.conformance.bench import open_descriptors
 
 pytestmark = pytest.mark.skipif(
@@ -104,7 +104,7 @@ def test_who_has_the_descriptor_can_map_it_and_only_read() -> None:
         try:
             with mmap.mmap(theirs, 8192, prot=mmap.PROT_READ) as mapped:
                 array[100] = 77
-                assert mapped[100] == 77
+                assert mapped[MID_PAGE_BYTES + 100] == 77
             for attempt in (
                 lambda: mmap.mmap(theirs, 8192),
                 lambda: os.write(theirs, b"x"),
@@ -126,7 +126,7 @@ def test_memory_is_found_in_its_arena() -> None:
         for arena in (one, two):
             array = arena.numpy(1000, np.uint8)
             assert arena_of(as_fragments(array.data)) is arena
-            assert array.ctypes.data == arena.address
+            assert array.ctypes.data == arena.address + MID_PAGE_BYTES
             del array
         across = Fragments(
             np.array([one.address, two.address], np.uint64),
@@ -137,7 +137,7 @@ def test_memory_is_found_in_its_arena() -> None:
         assert arena_of(across) is None
         beyond = Fragments(
             np.array([one.address], np.uint64),
-            np.array([one.nbytes + 1], np.uint64),
+            np.array([one.nbytes + mmap.PAGESIZE + 1], np.uint64),
             owner=None,
             writable=False,
         )

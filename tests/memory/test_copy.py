@@ -12,11 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire.driver.scratch import ScratchPool
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory import copy as copy_module
-from kvwire.memory.copy import as_fragments, copy
+from kvwire.memory.copy import (
+    MID_PAGE_BYTES,
+    as_fragments,
+    copy,
+    mid_page_memory,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -30,7 +36,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     knee = 2 * MIB if name == "numpy" else 0
     monkeypatch.setattr(copy_module, "_PIECE_BYTES", knee)
-    monkeypatch.setattr(copy_module, "_VIEW_PIECE_BYTES", knee)
+    monkeypatch.setattr(copy_module, "_RUN_PIECES", 1 if knee else 10**9)
     return name
 
 
@@ -202,6 +208,37 @@ def test_aligned_pieces_are_copied_without_new_memory(to: str) -> None:
     assert peak_bytes < 64 * KIB
     whole = destination if isinstance(destination, memoryview) else content(destination)
     assert whole == content(source)
+
+
+@pytest.mark.parametrize("to_images", [True, False])
+@pytest.mark.parametrize("gap", [0, 4 * KIB])
+def test_images_need_no_turns(to_images: bool, gap: int) -> None:
+    """Where one side lies side by side NumPy moves it, and keeps no GIL."""
+    cache, cache_memory = scattered([32 * KIB] * 512, 7)
+    offsets = np.arange(16, dtype=np.uint64) * np.uint64(MIB + gap)
+    memory = mid_page_memory(16 * (MIB + gap))
+    images = Fragments(
+        np.uint64(memory.ctypes.data) + offsets,
+        np.full(16, MIB, np.uint64),
+        owner=memory,
+        writable=True,
+    )
+    ends = (cache, images) if to_images else (images, cache)
+    words = (cache_memory if to_images else memory).view(np.uint64)
+    words[:] = np.arange(words.size)
+    calls: list[int] = []
+    copy(*ends, turn=lambda: calls.append(1))
+    assert content(images) == content(cache)
+    assert not calls, "it lets go of the GIL by itself"
+
+
+def test_memory_of_our_own_begins_in_the_middle_of_a_page() -> None:
+    for nbytes in (1, 64 * KIB, 8 * MIB):
+        memory = mid_page_memory(nbytes)
+        assert memory.nbytes == nbytes
+        assert memory.ctypes.data % (4 * KIB) == MID_PAGE_BYTES
+        pool = ScratchPool()
+        assert as_fragments(pool.room(nbytes, 1)).addresses[0] % 4096 == MID_PAGE_BYTES
 
 
 def test_only_long_pieces_let_go_of_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
-from kvwire.memory.copy import as_fragments
+from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments
 from kvwire.memory.iovec import address_of
 from kvwire.testing.conformance.bench import open_descriptors
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
@@ -98,7 +99,7 @@ def test_an_arena_is_read_in_steps() -> None:
     arena.buffer(2 * MIB)[:] = pattern(5, 2 * MIB)
     peer = adopted(arena)
     target = Memory(MIB, CUTS["pages"])
-    said = pieces((MIB, 512 * 1024), (0, 512 * 1024))
+    said = pieces((MID_PAGE_BYTES + MIB, 512 * 1024), (MID_PAGE_BYTES, 512 * 1024))
     reading = peer.reading(
         DescribedPlace(PlaceKind.ARENA, 0, said), as_fragments(target.payload)
     )
@@ -117,8 +118,9 @@ def test_what_lies_beyond_an_arena_is_refused() -> None:
     with Arena(8192) as arena:
         peer = adopted(arena)
         target = as_fragments(memoryview(bytearray(200)))
-        for said in (pieces((8192 - 99, 100)), pieces((0, 100), (8192, 100))):
-            with pytest.raises(ProtocolError, match="beyond an arena of 8192 bytes"):
+        end = 8192 + mmap.PAGESIZE
+        for said in (pieces((end - 99, 100)), pieces((0, 100), (end, 100))):
+            with pytest.raises(ProtocolError, match=f"beyond an arena of {end} bytes"):
                 peer.reading(DescribedPlace(PlaceKind.ARENA, 0, said), target)
         peer.close()
 

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire.memory.copy import MID_PAGE_BYTES
 from kvwire_local.staging import Staging
 
 _RING = 1 << 16
@@ -41,25 +42,26 @@ def test_placed_payloads_keep_their_bytes(steps: list[int | None]) -> None:
 
 
 def assert_holds(ring: Staging, begin: int, expected: memoryview) -> None:
-    assert ring._view[begin : begin + len(expected)] == expected
+    first = begin - MID_PAGE_BYTES
+    assert ring._view[first : first + len(expected)] == expected
 
 
 def test_an_empty_ring_takes_what_fills_it() -> None:
     ring = Staging(_RING)
-    assert ring.place(payload(1, _RING)) == 0
+    assert ring.place(payload(1, _RING)) == MID_PAGE_BYTES
     assert ring.place(payload(2, 1)) is None
     ring.give_back()
-    assert ring.place(payload(3, 1)) == 0
+    assert ring.place(payload(3, 1)) == MID_PAGE_BYTES
     ring.close()
 
 
 def test_a_longer_payload_waits_for_a_larger_ring() -> None:
     ring = Staging(_RING)
-    assert ring.place(payload(1, 100)) == 0
+    assert ring.place(payload(1, 100)) == MID_PAGE_BYTES
     first = ring.arena
     assert ring.place(payload(2, _RING + 1)) is None
     ring.give_back()
-    assert ring.place(payload(2, _RING + 1)) == 0
+    assert ring.place(payload(2, _RING + 1)) == MID_PAGE_BYTES
     assert ring.arena is not first
     assert first is not None
     assert first.closed
