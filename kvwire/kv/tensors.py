@@ -12,10 +12,17 @@ DLPack                             whatever is left          host memory, CUDA
 Only address, length and device count; elements are never looked at. An element type
 that a library lacks (bfloat16, float8) may come as raw bytes: any integer or void type
 of as many bytes stands for it.
+
+A producer's ``__dlpack__`` gives a capsule around a C struct (``DLManagedTensor``,
+https://dmlc.github.io/dlpack/latest/c_api.html) that says where the elements lie. The
+capsule is kept as the owner and not consumed: its producer frees the struct, and lets
+go of the memory, when the capsule goes.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
@@ -23,7 +30,6 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.dlpack import CUDA, CUDA_HOST, HOST, DLPackLike, read_dlpack
 from kvwire.kv.spec import DTYPE_BYTES
 from kvwire.types import Device, MemoryKind
 
@@ -66,7 +72,7 @@ def tensor_view(tensor: object, where: str) -> TensorView:
         return _view_of_torch(tensor, where)
     if hasattr(tensor, "__cuda_array_interface__"):
         return _view_of_cuda_array(tensor, where)
-    if isinstance(tensor, DLPackLike):
+    if isinstance(tensor, _DLPackLike):
         return _view_of_dlpack(tensor, where)
     raise UsageError(
         f"{where}: a {type(tensor).__name__} is neither a NumPy array nor a torch "
@@ -81,6 +87,27 @@ _DEVICE_KINDS: Final = {
     "cuda": MemoryKind.CUDA,
     "simulated": MemoryKind.SIMULATED,
 }
+# Kinds of devices of DLPack.
+_HOST: Final = 1
+_CUDA: Final = 2
+# What CUDA calls pinned and managed memory: the host may touch both.
+_CUDA_HOST: Final = 3
+# The order of a stream is the caller's to establish (see docs/topics/gpu.md): -1 asks
+# the producer not to synchronise anything.
+_NO_SYNC: Final = -1
+# More dimensions than any KV cache has; a struct that claims more is not one.
+_NDIM_MAX: Final = 32
+_KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
+# Later versions of the standard number the types of 8 bits.
+_FLOAT8: Final = {10: "float8_e4m3fn", 12: "float8_e5m2"}
+
+
+@runtime_checkable
+class _DLPackLike(Protocol):
+    """Names what is used of an array that speaks DLPack."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
 
 
 class _TorchDevice(Protocol):
@@ -154,10 +181,7 @@ def _view_of_cuda_array(array: Any, where: str) -> TensorView:
     shape = tuple(int(n) for n in described["shape"])
     strides = described.get("strides")
     if strides is None:
-        # The interface says so of arrays that are contiguous in C order.
-        strides = [dtype.itemsize] * len(shape)
-        for dim in range(len(shape) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * shape[dim + 1]
+        strides = _compact(shape, dtype.itemsize)
     return TensorView(
         address=int(address),
         shape=shape,
@@ -183,21 +207,82 @@ def _cuda_index(array: Any, where: str) -> int:
     )
 
 
-def _view_of_dlpack(array: DLPackLike, where: str) -> TensorView:
-    found = read_dlpack(array, where)
-    kind, index = found.device
-    if kind not in (HOST, CUDA, CUDA_HOST):
+def _view_of_dlpack(array: _DLPackLike, where: str) -> TensorView:
+    kind, index = map(int, array.__dlpack_device__())
+    if kind not in (_HOST, _CUDA, _CUDA_HOST):
         raise _unknown(where, f"number {kind} of DLPack")
+    try:
+        capsule = array.__dlpack__(stream=_NO_SYNC if kind == _CUDA else None)
+        pointer = _get_pointer(capsule, b"dltensor")
+    except (BufferError, RuntimeError, TypeError, ValueError) as exc:
+        raise UsageError(
+            f"{where}: a {type(array).__name__} that DLPack does not export: {exc}"
+        ) from None
+    tensor = _Tensor.from_address(pointer)
+    if not 0 <= tensor.ndim <= _NDIM_MAX or tensor.lanes != 1 or tensor.bits % 8:
+        raise UsageError(
+            f"{where}: DLPack says {tensor.ndim} dimensions of {tensor.lanes} x "
+            f"{tensor.bits} bits; elements must be one number of whole bytes"
+        )
+    item_bytes = tensor.bits // 8
+    shape = tuple(tensor.shape[: tensor.ndim])
+    strides = _compact(shape, item_bytes)
+    if tensor.strides:
+        strides = tuple(n * item_bytes for n in tensor.strides[: tensor.ndim])
     return TensorView(
-        address=found.address,
-        shape=found.shape,
-        strides=found.strides,
-        dtype=found.dtype,
-        item_bytes=found.item_bytes,
-        device=Device(MemoryKind.CUDA, index) if kind == CUDA else None,
+        address=(tensor.data or 0) + tensor.byte_offset,
+        shape=shape,
+        strides=strides,
+        dtype=_dtype(tensor.code, tensor.bits),
+        item_bytes=item_bytes,
+        device=Device(MemoryKind.CUDA, index) if kind == _CUDA else None,
         writable=True,
-        owner=found.owner,
+        owner=(array, capsule),
     )
+
+
+class _Tensor(ctypes.Structure):
+    """``DLTensor``, with which a ``DLManagedTensor`` begins."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+    data: int | None
+    ndim: int
+    code: int
+    bits: int
+    lanes: int
+    shape: list[int]
+    strides: list[int]
+    byte_offset: int
+
+
+# A prototype of our own: `ctypes.pythonapi` is shared by the whole process.
+_get_pointer: Final = ctypes.PYFUNCTYPE(
+    ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
+)(("PyCapsule_GetPointer", ctypes.pythonapi))
+
+
+def _compact(shape: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """Return the strides of an array that is contiguous in C order."""
+    inside = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return tuple(count * item_bytes for count in inside)
+
+
+def _dtype(code: int, bits: int) -> str:
+    if code in _FLOAT8 and bits == 8:
+        return _FLOAT8[code]
+    return f"{_KINDS.get(code, f'dlpack{code}_')}{bits}"
 
 
 def _unknown(where: str, device: str) -> UsageError:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
 from kvwire.kv.paged import PagedCache
@@ -85,27 +89,63 @@ def test_other_memory_is_refused() -> None:
 class OnlyDLPack:
     """An array of a library that speaks nothing else."""
 
-    def __init__(self, array: Any, device: tuple[int, int]) -> None:
+    def __init__(
+        self, array: Any, device: tuple[int, int] = (1, 0), capsule: object = None
+    ) -> None:
         self._array = array
         self._device = device
+        self._capsule = capsule
+        self.streams: list[int | None] = []
 
     def __dlpack__(self, *, stream: int | None = None) -> Any:
-        return self._array.__dlpack__()
+        self.streams.append(stream)
+        return self._capsule or self._array.__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device
 
 
-def test_dlpack_is_read_in_place() -> None:
-    array = np.zeros((3, 4), np.float16)
-    view = tensor_view(OnlyDLPack(array, (1, 0)), "t")
-    assert view.address == array.ctypes.data
-    assert (view.shape, view.strides) == (array.shape, array.strides)
-    assert (view.dtype, view.device) == ("float16", None)
-    on_gpu = tensor_view(OnlyDLPack(array, (2, 1)), "t")
-    assert on_gpu.device == Device(MemoryKind.CUDA, 1)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    dtype=st.sampled_from(["uint8", "int16", "float16", "float32", "int64", "float64"]),
+    step=st.integers(1, 3),
+    turned=st.booleans(),
+)
+def test_what_numpy_exports(
+    shape: list[int], dtype: str, step: int, *, turned: bool
+) -> None:
+    """DLPack is read from the C struct itself; NumPy's exporter is the reference."""
+    array = np.zeros(shape, dtype)[::step]
+    array = array.T if turned else array
+    found, expected = tensor_view(OnlyDLPack(array), "t"), tensor_view(array, "t")
+    # NumPy is free to say any step of a dimension that has one element.
+    steps = [
+        mine if extent > 1 else its
+        for extent, mine, its in zip(
+            array.shape, found.strides, array.strides, strict=True
+        )
+    ]
+    assert replace(found, owner=array, strides=tuple(steps)) == expected
+
+
+def test_dlpack_keeps_the_memory_and_does_not_synchronise() -> None:
+    array = np.arange(1000, dtype=np.uint8)
+    found = tensor_view(OnlyDLPack(array[10:]), "t")
+    del array
+    assert list((ctypes.c_uint8 * 3).from_address(found.address)) == [10, 11, 12]
+    exporter = OnlyDLPack(np.zeros(3), (2, 1))
+    assert tensor_view(exporter, "t").device == Device(MemoryKind.CUDA, 1)
+    assert exporter.streams == [-1]
+
+
+def test_what_dlpack_does_not_export_is_refused() -> None:
+    read_only = np.zeros(3)
+    read_only.flags.writeable = False
+    for wrong in (OnlyDLPack(read_only), OnlyDLPack(None, capsule=object())):
+        with pytest.raises(UsageError, match="t: a OnlyDLPack that DLPack does not"):
+            tensor_view(wrong, "t")
     with pytest.raises(UsageError, match="t: device is number 8 of DLPack"):
-        tensor_view(OnlyDLPack(array, (8, 0)), "t")
+        tensor_view(OnlyDLPack(read_only, (8, 0)), "t")
 
 
 def test_one_cache_one_device() -> None:
