@@ -22,7 +22,7 @@ from kvwire import (
     Request,
     UsageError,
 )
-from kvwire.limits import CHUNK_BYTES, EAGER_BYTES, EAGER_WINDOW_BYTES
+from kvwire.limits import CHUNK_BYTES, EAGER_BYTES
 from tests.support.pairs import SCHEMES, Pair, connected
 
 # Either side of each border between the ways a message can travel.
@@ -198,28 +198,6 @@ async def test_messages_of_one_tag_keep_their_order_whatever_their_size(
     assert [bytes(message) for message in await asyncio.gather(*first)] == bodies[:30]
     assert await asyncio.gather(*then) == [len(memory) for memory in into]
     assert into == bodies[30:]
-    await asyncio.gather(*sends)
-
-
-async def test_tags_are_apart_from_each_other(pair: Pair) -> None:
-    tags = [0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, *range(100, 160)]
-    requests = {tag: pair.right.recv(tag) for tag in tags}
-    for tag in reversed(tags):
-        await pair.left.send(tag, str(tag).encode())
-    for tag in tags:
-        assert await requests[tag] == str(tag).encode()
-
-
-async def test_more_small_messages_than_the_window_holds(pair: Pair) -> None:
-    """Those beyond it are announced, in the same order; none is lost."""
-    count = 3 * EAGER_WINDOW_BYTES // EAGER_BYTES
-    sends = [
-        pair.left.send(1, number.to_bytes(8, "little") + bytes(EAGER_BYTES - 8))
-        for number in range(count)
-    ]
-    for number in range(count):
-        message = await pair.right.recv(1)
-        assert int.from_bytes(message[:8], "little") == number
     await asyncio.gather(*sends)
 
 

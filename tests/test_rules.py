@@ -98,70 +98,29 @@ def test_every_rule_is_shown_both_ways() -> None:
         pytest.fail("\n  ".join(["protocol rules:", *found]), pytrace=False)
 
 
-def test_definitions_are_read_from_headings_and_tables() -> None:
-    """A mention in running text defines nothing."""
-    text = (
+def test_each_kind_of_problem_is_named() -> None:
+    """A mention in running text defines nothing, a string in a test marks nothing."""
+    document = (
         "# Protocol\n\n### KVW-HD-01 Header checksum\n\nSee KVW-HD-09.\n\n"
-        "| rule | text |\n|---|---|\n| `KVW-HS-02` | ranges |\n| **KVW-HS-03** | x |\n"
+        "| rule | text |\n|---|---|\n| `KVW-HS-02` | x |\n| **KVW-HS-02** | x |\n"
     )
-    assert defined(text) == ["KVW-HD-01", "KVW-HS-02", "KVW-HS-03"]
-
-
-def test_marks_are_found_wherever_pytest_takes_them() -> None:
-    """On a function, on a class, on a parameter; strings in tests are no marks."""
-    text = """
+    tests = """
 @pytest.mark.rule("KVW-HD-01", "keeps")
 def test_a(): ...
 
-@pytest.mark.rule("KVW-HD-02", "breaks")
+@pytest.mark.rule("KVW-HD-01", "breaks")
 class TestB: ...
 
 @pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.rule("KVW-HD-03"))])
-def test_c(x): "pytest.mark.rule('KVW-HD-04', 'keeps')"
+def test_c(x): "pytest.mark.rule('KVW-HS-02', 'keeps')"
 """
-    found = [(m.rule, m.side) for m in marks(Source("tests/test_x.py", text))]
-    assert sorted(found) == [
-        ("KVW-HD-01", "keeps"),
-        ("KVW-HD-02", "breaks"),
-        ("KVW-HD-03", ""),
-    ]
-
-
-_KEPT = [Mark("a:1", "KVW-HD-01", "keeps"), Mark("a:2", "KVW-HD-01", "breaks")]
-
-
-def test_a_rule_shown_both_ways_has_no_problem() -> None:
-    """And naming it in code is as it should be."""
-    assert not list(problems(["KVW-HD-01"], _KEPT, [("k.py:1", "KVW-HD-01")]))
-
-
-@pytest.mark.parametrize(
-    ("rules", "shown", "named", "complaint"),
-    [
-        (["KVW-HD-01", "KVW-HD-01"], _KEPT, [], "defined 2 times"),
-        (["KVW-HD-01"], _KEPT[:1], [], '"breaks"'),
-        (["KVW-HD-01"], _KEPT[1:], [], '"keeps"'),
-        (["KVW-HD-01"], [*_KEPT, Mark("a:3", "KVW-HD-09", "keeps")], [], "a:3: 'KVW"),
-        (["KVW-HD-01"], [*_KEPT, Mark("a:3", "KVW-HD-01", "kept")], [], "the side"),
-        (["KVW-HD-01"], _KEPT, [("k.py:1", "KVW-HD-09")], "k.py:1: 'KVW-HD-09'"),
-    ],
-)
-def test_each_kind_of_problem_is_named(
-    rules: list[str],
-    shown: list[Mark],
-    named: list[tuple[str, str]],
-    complaint: str,
-) -> None:
-    """One example for every complaint there is."""
-    (problem,) = problems(rules, shown, named)
-    assert complaint in problem
-
-
-def test_citations_are_found_in_strings_and_comments() -> None:
-    """Both bind the code to the document."""
-    text = 'raise MalformedFrame("KVW-HD-01", "bad")  # KVW-HD-02 as well\n'
-    places = list(cited(Source("kvwire/wire/a.py", text)))
-    assert places == [
-        ("kvwire/wire/a.py:1", "KVW-HD-01"),
-        ("kvwire/wire/a.py:1", "KVW-HD-02"),
+    code = 'raise MalformedFrame("KVW-HD-04", "bad")  # KVW-HD-01 as well\n'
+    shown = list(marks(Source("t.py", tests)))
+    assert sorted(problems(defined(document), shown, cited(Source("k.py", code)))) == [
+        "KVW-HS-02 is defined 2 times",
+        'KVW-HS-02: no test is marked rule("KVW-HS-02", "breaks")',
+        'KVW-HS-02: no test is marked rule("KVW-HS-02", "keeps")',
+        "k.py:1: 'KVW-HD-04' is not in docs/topics/protocol.md",
+        "t.py:8: 'KVW-HD-03' is not in docs/topics/protocol.md",
+        "t.py:8: the side is one of ('keeps', 'breaks'), not ''",
     ]

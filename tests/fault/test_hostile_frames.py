@@ -284,26 +284,6 @@ async def test_what_is_announced_costs_nothing(pair: Pair) -> None:
     await there.wait_closed()
 
 
-async def test_no_grant_opens_no_memory_and_the_connection_lives(pair: Pair) -> None:
-    memory = bytearray(b"precious")
-    pair.far.register(memory, "readwrite")
-    async with dial(pair.address) as stranger:
-        there = await pair.far.accept()
-        await stranger.say(
-            stranger.control(FrameType.PUT, NO_GRANT, request=1),
-            stranger.payload(FrameType.DATA, b"replaced!!", request=1),
-            stranger.control(FrameType.GET, NO_GRANT, request=3),
-        )
-        for request in (1, 3):
-            answer = await stranger.hear()
-            assert answer.header.type == FrameType.FAIL
-            assert answer.header.request == request
-        await stranger.say(message(stranger))
-        assert await there.recv(7) == b"x"
-    assert memory == b"precious"
-    await there.wait_closed()
-
-
 # --- sealed frames --------------------------------------------------------------------
 
 
@@ -361,32 +341,6 @@ async def test_an_unsealed_frame_where_seals_are_due(tmp_path: Path) -> None:
 
 
 # --- a hostile listener ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (
-            b"HTTP/1.1 400 Bad Request\r\nServer: nginx\r\n\r\n",
-            r"does not speak kvwire: it begins with b'HTTP/1.1 400",
-        ),
-        (bytes(256), r"does not speak kvwire: it begins with b'\\x00"),
-        (b"\x01" * 256, "KVW-HD-01"),
-        (None, "KVW-HS-04"),
-    ],
-    ids=["a web server", "zeros", "a damaged frame", "a reflection"],
-)
-async def test_a_client_meets_somebody_else(
-    pair: Pair, answer: bytes | None, said: str
-) -> None:
-    async with answering() as (address, answered):
-        connecting = asyncio.create_task(pair.near.connect(address))
-        stranger = await answered.get()
-        hello = await stranger.hear()
-        await stranger.say(answer or hello.raw_header + hello.body)
-        with pytest.raises((kvwire.HandshakeError, ProtocolError), match=said):
-            await connecting
-    await expect_fine(pair)
 
 
 async def test_a_client_is_lied_to_after_the_handshake(pair: Pair) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import itertools
 import logging
 import random
-import ssl
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -16,23 +14,12 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire import Communicator, ConnectionLost, HandshakeError
-from kvwire.endpoint import acceptor
-from kvwire.limits import KIB, MIB, PENDING_HANDSHAKES_MAX
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Cut, Direction, Ending
-from tests.fault.test_handshake_cuts import AT_ONCE, HANDSHAKE_S, SLACK_S
-from tests.fault.test_strangers import Crowd, resident_bytes
+from kvwire import Communicator
+from kvwire.limits import KIB, PENDING_HANDSHAKES_MAX
+from tests.fault.test_handshake_cuts import HANDSHAKE_S, SLACK_S
+from tests.fault.test_strangers import Crowd, client_hello, resident_bytes
 from tests.support.certificates import FAR, NEAR, Authority
 from tests.support.pairs import until
-
-# Signatures of certificates with elliptic curves differ in length by a few bytes.
-_LENGTH_VARIES = 24
-# Each costs two handshakes; between two of them nothing else happens than in each.
-STEPS = {Ending.FIN: 1, Ending.RST: 13, Ending.SILENCE: 13}
-# What S7 allows one stranger inside TLS, and all together.
-STRANGER_BYTES = 350 * KIB
-STRANGERS_BYTES = 32 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -51,56 +38,6 @@ async def sides(
         kvwire.open(name="far", **both, **authority.config(FAR, NEAR)) as far,
     ):
         yield near, far
-
-
-def client_hello() -> bytes:
-    """The first flight of a client."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    outgoing = ssl.MemoryBIO()
-    tls = context.wrap_bio(ssl.MemoryBIO(), outgoing)
-    with pytest.raises(ssl.SSLWantReadError):
-        tls.do_handshake()
-    return outgoing.read()
-
-
-# --- cut ------------------------------------------------------------------------------
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("ending", STEPS)
-@pytest.mark.parametrize("way", Direction)
-# What the loops differ in, the same test without TLS covers.
-@pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_every_byte(
-    sides: tuple[Communicator, Communicator], way: Direction, ending: Ending
-) -> None:
-    near, far = sides
-    address = await far.listen("127.0.0.1:0")
-    async with Proxy(address) as proxy:
-        whole = await near.connect(proxy.address)
-        length = proxy.passed[way]
-        await whole.close()
-    await (await far.accept()).wait_closed()
-    assert length > 1 * KIB
-
-    async def attempts(cuts: Iterator[Cut]) -> None:
-        for cut in cuts:
-            async with Proxy(address, cut) as proxy:
-                async with asyncio.timeout(HANDSHAKE_S + SLACK_S):
-                    with pytest.raises((HandshakeError, ConnectionLost, OSError)):
-                        await near.connect(proxy.address)
-
-    until_there = range(0, length - _LENGTH_VARIES, STEPS[ending])
-    cuts = (Cut(way, at, ending) for at in until_there)
-    async with asyncio.TaskGroup() as group:
-        for _ in range(AT_ONCE[ending]):
-            group.create_task(attempts(cuts))
-    await until(lambda: not near._state.drivers and not far._state.drivers)
-    await until(lambda: not far._state._reception._tasks)
-    for comm in sides:
-        assert not comm.live_connections
-        assert len(comm._state.buffers) == 0
 
 
 # --- nonsense -------------------------------------------------------------------------
@@ -183,47 +120,6 @@ async def test_who_stalls_is_gone_by_the_deadline(
 
 
 # --- memory ---------------------------------------------------------------------------
-
-
-def forget_freed() -> None:
-    """Give back what others have freed, or it would be reused and not be seen."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
-@pytest.mark.parametrize("said", ["nothing", "5 bytes", "hello", "endless"])
-@pytest.mark.asyncio(loop_factories=["asyncio"])
-async def test_a_stranger_pins_little_memory(
-    authority: Authority, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ends of them live in this process."""
-    asyncio.get_running_loop().set_debug(False)
-    hello = client_hello()
-    # A handshake message that says it is long, and all of it but the last byte.
-    endless = b"\x16\x03\x01\x40\x00\x01\x00\x7f\xff" + bytes(16 * KIB - 4)
-    data = {"nothing": b"", "5 bytes": hello[:5], "hello": hello, "endless": endless}[
-        said
-    ]
-    count = PENDING_HANDSHAKES_MAX
-    monkeypatch.setattr(acceptor, "PENDING_HANDSHAKES_MAX", 2 * count)
-    async with (
-        kvwire.open(handshake_timeout_s=60, **authority.config(FAR)) as comm,
-        Crowd(await comm.listen("127.0.0.1:0")) as crowd,
-    ):
-        await crowd.grow(30, data)  # warms up what is only paid once
-        await until(lambda: len(comm._state._reception._pending) == 30)
-        forget_freed()
-        before = resident_bytes()
-        await crowd.grow(count, data)
-        await until(lambda: len(comm._state._reception._pending) == 30 + count)
-        for _ in range(100):
-            await asyncio.sleep(0)
-        gc.collect()
-        each = (resident_bytes() - before) / count
-        print(f"a stranger that says {said} pins {each / KIB:.1f} KiB (S7: 350 KiB)")
-        assert each <= STRANGER_BYTES
-        assert each * count <= STRANGERS_BYTES
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm is Linux's")

@@ -165,28 +165,3 @@ async def test_a_cut_is_known_and_the_next_connection_works(
         wire.up(whole=True)
         assert (await right.dials()).startswith(transport or "tcp")
         assert await right.do("get") == "equal"
-
-
-@pytest.mark.slow
-async def test_a_cut_during_a_transfer_fails_it(wire: Wire, tmp_path: Path) -> None:
-    """And not the next one, over another connection."""
-    write_key_file(tmp_path / "key")
-    async with hosts(wire, tmp_path / "key", "tcp") as right:
-        assert (await right.dials()).startswith("tcp")
-        _slow_down(wire)
-        getting = asyncio.ensure_future(right.do("get"))
-        await asyncio.sleep(0)
-        wire.up(whole=False)
-        assert (await getting).startswith(("PeerUnresponsive", "ConnectionLost"))
-        wire.up(whole=True)
-        assert (await right.dials()).startswith("tcp")
-        assert await right.do("get") == "equal"
-
-
-def _slow_down(wire: Wire) -> None:
-    """4 MiB take a third of a second: a cut comes before their end."""
-    limit = ("tbf", "rate", "100mbit", "burst", "64k", "latency", "400ms")
-    _ip(
-        *("netns", "exec", wire.left, "tc", "qdisc", "replace", "dev", "wire"),
-        *("root", *limit),
-    )
