@@ -28,16 +28,7 @@ EVERY = list(range(BLOCKS))
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """A producer's engine and a consumer's, connected.
-
-    Attributes:
-        p: The producer's; it listens.
-        c: The consumer's; it connects.
-        asking: The consumer's end.
-        offering: The producer's end.
-        source: The producer's memory, stamped.
-        target: The consumer's.
-    """
+    """A producer's engine and a consumer's, connected."""
 
     p: kvwire.Engine
     c: kvwire.Engine

@@ -36,14 +36,7 @@ _TIMEOUT_S = 45
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A block of code of a page.
-
-    Attributes:
-        place: The page and the line.
-        language: What stands behind the fence.
-        text: The code.
-        fragment: It is marked as one.
-    """
+    """A block of code of a page."""
 
     place: str
     language: str
@@ -71,11 +64,7 @@ def expected_output(program: str) -> str:
 
 
 def unknown_names(fragment: str) -> Iterator[str]:
-    """What a fragment takes from kvwire and kvwire does not have.
-
-    Raises:
-        SyntaxError: It is no Python.
-    """
+    """What a fragment takes from kvwire and kvwire does not have."""
     for node in ast.walk(ast.parse(fragment)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id == "kvwire" and not hasattr(kvwire, node.attr):

@@ -45,27 +45,16 @@ NEVER: Final = 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a child is to do.
+    """What a child is to do; ``frame`` is the first that it must not write."""
 
-    Attributes:
-        number: Names the order in its answers.
-        produces: It is the producer, else the consumer.
-        pull: The consumer asks, else the producer does.
-        listens: It listens, else it connects.
-        address: Where, or where to.
-        id: Of the transfer.
-        salt: What the producer stamps its blocks with.
-        frame: The first frame that it must not write.
-    """
-
-    number: int
-    produces: bool
-    pull: bool
-    listens: bool
-    address: str
-    id: int
-    salt: int
-    frame: int
+    number: int = 0
+    produces: bool = True
+    pull: bool = True
+    listens: bool = True
+    address: str = "inproc://"
+    id: int = 1
+    salt: int = 1
+    frame: int = NEVER
 
 
 async def take_part(
@@ -84,20 +73,12 @@ async def take_part(
     end: kvwire.Outgoing | kvwire.Incoming
     if order.produces:
         memory.stamp(EVERY, order.salt)
-        if order.pull:
-            end = comm.publish(
-                order.id, memory.cache, EVERY, lease_s=lease_s, group_bytes=1
-            )
-        else:
-            end = conn.push(
-                order.id, memory.cache, EVERY, lease_s=lease_s, group_bytes=1
-            )
+        verb = comm.publish if order.pull else conn.push
+        end = verb(order.id, memory.cache, EVERY, lease_s=lease_s, group_bytes=1)
         await _produce(end, conn)
     else:
-        if order.pull:
-            end = conn.pull(order.id, memory.cache, EVERY, lease_s=lease_s)
-        else:
-            end = comm.expect(order.id, memory.cache, EVERY, lease_s=lease_s)
+        ask = conn.pull if order.pull else comm.expect
+        end = ask(order.id, memory.cache, EVERY, lease_s=lease_s)
         await _consume(end, conn)
     return end
 
@@ -195,16 +176,7 @@ async def _warm_up() -> None:
 
     In process, since looking up an address would start threads.
     """
-    order = Order(
-        number=0,
-        produces=True,
-        pull=True,
-        listens=True,
-        address="inproc://",
-        id=1,
-        salt=1,
-        frame=NEVER,
-    )
+    order = Order()
     async with kvwire.open() as one, kvwire.open() as other:
         asking = await other.connect(await one.listen(order.address))
         ends = await asyncio.gather(

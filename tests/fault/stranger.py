@@ -30,11 +30,7 @@ _READ_BYTES = 64 * 1024
 
 
 class Stranger:
-    """One end of a TCP connection, and the frames it could send if it wanted to.
-
-    Attributes:
-        handshake: Its side of the handshake; ``shake`` carries it out.
-    """
+    """One end of a TCP connection, and the frames it could send if it wanted to."""
 
     def __init__(self, sock: socket.socket, handshake: Handshake) -> None:
         self.handshake = handshake

@@ -48,14 +48,7 @@ BEYOND = 2**31 - 1
 
 @dataclass
 class Liar:
-    """The client inside a transfer that was agreed on.
-
-    Attributes:
-        link: Its end of the connection.
-        side: Its part in the transfer.
-        box: The first layer of everything that moves.
-        nbytes: Its bytes.
-    """
+    """The client inside a transfer that was agreed on."""
 
     link: RawLink
     side: Side

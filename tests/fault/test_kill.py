@@ -170,8 +170,6 @@ async def test_r8_killed_before_every_frame(
                 pull=pull,
                 listens=listens,
                 address="127.0.0.1:0",
-                id=1,
-                salt=SALT,
                 frame=frame,
             )
             victim = await run(nursery, order)

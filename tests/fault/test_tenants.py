@@ -23,14 +23,7 @@ OPERATIONS = 1500
 
 @dataclass(slots=True)
 class Tenant:
-    """One peer.
-
-    Attributes:
-        connection: From the peer to the owner of all memory.
-        memory: What was granted to it.
-        grant: For ``memory``.
-        canary: What is in ``memory``, and nowhere else.
-    """
+    """One peer."""
 
     comm: Communicator
     connection: Connection

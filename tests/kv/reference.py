@@ -246,9 +246,36 @@ def _outside(form: str) -> tuple[str, ...]:
     return {"layers": ("layer",), "pairs": ("layer", "kv")}.get(form, ())
 
 
+LAYOUTS = {
+    "NHD": plain_shape("block kv token head dim"),
+    "HND": plain_shape("block kv head token dim"),
+    "kv first": plain_shape("kv block token head dim"),
+    "packed": plain_shape("block head token (kv dim)"),
+    "slots": plain_shape("kv (block token) head dim"),
+    "apart": plain_shape("block token head dim", form="pairs"),
+    "cross NHD": plain_shape("block layer kv token head dim", form="cross"),
+    "cross HND": plain_shape("block layer kv head token dim", form="cross"),
+    "layer first": plain_shape("layer kv block token head dim", form="cross"),
+    "layer last": plain_shape("block token kv head layer dim", form="cross"),
+    "kv outermost": plain_shape("kv layer block token head dim", form="cross"),
+    "views": plain_shape("block layer kv token head dim", form="views"),
+}
+"""What the engines have, by the names of the field."""
+_LATENT = [
+    plain_shape("block token dim"),
+    plain_shape("block layer token dim", form="cross"),
+]
+
+
 @st.composite
 def shapes(draw: st.DrawFn, spec: KVSpec) -> Shape:
-    """Any way to keep a cache: form, nesting, transposition, folding, padding."""
+    """A layout that engines have, or any: form, nesting, folding, padding."""
+    if draw(st.booleans()):
+        known = [
+            s for s in LAYOUTS.values() if s.form != "pairs" or spec.components > 1
+        ]
+        latent = spec.components == spec.kv_heads == 1
+        return draw(st.sampled_from(known + _LATENT * latent))
     forms = ["layers", "cross", "views"] + ["pairs"] * (spec.components == 2)
     form = draw(st.sampled_from(forms))
     inside = [axis for axis in AXES if axis not in _outside(form)]

@@ -17,14 +17,7 @@ class FakeDevice:
 
 
 class FakeTensor:
-    """What kvwire uses of a torch tensor.
-
-    Args:
-        array: Its memory.
-        dtype: What its dtype prints as, such as ``torch.bfloat16``.
-        device: The device's type.
-        index: The device's number, which torch has for GPUs only.
-    """
+    """What kvwire uses of a torch tensor."""
 
     def __init__(
         self,

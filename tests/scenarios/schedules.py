@@ -27,18 +27,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens to one transfer, in order.
-
-    Attributes:
-        push: The producer asks, and not the consumer.
-        producer_first: Which side names the transfer first.
-        source: The producer's blocks.
-        target: The consumer's.
-        steps: Marks, and what comes between them.
-        partial: Marks are left out, and the commit says so.
-        group_bytes: 1 for layer by layer.
-        faults: What befalls the frames of either side.
-    """
+    """What happens to one transfer, in order."""
 
     push: bool
     producer_first: bool
@@ -46,7 +35,7 @@ class Schedule:
     target: list[int]
     steps: list[Marked | Step]
     partial: bool
-    group_bytes: int | None
+    group_bytes: int | None  # 1 for layer by layer
     faults: FaultPlan
 
     @property

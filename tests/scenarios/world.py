@@ -96,16 +96,7 @@ def same(
 
 
 class World:
-    """Both ends of one connection, with a cache each.
-
-    Attributes:
-        p: The producer's communicator; it listens.
-        d: The consumer's; it connects.
-        pull_side: The consumer's end of the connection.
-        push_side: The producer's end.
-        source: The producer's memory, stamped.
-        target: The consumer's.
-    """
+    """A producer p that listens and a consumer d that connects, with a cache each."""
 
     def __init__(
         self,
@@ -122,11 +113,7 @@ class World:
         self.source.stamp(range(BLOCKS))
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Let the loop run until something holds that no event announces.
-
-        Raises:
-            TimeoutError: It does not.
-        """
+        """Let the loop run until something holds that no event announces."""
         async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 moment = asyncio.Event()

@@ -117,17 +117,7 @@ async def _request(
 
 
 class Fleet:
-    """Runs members, gives decode processes requests, and does harm.
-
-    Args:
-        url: The directory.
-        seed: Of the harm.
-
-    Attributes:
-        counts: Of requests, attempts, wrong words, and what was done to whom.
-        half_done: Half of the requests are served, or it has ended.
-        longest_s: The longest that a request took, with all its attempts.
-    """
+    """Runs members, gives decode processes requests, and does harm."""
 
     def __init__(self, url: str, seed: int) -> None:
         self._url = url

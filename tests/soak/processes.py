@@ -261,15 +261,7 @@ async def _live(
 
 
 class ProcessSoak:
-    """Starts both processes, and lets faults befall them until enough has landed.
-
-    Args:
-        seed: Of sizes and faults.
-        goal_bytes: How much to check.
-        fault_s: Mean seconds between two faults; 0 for none.
-        transport: What carries the data.
-        psk_file: A key that both prove; without one they trust each other.
-    """
+    """Starts both processes, and lets faults befall them until enough has landed."""
 
     def __init__(
         self,
@@ -294,10 +286,6 @@ class ProcessSoak:
 
     async def run(self, progress: Progress | None = None) -> Tally:
         """Run to the goal.
-
-        Raises:
-            TimeoutError: Nothing has landed for a minute, or a process does not end.
-            RuntimeError: A process has ended by itself.
 
         Cancel safety: safe, the processes are killed.
         """
@@ -381,22 +369,14 @@ class _Side:
         self._reader = asyncio.create_task(self._read(process))
 
     def check(self) -> None:
-        """See whether it lives.
-
-        Raises:
-            RuntimeError: It has ended by itself.
-        """
+        """See whether it lives."""
         if self._reader is None or self._reader.done():
             raise RuntimeError(
                 f"the {self.role} has ended by itself; see its traceback"
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal.
-
-        Raises:
-            RuntimeError: It has ended.
-        """
+        """Send it a signal."""
         self.check()
         assert self._process is not None
         self._process.send_signal(number)

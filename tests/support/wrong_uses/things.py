@@ -45,16 +45,7 @@ class WrongUse(NamedTuple):
 
 
 class Things:
-    """What a wrong use needs.
-
-    Attributes:
-        a: The communicator that has connected.
-        b: The one that listens.
-        conn: The connection, as a has it.
-        back: The same, as b has it.
-        kv: A cache.
-        folder: A folder for files.
-    """
+    """What a wrong use needs."""
 
     def __init__(self, pair: Any, folder: Path) -> None:
         self.a, self.b = pair.a, pair.b
