@@ -15,22 +15,19 @@ from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.reconnect import _was_reset
 from kvwire.limits import REDIAL_S_MAX
 from kvwire_inproc import FaultPlan, injected
-from tests.scenarios.world import Scenario, World, play, same
+from tests.scenarios.world import DEST, LIST, Scenario, World, play, same, scenario
 from tests.support import virtual_time
 
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
 LEASE_S = 5.0
 
 
-def virtually(scenario: Scenario, **config: Any) -> None:
-    play(scenario, "inproc", **config)
+def virtually(run: Scenario, **config: Any) -> None:
+    play(run, "inproc", **config)
 
 
 async def half_way(w: World) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
     """A transfer of which two of four layers have landed."""
-    out = w.p.publish("t", w.source.cache, LIST)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin()
     out.ready(layers=slice(0, 2))
     await inc.layer(1)
     return out, inc
@@ -44,26 +41,26 @@ async def cut_and_resumed(w: World, inc: kvwire.Incoming) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_transfer_goes_on_however_often_its_link_is_lost(times: int) -> None:
-    async def scenario(w: World) -> None:
-        out, inc = await half_way(w)
-        for _ in range(times):
-            await cut_and_resumed(w, inc)
-            assert not inc.done()
-        out.ready(layers=slice(2, 4))
-        out.finish()
-        assert (await inc).complete
-        assert (await out).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    virtually(scenario)
+@scenario("inproc")
+async def test_a_transfer_goes_on_however_often_its_link_is_lost(
+    w: World, times: int
+) -> None:
+    out, inc = await half_way(w)
+    for _ in range(times):
+        await cut_and_resumed(w, inc)
+        assert not inc.done()
+    out.ready(layers=slice(2, 4))
+    out.finish()
+    assert (await inc).complete
+    assert (await out).complete
+    assert same(w.source, LIST, w.target, DEST)
 
 
 def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -> None:
     """It makes no progress, so nothing renews the lease."""
     dialled = Counter[str]()
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         redial = w.d._state.redial
 
         async def counted(lost: ConnectionState) -> ConnectionState:
@@ -82,7 +79,7 @@ def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -
 
     plan = FaultPlan(seed=1, kill=1.0, kill_after=3, spare=4)
     with injected(plan):
-        virtually(scenario, lease_s=LEASE_S)
+        virtually(run, lease_s=LEASE_S)
     assert 0 < dialled["times"] < 2 * LEASE_S / REDIAL_S_MAX
 
 
@@ -92,7 +89,7 @@ def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
     monkeypatch.setattr("random.uniform", lambda low, high: high)
     dialled_at: list[float] = []
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         async def nobody_listens(lost: ConnectionState) -> ConnectionState:
             dialled_at.append(w.d._state.loop.time())
             raise kvwire.ConnectError("nobody listens")
@@ -102,130 +99,115 @@ def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
         w.cut()
         assert not (await inc).complete
 
-    virtually(scenario, lease_s=LEASE_S)
+    virtually(run, lease_s=LEASE_S)
     pauses_s = [late - early for early, late in itertools.pairwise(dialled_at)]
     assert pauses_s[:5] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.5])
     assert set(pauses_s[5:]) == {REDIAL_S_MAX}
 
 
-def test_progress_renews_the_lease() -> None:
+@scenario("inproc", lease_s=LEASE_S)
+async def test_progress_renews_the_lease(w: World) -> None:
     """Each link brings one layer, and there are more links than one lease has time."""
-
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        for layer in range(3):
-            out.ready(layers=layer)
-            await inc.layer(layer)
-            w.cut()
-            await virtual_time.pass_time(0.8 * LEASE_S)
-        out.ready(layers=3)
-        out.finish()
-        assert (await inc).complete
-
-    virtually(scenario, lease_s=LEASE_S)
-
-
-def test_one_redial_for_all_transfers_and_connections_of_a_peer() -> None:
-    async def scenario(w: World) -> None:
-        other = await w.d.connect(w.address)
-        ends: list[tuple[kvwire.Outgoing, kvwire.Incoming]] = []
-        for name, connection in (("a", w.pull_side), ("b", other), ("c", other)):
-            out = w.p.publish(name, w.source.cache, LIST)
-            blocks = [10 + len(ends) * 5 + n for n in range(5)]
-            ends.append((out, connection.pull(name, w.target.cache, blocks)))
-            out.ready(layers=0)
-            await ends[-1][1].layer(0)
+    out, inc = w.begin()
+    for layer in range(3):
+        out.ready(layers=layer)
+        await inc.layer(layer)
         w.cut()
-        await w.until(lambda: w.d.live_connections)
-        for out, inc in ends:
-            out.ready(layers=slice(1, 4))
-            out.finish()
-            assert (await inc).complete
-        assert len(w.d.live_connections) == 1
-
-    virtually(scenario)
+        await virtual_time.pass_time(0.8 * LEASE_S)
+    out.ready(layers=3)
+    out.finish()
+    assert (await inc).complete
 
 
-def test_an_open_connection_to_the_same_peer_is_taken_before_a_new_one() -> None:
-    async def scenario(w: World) -> None:
-        other = await w.d.connect(w.address)
-        out, inc = await half_way(w)
-        w.push_side.abort("this one alone")
-        out.ready(layers=slice(2, 4))
+@scenario("inproc")
+async def test_one_redial_for_all_transfers_and_connections_of_a_peer(w: World) -> None:
+    other = await w.d.connect(w.address)
+    ends: list[tuple[kvwire.Outgoing, kvwire.Incoming]] = []
+    for name, connection in (("a", w.pull_side), ("b", other), ("c", other)):
+        out = w.p.publish(name, w.source.cache, LIST)
+        blocks = [10 + len(ends) * 5 + n for n in range(5)]
+        ends.append((out, connection.pull(name, w.target.cache, blocks)))
+        out.ready(layers=0)
+        await ends[-1][1].layer(0)
+    w.cut()
+    await w.until(lambda: w.d.live_connections)
+    for out, inc in ends:
+        out.ready(layers=slice(1, 4))
         out.finish()
         assert (await inc).complete
-        assert w.d.live_connections == (other,)
-
-    virtually(scenario)
+    assert len(w.d.live_connections) == 1
 
 
-def test_a_push_over_a_lost_link_is_asked_for_again_by_its_producer() -> None:
+@scenario("inproc")
+async def test_an_open_connection_to_the_same_peer_is_taken_before_a_new_one(
+    w: World,
+) -> None:
+    other = await w.d.connect(w.address)
+    out, inc = await half_way(w)
+    w.push_side.abort("this one alone")
+    out.ready(layers=slice(2, 4))
+    out.finish()
+    assert (await inc).complete
+    assert w.d.live_connections == (other,)
+
+
+@scenario("inproc")
+async def test_a_push_over_a_lost_link_is_asked_for_again_by_its_producer(
+    w: World,
+) -> None:
     """The consumer redials, as it had connected; the producer then asks again."""
-
-    async def scenario(w: World) -> None:
-        inc = w.d.expect("t", w.target.cache, DEST)
-        out = w.push_side.push("t", w.source.cache, LIST)
-        out.ready(layers=slice(0, 2))
-        await inc.layer(1)
-        w.cut()
-        out.ready(layers=slice(2, 4))
-        out.finish()
-        assert (await inc).complete
-        assert (await out).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    virtually(scenario)
+    inc = w.d.expect("t", w.target.cache, DEST)
+    out = w.push_side.push("t", w.source.cache, LIST)
+    out.ready(layers=slice(0, 2))
+    await inc.layer(1)
+    w.cut()
+    out.ready(layers=slice(2, 4))
+    out.finish()
+    assert (await inc).complete
+    assert (await out).complete
+    assert same(w.source, LIST, w.target, DEST)
 
 
-def test_a_link_made_for_transfers_is_closed_when_they_are_over() -> None:
-    async def scenario(w: World) -> None:
-        out, inc = await half_way(w)
-        w.cut()
-        await w.until(lambda: w.d.live_connections)
-        out.abort("the rest is not needed")
-        await inc
-        await virtual_time.pass_time(2 * LEASE_S)
-        assert not w.d.live_connections
-        assert not w.p.live_connections
-
-    virtually(scenario, lease_s=LEASE_S)
+@scenario("inproc", lease_s=LEASE_S)
+async def test_a_link_made_for_transfers_is_closed_when_they_are_over(w: World) -> None:
+    out, inc = await half_way(w)
+    w.cut()
+    await w.until(lambda: w.d.live_connections)
+    out.abort("the rest is not needed")
+    await inc
+    await virtual_time.pass_time(2 * LEASE_S)
+    assert not w.d.live_connections
+    assert not w.p.live_connections
 
 
-def test_it_stays_while_a_transfer_uses_it() -> None:
-    async def scenario(w: World) -> None:
-        out, inc = await half_way(w)
-        w.cut()
-        await virtual_time.pass_time(5 * LEASE_S)
-        out.ready(layers=slice(2, 4))
-        out.finish()
-        assert (await inc).complete
-
-    virtually(scenario, lease_s=LEASE_S)
+@scenario("inproc", lease_s=LEASE_S)
+async def test_it_stays_while_a_transfer_uses_it(w: World) -> None:
+    out, inc = await half_way(w)
+    w.cut()
+    await virtual_time.pass_time(5 * LEASE_S)
+    out.ready(layers=slice(2, 4))
+    out.finish()
+    assert (await inc).complete
 
 
-def test_without_resume_a_lost_link_ends_its_transfers() -> None:
-    async def scenario(w: World) -> None:
-        out, inc = await half_way(w)
-        w.cut()
-        outcome = await inc
-        assert outcome.missing.layers(("kv", DEST[0])) == (2, 3)
-        assert not (await out).complete
-        assert not w.d.live_connections
-
-    virtually(scenario, resume=False)
+@scenario("inproc", resume=False)
+async def test_without_resume_a_lost_link_ends_its_transfers(w: World) -> None:
+    out, inc = await half_way(w)
+    w.cut()
+    outcome = await inc
+    assert outcome.missing.layers(("kv", DEST[0])) == (2, 3)
+    assert not (await out).complete
+    assert not w.d.live_connections
 
 
-def test_a_closed_connection_is_not_redialled() -> None:
-    async def scenario(w: World) -> None:
-        out, inc = await half_way(w)
-        await w.pull_side.close()
-        assert not (await inc).complete
-        assert not (await out).complete
-        await virtual_time.pass_time(LEASE_S)
-        assert not w.d.live_connections
-
-    virtually(scenario)
+@scenario("inproc")
+async def test_a_closed_connection_is_not_redialled(w: World) -> None:
+    out, inc = await half_way(w)
+    await w.pull_side.close()
+    assert not (await inc).complete
+    assert not (await out).complete
+    await virtual_time.pass_time(LEASE_S)
+    assert not w.d.live_connections
 
 
 # --- a peer whose process has ended ---------------------------------------------------
@@ -235,7 +217,7 @@ def test_a_closed_connection_is_not_redialled() -> None:
 def test_a_peer_whose_port_is_refused_has_a_moment_and_not_a_lease(
     grace_s: float,
 ) -> None:
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         _, inc = await half_way(w)
         began = w.d._state.loop.time()
         w.p.abort()
@@ -245,12 +227,12 @@ def test_a_peer_whose_port_is_refused_has_a_moment_and_not_a_lease(
         assert "the peer has ended: cannot connect to" in str(outcome.missing)
         assert outcome.missing
 
-    virtually(scenario, restart_grace_s=grace_s)
+    virtually(run, restart_grace_s=grace_s)
 
 
 @pytest.mark.parametrize("grace_s", [1.0, 3.0])
 def test_a_peer_that_dials_has_the_same_moment(grace_s: float) -> None:
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         out, _ = await half_way(w)
         began = w.p._state.loop.time()
         w.d.abort()
@@ -258,23 +240,20 @@ def test_a_peer_that_dials_has_the_same_moment(grace_s: float) -> None:
         assert w.p._state.loop.time() - began == pytest.approx(grace_s, abs=0.1)
         assert "was reset, and it was not back within" in str(outcome.missing)
 
-    virtually(scenario, restart_grace_s=grace_s)
+    virtually(run, restart_grace_s=grace_s)
 
 
-def test_a_peer_that_is_back_in_time_goes_on() -> None:
+@scenario("inproc")
+async def test_a_peer_that_is_back_in_time_goes_on(w: World) -> None:
     """Nothing that began for the first loss ends what the second link carries."""
-
-    async def scenario(w: World) -> None:
-        out, inc = await half_way(w)
-        for _ in range(2):
-            await cut_and_resumed(w, inc)
-        await virtual_time.pass_time(5.0)
-        out.ready(layers=slice(2, 4))
-        out.finish()
-        assert (await inc).complete
-        assert (await out).complete
-
-    virtually(scenario)
+    out, inc = await half_way(w)
+    for _ in range(2):
+        await cut_and_resumed(w, inc)
+    await virtual_time.pass_time(5.0)
+    out.ready(layers=slice(2, 4))
+    out.finish()
+    assert (await inc).complete
+    assert (await out).complete
 
 
 def test_only_silence_waits_for_the_lease() -> None:

@@ -12,7 +12,7 @@ import kvwire
 from kvwire.driver.trace_ring import RINGS
 from kvwire.observe.inspect import ProcessTrace
 from kvwire.observe.trace import document
-from tests.scenarios.world import World, play
+from tests.scenarios.world import World, play, scenario
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 
@@ -25,7 +25,7 @@ def named(rows: list[dict[str, Any]], phase: str) -> list[str]:
 def test_both_ends_are_one_trace(push: bool, tmp_path_factory: Any) -> None:
     folder = str(tmp_path_factory.mktemp("i") / "run")
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         if push:
             inc = w.d.expect("t", w.target.cache, DEST)
             out = w.push_side.push("t", w.source.cache, LIST)
@@ -50,17 +50,15 @@ def test_both_ends_are_one_trace(push: bool, tmp_path_factory: Any) -> None:
         assert slices["receive t"]["args"]["outcome"] == "complete"
         assert msgspec.json.encode(rows)
 
-    play(scenario, "inproc", inspect=folder)
+    play(run, "inproc", inspect=folder)
 
 
-def test_nobody_who_does_not_trace_is_in_a_trace() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        assert out.traceparent == ""
-        out.abort()
-        assert not RINGS
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_nobody_who_does_not_trace_is_in_a_trace(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST)
+    assert out.traceparent == ""
+    out.abort()
+    assert not RINGS
 
 
 def test_what_a_transfer_that_was_cut_leaves() -> None:

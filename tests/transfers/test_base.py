@@ -12,11 +12,8 @@ from kvwire.limits import TRANSFER_ID_BYTES_MAX
 from kvwire.transfers.base import recoverable, transfer_key
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
-from tests.scenarios.world import LAYERS, World, play
+from tests.scenarios.world import DEST, LAYERS, LIST, World, play, scenario
 from tests.support import virtual_time
-
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
 
 
 def test_names_are_told_apart_by_their_type() -> None:
@@ -48,125 +45,108 @@ def test_which_ends_a_transfer_survives(
     assert recoverable(error) is goes_on
 
 
-def test_the_outcome_is_a_record() -> None:
+@scenario("inproc")
+async def test_the_outcome_is_a_record(w: World) -> None:
     """For any number of waiters, before and after, cancelled or not."""
+    out, inc = w.begin()
 
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
+    async def wait() -> kvwire.Outcome:
+        return await inc
 
-        async def wait() -> kvwire.Outcome:
-            return await inc
-
-        waiters = [asyncio.create_task(wait()) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiters[0].cancel()
-        assert "has not published it" in repr(inc)
-        out.ready()
-        out.finish()
-        outcome = await inc
-        assert inc.outcome is outcome
-        assert [await waiter for waiter in waiters[1:]] == [outcome, outcome]
-        assert await inc is outcome
-        assert inc.done()
-        assert "over" in repr(inc)
-        inc.abort("too late")
-        assert inc.outcome is outcome
-
-    play(scenario, "inproc")
+    waiters = [asyncio.create_task(wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiters[0].cancel()
+    assert "has not published it" in repr(inc)
+    out.ready()
+    out.finish()
+    outcome = await inc
+    assert inc.outcome is outcome
+    assert [await waiter for waiter in waiters[1:]] == [outcome, outcome]
+    assert await inc is outcome
+    assert inc.done()
+    assert "over" in repr(inc)
+    inc.abort("too late")
+    assert inc.outcome is outcome
 
 
-def test_a_lease_runs_while_the_peer_is_missing() -> None:
-    async def scenario(w: World) -> None:
-        began = w.p._state.loop.time()
-        ends = {
-            "offered": w.p.publish("a", w.source.cache, [1], lease_s=1.0),
-            "expected": w.d.expect("b", w.target.cache, [1], lease_s=2.0),
-            "configured": w.p.publish("c", w.source.cache, [2]),
-        }
-        for end, seconds in zip(ends.values(), (1.0, 2.0, 4.0), strict=True):
-            outcome = await end
-            assert w.p._state.loop.time() - began == pytest.approx(seconds, abs=0.01)
-            (reason,) = set(outcome.missing.values())
-            began_as = f"the lease of {seconds:g} s ended while a peer was missing: "
-            assert reason.startswith(began_as)
-            assert reason.endswith(("consumers have pulled it", "peer has pushed it"))
-            await end.drained()
-
-    play(scenario, "inproc", lease_s=4.0)
+@scenario("inproc", lease_s=4.0)
+async def test_a_lease_runs_while_the_peer_is_missing(w: World) -> None:
+    began = w.p._state.loop.time()
+    ends = {
+        "offered": w.p.publish("a", w.source.cache, [1], lease_s=1.0),
+        "expected": w.d.expect("b", w.target.cache, [1], lease_s=2.0),
+        "configured": w.p.publish("c", w.source.cache, [2]),
+    }
+    for end, seconds in zip(ends.values(), (1.0, 2.0, 4.0), strict=True):
+        outcome = await end
+        assert w.p._state.loop.time() - began == pytest.approx(seconds, abs=0.01)
+        (reason,) = set(outcome.missing.values())
+        began_as = f"the lease of {seconds:g} s ended while a peer was missing: "
+        assert reason.startswith(began_as)
+        assert reason.endswith(("consumers have pulled it", "peer has pushed it"))
+        await end.drained()
 
 
-def test_a_lease_is_renewed_by_a_consumer_that_comes() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, consumers=2, lease_s=2.0)
-        await virtual_time.pass_time(1.5)
-        first = w.pull_side.pull("t", w.target.cache, DEST)
-        await virtual_time.pass_time(1.5)
-        assert not out.done()
-        second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
-        await virtual_time.pass_time(10.0)
-        assert not out.done(), "nobody is missing"
-        out.ready()
-        out.finish()
-        assert (await first).complete
-        assert (await second).complete
-        assert (await out).complete
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_lease_is_renewed_by_a_consumer_that_comes(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST, consumers=2, lease_s=2.0)
+    await virtual_time.pass_time(1.5)
+    first = w.pull_side.pull("t", w.target.cache, DEST)
+    await virtual_time.pass_time(1.5)
+    assert not out.done()
+    second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
+    await virtual_time.pass_time(10.0)
+    assert not out.done(), "nobody is missing"
+    out.ready()
+    out.finish()
+    assert (await first).complete
+    assert (await second).complete
+    assert (await out).complete
 
 
-def test_a_peer_that_asks_holds_no_lease() -> None:
+@scenario("inproc", lease_s=1.0)
+async def test_a_peer_that_asks_holds_no_lease(w: World) -> None:
     """Its question waits for as long as its link and its deadline let it."""
-
-    async def scenario(w: World) -> None:
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await virtual_time.pass_time(100.0)
-        assert not inc.done()
-        out = w.p.publish("t", w.source.cache, LIST)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-
-    play(scenario, "inproc", lease_s=1.0)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    await virtual_time.pass_time(100.0)
+    assert not inc.done()
+    out = w.p.publish("t", w.source.cache, LIST)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
 
 
 @pytest.mark.parametrize("verb", ["pull", "push"])
-def test_closing_a_connection_ends_what_waits_on_it(verb: str) -> None:
+@scenario("inproc")
+async def test_closing_a_connection_ends_what_waits_on_it(w: World, verb: str) -> None:
     """At once and on both sides: a closed connection is not lost."""
-
-    async def scenario(w: World) -> None:
-        asked: kvwire.Incoming | kvwire.Outgoing
-        if verb == "pull":
-            asked = w.pull_side.pull("t", w.target.cache, DEST)
-            ends = [w.pull_side, w.push_side]
-        else:
-            asked = w.push_side.push("t", w.source.cache, LIST)
-            ends = [w.push_side, w.pull_side]
-        began = w.d._state.loop.time()
-        await ends[1].close()
-        outcome = await asked
-        assert not outcome.landed
-        assert w.d._state.loop.time() - began < 0.1
-        await asked.drained()
-        assert ends[0].closed
-
-    play(scenario, "inproc")
+    asked: kvwire.Incoming | kvwire.Outgoing
+    if verb == "pull":
+        asked = w.pull_side.pull("t", w.target.cache, DEST)
+        ends = [w.pull_side, w.push_side]
+    else:
+        asked = w.push_side.push("t", w.source.cache, LIST)
+        ends = [w.push_side, w.pull_side]
+    began = w.d._state.loop.time()
+    await ends[1].close()
+    outcome = await asked
+    assert not outcome.landed
+    assert w.d._state.loop.time() - began < 0.1
+    await asked.drained()
+    assert ends[0].closed
 
 
-def test_drained_waits_for_the_outcome() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        waits = asyncio.create_task(inc.drained())
-        out.ready(layers=slice(0, LAYERS))
-        await inc.layer(LAYERS - 1)
-        assert not waits.done()
-        assert not inc.is_drained
-        out.finish()
-        await waits
-        assert inc.done()
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_drained_waits_for_the_outcome(w: World) -> None:
+    out, inc = w.begin()
+    waits = asyncio.create_task(inc.drained())
+    out.ready(layers=slice(0, LAYERS))
+    await inc.layer(LAYERS - 1)
+    assert not waits.done()
+    assert not inc.is_drained
+    out.finish()
+    await waits
+    assert inc.done()
 
 
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])
@@ -188,7 +168,7 @@ def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
 
     monkeypatch.setattr(side, "end_now", short)
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         within = 0.2 if end == "deadline" else None
         out = w.p.publish("t", w.source.cache, LIST, deadline=within)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
@@ -206,4 +186,4 @@ def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
         await inc.drained()
         await out.drained()
 
-    play(scenario, transport, resume=False)
+    play(run, transport, resume=False)

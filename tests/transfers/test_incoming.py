@@ -13,113 +13,113 @@ import pytest
 import kvwire
 from kvwire.testing.proxy import Proxy
 from kvwire.testing.toxics import Direction
-from tests.scenarios.world import LARGE, LAYERS, SPEC, Memory, World, play, same, world
+from tests.scenarios.world import (
+    DEST,
+    LARGE,
+    LAYERS,
+    LIST,
+    SPEC,
+    Memory,
+    World,
+    same,
+    scenario,
+    world,
+)
 
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
 HASHES = [b"%d" % n for n in range(len(LIST))]
-BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
 
 
 @pytest.mark.parametrize("order", list(permutations(range(LAYERS)))[::5], ids=str)
-def test_gates_open_in_the_order_of_the_marks(order: tuple[int, ...]) -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        opened: list[int] = []
+@scenario("inproc")
+async def test_gates_open_in_the_order_of_the_marks(
+    w: World, order: tuple[int, ...]
+) -> None:
+    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    opened: list[int] = []
 
-        async def gate(layer: int) -> None:
-            await inc.layer(layer)
-            assert same(w.source, LIST, w.target, DEST, layers=[layer])
-            opened.append(layer)
+    async def gate(layer: int) -> None:
+        await inc.layer(layer)
+        assert same(w.source, LIST, w.target, DEST, layers=[layer])
+        opened.append(layer)
 
-        gates = [asyncio.create_task(gate(layer)) for layer in range(LAYERS)]
-        for count, layer in enumerate(order, 1):
-            out.ready(layers=layer)
-            await w.until(lambda count=count: len(opened) == count)  # type: ignore[misc]
-        assert opened == list(order)
-        out.finish()
-        await asyncio.gather(*gates)
-        assert (await inc).complete
-        await inc.layer(0)
-
-    play(scenario, "inproc")
-
-
-def test_a_gate_waits_for_every_block() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        gate = asyncio.create_task(inc.layer(0))
-        for position in range(len(LIST)):
-            assert not gate.done()
-            out.ready(0, position)
-            await w.until(
-                lambda: not out._state.attempts or not out._state.attempts[0]._held
-            )
-            await w.turns_until(
-                lambda: inc._state.planned and not out._state.attempts[0]._held
-            )
-            nbytes = (position + 1) * inc._state.plan.nbytes // LAYERS // len(LIST)
-            await w.turns_until(lambda n=nbytes: inc._state.progress.landed_bytes == n)  # type: ignore[misc]
-        await gate
-        out.abort()
-        await inc.layer(0)
-        with pytest.raises(kvwire.RequestError, match="layer 1 did not land"):
-            await inc.layer(1)
-
-    play(scenario, "inproc")
+    gates = [asyncio.create_task(gate(layer)) for layer in range(LAYERS)]
+    for count, layer in enumerate(order, 1):
+        out.ready(layers=layer)
+        await w.until(lambda count=count: len(opened) == count)  # type: ignore[misc]
+    assert opened == list(order)
+    out.finish()
+    await asyncio.gather(*gates)
+    assert (await inc).complete
+    await inc.layer(0)
 
 
-def test_a_gate_that_nothing_has_to_come_for() -> None:
-    """What is not carried, or was here before, is not waited for."""
-
-    async def scenario(w: World) -> None:
-        stage = kvwire.KVSpec(
-            layers=2,
-            first_layer=2,
-            model_layers=LAYERS,
-            kv_heads=2,
-            head_dim=16,
-            block_tokens=4,
-            dtype="float32",
+@scenario("inproc")
+async def test_a_gate_waits_for_every_block(w: World) -> None:
+    out, inc = w.begin()
+    gate = asyncio.create_task(inc.layer(0))
+    for position in range(len(LIST)):
+        assert not gate.done()
+        out.ready(0, position)
+        await w.until(
+            lambda: not out._state.attempts or not out._state.attempts[0]._held
         )
-        half = kvwire.PagedCache(stage, w.source.tensors[2:])
-        out = w.p.publish("stage", half, LIST)
-        inc = w.pull_side.pull("stage", w.target.cache, DEST)
-        met = [inc.met]
-        await inc.layer(0)
-        assert [*met, inc.met] == [False, True]
-        assert not inc.layer_landed(2)
-        out.abort()
-        all_here: dict[str, Any] = {"hashes": HASHES, "have": HASHES}
-        out = w.p.publish("have", w.source.cache, LIST, hashes=HASHES)
-        inc = w.pull_side.pull("have", w.target.cache, DEST, **all_here)
-        for layer in range(LAYERS):
+        await w.turns_until(
+            lambda: inc._state.planned and not out._state.attempts[0]._held
+        )
+        nbytes = (position + 1) * inc._state.plan.nbytes // LAYERS // len(LIST)
+        await w.turns_until(lambda n=nbytes: inc._state.progress.landed_bytes == n)  # type: ignore[misc]
+    await gate
+    out.abort()
+    await inc.layer(0)
+    with pytest.raises(kvwire.RequestError, match="layer 1 did not land"):
+        await inc.layer(1)
+
+
+@scenario("inproc")
+async def test_a_gate_that_nothing_has_to_come_for(w: World) -> None:
+    """What is not carried, or was here before, is not waited for."""
+    stage = kvwire.KVSpec(
+        layers=2,
+        first_layer=2,
+        model_layers=LAYERS,
+        kv_heads=2,
+        head_dim=16,
+        block_tokens=4,
+        dtype="float32",
+    )
+    half = kvwire.PagedCache(stage, w.source.tensors[2:])
+    out = w.p.publish("stage", half, LIST)
+    inc = w.pull_side.pull("stage", w.target.cache, DEST)
+    met = [inc.met]
+    await inc.layer(0)
+    assert [*met, inc.met] == [False, True]
+    assert not inc.layer_landed(2)
+    out.abort()
+    all_here: dict[str, Any] = {"hashes": HASHES, "have": HASHES}
+    out = w.p.publish("have", w.source.cache, LIST, hashes=HASHES)
+    inc = w.pull_side.pull("have", w.target.cache, DEST, **all_here)
+    for layer in range(LAYERS):
+        await inc.layer(layer)
+    out.ready()
+    out.finish()
+    outcome = await inc
+    assert outcome.complete
+    assert outcome.nbytes == 0
+    assert w.target.free(DEST)
+
+
+@scenario("inproc")
+async def test_a_gate_that_there_is_not(w: World) -> None:
+    inc = w.d.expect("t", w.target.cache, DEST)
+    for layer in (-1, LAYERS):
+        with pytest.raises(kvwire.UsageError, match="is not in this cache"):
             await inc.layer(layer)
-        out.ready()
-        out.finish()
-        outcome = await inc
-        assert outcome.complete
-        assert outcome.nbytes == 0
-        assert w.target.free(DEST)
-
-    play(scenario, "inproc")
-
-
-def test_a_gate_that_there_is_not() -> None:
-    async def scenario(w: World) -> None:
-        inc = w.d.expect("t", w.target.cache, DEST)
-        for layer in (-1, LAYERS):
-            with pytest.raises(kvwire.UsageError, match="is not in this cache"):
-                await inc.layer(layer)
-        with pytest.raises(kvwire.UsageError, match="no group 'window'; there is kv"):
-            inc.layer_landed(0, "window")
-        inc.abort("not needed")
-        with pytest.raises(kvwire.RequestError, match="layer 0 did not land"):
-            await inc.layer(0)
-
-    play(scenario, "inproc")
+    with pytest.raises(kvwire.UsageError, match="no group 'window'; there is kv"):
+        inc.layer_landed(0, "window")
+    inc.abort("not needed")
+    with pytest.raises(kvwire.RequestError, match="layer 0 did not land"):
+        await inc.layer(0)
 
 
 def abort_here(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
@@ -170,93 +170,84 @@ def damage(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
         (damage, kvwire.IntegrityError, "arrived damaged"),
     ],
 )
-def test_a_gate_raises_what_ended_the_transfer(
+@scenario("inproc", resume=False)
+async def test_a_gate_raises_what_ended_the_transfer(
+    w: World,
     end: Callable[[World, kvwire.Incoming, kvwire.Outgoing], None],
     error: type[kvwire.KVWireError],
     reason: str,
 ) -> None:
     """Whoever waits for a layer when it ends, and whoever asks afterwards."""
-
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=9.0)
-        await w.turns_until(lambda: inc._state.planned)
-        gate = asyncio.create_task(inc.layer(0))
-        await w.turns_until(lambda: bool(inc._state._gates))
-        end(w, inc, out)
-        for waiting in (gate, inc.layer(1)):
-            with pytest.raises(error, match=f"did not land: .*{reason}") as caught:
-                await waiting
-            assert type(caught.value) is error
-
-    play(scenario, "inproc", resume=False)
+    out = w.p.publish("t", w.source.cache, LIST)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=9.0)
+    await w.turns_until(lambda: inc._state.planned)
+    gate = asyncio.create_task(inc.layer(0))
+    await w.turns_until(lambda: bool(inc._state._gates))
+    end(w, inc, out)
+    for waiting in (gate, inc.layer(1)):
+        with pytest.raises(error, match=f"did not land: .*{reason}") as caught:
+            await waiting
+        assert type(caught.value) is error
 
 
-@BOTH
-def test_tokens_of_a_last_block_that_is_not_full(transport: str) -> None:
-    async def scenario(w: World) -> None:
-        tokens = 5 * SPEC.block_tokens - 3
-        out = w.p.publish("t", w.source.cache, LIST, tokens=tokens)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=tokens)
-        out.ready()
-        out.finish()
-        outcome = await inc
-        assert outcome.complete
-        assert outcome.usable_tokens == tokens
-        assert outcome.usable_prefix == 5
-        plan = kvwire.plan_prefill(
-            [
-                kvwire.PrefillRequest(
-                    id="r",
-                    num_tokens=tokens + 2,
-                    blocks=DEST,
-                    block_tokens=SPEC.block_tokens,
-                )
-            ],
-            [outcome],
-        )
-        assert plan.prefill == {"r": ((tokens, tokens + 2),)}
-        await out
-
-    play(scenario, transport)
-
-
-@BOTH
-@pytest.mark.parametrize("block_tokens", [2, 4, 8])
-def test_other_block_sizes_and_layouts(transport: str, block_tokens: int) -> None:
-    """Each chunk of a chunked prefill, into one cross-layer tensor, HND."""
-
-    async def scenario(w: World) -> None:
-        spec = kvwire.KVSpec(
-            layers=LAYERS,
-            kv_heads=2,
-            head_dim=16,
-            block_tokens=block_tokens,
-            dtype="float32",
-        )
-        count = 6 * SPEC.block_tokens // block_tokens
-        tensor = np.zeros((count + 2, LAYERS, 2, 2, block_tokens, 16), np.float32)
-        cache = kvwire.PagedCache(spec, tensor, layout="HND")
-        blocks = list(range(count, 0, -1))
-        source = [3, 1, 4, 5, 9, 2]
-        out = w.p.publish("t", w.source.cache, source)
-        inc = w.pull_side.pull("t", cache, blocks)
-        for chunk in range(3):
-            for layer in range(LAYERS):
-                out.ready(layer, slice(2 * chunk, 2 * chunk + 2))
-        out.finish()
-        assert (await inc).complete
-        for layer in range(LAYERS):
-            # (kv, token, head, dim) of all blocks, one after the other.
-            sent = np.concatenate(list(w.source.tensors[layer][source]), axis=1)
-            came = np.concatenate(
-                [tensor[block, layer].transpose(0, 2, 1, 3) for block in blocks],
-                axis=1,
+@scenario()
+async def test_tokens_of_a_last_block_that_is_not_full(w: World) -> None:
+    tokens = 5 * SPEC.block_tokens - 3
+    out = w.p.publish("t", w.source.cache, LIST, tokens=tokens)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=tokens)
+    out.ready()
+    out.finish()
+    outcome = await inc
+    assert outcome.complete
+    assert outcome.usable_tokens == tokens
+    assert outcome.usable_prefix == 5
+    plan = kvwire.plan_prefill(
+        [
+            kvwire.PrefillRequest(
+                id="r",
+                num_tokens=tokens + 2,
+                blocks=DEST,
+                block_tokens=SPEC.block_tokens,
             )
-            np.testing.assert_array_equal(came, sent)
-        assert not tensor[[0, count + 1]].any()
+        ],
+        [outcome],
+    )
+    assert plan.prefill == {"r": ((tokens, tokens + 2),)}
+    await out
 
-    play(scenario, transport)
+
+@pytest.mark.parametrize("block_tokens", [2, 4, 8])
+@scenario()
+async def test_other_block_sizes_and_layouts(w: World, block_tokens: int) -> None:
+    """Each chunk of a chunked prefill, into one cross-layer tensor, HND."""
+    spec = kvwire.KVSpec(
+        layers=LAYERS,
+        kv_heads=2,
+        head_dim=16,
+        block_tokens=block_tokens,
+        dtype="float32",
+    )
+    count = 6 * SPEC.block_tokens // block_tokens
+    tensor = np.zeros((count + 2, LAYERS, 2, 2, block_tokens, 16), np.float32)
+    cache = kvwire.PagedCache(spec, tensor, layout="HND")
+    blocks = list(range(count, 0, -1))
+    source = [3, 1, 4, 5, 9, 2]
+    out = w.p.publish("t", w.source.cache, source)
+    inc = w.pull_side.pull("t", cache, blocks)
+    for chunk in range(3):
+        for layer in range(LAYERS):
+            out.ready(layer, slice(2 * chunk, 2 * chunk + 2))
+    out.finish()
+    assert (await inc).complete
+    for layer in range(LAYERS):
+        # (kv, token, head, dim) of all blocks, one after the other.
+        sent = np.concatenate(list(w.source.tensors[layer][source]), axis=1)
+        came = np.concatenate(
+            [tensor[block, layer].transpose(0, 2, 1, 3) for block in blocks],
+            axis=1,
+        )
+        np.testing.assert_array_equal(came, sent)
+    assert not tensor[[0, count + 1]].any()
 
 
 @pytest.mark.parametrize("by", ["collection", "predicate"])
@@ -295,85 +286,75 @@ def test_only_what_the_consumer_lacks_is_sent(by: str) -> None:
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("who", ["producer", "consumer"])
-def test_have_counts_only_with_hashes_on_both_sides(push: bool, who: str) -> None:
+@scenario("inproc")
+async def test_have_counts_only_with_hashes_on_both_sides(
+    w: World, push: bool, who: str
+) -> None:
     """Otherwise nobody knows that both mean the same blocks: everything is sent."""
-
-    async def scenario(w: World) -> None:
-        mine: dict[str, Any] = {"hashes": HASHES} if who == "producer" else {}
-        theirs: dict[str, Any] = {}
-        if who == "consumer":
-            theirs = {"hashes": HASHES, "have": set(HASHES)}
-        if push:
-            inc = w.d.expect("t", w.target.cache, DEST, **theirs)
-            out = w.push_side.push("t", w.source.cache, LIST, **mine)
-        else:
-            out = w.p.publish("t", w.source.cache, LIST, **mine)
-            inc = w.pull_side.pull("t", w.target.cache, DEST, **theirs)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    play(scenario, "inproc")
+    mine: dict[str, Any] = {"hashes": HASHES} if who == "producer" else {}
+    theirs: dict[str, Any] = {}
+    if who == "consumer":
+        theirs = {"hashes": HASHES, "have": set(HASHES)}
+    if push:
+        inc = w.d.expect("t", w.target.cache, DEST, **theirs)
+        out = w.push_side.push("t", w.source.cache, LIST, **mine)
+    else:
+        out = w.p.publish("t", w.source.cache, LIST, **mine)
+        inc = w.pull_side.pull("t", w.target.cache, DEST, **theirs)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    assert same(w.source, LIST, w.target, DEST)
 
 
-def test_memory_that_nothing_can_land_in() -> None:
-    async def scenario(w: World) -> None:
-        for tensor in w.target.tensors:
-            tensor.flags.writeable = False
-        cache = kvwire.PagedCache(SPEC, w.target.tensors)
-        for verb in (w.d.expect, w.pull_side.pull):
-            with pytest.raises(kvwire.UsageError, match="not writable"):
-                verb("t", cache, DEST, deadline=0.01)
-        assert not w.d._state.registry.live
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_memory_that_nothing_can_land_in(w: World) -> None:
+    for tensor in w.target.tensors:
+        tensor.flags.writeable = False
+    cache = kvwire.PagedCache(SPEC, w.target.tensors)
+    for verb in (w.d.expect, w.pull_side.pull):
+        with pytest.raises(kvwire.UsageError, match="not writable"):
+            verb("t", cache, DEST, deadline=0.01)
+    assert not w.d._state.registry.live
 
 
-def test_a_list_too_long_to_say_what_is_here() -> None:
+@scenario("inproc")
+async def test_a_list_too_long_to_say_what_is_here(w: World) -> None:
     """Found when it is offered, and not when the peer comes."""
-
-    async def scenario(w: World) -> None:
-        spec = kvwire.KVSpec(
-            layers=1, kv_heads=1, head_dim=1, block_tokens=1, dtype="int8"
-        )
-        count = 300_000
-        cache = kvwire.PagedCache(spec, [np.zeros((count, 2, 1, 1, 1), np.int8)])
-        names = [b"h"] * count
-        for verb in (w.d.expect, w.pull_side.pull):
-            with pytest.raises(kvwire.UsageError, match="or leave out have="):
-                verb("t", cache, range(count), hashes=names, have={b"h"})
-        assert not w.d._state.registry.live
-        w.d.expect("t", cache, range(count), hashes=names).abort()
-
-    play(scenario, "inproc")
+    spec = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=1, block_tokens=1, dtype="int8")
+    count = 300_000
+    cache = kvwire.PagedCache(spec, [np.zeros((count, 2, 1, 1, 1), np.int8)])
+    names = [b"h"] * count
+    for verb in (w.d.expect, w.pull_side.pull):
+        with pytest.raises(kvwire.UsageError, match="or leave out have="):
+            verb("t", cache, range(count), hashes=names, have={b"h"})
+    assert not w.d._state.registry.live
+    w.d.expect("t", cache, range(count), hashes=names).abort()
 
 
 @pytest.mark.parametrize("verb", ["pull", "push"])
-def test_where_the_time_went(verb: str) -> None:
-    async def scenario(w: World) -> None:
-        if verb == "push":
-            out = w.push_side.push("t", w.source.cache, LIST)
-            assert await w.stays_open(out, 0.05)
-            inc = w.d.expect("t", w.target.cache, DEST)
-        else:
-            inc = w.pull_side.pull("t", w.target.cache, DEST)
-            assert await w.stays_open(inc, 0.05)
-            out = w.p.publish("t", w.source.cache, LIST)
-        out.ready()
-        out.finish()
-        received, produced = (await inc).timings, (await out).timings
-        for times in (received, produced):
-            parts = [getattr(times, name) for name in times.__slots__]
-            assert all(0 <= part < 10 for part in parts)
-        # Each side sees its own waiting, and calls it by its name.
-        if verb == "push":
-            assert produced.memory_wait_s >= 0.04
-            assert produced.queue_s == 0
-            assert received.queue_s < 0.04
-        else:
-            assert received.queue_s >= 0.04
-            assert produced.queue_s < 0.04
-            assert produced.memory_wait_s == received.memory_wait_s == 0
-
-    play(scenario, "tcp")
+@scenario("tcp")
+async def test_where_the_time_went(w: World, verb: str) -> None:
+    if verb == "push":
+        out = w.push_side.push("t", w.source.cache, LIST)
+        assert await w.stays_open(out, 0.05)
+        inc = w.d.expect("t", w.target.cache, DEST)
+    else:
+        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        assert await w.stays_open(inc, 0.05)
+        out = w.p.publish("t", w.source.cache, LIST)
+    out.ready()
+    out.finish()
+    received, produced = (await inc).timings, (await out).timings
+    for times in (received, produced):
+        parts = [getattr(times, name) for name in times.__slots__]
+        assert all(0 <= part < 10 for part in parts)
+    # Each side sees its own waiting, and calls it by its name.
+    if verb == "push":
+        assert produced.memory_wait_s >= 0.04
+        assert produced.queue_s == 0
+        assert received.queue_s < 0.04
+    else:
+        assert received.queue_s >= 0.04
+        assert produced.queue_s < 0.04
+        assert produced.memory_wait_s == received.memory_wait_s == 0

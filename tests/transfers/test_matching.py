@@ -11,51 +11,46 @@ import pytest
 import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
-from tests.scenarios.world import World, play, same
+from tests.scenarios.world import World, play, same, scenario
 from tests.support import virtual_time
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]
 
 
-def test_several_wait_for_one_name() -> None:
+@scenario("inproc")
+async def test_several_wait_for_one_name(w: World) -> None:
     """The first one gets it; the others learn that it is taken, at once."""
-
-    async def scenario(w: World) -> None:
-        asked = [w.pull_side.pull("t", w.target.cache, [10 + n]) for n in range(3)]
-        await virtual_time.pass_time(0.1)
-        out = w.p.publish("t", w.source.cache, [3])
-        out.ready()
-        out.finish()
-        assert (await asked[0]).complete
-        for number, inc in enumerate(asked[1:], 11):
-            assert "it is taken" in (await inc).missing["kv", number]
-
-    play(scenario, "inproc")
+    asked = [w.pull_side.pull("t", w.target.cache, [10 + n]) for n in range(3)]
+    await virtual_time.pass_time(0.1)
+    out = w.p.publish("t", w.source.cache, [3])
+    out.ready()
+    out.finish()
+    assert (await asked[0]).complete
+    for number, inc in enumerate(asked[1:], 11):
+        assert "it is taken" in (await inc).missing["kv", number]
 
 
-def test_the_reason_is_said_once_to_each_who_may_ask() -> None:
-    async def scenario(w: World) -> None:
-        w.p.publish("t", w.source.cache, LIST, consumers=2).abort("no prefill today")
-        for _ in range(2):
-            inc = w.pull_side.pull("t", w.target.cache, DEST)
-            assert "no prefill today" in (await inc).missing["kv", DEST[0]]
-        # The third one asks for whatever comes next under this name.
+@scenario("inproc")
+async def test_the_reason_is_said_once_to_each_who_may_ask(w: World) -> None:
+    w.p.publish("t", w.source.cache, LIST, consumers=2).abort("no prefill today")
+    for _ in range(2):
         inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await virtual_time.pass_time(1.0)
-        assert not inc.done()
-        out = w.p.publish("t", w.source.cache, LIST)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-
-    play(scenario, "inproc")
+        assert "no prefill today" in (await inc).missing["kv", DEST[0]]
+    # The third one asks for whatever comes next under this name.
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    await virtual_time.pass_time(1.0)
+    assert not inc.done()
+    out = w.p.publish("t", w.source.cache, LIST)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TOMBSTONES_MAX", 3)
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         for number in range(10):
             w.p.publish(number, w.source.cache, LIST).abort(f"reason {number}")
         assert len(w.p._state.registry._tombstones) == 3
@@ -64,176 +59,154 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert f"reason {number}" in (await inc).missing["kv", DEST[0]]
         assert not w.p._state.registry._tombstones
 
-    play(scenario, "inproc")
+    play(run, "inproc")
 
 
-def test_a_question_that_is_taken_back_is_forgotten() -> None:
-    async def scenario(w: World) -> None:
-        kept = w.pull_side.pull("t", w.target.cache, DEST)
-        other = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: len(w.p._state.registry._stashed) == 2)
-        other.abort()
-        await w.until(lambda: len(w.p._state.registry._stashed) == 1)
-        kept.abort()
-        await w.until(lambda: not w.p._state.registry._stashed)
-        assert not w.p._state.registry._asked
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_question_that_is_taken_back_is_forgotten(w: World) -> None:
+    kept = w.pull_side.pull("t", w.target.cache, DEST)
+    other = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: len(w.p._state.registry._stashed) == 2)
+    other.abort()
+    await w.until(lambda: len(w.p._state.registry._stashed) == 1)
+    kept.abort()
+    await w.until(lambda: not w.p._state.registry._stashed)
+    assert not w.p._state.registry._asked
 
 
-def test_questions_of_a_lost_connection_are_forgotten() -> None:
-    async def scenario(w: World) -> None:
-        asked = [w.pull_side.pull(n, w.target.cache, DEST) for n in range(50)]
-        await w.until(lambda: len(w.p._state.registry._stashed) == 50)
-        w.cut()
-        for inc in asked:
-            assert not (await inc).landed
-        assert not w.p._state.registry._stashed
-        assert not w.p._state.registry._asked
-
-    play(scenario, "inproc", resume=False)
+@scenario("inproc", resume=False)
+async def test_questions_of_a_lost_connection_are_forgotten(w: World) -> None:
+    asked = [w.pull_side.pull(n, w.target.cache, DEST) for n in range(50)]
+    await w.until(lambda: len(w.p._state.registry._stashed) == 50)
+    w.cut()
+    for inc in asked:
+        assert not (await inc).landed
+    assert not w.p._state.registry._stashed
+    assert not w.p._state.registry._asked
 
 
 @pytest.mark.parametrize("first", ["pull", "publish"])
-def test_both_ends_in_one_communicator(first: str) -> None:
+@scenario("inproc")
+async def test_both_ends_in_one_communicator(w: World, first: str) -> None:
     """A name is one producer and one consumer, wherever they live."""
-
-    async def scenario(w: World) -> None:
-        back = await w.p.connect(await w.p.listen("inproc://"))
-        if first == "pull":
-            inc = back.pull("t", w.target.cache, DEST)
-            out = w.p.publish("t", w.source.cache, LIST)
-        else:
-            out = w.p.publish("t", w.source.cache, LIST)
-            inc = back.pull("t", w.target.cache, DEST)
-        also = w.p.expect("t", w.target.cache, [20])
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        assert same(w.source, LIST, w.target, DEST)
-        also.abort()
-
-    play(scenario, "inproc")
+    back = await w.p.connect(await w.p.listen("inproc://"))
+    if first == "pull":
+        inc = back.pull("t", w.target.cache, DEST)
+        out = w.p.publish("t", w.source.cache, LIST)
+    else:
+        out = w.p.publish("t", w.source.cache, LIST)
+        inc = back.pull("t", w.target.cache, DEST)
+    also = w.p.expect("t", w.target.cache, [20])
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    assert same(w.source, LIST, w.target, DEST)
+    also.abort()
 
 
 @pytest.mark.parametrize("agreed", [True, False], ids=["agreed", "asked only"])
-def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
-    agreed: bool,
+@scenario("inproc")
+async def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
+    w: World, agreed: bool
 ) -> None:
     """It waits until that link has touched memory for the last time."""
-
-    async def scenario(w: World) -> None:
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        if agreed:
-            out = w.p.publish("t", w.source.cache, LIST)
-            out.ready(layers=0)
-            await inc.layer(0)
-        # Only the consumer sees the loss; its producer's end hears nothing of it.
-        link: Any = w.push_side._state.link
-        link._into.outcome = lambda: None
-        w.pull_side.abort("seen by one side")
-        state, lost = inc._state, w.pull_side._state
-        await w.until(lambda: state.attempt and state.attempt.connection is not lost)
-        if not agreed:
-            out = w.p.publish("t", w.source.cache, LIST)
-            out.ready(layers=0)
-        del link._into.outcome
-        link.wake()
-        out.ready(layers=slice(1, None))
-        out.finish()
-        assert (await inc).complete
-        assert (await out).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    play(scenario, "inproc")
-
-
-def test_ending_by_name() -> None:
-    async def scenario(w: World) -> None:
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    if agreed:
         out = w.p.publish("t", w.source.cache, LIST)
-        other = w.p.publish("u", w.source.cache, LIST)
-        w.p._state.registry.end("t", "the engine says so")
-        assert (await out).missing["kv", LIST[0]] == "the engine says so"
-        assert not other.done()
-        other.abort()
+        out.ready(layers=0)
+        await inc.layer(0)
+    # Only the consumer sees the loss; its producer's end hears nothing of it.
+    link: Any = w.push_side._state.link
+    link._into.outcome = lambda: None
+    w.pull_side.abort("seen by one side")
+    state, lost = inc._state, w.pull_side._state
+    await w.until(lambda: state.attempt and state.attempt.connection is not lost)
+    if not agreed:
+        out = w.p.publish("t", w.source.cache, LIST)
+        out.ready(layers=0)
+    del link._into.outcome
+    link.wake()
+    out.ready(layers=slice(1, None))
+    out.finish()
+    assert (await inc).complete
+    assert (await out).complete
+    assert same(w.source, LIST, w.target, DEST)
 
-    play(scenario, "inproc")
+
+@scenario("inproc")
+async def test_ending_by_name(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST)
+    other = w.p.publish("u", w.source.cache, LIST)
+    w.p._state.registry.end("t", "the engine says so")
+    assert (await out).missing["kv", LIST[0]] == "the engine says so"
+    assert not other.done()
+    other.abort()
 
 
-def test_a_mismatch_after_a_push_leaves_the_connection_alone() -> None:
+@scenario("inproc")
+async def test_a_mismatch_after_a_push_leaves_the_connection_alone(w: World) -> None:
     """It used to raise in the middle of a turn, which ended the link."""
-
-    async def scenario(w: World) -> None:
-        inc = w.d.expect("t", w.target.cache, DEST)
-        out = w.push_side.push("t", w.source.cache, [3, 1])
-        for end, block in ((inc, DEST[0]), (out, 3)):
-            assert "blocks" in (await end).missing["kv", block]
-        assert not w.pull_side.closed
-        assert await w.moves("u", [6, 7], [20, 21])
-
-    play(scenario, "inproc")
+    inc = w.d.expect("t", w.target.cache, DEST)
+    out = w.push_side.push("t", w.source.cache, [3, 1])
+    for end, block in ((inc, DEST[0]), (out, 3)):
+        assert "blocks" in (await end).missing["kv", block]
+    assert not w.pull_side.closed
+    assert await w.moves("u", [6, 7], [20, 21])
 
 
-def test_reasons_of_the_peer_are_quoted_whole() -> None:
+@scenario("inproc")
+async def test_reasons_of_the_peer_are_quoted_whole(w: World) -> None:
     """A mismatch in every field names every field, in the peer's words too."""
-
-    async def scenario(w: World) -> None:
-
-        spec = kvwire.KVSpec(
-            layers=3,
-            kv_heads=4,
-            head_dim=8,
-            block_tokens=4,
-            dtype="float16",
-            components=1,
-            fingerprint="another model of another maker, revision 2",
-        )
-        tensors = [np.zeros((8, 1, 4, 4, 8), np.float16) for _ in range(3)]
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", kvwire.PagedCache(spec, tensors), [0, 1, 2])
-        for end in (inc, out):
-            (reason,) = set((await end).missing.values())
-            for name in (
-                "layers",
-                "kv_heads",
-                "head_dim",
-                "dtype",
-                "components",
-                "fingerprint",
-            ):
-                assert name in reason
-
-    play(scenario, "inproc")
+    spec = kvwire.KVSpec(
+        layers=3,
+        kv_heads=4,
+        head_dim=8,
+        block_tokens=4,
+        dtype="float16",
+        components=1,
+        fingerprint="another model of another maker, revision 2",
+    )
+    tensors = [np.zeros((8, 1, 4, 4, 8), np.float16) for _ in range(3)]
+    out = w.p.publish("t", w.source.cache, LIST)
+    inc = w.pull_side.pull("t", kvwire.PagedCache(spec, tensors), [0, 1, 2])
+    for end in (inc, out):
+        (reason,) = set((await end).missing.values())
+        for name in (
+            "layers",
+            "kv_heads",
+            "head_dim",
+            "dtype",
+            "components",
+            "fingerprint",
+        ):
+            assert name in reason
 
 
-def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
-    monkeypatch: pytest.MonkeyPatch,
+@scenario("inproc")
+async def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
+    w: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A peer may leave a thousand questions and drop other links at any rate."""
+    for number in range(5):
+        w.pull_side.pull(f"unknown {number}", w.target.cache, DEST)
+    await w.until(lambda: len(w.p._state.registry._stashed) == 5)
+    read = TransferOffer.decode
+    said: list[bytes] = []
 
-    async def scenario(w: World) -> None:
-        for number in range(5):
-            w.pull_side.pull(f"unknown {number}", w.target.cache, DEST)
-        await w.until(lambda: len(w.p._state.registry._stashed) == 5)
-        read = TransferOffer.decode
-        said: list[bytes] = []
+    def counted(data: bytes) -> TransferOffer:
+        said.append(data)
+        return read(data)
 
-        def counted(data: bytes) -> TransferOffer:
-            said.append(data)
-            return read(data)
-
-        monkeypatch.setattr(TransferOffer, "decode", counted)
-        other = await w.d.connect(w.address)
-        theirs = await w.p.accept()
-        other.abort()
-        await theirs.wait_closed()
-        await w.until(lambda: theirs not in w.p.live_connections)
-        await virtual_time.pass_time(1.0)
-        assert said == []
-        assert len(w.p._state.registry._stashed) == 5
-        assert await w.moves("named", [6, 7], [20, 21])
-
-    play(scenario, "inproc")
+    monkeypatch.setattr(TransferOffer, "decode", counted)
+    other = await w.d.connect(w.address)
+    theirs = await w.p.accept()
+    other.abort()
+    await theirs.wait_closed()
+    await w.until(lambda: theirs not in w.p.live_connections)
+    await virtual_time.pass_time(1.0)
+    assert said == []
+    assert len(w.p._state.registry._stashed) == 5
+    assert await w.moves("named", [6, 7], [20, 21])
 
 
 # --- what an open transfer waits for --------------------------------------------------
@@ -248,37 +221,33 @@ def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
         ("expect", "no peer has pushed it"),
     ],
 )
-def test_the_reason_says_what_was_waited_for(
-    verb: str, said: str, caplog: pytest.LogCaptureFixture
+@scenario("inproc")
+async def test_the_reason_says_what_was_waited_for(
+    w: World, verb: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario(w: World) -> None:
-        calls: dict[str, Any] = {
-            "pull": w.pull_side.pull,
-            "push": w.push_side.push,
-            "publish": w.p.publish,
-            "expect": w.d.expect,
-        }
-        end = calls[verb]("t", w.source.cache, LIST, deadline=timedelta(seconds=25))
-        assert said in repr(end)
-        await virtual_time.pass_time(21.0)
-        named = [r for r in caplog.records if "transfer 't' is open" in r.message]
-        assert [said in record.message for record in named] == [True]
-        assert said in str((await end).missing.reasons)
-        await end.drained()
-
-    play(scenario, "inproc")
+    calls: dict[str, Any] = {
+        "pull": w.pull_side.pull,
+        "push": w.push_side.push,
+        "publish": w.p.publish,
+        "expect": w.d.expect,
+    }
+    end = calls[verb]("t", w.source.cache, LIST, deadline=timedelta(seconds=25))
+    assert said in repr(end)
+    await virtual_time.pass_time(21.0)
+    named = [r for r in caplog.records if "transfer 't' is open" in r.message]
+    assert [said in record.message for record in named] == [True]
+    assert said in str((await end).missing.reasons)
+    await end.drained()
 
 
-def test_a_producer_that_never_finishes_is_named() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=timedelta(seconds=5))
-        out.ready()
-        await inc.layer(0)
-        assert "finish() has not been called" in repr(out)
-        # All of it is here: only the producer's last word is missing.
-        assert "the peer 'prefill' has not finished it" in repr(inc)
-        await inc
-        await out
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_producer_that_never_finishes_is_named(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=timedelta(seconds=5))
+    out.ready()
+    await inc.layer(0)
+    assert "finish() has not been called" in repr(out)
+    # All of it is here: only the producer's last word is missing.
+    assert "the peer 'prefill' has not finished it" in repr(inc)
+    await inc
+    await out

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import BLOCKS, LAYERS, SPEC, Memory, World, play, same
+from tests.scenarios.world import BLOCKS, LAYERS, SPEC, Memory, World, same, scenario
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]
@@ -84,46 +84,40 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @VERBS
-def test_a_wrong_argument(verb: str) -> None:
-    async def scenario(w: World) -> None:
-        for wrong, said in WRONG:
-            arguments: dict[str, Any] = {"id": "t", "blocks": LIST} | wrong
-            with nothing_sent(w), pytest.raises(kvwire.UsageError) as caught:
-                verbs(w)[verb](cache=w.source.cache, **arguments)
-            assert said in str(caught.value)
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_wrong_argument(w: World, verb: str) -> None:
+    for wrong, said in WRONG:
+        arguments: dict[str, Any] = {"id": "t", "blocks": LIST} | wrong
+        with nothing_sent(w), pytest.raises(kvwire.UsageError) as caught:
+            verbs(w)[verb](cache=w.source.cache, **arguments)
+        assert said in str(caught.value)
 
 
 @VERBS
-def test_a_wrong_cache(verb: str) -> None:
-    async def scenario(w: World) -> None:
-        call = verbs(w)[verb]
-        with nothing_sent(w):
-            with pytest.raises(kvwire.UsageError, match="PagedCache is needed, and"):
-                call("t", w.source.tensors, LIST)
-            with pytest.raises(kvwire.UsageError, match="has the groups full, window"):
-                call("t", grouped(), LIST)
-            with pytest.raises(kvwire.UsageError, match="group 'window' is missing"):
-                call("t", grouped(), {"full": LIST})
-            both = {"full": LIST, "window": LIST}
-            with pytest.raises(kvwire.UsageError, match=r"pass \{group: hashes\}"):
-                call("t", grouped(), both, hashes=[b"a"] * 3)
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_wrong_cache(w: World, verb: str) -> None:
+    call = verbs(w)[verb]
+    with nothing_sent(w):
+        with pytest.raises(kvwire.UsageError, match="PagedCache is needed, and"):
+            call("t", w.source.tensors, LIST)
+        with pytest.raises(kvwire.UsageError, match="has the groups full, window"):
+            call("t", grouped(), LIST)
+        with pytest.raises(kvwire.UsageError, match="group 'window' is missing"):
+            call("t", grouped(), {"full": LIST})
+        both = {"full": LIST, "window": LIST}
+        with pytest.raises(kvwire.UsageError, match=r"pass \{group: hashes\}"):
+            call("t", grouped(), both, hashes=[b"a"] * 3)
 
 
 @pytest.mark.parametrize("verb", ["pull", "expect"])
-def test_a_wrong_have(verb: str) -> None:
-    async def scenario(w: World) -> None:
-        call = verbs(w)[verb]
-        with nothing_sent(w):
-            with pytest.raises(kvwire.UsageError, match="only with hashes="):
-                call("t", w.target.cache, DEST, have={b"a"})
-            with pytest.raises(kvwire.UsageError, match="or a predicate"):
-                call("t", w.target.cache, DEST, hashes=[b"a"] * 3, have=7)
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_wrong_have(w: World, verb: str) -> None:
+    call = verbs(w)[verb]
+    with nothing_sent(w):
+        with pytest.raises(kvwire.UsageError, match="only with hashes="):
+            call("t", w.target.cache, DEST, have={b"a"})
+        with pytest.raises(kvwire.UsageError, match="or a predicate"):
+            call("t", w.target.cache, DEST, hashes=[b"a"] * 3, have=7)
 
 
 @pytest.mark.parametrize(
@@ -148,116 +142,102 @@ def test_tensors_that_do_not_fit(tensors: Callable[..., Any], said: str) -> None
         kvwire.PagedCache(SPEC, tensors((BLOCKS, 2, 4, 2, 16)))
 
 
-def test_tensors_that_are_not_contiguous_are_moved_as_they_lie() -> None:
+@scenario("inproc")
+async def test_tensors_that_are_not_contiguous_are_moved_as_they_lie(w: World) -> None:
     """Strides are read and not assumed; what lies between is left alone."""
-
-    async def scenario(w: World) -> None:
-        wide = [np.full((BLOCKS, 2, 4, 2, 32), -1.0, np.float32) for _ in range(LAYERS)]
-        cache = kvwire.PagedCache(SPEC, [tensor[..., :16] for tensor in wide])
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", cache, DEST)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        for layer, tensor in enumerate(wide):
-            sent = w.source.tensors[layer][LIST]
-            assert (tensor[DEST][..., :16] == sent).all()
-            assert (tensor[..., 16:] == -1.0).all()
-
-    play(scenario, "inproc")
+    wide = [np.full((BLOCKS, 2, 4, 2, 32), -1.0, np.float32) for _ in range(LAYERS)]
+    cache = kvwire.PagedCache(SPEC, [tensor[..., :16] for tensor in wide])
+    out = w.p.publish("t", w.source.cache, LIST)
+    inc = w.pull_side.pull("t", cache, DEST)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    for layer, tensor in enumerate(wide):
+        sent = w.source.tensors[layer][LIST]
+        assert (tensor[DEST][..., :16] == sent).all()
+        assert (tensor[..., 16:] == -1.0).all()
 
 
 @VERBS
 @pytest.mark.parametrize("id", ["t", b"t", 7, -7])
-def test_names_of_all_kinds(verb: str, id: str | bytes | int) -> None:
-    async def scenario(w: World) -> None:
-        for other in ("7", b"7", "-7"):
-            w.p.publish(other, w.source.cache, [0]).abort()
-        if verb in ("publish", "pull"):
-            out = w.p.publish(id, w.source.cache, LIST)
-            inc = w.pull_side.pull(id, w.target.cache, DEST)
-        else:
-            inc = w.d.expect(id, w.target.cache, DEST)
-            out = w.push_side.push(id, w.source.cache, LIST)
-        assert repr(id) in repr(out)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_names_of_all_kinds(w: World, verb: str, id: str | bytes | int) -> None:
+    for other in ("7", b"7", "-7"):
+        w.p.publish(other, w.source.cache, [0]).abort()
+    if verb in ("publish", "pull"):
+        out = w.p.publish(id, w.source.cache, LIST)
+        inc = w.pull_side.pull(id, w.target.cache, DEST)
+    else:
+        inc = w.d.expect(id, w.target.cache, DEST)
+        out = w.push_side.push(id, w.source.cache, LIST)
+    assert repr(id) in repr(out)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    assert same(w.source, LIST, w.target, DEST)
 
 
 @pytest.mark.parametrize("verb", ["publish", "expect"])
-def test_an_id_that_is_in_use(verb: str) -> None:
-    async def scenario(w: World) -> None:
-        call = verbs(w)[verb]
-        first = call("t", w.source.cache, LIST)
-        with pytest.raises(kvwire.UsageError, match="already, and has not ended"):
-            call("t", w.source.cache, LIST)
-        # As text, bytes and number it is three names.
-        others = [call(id, w.source.cache, LIST) for id in (b"t", 116)]
-        for end in (first, *others):
-            end.abort()
-        call("t", w.source.cache, LIST).abort()
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_an_id_that_is_in_use(w: World, verb: str) -> None:
+    call = verbs(w)[verb]
+    first = call("t", w.source.cache, LIST)
+    with pytest.raises(kvwire.UsageError, match="already, and has not ended"):
+        call("t", w.source.cache, LIST)
+    # As text, bytes and number it is three names.
+    others = [call(id, w.source.cache, LIST) for id in (b"t", 116)]
+    for end in (first, *others):
+        end.abort()
+    call("t", w.source.cache, LIST).abort()
 
 
 @VERBS
 @pytest.mark.parametrize("form", ["number", "instant", "timedelta"])
-def test_deadlines_in_every_form(verb: str, form: str) -> None:
-    async def scenario(w: World) -> None:
-        began = w.d._state.loop.time()
-        deadline: Any = {
-            "number": 5.0,
-            "instant": began + 5.0,
-            "timedelta": timedelta(seconds=5),
-        }[form]
-        end = verbs(w)[verb]("t", w.source.cache, LIST, deadline=deadline)
-        outcome = await end
-        assert w.d._state.loop.time() - began == pytest.approx(5.0, abs=0.1)
-        assert "deadline" in outcome.missing["kv", LIST[0]]
-        await end.drained()
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_deadlines_in_every_form(w: World, verb: str, form: str) -> None:
+    began = w.d._state.loop.time()
+    deadline: Any = {
+        "number": 5.0,
+        "instant": began + 5.0,
+        "timedelta": timedelta(seconds=5),
+    }[form]
+    end = verbs(w)[verb]("t", w.source.cache, LIST, deadline=deadline)
+    outcome = await end
+    assert w.d._state.loop.time() - began == pytest.approx(5.0, abs=0.1)
+    assert "deadline" in outcome.missing["kv", LIST[0]]
+    await end.drained()
 
 
-def test_a_deadline_in_the_middle_is_told_to_the_other_side() -> None:
+@scenario("inproc")
+async def test_a_deadline_in_the_middle_is_told_to_the_other_side(w: World) -> None:
     """What has landed by then is the outcome, and stays."""
-
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=1.0)
-        out.ready(blocks=slice(0, 2))
-        outcome = await inc
-        assert outcome.landed.ids().tolist() == DEST[:2]
-        assert outcome.usable_prefix == 2
-        assert "deadline" in outcome.missing["kv", DEST[2]]
-        produced = await out
-        assert produced.landed.ids().tolist() == LIST[:2]
-        assert "deadline" in produced.missing["kv", LIST[2]]
-        assert same(w.source, LIST[:2], w.target, DEST[:2])
-        assert w.target.free(DEST[2:])
-
-    play(scenario, "inproc")
+    out = w.p.publish("t", w.source.cache, LIST)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=1.0)
+    out.ready(blocks=slice(0, 2))
+    outcome = await inc
+    assert outcome.landed.ids().tolist() == DEST[:2]
+    assert outcome.usable_prefix == 2
+    assert "deadline" in outcome.missing["kv", DEST[2]]
+    produced = await out
+    assert produced.landed.ids().tolist() == LIST[:2]
+    assert "deadline" in produced.missing["kv", LIST[2]]
+    assert same(w.source, LIST[:2], w.target, DEST[:2])
+    assert w.target.free(DEST[2:])
 
 
 @VERBS
-def test_on_what_is_closed(verb: str) -> None:
-    async def scenario(w: World) -> None:
-        call = verbs(w)[verb]
-        await w.p.close()
-        await w.d.close()
-        for _ in range(2):
-            if verb in ("publish", "expect"):
-                with pytest.raises(kvwire.ConnectionClosed):
-                    call("t", w.source.cache, LIST, deadline=0.1)
-                continue
-            end = call("t", w.source.cache, LIST, deadline=0.1)
-            assert "clos" in str((await end).missing)
-            await end.drained()
-        for side in (w.p, w.d):
-            assert not side._state.registry.live
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_on_what_is_closed(w: World, verb: str) -> None:
+    call = verbs(w)[verb]
+    await w.p.close()
+    await w.d.close()
+    for _ in range(2):
+        if verb in ("publish", "expect"):
+            with pytest.raises(kvwire.ConnectionClosed):
+                call("t", w.source.cache, LIST, deadline=0.1)
+            continue
+        end = call("t", w.source.cache, LIST, deadline=0.1)
+        assert "clos" in str((await end).missing)
+        await end.drained()
+    for side in (w.p, w.d):
+        assert not side._state.registry.live

@@ -10,124 +10,109 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import LAYERS, SPEC, Memory, World, play, same
-
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
-BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
-
-
-@BOTH
-def test_a_block_finishes_at_its_end(transport: str) -> None:
-    async def scenario(w: World) -> None:
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        async with w.p.publish("t", w.source.cache, LIST) as out:
-            for layer in range(LAYERS):
-                out.ready(layers=layer)
-        assert (await inc).complete
-        assert (await out).complete
-
-    play(scenario, transport)
+from tests.scenarios.world import (
+    DEST,
+    LAYERS,
+    LIST,
+    SPEC,
+    Memory,
+    World,
+    same,
+    scenario,
+)
 
 
-@BOTH
-def test_a_block_that_is_left_by_an_exception_aborts(transport: str) -> None:
-    async def scenario(w: World) -> None:
-        inc = w.d.expect("t", w.target.cache, DEST)
-        out = w.push_side.push("t", w.source.cache, LIST)
-
-        async def prefill() -> None:
-            async with out:
-                out.ready(layers=0)
-                await inc.layer(0)
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await prefill()
-        outcome = await inc
-        assert "ZeroDivisionError in the producer" in outcome.missing["kv", DEST[0]]
-        assert (await out).missing["kv", LIST[0]] == "ZeroDivisionError in the producer"
-
-    play(scenario, transport)
+@scenario()
+async def test_a_block_finishes_at_its_end(w: World) -> None:
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    async with w.p.publish("t", w.source.cache, LIST) as out:
+        for layer in range(LAYERS):
+            out.ready(layers=layer)
+    assert (await inc).complete
+    assert (await out).complete
 
 
-def test_a_block_of_a_transfer_that_has_ended() -> None:
-    """It is no mistake of the producer, so nothing is raised."""
+@scenario()
+async def test_a_block_that_is_left_by_an_exception_aborts(w: World) -> None:
+    inc = w.d.expect("t", w.target.cache, DEST)
+    out = w.push_side.push("t", w.source.cache, LIST)
 
-    async def scenario(w: World) -> None:
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        async with w.p.publish("t", w.source.cache, LIST) as out:
+    async def prefill() -> None:
+        async with out:
             out.ready(layers=0)
-            inc.abort("not needed")
-            await out
-            out.ready(layers=1)
-        assert out.done()
+            await inc.layer(0)
+            raise ZeroDivisionError
 
-    play(scenario, "inproc")
-
-
-@BOTH
-def test_reasons_reach_the_other_side(transport: str) -> None:
-    async def scenario(w: World) -> None:
-        for name, who in (("a", "producer"), ("b", "consumer")):
-            out = w.p.publish(name, w.source.cache, LIST)
-            inc = w.pull_side.pull(name, w.target.cache, DEST)
-            await w.until(lambda inc=inc: inc._state.planned)  # type: ignore[misc]
-            end: kvwire.Outgoing | kvwire.Incoming = out if who == "producer" else inc
-            reason = f"the {who} has other plans: " + "x" * 150
-            end.abort(reason)
-            for outcome in (await out, await inc):
-                (said,) = set(outcome.missing.values())
-                assert reason[:100] in said
-
-    play(scenario, transport)
+    with pytest.raises(ZeroDivisionError):
+        await prefill()
+    outcome = await inc
+    assert "ZeroDivisionError in the producer" in outcome.missing["kv", DEST[0]]
+    assert (await out).missing["kv", LIST[0]] == "ZeroDivisionError in the producer"
 
 
-@BOTH
-def test_marks_from_threads_arrive(transport: str) -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-
-        def prefill(layers: range) -> None:
-            for layer in layers:
-                out.ready(layers=layer)
-
-        threads = [
-            threading.Thread(target=prefill, args=(range(n, LAYERS, 2),))
-            for n in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        closing = threading.Thread(target=out.finish)
-        closing.start()
-        closing.join()
-        assert (await inc).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    play(scenario, transport)
+@scenario("inproc")
+async def test_a_block_of_a_transfer_that_has_ended(w: World) -> None:
+    """It is no mistake of the producer, so nothing is raised."""
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    async with w.p.publish("t", w.source.cache, LIST) as out:
+        out.ready(layers=0)
+        inc.abort("not needed")
+        await out
+        out.ready(layers=1)
+    assert out.done()
 
 
-def test_a_mark_after_a_future() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        kernels: list[Future[None]] = [Future() for _ in range(LAYERS)]
-        for layer, kernel in enumerate(kernels):
-            out.ready(layers=layer, after=kernel)
-        out.finish()
-        for layer in reversed(range(LAYERS)):
-            assert not inc.layer_landed(layer)
-            # Written until the very last moment.
-            w.source.tensors[layer][LIST] = 5.0 + layer
-            kernels[layer].set_result(None)
-            await inc.layer(layer)
-            assert (w.target.tensors[layer][DEST] == 5.0 + layer).all()
-        assert (await inc).complete
+@scenario()
+async def test_reasons_reach_the_other_side(w: World) -> None:
+    for name, who in (("a", "producer"), ("b", "consumer")):
+        out = w.p.publish(name, w.source.cache, LIST)
+        inc = w.pull_side.pull(name, w.target.cache, DEST)
+        await w.until(lambda inc=inc: inc._state.planned)  # type: ignore[misc]
+        end: kvwire.Outgoing | kvwire.Incoming = out if who == "producer" else inc
+        reason = f"the {who} has other plans: " + "x" * 150
+        end.abort(reason)
+        for outcome in (await out, await inc):
+            (said,) = set(outcome.missing.values())
+            assert reason[:100] in said
 
-    play(scenario, "inproc")
+
+@scenario()
+async def test_marks_from_threads_arrive(w: World) -> None:
+    out, inc = w.begin()
+
+    def prefill(layers: range) -> None:
+        for layer in layers:
+            out.ready(layers=layer)
+
+    threads = [
+        threading.Thread(target=prefill, args=(range(n, LAYERS, 2),)) for n in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    closing = threading.Thread(target=out.finish)
+    closing.start()
+    closing.join()
+    assert (await inc).complete
+    assert same(w.source, LIST, w.target, DEST)
+
+
+@scenario("inproc")
+async def test_a_mark_after_a_future(w: World) -> None:
+    out, inc = w.begin()
+    kernels: list[Future[None]] = [Future() for _ in range(LAYERS)]
+    for layer, kernel in enumerate(kernels):
+        out.ready(layers=layer, after=kernel)
+    out.finish()
+    for layer in reversed(range(LAYERS)):
+        assert not inc.layer_landed(layer)
+        # Written until the very last moment.
+        w.source.tensors[layer][LIST] = 5.0 + layer
+        kernels[layer].set_result(None)
+        await inc.layer(layer)
+        assert (w.target.tensors[layer][DEST] == 5.0 + layer).all()
+    assert (await inc).complete
 
 
 def shard(rank: int) -> kvwire.KVSpec:
@@ -142,123 +127,107 @@ def shard(rank: int) -> kvwire.KVSpec:
     )
 
 
-@BOTH
-def test_a_tensor_parallel_group_of_consumers(transport: str) -> None:
+@scenario()
+async def test_a_tensor_parallel_group_of_consumers(w: World) -> None:
     """Each rank takes its heads, into blocks of another size and layout."""
-
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, [3, 1, 4, 5], consumers=2)
-        ranks = []
-        for rank in range(2):
-            connection = await w.d.connect(w.address)
-            # HND, and 8 tokens a block where the producer has 4.
-            tensors = [np.zeros((6, 2, 1, 8, 16), np.float32) for _ in range(LAYERS)]
-            cache = kvwire.PagedCache(shard(rank), tensors, layout="HND")
-            ranks.append((tensors, connection.pull("t", cache, [5, 2])))
-        for layer in range(LAYERS):
-            out.ready(layers=layer)
-        out.finish()
-        assert (await out).complete
-        for rank, (tensors, inc) in enumerate(ranks):
-            assert (await inc).complete
-            for layer in range(LAYERS):
-                for place, pair in ((5, (3, 1)), (2, (4, 5))):
-                    both = [w.source.tensors[layer][block] for block in pair]
-                    # (kv, token, head, dim) of two blocks, and (kv, head, token, dim).
-                    expected = np.concatenate(both, axis=1)[:, :, rank]
-                    found = tensors[layer][place][:, 0]
-                    np.testing.assert_array_equal(found, expected)
-
-    play(scenario, transport)
-
-
-def test_a_consumer_that_never_comes_makes_the_rest_incomplete() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, consumers=2, lease_s=0.5)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        out.ready()
-        out.finish()
+    out = w.p.publish("t", w.source.cache, [3, 1, 4, 5], consumers=2)
+    ranks = []
+    for rank in range(2):
+        connection = await w.d.connect(w.address)
+        # HND, and 8 tokens a block where the producer has 4.
+        tensors = [np.zeros((6, 2, 1, 8, 16), np.float32) for _ in range(LAYERS)]
+        cache = kvwire.PagedCache(shard(rank), tensors, layout="HND")
+        ranks.append((tensors, connection.pull("t", cache, [5, 2])))
+    for layer in range(LAYERS):
+        out.ready(layers=layer)
+    out.finish()
+    assert (await out).complete
+    for rank, (tensors, inc) in enumerate(ranks):
         assert (await inc).complete
-        outcome = await out
-        assert not outcome.complete
-        assert len(outcome.missing) == len(LIST)
-        # Who comes later is told why.
-        late = w.pull_side.pull("t", w.target.cache, DEST)
-        assert "lease" in (await late).missing["kv", DEST[0]]
-
-    play(scenario, "inproc")
-
-
-def test_more_consumers_than_were_published_for() -> None:
-    async def scenario(w: World) -> None:
-        with pytest.raises(kvwire.UsageError, match="consumers=0"):
-            w.p.publish("t", w.source.cache, LIST, consumers=0)
-        out = w.p.publish("t", w.source.cache, LIST)
-        first = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: first._state.planned)
-        second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
-        assert "it is taken" in (await second).missing["kv", 20]
-        out.ready()
-        out.finish()
-        assert (await first).complete
-
-    play(scenario, "inproc")
+        for layer in range(LAYERS):
+            for place, pair in ((5, (3, 1)), (2, (4, 5))):
+                both = [w.source.tensors[layer][block] for block in pair]
+                # (kv, token, head, dim) of two blocks, and (kv, head, token, dim).
+                expected = np.concatenate(both, axis=1)[:, :, rank]
+                found = tensors[layer][place][:, 0]
+                np.testing.assert_array_equal(found, expected)
 
 
-def test_consumers_that_want_other_tokens() -> None:
+@scenario("inproc")
+async def test_a_consumer_that_never_comes_makes_the_rest_incomplete(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST, consumers=2, lease_s=0.5)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    outcome = await out
+    assert not outcome.complete
+    assert len(outcome.missing) == len(LIST)
+    # Who comes later is told why.
+    late = w.pull_side.pull("t", w.target.cache, DEST)
+    assert "lease" in (await late).missing["kv", DEST[0]]
+
+
+@scenario("inproc")
+async def test_more_consumers_than_were_published_for(w: World) -> None:
+    with pytest.raises(kvwire.UsageError, match="consumers=0"):
+        w.p.publish("t", w.source.cache, LIST, consumers=0)
+    out = w.p.publish("t", w.source.cache, LIST)
+    first = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: first._state.planned)
+    second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
+    assert "it is taken" in (await second).missing["kv", 20]
+    out.ready()
+    out.finish()
+    assert (await first).complete
+
+
+@scenario("inproc")
+async def test_consumers_that_want_other_tokens(w: World) -> None:
     """What one of them takes for a prompt is not what the other one does."""
-
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
-        first = w.pull_side.pull("t", w.target.cache, DEST, tokens=18)
-        await w.until(lambda: first._state.planned)
-        second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24], tokens=19)
-        for end in (first, second, out):
-            assert not (await end).complete
-        assert "tokens" in (await second).missing["kv", 20]
-
-    play(scenario, "inproc")
+    out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+    first = w.pull_side.pull("t", w.target.cache, DEST, tokens=18)
+    await w.until(lambda: first._state.planned)
+    second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24], tokens=19)
+    for end in (first, second, out):
+        assert not (await end).complete
+    assert "tokens" in (await second).missing["kv", 20]
 
 
-def test_one_consumer_goes_on_while_another_is_reattached() -> None:
-    async def scenario(w: World) -> None:
-        other = await w.d.connect(w.address)
-        await w.p.accept()
-        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
-        first = w.pull_side.pull("t", w.target.cache, DEST)
-        second = other.pull("t", w.target.cache, [20, 21, 22, 23, 24])
-        out.ready(layers=0)
-        await first.layer(0)
-        await second.layer(0)
-        w.push_side.abort("only this one")
-        out.ready(layers=slice(1, LAYERS))
-        out.finish()
-        assert all(o.complete for o in (await first, await second, await out))
-        assert same(w.source, LIST, w.target, DEST)
-        assert same(w.source, LIST, w.target, [20, 21, 22, 23, 24])
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_one_consumer_goes_on_while_another_is_reattached(w: World) -> None:
+    other = await w.d.connect(w.address)
+    await w.p.accept()
+    out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+    first = w.pull_side.pull("t", w.target.cache, DEST)
+    second = other.pull("t", w.target.cache, [20, 21, 22, 23, 24])
+    out.ready(layers=0)
+    await first.layer(0)
+    await second.layer(0)
+    w.push_side.abort("only this one")
+    out.ready(layers=slice(1, LAYERS))
+    out.finish()
+    assert all(o.complete for o in (await first, await second, await out))
+    assert same(w.source, LIST, w.target, DEST)
+    assert same(w.source, LIST, w.target, [20, 21, 22, 23, 24])
 
 
-def test_closing_one_consumer_s_connection_after_it_was_served() -> None:
+@scenario("inproc")
+async def test_closing_one_consumer_s_connection_after_it_was_served(w: World) -> None:
     """It carries nothing any more, so the others are not ended with it."""
-
-    async def scenario(w: World) -> None:
-        other = await w.d.connect(w.address)
-        other_end = await w.p.accept()
-        small = Memory(SPEC)
-        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
-        first = other.pull("t", small.cache, DEST, have=hashes(), hashes=hashes())
-        second = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: first._state.planned and second._state.planned)
-        out.ready()
-        out.finish()
-        assert (await first).complete
-        await asyncio.gather(other.close(), other_end.close())
-        assert (await second).complete
-        assert (await out).complete
-
-    play(scenario, "inproc")
+    other = await w.d.connect(w.address)
+    other_end = await w.p.accept()
+    small = Memory(SPEC)
+    out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+    first = other.pull("t", small.cache, DEST, have=hashes(), hashes=hashes())
+    second = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: first._state.planned and second._state.planned)
+    out.ready()
+    out.finish()
+    assert (await first).complete
+    await asyncio.gather(other.close(), other_end.close())
+    assert (await second).complete
+    assert (await out).complete
 
 
 def hashes() -> list[bytes]:
@@ -270,56 +239,47 @@ def hashes() -> list[bytes]:
 TOKENS = len(LIST) * SPEC.block_tokens - 1
 
 
-@BOTH
-def test_blocks_are_named_as_they_become_known(transport: str) -> None:
-    async def scenario(w: World) -> None:
-        inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=TOKENS)
-        out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
-        out.ready(blocks=slice(0, 2))
-        await w.until(
-            lambda: inc._state.planned and inc._state.landed.left == LAYERS * 3
-        )
-        out.extend(LIST[2:])
-        out.ready(blocks=slice(2, 5))
+@scenario()
+async def test_blocks_are_named_as_they_become_known(w: World) -> None:
+    inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=TOKENS)
+    out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
+    out.ready(blocks=slice(0, 2))
+    await w.until(lambda: inc._state.planned and inc._state.landed.left == LAYERS * 3)
+    out.extend(LIST[2:])
+    out.ready(blocks=slice(2, 5))
+    out.finish()
+    assert (await inc).complete
+    assert list((await out).landed.ids()) == LIST
+    assert same(w.source, LIST[:-1], w.target, DEST[:-1])
+
+
+@scenario("inproc")
+async def test_a_block_that_is_not_named_is_not_marked(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
+    with pytest.raises(kvwire.UsageError, match="only 2 are named"):
+        out.ready(layers=0)
+    with pytest.raises(kvwire.UsageError, match="never marked"):
         out.finish()
-        assert (await inc).complete
-        assert list((await out).landed.ids()) == LIST
-        assert same(w.source, LIST[:-1], w.target, DEST[:-1])
-
-    play(scenario, transport)
+    out.abort()
+    outcome = await out
+    assert set(outcome.missing.ids().tolist()) == {*LIST[:2], -1}
 
 
-def test_a_block_that_is_not_named_is_not_marked() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
-        with pytest.raises(kvwire.UsageError, match="only 2 are named"):
-            out.ready(layers=0)
-        with pytest.raises(kvwire.UsageError, match="never marked"):
-            out.finish()
-        out.abort()
-        outcome = await out
-        assert set(outcome.missing.ids().tolist()) == {*LIST[:2], -1}
-
-    play(scenario, "inproc")
-
-
-def test_names_that_cannot_be() -> None:
-    async def scenario(w: World) -> None:
-        cache = w.source.cache
-        with pytest.raises(kvwire.UsageError, match="tokens="):
-            w.p.publish("t", cache, LIST, growing=True)
-        with pytest.raises(kvwire.UsageError, match="more than the 1"):
-            w.p.publish("t", cache, LIST, tokens=1, growing=True)
-        out = w.p.publish("t", cache, LIST[:2], tokens=TOKENS, growing=True)
-        for blocks, said in (
-            (LIST[:1], f"block {LIST[0]} .* was named before"),
-            ([20, 21, 22, 23], "2 of 5 are named"),
-            ([10_000], "out of range"),
-        ):
-            with pytest.raises(kvwire.UsageError, match=said):
-                out.extend(blocks)
-        fixed = w.p.publish("u", cache, LIST)
-        with pytest.raises(kvwire.UsageError, match="growing=True"):
-            fixed.extend([20])
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_names_that_cannot_be(w: World) -> None:
+    cache = w.source.cache
+    with pytest.raises(kvwire.UsageError, match="tokens="):
+        w.p.publish("t", cache, LIST, growing=True)
+    with pytest.raises(kvwire.UsageError, match="more than the 1"):
+        w.p.publish("t", cache, LIST, tokens=1, growing=True)
+    out = w.p.publish("t", cache, LIST[:2], tokens=TOKENS, growing=True)
+    for blocks, said in (
+        (LIST[:1], f"block {LIST[0]} .* was named before"),
+        ([20, 21, 22, 23], "2 of 5 are named"),
+        ([10_000], "out of range"),
+    ):
+        with pytest.raises(kvwire.UsageError, match=said):
+            out.extend(blocks)
+    fixed = w.p.publish("u", cache, LIST)
+    with pytest.raises(kvwire.UsageError, match="growing=True"):
+        fixed.extend([20])

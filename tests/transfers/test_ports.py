@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
-from tests.scenarios.world import World, play
+from tests.scenarios.world import World, scenario
 from tests.support.tree import ROOT
 
 ABOVE = ("communicator", "connection", "endpoint", "engine", "region", "request")
@@ -27,20 +27,18 @@ def test_no_file_names_what_stands_above(path: Path) -> None:
     assert not {name for name in named if name.startswith(tuple(above))}
 
 
-def test_what_stands_above_has_what_the_ports_name() -> None:
-    async def scenario(w: World) -> None:
-        inc = w.pull_side.pull("t", w.target.cache, [1])
-        state = inc._state
-        communicator: object = state.communicator
-        assert state.attempt is not None
-        connection: object = state.attempt.connection
-        for port, found in (
-            (CommunicatorPort, communicator),
-            (ConnectionPort, connection),
-        ):
-            names = {name for name in vars(port) if name[0] != "_"}
-            assert len(names) < 13
-            assert not {name for name in names if not hasattr(found, name)}
-        inc.abort()
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_what_stands_above_has_what_the_ports_name(w: World) -> None:
+    inc = w.pull_side.pull("t", w.target.cache, [1])
+    state = inc._state
+    communicator: object = state.communicator
+    assert state.attempt is not None
+    connection: object = state.attempt.connection
+    for port, found in (
+        (CommunicatorPort, communicator),
+        (ConnectionPort, connection),
+    ):
+        names = {name for name in vars(port) if name[0] != "_"}
+        assert len(names) < 13
+        assert not {name for name in names if not hasattr(found, name)}
+    inc.abort()

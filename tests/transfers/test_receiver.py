@@ -15,10 +15,8 @@ from kvwire.transfers import receiver as receipt_module
 from kvwire.transfers.receiver import missing_chunks
 from kvwire.wire.control import Commit, CommitAck, Fin, SegmentAck, SegmentBody
 from kvwire.wire.header import FrameType
-from tests.scenarios.world import LAYERS, SPEC, World, play, same
+from tests.scenarios.world import DEST, LAYERS, LIST, SPEC, World, play, same, scenario
 
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
 LAYER_BYTES = len(LIST) * SPEC.layer_block_bytes
 
 
@@ -62,27 +60,25 @@ class Hostile:
 def check_hostile(act: Callable[[Hostile], None], rule: str, *, consumer: bool) -> None:
     """One side acts against a rule; the other one refuses it by its id."""
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         hostile = await Hostile.of(w)
         act(hostile)
         await hostile.broken(rule, w.pull_side if consumer else w.push_side)
 
-    play(scenario, "inproc", resume=False)
+    play(run, "inproc", resume=False)
 
 
 @pytest.mark.rule("KVW-TR-09", "keeps")
 @pytest.mark.rule("KVW-TR-11", "keeps")
-def test_what_is_inside_the_plan_lands() -> None:
-    async def scenario(w: World) -> None:
-        hostile = await Hostile.of(w)
-        for layer in range(LAYERS):
-            for blocks in (slice(0, 2), slice(2, 5)):
-                hostile.out.ready(layer, blocks)
-        hostile.out.finish()
-        assert (await hostile.inc).complete
-        assert same(w.source, LIST, w.target, DEST)
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_what_is_inside_the_plan_lands(w: World) -> None:
+    hostile = await Hostile.of(w)
+    for layer in range(LAYERS):
+        for blocks in (slice(0, 2), slice(2, 5)):
+            hostile.out.ready(layer, blocks)
+    hostile.out.finish()
+    assert (await hostile.inc).complete
+    assert same(w.source, LIST, w.target, DEST)
 
 
 @pytest.mark.rule("KVW-TR-09", "breaks")
@@ -131,7 +127,7 @@ def test_one_granule_may_be_marked_however_long_it_is(
     """Nobody can cut it: it is one block of both sides, or a part of one."""
     monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", 1)
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         hostile = await Hostile.of(w)
         hostile.say(
             FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes)
@@ -143,7 +139,7 @@ def test_one_granule_may_be_marked_however_long_it_is(
         hostile.inc.abort()
         hostile.out.abort()
 
-    play(scenario, "inproc")
+    play(run, "inproc")
 
 
 @pytest.mark.rule("KVW-TR-11", "breaks")
@@ -158,36 +154,31 @@ def test_a_mark_of_what_was_marked_before(box: Any) -> None:
 
 
 @pytest.mark.rule("KVW-TR-11", "breaks")
-def test_a_mark_of_what_landed_on_an_earlier_link() -> None:
+@scenario("inproc")
+async def test_a_mark_of_what_landed_on_an_earlier_link(w: World) -> None:
     """The consumer may be reading it."""
-
-    async def scenario(w: World) -> None:
-        hostile = await Hostile.of(w)
-        hostile.out.ready(layers=0)
-        await hostile.inc.layer(0)
-        before = hostile.inc._state.attempt
-        w.cut()
-        await w.until(
-            lambda: (
-                hostile.inc._state.attempt is not before
-                and hostile.out._state.attempts[0].core is not None
-            )
+    hostile = await Hostile.of(w)
+    hostile.out.ready(layers=0)
+    await hostile.inc.layer(0)
+    before = hostile.inc._state.attempt
+    w.cut()
+    await w.until(
+        lambda: (
+            hostile.inc._state.attempt is not before
+            and hostile.out._state.attempts[0].core is not None
         )
-        await w.until(
-            lambda: hostile.inc._state.reported and hostile.inc._state.planned
-        )
-        resumed = hostile.inc._state.attempt
-        assert resumed is not None
-        await w.until(lambda: hasattr(resumed, "_promised"))
-        hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
-        connection: Any = resumed.connection
-        await connection.wait_closed()
-        assert "KVW-TR-11" in str(connection.core.error)
-        assert same(w.source, LIST, w.target, DEST, layers=[0])
-        hostile.inc.abort()
-        hostile.out.abort()
-
-    play(scenario, "inproc")
+    )
+    await w.until(lambda: hostile.inc._state.reported and hostile.inc._state.planned)
+    resumed = hostile.inc._state.attempt
+    assert resumed is not None
+    await w.until(lambda: hasattr(resumed, "_promised"))
+    hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 1, 0, 5), LAYER_BYTES))
+    connection: Any = resumed.connection
+    await connection.wait_closed()
+    assert "KVW-TR-11" in str(connection.core.error)
+    assert same(w.source, LIST, w.target, DEST, layers=[0])
+    hostile.inc.abort()
+    hostile.out.abort()
 
 
 @pytest.mark.parametrize(
@@ -253,27 +244,26 @@ def test_payload_for_a_segment_that_was_not_marked() -> None:
 
 @pytest.mark.parametrize("description", [b"", b"\xc1", bytes(48 * 1024), b"\x90" * 99])
 @pytest.mark.parametrize("kind", [RequestKind.OUTGOING, RequestKind.INCOMING])
-def test_a_description_that_is_none(kind: RequestKind, description: bytes) -> None:
+@scenario("inproc")
+async def test_a_description_that_is_none(
+    w: World, kind: RequestKind, description: bytes
+) -> None:
     """It fails its own transfer, by name, and the connection goes on."""
-
-    async def scenario(w: World) -> None:
-        waits = w.p.publish("t", w.source.cache, LIST)
-        expects = w.p.expect("t", w.source.cache, LIST)
-        request = w.pull_side._state.core.open_transfer(
-            TransferRecord(id=waits._state.key),
-            description,
-            pull=kind is RequestKind.INCOMING,
-            deadline=None,
-        )
-        w.pull_side._state.run()
-        await w.until(lambda: request.over)
-        assert not waits.done()
-        assert not expects.done()
-        waits.abort()
-        expects.abort()
-        assert await w.moves("u", [6, 7], [20, 21])
-
-    play(scenario, "inproc")
+    waits = w.p.publish("t", w.source.cache, LIST)
+    expects = w.p.expect("t", w.source.cache, LIST)
+    request = w.pull_side._state.core.open_transfer(
+        TransferRecord(id=waits._state.key),
+        description,
+        pull=kind is RequestKind.INCOMING,
+        deadline=None,
+    )
+    w.pull_side._state.run()
+    await w.until(lambda: request.over)
+    assert not waits.done()
+    assert not expects.done()
+    waits.abort()
+    expects.abort()
+    assert await w.moves("u", [6, 7], [20, 21])
 
 
 def test_chunks_that_have_not_landed() -> None:

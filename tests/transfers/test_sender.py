@@ -19,12 +19,19 @@ from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MA
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.records import SegmentRecord
 from kvwire.transfers import sender as delivery_module
-from tests.scenarios.world import BLOCKS, LARGE, LAYERS, Memory, World, play, same
+from tests.scenarios.world import (
+    BLOCKS,
+    DEST,
+    LARGE,
+    LAYERS,
+    LIST,
+    Memory,
+    World,
+    play,
+    same,
+    scenario,
+)
 from tests.support.depth import examples
-
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
-BOTH = pytest.mark.parametrize("transport", ["inproc", "tcp"])
 
 
 @contextmanager
@@ -53,179 +60,159 @@ def sent_boxes(out: kvwire.Outgoing) -> list[Segment]:
     return list(out._state.attempts[0]._sent.values())
 
 
-@BOTH
-def test_a_long_transfer_does_not_delay_a_short_one(transport: str) -> None:
+@scenario()
+async def test_a_long_transfer_does_not_delay_a_short_one(w: World) -> None:
     """Chunks between are counted, and not time: at most one of the long one's each."""
-
-    async def scenario(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 64), Memory(LARGE, 64)
-        w.source.stamp(range(64))
-        assert w.source.nbytes == 256 * MIB
-        long = w.p.publish("long", w.source.cache, range(64))
-        short_source, short_target = Memory(LARGE, 1), Memory(LARGE, 1)
-        short_source.stamp([0])
-        short = w.p.publish("short", short_source.cache, [0])
-        received = w.pull_side.pull("long", w.target.cache, range(64))
-        quick = w.pull_side.pull("short", short_target.cache, [0])
-        await w.until(lambda: received._state.planned and quick._state.planned)
-        with chunks_of(w.push_side) as sent:
-            long.ready()
-            await w.turns_until(lambda: len(sent) >= 4)
-            marked_at = len(sent)
-            short.ready()
-            await quick.layer(LAYERS - 1)
-            behind = sent[marked_at:]
-            mine = short._state.attempts[0].core
-            places = [n for n, chunk in enumerate(behind) if chunk.request is mine]
-            assert len(places) == LARGE.block_bytes // CHUNK_BYTES == 4
-            # Each takes its turn: one chunk of the long one between two of the short.
-            assert places[-1] <= places[0] + 2 * (len(places) - 1)
-            # What was handed to the link before is all that lies in front of it.
-            assert places[0] <= 8
-        assert same(short_source, [0], short_target, [0])
-        long.abort()
-        short.abort()
-
-    play(scenario, transport)
+    w.source, w.target = Memory(LARGE, 64), Memory(LARGE, 64)
+    w.source.stamp(range(64))
+    assert w.source.nbytes == 256 * MIB
+    long = w.p.publish("long", w.source.cache, range(64))
+    short_source, short_target = Memory(LARGE, 1), Memory(LARGE, 1)
+    short_source.stamp([0])
+    short = w.p.publish("short", short_source.cache, [0])
+    received = w.pull_side.pull("long", w.target.cache, range(64))
+    quick = w.pull_side.pull("short", short_target.cache, [0])
+    await w.until(lambda: received._state.planned and quick._state.planned)
+    with chunks_of(w.push_side) as sent:
+        long.ready()
+        await w.turns_until(lambda: len(sent) >= 4)
+        marked_at = len(sent)
+        short.ready()
+        await quick.layer(LAYERS - 1)
+        behind = sent[marked_at:]
+        mine = short._state.attempts[0].core
+        places = [n for n, chunk in enumerate(behind) if chunk.request is mine]
+        assert len(places) == LARGE.block_bytes // CHUNK_BYTES == 4
+        # Each takes its turn: one chunk of the long one between two of the short.
+        assert places[-1] <= places[0] + 2 * (len(places) - 1)
+        # What was handed to the link before is all that lies in front of it.
+        assert places[0] <= 8
+    assert same(short_source, [0], short_target, [0])
+    long.abort()
+    short.abort()
 
 
-def test_a_higher_priority_goes_first() -> None:
-    async def scenario(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 16), Memory(LARGE, 16)
-        low = w.p.publish("low", w.source.cache, range(8), priority=1)
-        high = w.p.publish("high", w.source.cache, range(8, 16), priority=200)
-        incoming = [
-            w.pull_side.pull("low", w.target.cache, range(8)),
-            w.pull_side.pull("high", w.target.cache, range(8, 16)),
-        ]
-        await w.until(lambda: all(inc._state.planned for inc in incoming))
-        urgent = high._state.attempts[0].core
-        with chunks_of(w.push_side) as sent:
-            low.ready()
-            high.ready()
-            low.finish()
-            high.finish()
-            await incoming[1]
-            order = [chunk.request is urgent for chunk in sent]
-        # Nothing of the low one once the high one has begun.
-        first = order.index(True)
-        count = 8 * LARGE.block_bytes // CHUNK_BYTES
-        assert order[first : first + count] == [True] * count
-        assert all([(await inc).complete for inc in incoming])
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_higher_priority_goes_first(w: World) -> None:
+    w.source, w.target = Memory(LARGE, 16), Memory(LARGE, 16)
+    low = w.p.publish("low", w.source.cache, range(8), priority=1)
+    high = w.p.publish("high", w.source.cache, range(8, 16), priority=200)
+    incoming = [
+        w.pull_side.pull("low", w.target.cache, range(8)),
+        w.pull_side.pull("high", w.target.cache, range(8, 16)),
+    ]
+    await w.until(lambda: all(inc._state.planned for inc in incoming))
+    urgent = high._state.attempts[0].core
+    with chunks_of(w.push_side) as sent:
+        low.ready()
+        high.ready()
+        low.finish()
+        high.finish()
+        await incoming[1]
+        order = [chunk.request is urgent for chunk in sent]
+    # Nothing of the low one once the high one has begun.
+    first = order.index(True)
+    count = 8 * LARGE.block_bytes // CHUNK_BYTES
+    assert order[first : first + count] == [True] * count
+    assert all([(await inc).complete for inc in incoming])
 
 
-def test_segments_of_one_transfer_land_in_the_order_of_their_marks() -> None:
+@scenario("inproc")
+async def test_segments_of_one_transfer_land_in_the_order_of_their_marks(
+    w: World,
+) -> None:
     """So the first layer can be read while the others come."""
-
-    async def scenario(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 16), Memory(LARGE, 16)
-        out = w.p.publish("t", w.source.cache, range(16))
-        inc = w.pull_side.pull("t", w.target.cache, range(16))
-        await w.until(lambda: inc._state.planned)
-        out.ready()
-        out.finish()
-        for layer in range(LAYERS):
-            await inc.layer(layer)
-            assert not any(inc.layer_landed(n) for n in range(layer + 2, LAYERS))
-        assert (await inc).complete
-        # One mark of all layers, cut into layers: they are larger than a segment.
-        assert [s.layers for s in sent_boxes(out)] == [1] * LAYERS
-
-    play(scenario, "inproc")
+    w.source, w.target = Memory(LARGE, 16), Memory(LARGE, 16)
+    out = w.p.publish("t", w.source.cache, range(16))
+    inc = w.pull_side.pull("t", w.target.cache, range(16))
+    await w.until(lambda: inc._state.planned)
+    out.ready()
+    out.finish()
+    for layer in range(LAYERS):
+        await inc.layer(layer)
+        assert not any(inc.layer_landed(n) for n in range(layer + 2, LAYERS))
+    assert (await inc).complete
+    # One mark of all layers, cut into layers: they are larger than a segment.
+    assert [s.layers for s in sent_boxes(out)] == [1] * LAYERS
 
 
-def test_small_layers_are_grouped_behind_one_under_way() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc._state.planned)
-        for layer in range(LAYERS):
-            out.ready(layers=layer)
-        out.finish()
-        for outcome in (await inc, await out):
-            assert outcome.complete
-            assert outcome.layers_grouped == LAYERS, "the choice can be seen"
-        # One by one, each goes at once: there is nothing to wait behind.
-        out = w.p.publish("u", w.source.cache, LIST)
-        inc = w.pull_side.pull("u", w.target.cache, DEST)
-        for layer in range(LAYERS):
-            out.ready(layers=layer)
-            await inc.layer(layer)
-            await w.until(lambda: not out._state.attempts[0]._under_way)
-        out.finish()
-        assert (await inc).layers_grouped == 1
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_small_layers_are_grouped_behind_one_under_way(w: World) -> None:
+    out, inc = w.begin()
+    await w.until(lambda: inc._state.planned)
+    for layer in range(LAYERS):
+        out.ready(layers=layer)
+    out.finish()
+    for outcome in (await inc, await out):
+        assert outcome.complete
+        assert outcome.layers_grouped == LAYERS, "the choice can be seen"
+    # One by one, each goes at once: there is nothing to wait behind.
+    out = w.p.publish("u", w.source.cache, LIST)
+    inc = w.pull_side.pull("u", w.target.cache, DEST)
+    for layer in range(LAYERS):
+        out.ready(layers=layer)
+        await inc.layer(layer)
+        await w.until(lambda: not out._state.attempts[0]._under_way)
+    out.finish()
+    assert (await inc).layers_grouped == 1
 
 
-@BOTH
-def test_group_bytes_of_one_is_layer_by_layer(transport: str) -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc._state.planned)
-        for layer in range(LAYERS):
-            out.ready(layers=layer)
-        out.finish()
-        assert (await inc).layers_grouped == 1
-        assert (await out).layers_grouped == 1
-        assert [s.layers for s in sent_boxes(out)] == [1] * LAYERS
-        with pytest.raises(kvwire.UsageError, match="group_bytes=0"):
-            w.p.publish("u", w.source.cache, LIST, group_bytes=0)
-
-    play(scenario, transport)
+@scenario()
+async def test_group_bytes_of_one_is_layer_by_layer(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: inc._state.planned)
+    for layer in range(LAYERS):
+        out.ready(layers=layer)
+    out.finish()
+    assert (await inc).layers_grouped == 1
+    assert (await out).layers_grouped == 1
+    assert [s.layers for s in sent_boxes(out)] == [1] * LAYERS
+    with pytest.raises(kvwire.UsageError, match="group_bytes=0"):
+        w.p.publish("u", w.source.cache, LIST, group_bytes=0)
 
 
-def test_marks_are_grouped_only_with_their_neighbours() -> None:
+@scenario("inproc")
+async def test_marks_are_grouped_only_with_their_neighbours(w: World) -> None:
     """Of the same blocks, and one layer after the other."""
-
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc._state.planned)
-        for layers, blocks in (
-            (3, slice(0, 2)),
-            (0, slice(0, 2)),
-            (1, slice(0, 2)),
-            (2, slice(2, 5)),
-            (3, slice(2, 5)),
-        ):
-            out.ready(layers, blocks)
-        out.finish(partial=True)
-        outcome = await inc
-        assert sent_boxes(out) == [
-            Segment(0, 3, 1, 0, 2),
-            Segment(0, 0, 2, 0, 2),
-            Segment(0, 2, 2, 2, 3),
-        ]
-        assert outcome.missing.layers(("kv", DEST[0])) == (2,)
-        assert outcome.missing.layers(("kv", DEST[4])) == (0, 1)
-
-    play(scenario, "inproc")
+    out, inc = w.begin()
+    await w.until(lambda: inc._state.planned)
+    for layers, blocks in (
+        (3, slice(0, 2)),
+        (0, slice(0, 2)),
+        (1, slice(0, 2)),
+        (2, slice(2, 5)),
+        (3, slice(2, 5)),
+    ):
+        out.ready(layers, blocks)
+    out.finish(partial=True)
+    outcome = await inc
+    assert sent_boxes(out) == [
+        Segment(0, 3, 1, 0, 2),
+        Segment(0, 0, 2, 0, 2),
+        Segment(0, 2, 2, 2, 3),
+    ]
+    assert outcome.missing.layers(("kv", DEST[0])) == (2,)
+    assert outcome.missing.layers(("kv", DEST[4])) == (0, 1)
 
 
-def test_a_cross_layer_cache_is_cut_into_blocks() -> None:
+@scenario("inproc")
+async def test_a_cross_layer_cache_is_cut_into_blocks(w: World) -> None:
     """The layers of a block lie together there, and stay so."""
-
-    async def scenario(w: World) -> None:
-        shape = (BLOCKS, LAYERS, 2, 64, 16, 128)
-        caches = []
-        for fill in (1.0, 0.0):
-            tensor = np.full(shape, fill, np.float32)
-            caches.append((tensor, kvwire.PagedCache(LARGE, tensor)))
-        out = w.p.publish("t", caches[0][1], range(BLOCKS))
-        inc = w.pull_side.pull("t", caches[1][1], range(BLOCKS))
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        boxes = sent_boxes(out)
-        assert {s.layers for s in boxes} == {LAYERS}
-        assert len(boxes) == BLOCKS * LARGE.block_bytes // SEGMENT_BYTES
-        assert (caches[1][0] == 1.0).all()
-
-    play(scenario, "inproc")
+    shape = (BLOCKS, LAYERS, 2, 64, 16, 128)
+    caches = []
+    for fill in (1.0, 0.0):
+        tensor = np.full(shape, fill, np.float32)
+        caches.append((tensor, kvwire.PagedCache(LARGE, tensor)))
+    out = w.p.publish("t", caches[0][1], range(BLOCKS))
+    inc = w.pull_side.pull("t", caches[1][1], range(BLOCKS))
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    boxes = sent_boxes(out)
+    assert {s.layers for s in boxes} == {LAYERS}
+    assert len(boxes) == BLOCKS * LARGE.block_bytes // SEGMENT_BYTES
+    assert (caches[1][0] == 1.0).all()
 
 
 @given(
@@ -257,76 +244,69 @@ def test_no_piece_is_longer_than_a_consumer_takes(
         assert piece.granules == 1 or nbytes_of(piece) <= SEGMENT_BYTES_MAX
 
 
-@BOTH
 @pytest.mark.parametrize("cuts", [1, 2])
-def test_what_has_landed_is_not_sent_again(transport: str, cuts: int) -> None:
+@scenario()
+async def test_what_has_landed_is_not_sent_again(w: World, cuts: int) -> None:
     """Payload bytes are counted, over all links."""
+    w.source, w.target = Memory(LARGE, 8), Memory(LARGE, 8)
+    w.source.stamp(range(8))
+    out = w.p.publish("t", w.source.cache, range(8))
+    inc = w.pull_side.pull("t", w.target.cache, range(8))
+    moved: deque[int] = deque()
+    send = delivery_module.SendAttempt._send
 
-    async def scenario(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 8), Memory(LARGE, 8)
-        w.source.stamp(range(8))
-        out = w.p.publish("t", w.source.cache, range(8))
-        inc = w.pull_side.pull("t", w.target.cache, range(8))
-        moved: deque[int] = deque()
-        send = delivery_module.SendAttempt._send
+    def counted(self: Any, segment: Segment, nbytes: int, commit: int) -> None:
+        moved.append(nbytes)
+        send(self, segment, nbytes, commit)
 
-        def counted(self: Any, segment: Segment, nbytes: int, commit: int) -> None:
-            moved.append(nbytes)
-            send(self, segment, nbytes, commit)
-
-        delivery_module.SendAttempt._send = counted  # type: ignore[method-assign]
-        try:
-            for layer in range(cuts):
-                out.ready(layers=layer)
-                await inc.layer(layer)
-                await w.until(lambda: not out._state.attempts[0]._under_way)
-                before = inc._state.attempt
-                w.cut()
-                await on_another_link(w, inc, before)
-            out.ready(layers=slice(cuts, None))
-            out.finish()
-            outcome = await inc
-        finally:
-            delivery_module.SendAttempt._send = send  # type: ignore[method-assign]
-        assert outcome.complete
-        assert (await out).complete
-        assert sum(moved) == w.source.nbytes == outcome.nbytes
-        assert same(w.source, range(8), w.target, range(8))
-
-    play(scenario, transport)
+    delivery_module.SendAttempt._send = counted  # type: ignore[method-assign]
+    try:
+        for layer in range(cuts):
+            out.ready(layers=layer)
+            await inc.layer(layer)
+            await w.until(lambda: not out._state.attempts[0]._under_way)
+            before = inc._state.attempt
+            w.cut()
+            await on_another_link(w, inc, before)
+        out.ready(layers=slice(cuts, None))
+        out.finish()
+        outcome = await inc
+    finally:
+        delivery_module.SendAttempt._send = send  # type: ignore[method-assign]
+    assert outcome.complete
+    assert (await out).complete
+    assert sum(moved) == w.source.nbytes == outcome.nbytes
+    assert same(w.source, range(8), w.target, range(8))
 
 
-def test_chunks_of_a_segment_that_was_cut_are_not_sent_again() -> None:
+@scenario("inproc")
+async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> None:
     """Half of a segment of 8 MiB was here when its link was lost."""
+    w.source, w.target = Memory(LARGE, 8), Memory(LARGE, 8)
+    w.source.stamp(range(8))
+    out = w.p.publish("t", w.source.cache, range(8))
+    inc = w.pull_side.pull("t", w.target.cache, range(8))
+    await w.until(lambda: inc._state.planned)
+    out.ready(layers=0)
 
-    async def scenario(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 8), Memory(LARGE, 8)
-        w.source.stamp(range(8))
-        out = w.p.publish("t", w.source.cache, range(8))
-        inc = w.pull_side.pull("t", w.target.cache, range(8))
-        await w.until(lambda: inc._state.planned)
-        out.ready(layers=0)
+    def half() -> bool:
+        receipt = inc._state.attempt
+        assert receipt is not None
+        if receipt.core is None:
+            return False
+        core = receipt.connection.transfers.transfer(receipt.core)
+        segments: list[SegmentRecord] = list(core.segments.values())
+        return bool(segments) and segments[0].moved >= 4 * MIB
 
-        def half() -> bool:
-            receipt = inc._state.attempt
-            assert receipt is not None
-            if receipt.core is None:
-                return False
-            core = receipt.connection.transfers.transfer(receipt.core)
-            segments: list[SegmentRecord] = list(core.segments.values())
-            return bool(segments) and segments[0].moved >= 4 * MIB
-
-        await w.turns_until(half)
-        before = inc._state.attempt
-        w.cut()
-        await w.until(lambda: inc._state.attempt is not before and inc._state.reported)
-        await inc.layer(0)
-        again = sum(out._state.attempts[0].plan.nbytes_of(s) for s in sent_boxes(out))
-        assert again <= 4 * MIB
-        assert same(w.source, range(8), w.target, range(8), layers=[0])
-        out.abort()
-
-    play(scenario, "inproc")
+    await w.turns_until(half)
+    before = inc._state.attempt
+    w.cut()
+    await w.until(lambda: inc._state.attempt is not before and inc._state.reported)
+    await inc.layer(0)
+    again = sum(out._state.attempts[0].plan.nbytes_of(s) for s in sent_boxes(out))
+    assert again <= 4 * MIB
+    assert same(w.source, range(8), w.target, range(8), layers=[0])
+    out.abort()
 
 
 def test_more_segments_than_a_transfer_may_have(
@@ -335,7 +315,7 @@ def test_more_segments_than_a_transfer_may_have(
     """The transfer ends on both sides with a reason; its connection goes on."""
     monkeypatch.setattr(delivery_module, "SEGMENTS_MAX", 3)
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
         inc = w.pull_side.pull("t", w.target.cache, DEST)
         for layer in range(LAYERS):
@@ -347,38 +327,35 @@ def test_more_segments_than_a_transfer_may_have(
         monkeypatch.undo()
         assert await w.moves("u", [6, 7], [20, 21])
 
-    play(scenario, "inproc")
+    play(run, "inproc")
 
 
-def test_damage_is_named_on_both_sides() -> None:
+@scenario("inproc")
+async def test_damage_is_named_on_both_sides(w: World) -> None:
     """Blocks that came damaged say so; those that were not marked say that."""
+    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: inc._state.planned)
+    core: Any = w.pull_side._state.core
+    received = core.body_received
 
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc._state.planned)
-        core: Any = w.pull_side._state.core
-        received = core.body_received
+    def damaging(arrival: Any, now: float, **more: Any) -> None:
+        if arrival.header.segment == 2:
+            more["intact"] = False
+        received(arrival, now, **more)
 
-        def damaging(arrival: Any, now: float, **more: Any) -> None:
-            if arrival.header.segment == 2:
-                more["intact"] = False
-            received(arrival, now, **more)
-
-        core.body_received = damaging
-        out.ready(blocks=0)
-        out.ready(blocks=slice(1, 3))
-        out.ready(blocks=3)
-        out.finish(partial=True)
-        for end, blocks in ((inc, DEST), (out, LIST)):
-            outcome = await end
-            assert set(outcome.landed) == {("kv", blocks[0]), ("kv", blocks[3])}
-            reasons = [outcome.missing["kv", blocks[n]] for n in (1, 2, 4)]
-            assert reasons[:2] == ["its bytes arrived damaged"] * 2
-            assert reasons[2] == "it was not marked ready by the producer"
-            assert outcome.usable_prefix == 1
-
-    play(scenario, "inproc")
+    core.body_received = damaging
+    out.ready(blocks=0)
+    out.ready(blocks=slice(1, 3))
+    out.ready(blocks=3)
+    out.finish(partial=True)
+    for end, blocks in ((inc, DEST), (out, LIST)):
+        outcome = await end
+        assert set(outcome.landed) == {("kv", blocks[0]), ("kv", blocks[3])}
+        reasons = [outcome.missing["kv", blocks[n]] for n in (1, 2, 4)]
+        assert reasons[:2] == ["its bytes arrived damaged"] * 2
+        assert reasons[2] == "it was not marked ready by the producer"
+        assert outcome.usable_prefix == 1
 
 
 # --- what the consumer has ------------------------------------------------------------
@@ -391,7 +368,7 @@ def test_what_the_consumer_had_counts_once_it_knows_of_us(
     """The producer lists no block as landed that the consumer does not."""
     hashes = [b"%d" % n for n in range(len(LIST))]
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         out = w.p.publish("t", w.source.cache, LIST, hashes=hashes)
         if not agreed:
             w.freeze(w.pull_side)
@@ -411,4 +388,4 @@ def test_what_the_consumer_had_counts_once_it_knows_of_us(
         assert positions == ({0, 1} if agreed else set())
         assert produced.usable_prefix == consumed.usable_prefix == 2 * agreed
 
-    play(scenario, "inproc", resume=False)
+    play(run, "inproc", resume=False)

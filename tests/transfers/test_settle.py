@@ -13,11 +13,9 @@ from kvwire.transfers.sender import SendAttempt
 from kvwire.transfers.state import AttemptState
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
-from tests.scenarios.world import LAYERS, World, play, same
+from tests.scenarios.world import DEST, LAYERS, LIST, World, same, scenario
 from tests.support import virtual_time
 
-LIST = [3, 1, 4, 5, 9]
-DEST = [10, 11, 12, 13, 14]
 PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 
 
@@ -32,74 +30,69 @@ def begin(w: World, push: bool) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
 @PUSH
 @pytest.mark.parametrize("partial", [False, True], ids=["whole", "partial"])
 @pytest.mark.parametrize("heard", ["nothing", "what has landed"])
-def test_the_producer_has_not_heard_that_all_is_settled(
-    push: bool, partial: bool, heard: str
+@scenario("inproc")
+async def test_the_producer_has_not_heard_that_all_is_settled(
+    w: World, push: bool, partial: bool, heard: str
 ) -> None:
-    async def scenario(w: World) -> None:
-        out, inc = begin(w, push)
-        marked = slice(0, LAYERS - partial)
-        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-        if heard == "what has landed":
-            out.ready(layers=marked)
-            await w.until(lambda: inc.layer_landed(marked.stop - 1))
-            await w.until(lambda: not out._state.attempts[0]._under_way)
-            w.freeze(w.push_side)
-        else:
-            w.freeze(w.push_side)
-            out.ready(layers=marked)
-        out.finish(partial=partial)
-        outcome = await inc
-        assert outcome.complete != partial
-        # The consumer's memory has a new owner from here on.
-        for tensor in w.target.tensors:
-            tensor[DEST] = 7.0
-        w.cut()
-        produced = await out
-        assert produced.complete == outcome.complete
-        if partial:
-            lost = produced.missing.layers(("kv", LIST[0]))
-            assert lost == outcome.missing.layers(("kv", DEST[0])) == (LAYERS - 1,)
-        assert all((t[DEST] == 7.0).all() for t in w.target.tensors), "a late write"
-
-    play(scenario, "inproc")
+    out, inc = begin(w, push)
+    marked = slice(0, LAYERS - partial)
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    if heard == "what has landed":
+        out.ready(layers=marked)
+        await w.until(lambda: inc.layer_landed(marked.stop - 1))
+        await w.until(lambda: not out._state.attempts[0]._under_way)
+        w.freeze(w.push_side)
+    else:
+        w.freeze(w.push_side)
+        out.ready(layers=marked)
+    out.finish(partial=partial)
+    outcome = await inc
+    assert outcome.complete != partial
+    # The consumer's memory has a new owner from here on.
+    for tensor in w.target.tensors:
+        tensor[DEST] = 7.0
+    w.cut()
+    produced = await out
+    assert produced.complete == outcome.complete
+    if partial:
+        lost = produced.missing.layers(("kv", LIST[0]))
+        assert lost == outcome.missing.layers(("kv", DEST[0])) == (LAYERS - 1,)
+    assert all((t[DEST] == 7.0).all() for t in w.target.tensors), "a late write"
 
 
 @PUSH
-def test_the_consumer_has_not_heard_that_it_was_heard(push: bool) -> None:
+@scenario("inproc", lease_s=3.0)
+async def test_the_consumer_has_not_heard_that_it_was_heard(
+    w: World, push: bool
+) -> None:
     """FIN is lost: it asks again, and is told that it is over."""
-
-    async def scenario(w: World) -> None:
-        out, inc = begin(w, push)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        w.freeze(w.pull_side)
-        assert (await out).complete
-        w.cut()
-        await virtual_time.pass_time(2 * w.d.config.lease_s)
-        assert not w.d._state.registry._settle_retries
-        assert (await inc).complete
-        w.pull_side = await w.d.connect(w.address)
-        assert await w.moves("t", [6, 7], [20, 21])
-
-    play(scenario, "inproc", lease_s=3.0)
+    out, inc = begin(w, push)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    w.freeze(w.pull_side)
+    assert (await out).complete
+    w.cut()
+    await virtual_time.pass_time(2 * w.d.config.lease_s)
+    assert not w.d._state.registry._settle_retries
+    assert (await inc).complete
+    w.pull_side = await w.d.connect(w.address)
+    assert await w.moves("t", [6, 7], [20, 21])
 
 
-def test_a_producer_that_is_gone_is_not_told_for_ever() -> None:
-    async def scenario(w: World) -> None:
-        out, inc = begin(w, push=False)
-        await w.until(lambda: inc._state.planned)
-        w.freeze(w.push_side)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        w.p.abort()
-        await w.p.close()
-        await virtual_time.pass_time(2 * w.d.config.lease_s)
-        assert not w.d._state.registry._settle_retries
-        assert not w.d._state.registry.interrupted(w.p.incarnation)
-
-    play(scenario, "inproc", lease_s=3.0)
+@scenario("inproc", lease_s=3.0)
+async def test_a_producer_that_is_gone_is_not_told_for_ever(w: World) -> None:
+    out, inc = begin(w, push=False)
+    await w.until(lambda: inc._state.planned)
+    w.freeze(w.push_side)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    w.p.abort()
+    await w.p.close()
+    await virtual_time.pass_time(2 * w.d.config.lease_s)
+    assert not w.d._state.registry._settle_retries
+    assert not w.d._state.registry.interrupted(w.p.incarnation)
 
 
 @pytest.fixture(name="forge")
@@ -124,96 +117,89 @@ def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
 @PUSH
 @pytest.mark.rule("KVW-TR-10", "breaks")
 @pytest.mark.usefixtures("forge")
-def test_a_mark_for_a_transfer_that_is_settled(push: bool) -> None:
+@scenario("inproc", lease_s=1.0)
+async def test_a_mark_for_a_transfer_that_is_settled(w: World, push: bool) -> None:
     """The memory is somebody else's: the connection ends before a byte lands."""
+    out, inc = begin(w, push)
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    w.freeze(w.push_side)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    for tensor in w.target.tensors:
+        tensor[DEST] = 7.0
+    broken: list[str] = []
+    fail = w.d._state.connection_ended
 
-    async def scenario(w: World) -> None:
-        out, inc = begin(w, push)
-        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-        w.freeze(w.push_side)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        for tensor in w.target.tensors:
-            tensor[DEST] = 7.0
-        broken: list[str] = []
-        fail = w.d._state.connection_ended
+    def ended(connection: ConnectionState, error: Any) -> None:
+        broken.append(str(error))
+        fail(connection, error)
 
-        def ended(connection: ConnectionState, error: Any) -> None:
-            broken.append(str(error))
-            fail(connection, error)
-
-        w.d._state.connection_ended = ended  # type: ignore[method-assign]
-        w.cut()
-        await w.until(lambda: any("KVW-TR-10" in error for error in broken))
-        assert all((t[DEST] == 7.0).all() for t in w.target.tensors)
-        out.abort()
-
-    play(scenario, "inproc", lease_s=1.0)
+    w.d._state.connection_ended = ended  # type: ignore[method-assign]
+    w.cut()
+    await w.until(lambda: any("KVW-TR-10" in error for error in broken))
+    assert all((t[DEST] == 7.0).all() for t in w.target.tensors)
+    out.abort()
 
 
 @PUSH
 @pytest.mark.rule("KVW-TR-10", "keeps")
-def test_nothing_is_marked_for_a_transfer_that_is_settled(push: bool) -> None:
-    async def scenario(w: World) -> None:
-        out, inc = begin(w, push)
-        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-        w.freeze(w.push_side)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        assert same(w.source, LIST, w.target, DEST)
-        w.cut()
-        assert (await out).complete
-        assert not out._state.attempts[0]._sent
+@scenario("inproc")
+async def test_nothing_is_marked_for_a_transfer_that_is_settled(
+    w: World, push: bool
+) -> None:
+    out, inc = begin(w, push)
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    w.freeze(w.push_side)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    assert same(w.source, LIST, w.target, DEST)
+    w.cut()
+    assert (await out).complete
+    assert not out._state.attempts[0]._sent
 
-    play(scenario, "inproc")
 
-
-def test_a_last_word_is_no_answer_to_another_transfer_of_the_name() -> None:
+@scenario("inproc")
+async def test_a_last_word_is_no_answer_to_another_transfer_of_the_name(
+    w: World,
+) -> None:
     """A new publish of the same id is not met by the last word of the old one."""
-
-    async def scenario(w: World) -> None:
-        out, inc = begin(w, push=False)
-        await w.until(lambda: inc._state.planned)
-        w.freeze(w.push_side)
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        w.cut()
-        out.abort("given up")
-        new = w.p.publish("t", w.source.cache, [6, 7])
-        await virtual_time.pass_time(2.0)
-        assert not new.done()
-        assert not new._state.attempts
-        new.ready()
-        new.finish()
-        w.pull_side = await w.d.connect(w.address)
-        assert (await w.pull_side.pull("t", w.target.cache, [20, 21])).complete
-
-    play(scenario, "inproc")
+    out, inc = begin(w, push=False)
+    await w.until(lambda: inc._state.planned)
+    w.freeze(w.push_side)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    w.cut()
+    out.abort("given up")
+    new = w.p.publish("t", w.source.cache, [6, 7])
+    await virtual_time.pass_time(2.0)
+    assert not new.done()
+    assert not new._state.attempts
+    new.ready()
+    new.finish()
+    w.pull_side = await w.d.connect(w.address)
+    assert (await w.pull_side.pull("t", w.target.cache, [20, 21])).complete
 
 
-def test_going_on_with_an_end_that_is_over_is_refused() -> None:
+@scenario("inproc")
+async def test_going_on_with_an_end_that_is_over_is_refused(w: World) -> None:
     """Nothing is known of it any more, so there is nothing to wait for."""
-
-    async def scenario(w: World) -> None:
-        out, inc = begin(w, push=False)
-        out.ready()
-        out.finish()
-        await inc
-        await out
-        request = w.pull_side._state.core.open_transfer(
-            TransferRecord(id=inc._state.key),
-            inc._state.description().encode(),
-            pull=True,
-            deadline=None,
-        )
-        w.pull_side._state.run()
-        await w.until(lambda: request.over)
-        assert not w.p._state.registry.live
-
-    play(scenario, "inproc")
+    out, inc = begin(w, push=False)
+    out.ready()
+    out.finish()
+    await inc
+    await out
+    request = w.pull_side._state.core.open_transfer(
+        TransferRecord(id=inc._state.key),
+        inc._state.description().encode(),
+        pull=True,
+        deadline=None,
+    )
+    w.pull_side._state.run()
+    await w.until(lambda: request.over)
+    assert not w.p._state.registry.live
 
 
 def deafen(connection: kvwire.Connection) -> None:
@@ -334,56 +320,50 @@ async def settled_unheard(w: World, push: bool) -> kvwire.Outgoing:
 
 @PUSH
 @pytest.mark.parametrize("noticed", [False, True])
-def test_a_consumer_that_closes_says_its_last_word_first(
-    push: bool, noticed: bool
+@scenario("inproc")
+async def test_a_consumer_that_closes_says_its_last_word_first(
+    w: World, push: bool, noticed: bool
 ) -> None:
     """The producer does not hold its blocks for a lease, nor call them missing."""
-
-    async def scenario(w: World) -> None:
-        out = await settled_unheard(w, push)
-        w.cut()
-        if noticed:
-            await w.turns_until(lambda: w.d._state.registry._settle_retries)
-        await w.d.close()
-        assert out.done()
-        assert (await out).complete
-        assert out.is_drained
-        assert not w.d._state.registry.unsettled
-        assert not w.p.live_connections
-
-    play(scenario, "inproc")
+    out = await settled_unheard(w, push)
+    w.cut()
+    if noticed:
+        await w.turns_until(lambda: w.d._state.registry._settle_retries)
+    await w.d.close()
+    assert out.done()
+    assert (await out).complete
+    assert out.is_drained
+    assert not w.d._state.registry.unsettled
+    assert not w.p.live_connections
 
 
 @PUSH
-def test_nor_does_one_that_waits_for_its_producer_to_come_back(push: bool) -> None:
+@scenario("inproc")
+async def test_nor_does_one_that_waits_for_its_producer_to_come_back(
+    w: World, push: bool
+) -> None:
     """It listens until it has been asked, also where others find it closed."""
-
-    async def scenario(w: World) -> None:
-        address = await w.d.listen("inproc://")
-        dialled, taken = await w.p.connect(address), await w.d.accept()
-        await w.pull_side.close()
-        w.pull_side, w.push_side = taken, dialled
-        out = await settled_unheard(w, push)
-        w.cut()
-        closing = w.d._state.loop.create_task(w.d.close())
-        await w.until(lambda: w.d.closed)
-        with pytest.raises(kvwire.ClosedOK):
-            await w.d.connect(w.address)
-        await closing
-        assert (await out).complete
-        with pytest.raises(kvwire.ConnectError):
-            await w.p.connect(address)
-
-    play(scenario, "inproc")
+    address = await w.d.listen("inproc://")
+    dialled, taken = await w.p.connect(address), await w.d.accept()
+    await w.pull_side.close()
+    w.pull_side, w.push_side = taken, dialled
+    out = await settled_unheard(w, push)
+    w.cut()
+    closing = w.d._state.loop.create_task(w.d.close())
+    await w.until(lambda: w.d.closed)
+    with pytest.raises(kvwire.ClosedOK):
+        await w.d.connect(w.address)
+    await closing
+    assert (await out).complete
+    with pytest.raises(kvwire.ConnectError):
+        await w.p.connect(address)
 
 
-def test_nor_is_a_close_held_up_by_a_producer_that_is_gone() -> None:
-    async def scenario(w: World) -> None:
-        await settled_unheard(w, push=False)
-        w.p.abort()
-        await w.p.close()
-        begun = w.d._state.loop.time()
-        await w.d.close()
-        assert w.d._state.loop.time() - begun < w.d.config.close_timeout_s + 3
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_nor_is_a_close_held_up_by_a_producer_that_is_gone(w: World) -> None:
+    await settled_unheard(w, push=False)
+    w.p.abort()
+    await w.p.close()
+    begun = w.d._state.loop.time()
+    await w.d.close()
+    assert w.d._state.loop.time() - begun < w.d.config.close_timeout_s + 3

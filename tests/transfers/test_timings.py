@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvwire.transfers import timings as module
 from kvwire.transfers.timings import Phase, PhaseTimer
-from tests.scenarios.world import LAYERS, World, play
+from tests.scenarios.world import LAYERS, World, play, scenario
 from tests.support import virtual_time
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
@@ -76,7 +76,7 @@ def test_each_end_blames_what_it_waited_for(
 ) -> None:
     """Waiting for the peer, for its compute, and for its last word."""
 
-    async def scenario(w: World) -> None:
+    async def run(w: World) -> None:
         begun = asyncio.get_running_loop().time()
         if push:
             out = w.push_side.push("t", w.source.cache, LIST)
@@ -113,43 +113,39 @@ def test_each_end_blames_what_it_waited_for(
         assert sent.wire_s <= SLACK_S
         assert received.lost_s <= (5.0 if cut else 0.0)
 
-    play(scenario, "inproc")
+    play(run, "inproc")
 
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("marked", [1, LAYERS])
-def test_a_dead_peer_is_neither_compute_nor_commit(marked: int) -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        deadline = timedelta(seconds=8)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=deadline)
-        out.ready(layers=slice(0, marked))
-        await inc.layer(marked - 1)
-        thaw = w.freeze(w.pull_side)
-        times = (await inc).timings
-        # Silent for three pings; then there is another link, and it waits for the rest.
-        assert times.lost_s == pytest.approx(6, abs=0.5)
-        rest_s = times.mark_wait_s if marked < LAYERS else times.commit_s
-        assert rest_s == pytest.approx(2, abs=0.5)
-        assert times.total_s == pytest.approx(8, abs=SLACK_S)
-        thaw()
-        out.abort()
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_a_dead_peer_is_neither_compute_nor_commit(w: World, marked: int) -> None:
+    out = w.p.publish("t", w.source.cache, LIST)
+    deadline = timedelta(seconds=8)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=deadline)
+    out.ready(layers=slice(0, marked))
+    await inc.layer(marked - 1)
+    thaw = w.freeze(w.pull_side)
+    times = (await inc).timings
+    # Silent for three pings; then there is another link, and it waits for the rest.
+    assert times.lost_s == pytest.approx(6, abs=0.5)
+    rest_s = times.mark_wait_s if marked < LAYERS else times.commit_s
+    assert rest_s == pytest.approx(2, abs=0.5)
+    assert times.total_s == pytest.approx(8, abs=SLACK_S)
+    thaw()
+    out.abort()
 
 
 @pytest.mark.usefixtures("clock")
-def test_silence_counts_before_the_peer_is_taken_for_dead() -> None:
-    async def scenario(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        deadline = timedelta(seconds=5)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=deadline)
-        out.ready()
-        await inc.layer(LAYERS - 1)
-        thaw = w.freeze(w.pull_side)
-        times = (await inc).timings
-        assert times.lost_s == pytest.approx(5, abs=0.5)
-        thaw()
-        out.abort()
-
-    play(scenario, "inproc")
+@scenario("inproc")
+async def test_silence_counts_before_the_peer_is_taken_for_dead(w: World) -> None:
+    out = w.p.publish("t", w.source.cache, LIST)
+    deadline = timedelta(seconds=5)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=deadline)
+    out.ready()
+    await inc.layer(LAYERS - 1)
+    thaw = w.freeze(w.pull_side)
+    times = (await inc).timings
+    assert times.lost_s == pytest.approx(5, abs=0.5)
+    thaw()
+    out.abort()
