@@ -58,7 +58,7 @@ def every_other(
         (BOTH, 8 * KIB, False, PlaceKind.MEMORY, 128),
         (BOTH, 4 * KIB, False, PlaceKind.ARENA, 1),
         (BOTH, 64 * KIB, True, PlaceKind.ARENA, 16),
-        (BOTH, 4 * KIB, True, PlaceKind.ARENA, 256),
+        (BOTH, 4 * KIB, True, PlaceKind.ARENA, 1),
         (BOTH, 1 * MIB, True, PlaceKind.ARENA, 1),
         (BOTH, 64, True, PlaceKind.ARENA, 1),
         (ReadMethod.ARENA, 64 * KIB, True, PlaceKind.ARENA, 16),
