@@ -36,12 +36,7 @@ with needed_by("KvwireL2Adapter", command="pip install lmcache"):
 
 
 class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not typed
-    """Keeps LMCache's objects in a store; see LMCache for each method.
-
-    Args:
-        params: ``tiers`` and ``write`` of :meth:`kvwire.BlockStore.open`.
-        l1_memory_desc: LMCache's; not needed.
-    """
+    """Keeps LMCache's objects in a store; see LMCache for each method."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()

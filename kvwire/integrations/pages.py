@@ -21,16 +21,7 @@ from kvwire.store.store import Write
 
 
 class PageStore:
-    """Keeps pages under keys; from any thread.
-
-    Args:
-        tiers: Of :meth:`kvwire.BlockStore.open`.
-        write: Likewise.
-        name: Sets what is in the pages apart: the model, and how its KV lies in them.
-
-    Raises:
-        UsageError: The store cannot be opened, and why.
-    """
+    """Keeps pages under keys; from any thread."""
 
     def __init__(
         self, tiers: Sequence[str], *, write: Write = "through", name: str = ""
@@ -51,11 +42,7 @@ class PageStore:
         return f"<PageStore {self._store!r}>"
 
     def pages(self, memory: Any) -> PagedCache:
-        """See memory of shape (pages, ...) as pages.
-
-        Raises:
-            UsageError: A page does not lie in one piece.
-        """
+        """See memory of shape (pages, ...) as pages."""
         array: npt.NDArray[Any] = np.asarray(memory)
         bytes_ = array.reshape(len(array), -1).view(np.uint8)
         spec = KVSpec(

@@ -40,17 +40,11 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """Describes a pool of the host, and what sets its pages apart from others.
+    """Describes a pool of the host, and what sets its pages apart from others."""
 
-    Attributes:
-        host: SGLang's.
-        named: What is in each page beside its tokens: model, ranks, layout.
-        nbytes: Bytes of a page.
-    """
-
-    host: Any
-    named: str
-    nbytes: int
+    host: Any  # SGLang's
+    named: str  # what is in each page beside its tokens: model, ranks, layout
+    nbytes: int  # bytes of a page
 
     def keys(self, hashes: Sequence[str]) -> list[bytes]:
         """Return the names of pages in the store."""
@@ -68,16 +62,7 @@ class _Pool:
 
 
 class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not typed
-    """Keeps SGLang's pages in a store; see SGLang for each method.
-
-    Args:
-        storage_config: SGLang's; ``tiers`` and ``write`` of
-            :meth:`kvwire.BlockStore.open` are in its ``extra_config``.
-        arguments: SGLang's; not needed.
-
-    Raises:
-        UsageError: The store cannot be opened, and why.
-    """
+    """Keeps SGLang's pages in a store; see SGLang for each method."""
 
     def __init__(self, storage_config: Any, arguments: Any = None) -> None:
         extra = storage_config.extra_config or {}
@@ -182,11 +167,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         pool_transfers: list[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """See SGLang; groups of compressed blocks are refused.
-
-        Raises:
-            UsageError: A pool asks for another policy than all or trailing pages.
-        """
+        """See SGLang; groups of compressed blocks are refused."""
         most = self.batch_exists(keys)
         hits = {_ANCHOR: most} if most else {}
         usable = range(1, most + 1)

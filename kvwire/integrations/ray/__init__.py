@@ -22,9 +22,6 @@ def register() -> None:
     """Tell Ray of the transport, in the process that defines and makes actors.
 
     Calling it again does no harm.
-
-    Raises:
-        ModuleNotFoundError: Ray or torch is missing.
     """
     from kvwire.integrations.ray.transport import register  # noqa: PLC0415 - needs Ray
 

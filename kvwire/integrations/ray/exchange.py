@@ -56,19 +56,7 @@ class FetchAborted(kvwire.RequestError):
 
 
 class TensorExchange:
-    """Offers buffers, and fetches those of others, from any thread.
-
-    Args:
-        listen: Where others ask; ``"host:0"`` takes any free port.
-        **options: Keys of :class:`kvwire.Config` over those of the environment.
-
-    Attributes:
-        address: Where it listens.
-
-    Raises:
-        UsageError: The configuration cannot be used, or the address needs a key.
-        ListenError: It cannot listen there.
-    """
+    """Offers buffers, and fetches those of others, from any thread."""
 
     def __init__(self, listen: str = "127.0.0.1:0", **options: Any) -> None:
         self._engine = kvwire.Engine(**options)
@@ -77,7 +65,7 @@ class TensorExchange:
         self._fetching: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         self._tags = itertools.count(_ANSWERS)
         try:
-            self.address: str = str(self._engine.listen(listen))
+            self.address: str = str(self._engine.listen(listen))  # where it listens
         except BaseException:
             self._engine.close()
             raise

@@ -45,12 +45,9 @@ def register() -> None:
 
 @dataclass
 class KvwireTensors(TensorTransportMetadata):
-    """Says where the tensors of an object are.
+    """Says where the tensors of an object are."""
 
-    Attributes:
-        address: Of the exchange that offers them; empty where there are no tensors.
-    """
-
+    # Of the exchange that offers them; empty where there are no tensors.
     address: str = ""
 
 
@@ -201,12 +198,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def wait_fetch_complete(
         self, fetch_request: FetchRequest, timeout: float = -1
     ) -> list[torch.Tensor]:
-        """See Ray; an object that did not come in time is aborted, and its memory free.
-
-        Raises:
-            RayDirectTransportError: It did not come.
-            TimeoutError: Not within ``timeout`` seconds.
-        """
+        """See Ray; what did not come in time is aborted, and its memory free."""
         fetch = fetch_request
         assert isinstance(fetch, KvwireFetch)
         tensors: list[torch.Tensor] = fetch.tensors

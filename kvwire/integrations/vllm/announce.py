@@ -43,23 +43,12 @@ _STEPS: Final = 20
 
 
 class Announcer:
-    """Announces one rank of an engine until it is closed.
-
-    Args:
-        http: Where the engine serves.
-        role: What it does; "" for what vLLM's config says.
-        vllm_config: vLLM's.
-        rank: Which rank this is, of those of all pipeline stages.
-        model: A fingerprint of its model.
-
-    Attributes:
-        running: Requests of the last step; set by whoever runs steps.
-    """
+    """Announces one rank of an engine until it is closed."""
 
     def __init__(
         self, http: str, role: str, vllm_config: Any, rank: int, model: str
     ) -> None:
-        self.running: int = 0
+        self.running: int = 0  # requests of the last step; set by whoever runs steps
         parallel = vllm_config.parallel_config
         stages = getattr(parallel, "pipeline_parallel_size", 1)
         ranks = parallel.tensor_parallel_size * stages
@@ -79,16 +68,7 @@ class Announcer:
         self._keeping: concurrent.futures.Future[None] | None = None
 
     def start(self, engine: Engine, address: str, cache: PagedCache) -> None:
-        """Begin to announce.
-
-        Args:
-            engine: Whose thread does it, and whose configuration names the directory.
-            address: Where this rank can be reached.
-            cache: Of whose specs the record has digests.
-
-        Raises:
-            UsageError: Nobody could dial this address.
-        """
+        """Begin to announce."""
         if Address.parse(address).host in ("0.0.0.0", "::"):  # noqa: S104 - not bound
             raise UsageError(
                 f"kv_connector_extra_config: {HTTP} announces this engine, and nobody "
@@ -126,11 +106,7 @@ class Announcer:
 
 
 def http_url(text: str) -> str:
-    """Return a base URL, made of its parts: nothing else of it is used.
-
-    Raises:
-        UsageError: It is no ``http://host:port``.
-    """
+    """Return a base URL, made of its parts: nothing else of it is used."""
     try:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port

@@ -40,46 +40,27 @@ from kvwire.kv.tensors import tensor_view
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Describes what a worker's tensors of one cache group hold, as vLLM says.
+    """Describes what a worker's tensors of one cache group hold, as vLLM says."""
 
-    Attributes:
-        block_tokens: Tokens of a block.
-        kv_heads: KV heads of this rank.
-        total_kv_heads: Of the model; with MLA 1.
-        head_dim: Elements of a head, or of the MLA latent; bytes of a state.
-        mla: One latent in place of keys and values.
-        rank: Of the tensor-parallel group.
-        ranks: Its size.
-        first_layer: The model's index of this pipeline stage's first layer.
-        model_layers: Layers of the whole model that have a cache; None for this stage's
-            alone.
-        fingerprint: Names the weights.
-        name: What both engines call the group.
-        table: Which of vLLM's block tables has its blocks.
-        layers: vLLM's names of its layers; none for all that there are.
-        window: Tokens that a layer with a sliding window sees; 0 without one.
-        chunk: Tokens of a chunk that is attended to by itself; 0 without.
-        state: A recurrent state in place of tokens.
-        stage: (number, count) of the pipeline stage.
-    """
-
-    block_tokens: int
-    kv_heads: int
-    total_kv_heads: int
-    head_dim: int
-    mla: bool = False
-    rank: int = 0
-    ranks: int = 1
-    first_layer: int = 0
+    block_tokens: int  # tokens of a block
+    kv_heads: int  # KV heads of this rank
+    total_kv_heads: int  # of the model; with MLA 1
+    head_dim: int  # elements of a head, or of the MLA latent; bytes of a state
+    mla: bool = False  # one latent in place of keys and values
+    rank: int = 0  # of the tensor-parallel group
+    ranks: int = 1  # its size
+    first_layer: int = 0  # the model's index of this pipeline stage's first layer
+    # Layers of the whole model that have a cache; None for this stage's alone.
     model_layers: int | None = None
-    fingerprint: str = ""
-    name: str = DEFAULT_GROUP
-    table: int = 0
+    fingerprint: str = ""  # names the weights
+    name: str = DEFAULT_GROUP  # what both engines call the group
+    table: int = 0  # which of vLLM's block tables has its blocks
+    # vLLM's names of its layers; none for all that there are.
     layers: tuple[str, ...] = ()
-    window: int = 0
-    chunk: int = 0
-    state: bool = False
-    stage: tuple[int, int] = (0, 1)
+    window: int = 0  # tokens that a layer with a sliding window sees; 0 without one
+    chunk: int = 0  # tokens of a chunk that is attended to by itself; 0 without
+    state: bool = False  # a recurrent state in place of tokens
+    stage: tuple[int, int] = (0, 1)  # (number, count) of the pipeline stage
 
     @property
     def index(self) -> int:
@@ -104,11 +85,7 @@ class CacheShape:
         )
 
     def needed(self, tokens: int) -> range:
-        """Return the positions of the blocks that the next token reads.
-
-        Args:
-            tokens: That have been computed.
-        """
+        """Return the positions of the blocks that the next token reads."""
         first = 0
         if self.state:
             first = tokens - 1
@@ -126,16 +103,7 @@ class CacheShape:
         return tokens - needed.start * self.block_tokens if needed else 0
 
     def spec(self, *, layers: int, dtype: DType, rank: int | None = None) -> KVSpec:
-        """Return the same as kvwire says it.
-
-        Args:
-            layers: Of this stage.
-            dtype: Element type.
-            rank: Of another rank of the same group; None for this one.
-
-        Raises:
-            UsageError: A number is out of range.
-        """
+        """Return the same as kvwire says it."""
         return KVSpec(
             layers=layers,
             kv_heads=self.kv_heads,
@@ -154,28 +122,15 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """Finds the memory of a worker's caches, layer by layer.
+    """Finds the memory of a worker's caches, layer by layer."""
 
-    Attributes:
-        cache: All of them.
-        layers: Group and index within the model of each layer, by vLLM's name of it.
-    """
-
-    cache: PagedCache
+    cache: PagedCache  # all of them
+    # Group and index within the model of each layer, by vLLM's name of it.
     layers: Mapping[str, tuple[str, int]]
 
 
 def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ...]:
-    """Return what vLLM says about its caches, one shape for each kind of layer.
-
-    Args:
-        vllm_config: vLLM's; only read.
-        kv_cache_config: Likewise.
-
-    Raises:
-        UsageError: The model's layers need a kind of cache that is not known, or its
-            ranks are split in a way that is not supported.
-    """
+    """Return what vLLM says about its caches, one shape for each kind of layer."""
     parallel = vllm_config.parallel_config
     for field in ("decode_context", "prefill_context"):
         size = getattr(parallel, f"{field}_parallel_size", 1)
@@ -251,11 +206,7 @@ def _of_stage(shape: CacheShape, vllm_config: Any) -> CacheShape:
 
 
 def _check_scales(cache: Any) -> None:
-    """Refuse quantised caches whose scales do not come with the weights.
-
-    Raises:
-        UsageError: Names the type.
-    """
+    """Refuse quantised caches whose scales do not come with the weights."""
     dtype = str(cache.cache_dtype)
     if "per_token_head" in dtype or "nvfp4" in dtype:
         raise UsageError(
@@ -325,16 +276,7 @@ _UNSUPPORTED: Final = {
 def layer_caches(
     tensors: Mapping[str, Any], shapes: Sequence[CacheShape]
 ) -> LayerCaches:
-    """See a worker's tensors as one cache.
-
-    Args:
-        tensors: By vLLM's name of the layer.
-        shapes: What they hold.
-
-    Raises:
-        UsageError: They lie in memory that no transport here can move, or in an order
-            that is not known. Names the layer and its shape.
-    """
+    """See a worker's tensors as one cache."""
     if not tensors:
         raise UsageError("vLLM registered no KV cache; there is nothing to transfer")
     groups: dict[str, tuple[KVSpec, list[Any], str]] = {}
@@ -372,11 +314,7 @@ def _check_stage(shape: CacheShape, layers: int) -> None:
 
 
 def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
-    """Return the axis order of a tensor of these sizes.
-
-    Raises:
-        UsageError: None that is known fits.
-    """
+    """Return the axis order of a tensor of these sizes."""
     extents = {
         "token": shape.block_tokens,
         "head": shape.kv_heads,
@@ -443,11 +381,7 @@ class _StateBytes:
 
 
 def _state_bytes(name: str, tensor: Any, shape: CacheShape) -> Any:
-    """See a layer's recurrent states as bytes; leave other layers' tensors alone.
-
-    Raises:
-        UsageError: It is the other kind of layer, or a state does not lie together.
-    """
+    """See a layer's recurrent states as bytes; leave other layers' tensors alone."""
     if not shape.state:
         if isinstance(tensor, list | tuple):
             raise UsageError(

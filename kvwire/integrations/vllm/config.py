@@ -139,16 +139,7 @@ class VllmSettings:
 def read_settings(
     extra: Mapping[str, Any], profile: Mapping[str, str]
 ) -> tuple[VllmSettings, Config]:
-    """Read ``kv_connector_extra_config``.
-
-    Args:
-        extra: The connector's own keys, see :class:`VllmSettings`, and those of
-            :class:`kvwire.Config`, which are passed on.
-        profile: What both engines must agree on; a profile in ``extra`` adds to it.
-
-    Raises:
-        UsageError: A key is unknown or its value is not allowed; names it.
-    """
+    """Read ``kv_connector_extra_config``."""
     own = {field.name for field in dataclasses.fields(VllmSettings)}
     check_keys(extra, own | FIELDS)
     settings = VllmSettings(**{key: extra[key] for key in extra.keys() & own})
@@ -164,11 +155,7 @@ def read_settings(
 
 
 def check_values(settings: object, checks: Mapping[str, ValueCheck]) -> None:
-    """Refuse a value of ``kv_connector_extra_config`` that cannot be.
-
-    Raises:
-        UsageError: Names it, and what can.
-    """
+    """Refuse a value of ``kv_connector_extra_config`` that cannot be."""
     for name, (fits, what) in checks.items():
         value = getattr(settings, name)
         if not fits(value):
@@ -176,11 +163,7 @@ def check_values(settings: object, checks: Mapping[str, ValueCheck]) -> None:
 
 
 def check_keys(extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse a key of ``kv_connector_extra_config`` that there is not.
-
-    Raises:
-        UsageError: Names it, and the nearest one.
-    """
+    """Refuse a key of ``kv_connector_extra_config`` that there is not."""
     for name in extra.keys() - set(known):
         hint = nearest(name, known)
         raise UsageError(f"kv_connector_extra_config: no key {name!r}; {hint}")

@@ -44,16 +44,7 @@ class ListeningAt(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]  # v
 
 
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
-    """Moves KV between two engines of vLLM; see docs/howto/vllm.md.
-
-    Args:
-        vllm_config: vLLM's.
-        role: Scheduler or worker.
-        kv_cache_config: vLLM's.
-
-    Raises:
-        UsageError: ``kv_connector_extra_config`` cannot be used, or this model cannot.
-    """
+    """Moves KV between two engines of vLLM; see docs/howto/vllm.md."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

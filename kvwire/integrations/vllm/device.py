@@ -21,15 +21,7 @@ from kvwire.types import Device
 
 
 class CacheDevice:
-    """Stands for the GPU of a worker's caches, or host memory.
-
-    Args:
-        engine: That moves them.
-        device: The GPU; None for host memory, which needs no events.
-
-    Raises:
-        BackendUnavailable: The GPU does not work; says why, and what to install.
-    """
+    """Stands for the GPU of a worker's caches, or host memory."""
 
     def __init__(self, engine: Engine, device: Device | None) -> None:
         self._device = device

@@ -56,13 +56,7 @@ class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
 
 class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[misc]  # likewise
-    """Forwards vLLM's hooks to the side that this process has.
-
-    Args:
-        vllm_config: vLLM's.
-        role: Scheduler or worker.
-        kv_cache_config: vLLM's.
-    """
+    """Forwards vLLM's hooks to the side that this process has."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -61,10 +61,6 @@ def block_order(vllm_config: Any, kv_cache_config: Any) -> str:
     A tensor's shape does not say it. Some kernels keep all keys of a block before all
     values, or its keys with the token as the last axis; such blocks are only of use as
     they are, to a kernel of the same kind and block size.
-
-    Args:
-        vllm_config: vLLM's, when the model is loaded.
-        kv_cache_config: vLLM's.
     """
     layers = vllm_config.compilation_config.static_forward_context
     found = set()

@@ -24,29 +24,21 @@ Blocks = dict[str, list[int]]
 
 @dataclass(slots=True, kw_only=True)
 class PromptTransfer:
-    """Tells a worker of a prompt whose KV moves between two engines.
+    """Tells a worker of a prompt whose KV moves between two engines."""
 
-    Attributes:
-        request_id: vLLM's name of the request.
-        transfer_id: What both engines call the transfer.
-        listed: Tokens of each group's whole list of blocks.
-        blocks: Of each group, as far as they are known.
-        hashes: Of the blocks that the whole lists have.
-        remote: The other engine's ranks; empty where decode comes by itself.
-        stages: Its pipeline stages.
-        content: Names the tokens.
-        priority: 0 to 255; what is higher goes first.
-    """
-
-    request_id: str
-    transfer_id: str
+    request_id: str  # vLLM's name of the request
+    transfer_id: str  # what both engines call the transfer
+    # Tokens of each group's whole list of blocks.
     listed: dict[str, int] = field(default_factory=dict)
+    # Of each group, as far as they are known.
     blocks: Blocks = field(default_factory=dict)
+    # Of the blocks that the whole lists have.
     hashes: dict[str, list[bytes]] = field(default_factory=dict)
+    # The other engine's ranks; empty where decode comes by itself.
     remote: tuple[str, ...] = ()
-    stages: int = 1
-    content: bytes = b""
-    priority: int = 0
+    stages: int = 1  # its pipeline stages
+    content: bytes = b""  # names the tokens
+    priority: int = 0  # 0 to 255; what is higher goes first
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,96 +53,64 @@ class PromptTransfer:
 
 @dataclass(slots=True, kw_only=True)
 class SendPrompt(PromptTransfer):
-    """Tells a worker of a prompt to be computed whose KV goes to another engine.
+    """Tells a worker of a prompt to be computed whose KV goes to another engine."""
 
-    Attributes:
-        tokens: That are computed of the prompt.
-    """
-
-    tokens: int
+    tokens: int  # that are computed of the prompt
 
 
 @dataclass(slots=True, kw_only=True)
 class ComputedTokens:
-    """Tells a worker what this step computes of a prompt that is sent.
+    """Tells a worker what this step computes of a prompt that is sent."""
 
-    Attributes:
-        request_id: vLLM's name of the request.
-        blocks: That were added since the last step.
-        stop: Tokens that are computed when the step is over.
-    """
-
-    request_id: str
-    blocks: Blocks
-    stop: int
+    request_id: str  # vLLM's name of the request
+    blocks: Blocks  # that were added since the last step
+    stop: int  # tokens that are computed when the step is over
 
 
 @dataclass(slots=True, kw_only=True)
 class LoadPrompt(PromptTransfer):
-    """Tells a worker of a prompt whose KV comes from another engine.
+    """Tells a worker of a prompt whose KV comes from another engine."""
 
-    Attributes:
-        cached: How many leading blocks of each list are here already.
-        declined: Nothing is wanted any more; the other engine may free its blocks.
-        computed: The other engine has said that it computed the prompt.
-    """
-
+    # How many leading blocks of each list are here already.
     cached: dict[str, int] = field(default_factory=dict)
+    # Nothing is wanted any more; the other engine may free its blocks.
     declined: bool = False
-    computed: bool = False
+    computed: bool = False  # the other engine has said that it computed the prompt
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerStep:
-    """Holds everything that the workers have to know for one step.
+    """Holds everything that the workers have to know for one step."""
 
-    Attributes:
-        sends: Prompts that begin to be sent.
-        written: What is computed of them.
-        loads: Prompts that begin to be fetched.
-        fenced: Requests whose blocks may be overwritten in this step: they were
-            preempted, or ended while decode went on without their last layers.
-        idle: Nothing is computed; the step is there to see what has arrived.
-        running: Requests of which something is computed.
-    """
-
+    # Prompts that begin to be sent.
     sends: list[SendPrompt] = field(default_factory=list)
+    # What is computed of them.
     written: list[ComputedTokens] = field(default_factory=list)
+    # Prompts that begin to be fetched.
     loads: list[LoadPrompt] = field(default_factory=list)
+    # Requests whose blocks may be overwritten in this step: they were preempted, or
+    # ended while decode went on without their last layers.
     fenced: set[str] = field(default_factory=set)
-    idle: bool = False
-    running: int = 0
+    idle: bool = False  # nothing is computed; the step is there to see what has arrived
+    running: int = 0  # requests of which something is computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferParams:
-    """Holds what ``kv_transfer_params`` of a request ask of this engine.
+    """Holds what ``kv_transfer_params`` of a request ask of this engine."""
 
-    Attributes:
-        sends: Its KV goes to another engine (``do_remote_decode``).
-        loads: Its KV comes from another engine (``do_remote_prefill``).
-        computed: That engine has made this reference itself, in its answer.
-        transfer_id: What both engines call the transfer; "" if none was given.
-        remote: Addresses of the other engine's ranks, in rank order, stage by stage.
-        stages: Pipeline stages of that engine.
-        signature: Of whoever has named them; "" if nobody has signed.
-    """
-
-    sends: bool = False
-    loads: bool = False
-    computed: bool = False
-    transfer_id: str = ""
+    sends: bool = False  # its KV goes to another engine (`do_remote_decode`)
+    loads: bool = False  # its KV comes from another engine (`do_remote_prefill`)
+    computed: bool = False  # that engine has made this reference itself, in its answer
+    transfer_id: str = ""  # what both engines call the transfer; "" if none was given
+    # Addresses of the other engine's ranks, in rank order, stage by stage.
     remote: tuple[str, ...] = ()
-    stages: int = 1
-    signature: str = ""
+    stages: int = 1  # pipeline stages of that engine
+    signature: str = ""  # of whoever has named them; "" if nobody has signed
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
-        """Read what a client, usually a proxy, has sent with a request.
-
-        Raises:
-            UsageError: A value is of another kind than it should be.
-        """
+        """Read what a client, usually a proxy, has sent with a request."""
         if not params:
             return cls()
         asked = {name: params.get(name) or False for name in _FLAGS}
@@ -192,14 +152,7 @@ class TransferParams:
         )
 
     def check(self, *, pushed: bool) -> None:
-        """Refuse what lacks something.
-
-        Args:
-            pushed: Prefill sends, rather than decode fetches.
-
-        Raises:
-            UsageError: Names what is missing.
-        """
+        """Refuse what lacks something."""
         if self.loads and not self.transfer_id:
             raise UsageError("kv_transfer_params: do_remote_prefill needs transfer_id")
         asks = self.sends if pushed else self.loads
@@ -215,21 +168,13 @@ _TEXTS: Final = ("transfer_id", "signature")
 
 
 class ScheduledRequest(NamedTuple):
-    """Says what a step of vLLM's scheduler does of one request.
+    """Says what a step of vLLM's scheduler does of one request."""
 
-    Attributes:
-        id: vLLM's name of the request.
-        new: It was not running before this step, so ``tables`` are all it has.
-        tables: Blocks that it got, by vLLM's block tables; None for none.
-        computed: Tokens that are computed before the step.
-        stop: Tokens that are computed when it is over.
-    """
-
-    id: str
-    new: bool
-    tables: Any
-    computed: int
-    stop: int
+    id: str  # vLLM's name of the request
+    new: bool  # it was not running before this step, so `tables` are all it has
+    tables: Any  # blocks that it got, by vLLM's block tables; None for none
+    computed: int  # tokens that are computed before the step
+    stop: int  # tokens that are computed when it is over
 
 
 def scheduled_requests(output: Any) -> Iterator[ScheduledRequest]:

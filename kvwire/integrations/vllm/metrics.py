@@ -38,13 +38,7 @@ def observe_sent(into: Observed, outcomes: Iterable[Outcome]) -> None:
 
 
 def observe_received(into: Observed, outcomes: Sequence[Outcome], missing: int) -> None:
-    """Note a prompt that was fetched.
-
-    Args:
-        into: The dictionary.
-        outcomes: Of its transfers.
-        missing: Blocks that did not arrive.
-    """
+    """Note a prompt that was fetched."""
     _add(into, "missing_blocks", missing)
     for outcome in outcomes:
         _add(into, "received_bytes", outcome.nbytes)

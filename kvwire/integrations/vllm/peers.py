@@ -14,11 +14,7 @@ P = TypeVar("P", Outgoing, Incoming)
 
 
 class Peers:
-    """Keeps the connections that a worker has opened, by address, on one loop.
-
-    Args:
-        communicator: Whose they are.
-    """
+    """Keeps the connections that a worker has opened, by address, on one loop."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -26,10 +22,6 @@ class Peers:
 
     async def connection(self, address: str) -> Connection:
         """Return the connection to an address; the first caller dials it.
-
-        Raises:
-            KVWireError: As :meth:`kvwire.Communicator.connect`. The next call
-                dials again.
 
         Cancel safety: safe; the dialling goes on for whoever else waits.
         """
@@ -48,14 +40,7 @@ def _useless(dial: asyncio.Future[Connection]) -> bool:
 
 
 class PromptEnd(Generic[P]):
-    """Holds what the sender and the receiver of one prompt's KV have in common.
-
-    Args:
-        engine: Whose loop it runs on.
-        cache: Where the KV lies.
-        peers: Connections.
-        route: Which ranks it is exchanged with.
-    """
+    """Holds what the sender and the receiver of one prompt's KV have in common."""
 
     def __init__(
         self, engine: Engine, cache: PagedCache, peers: Peers, route: RankRoute
@@ -75,10 +60,9 @@ class PromptEnd(Generic[P]):
         return any(part.done() and not part.is_drained for part in self._parts)
 
     def abort(self, reason: str) -> bool:
-        """End it; the blocks are free when ``done`` says so. Does not wait.
+        """End it without waiting; whether any link may have touched its blocks.
 
-        Returns:
-            Whether any link may have touched them; if not, they are free now.
+        Then they are free when ``done`` says so, and else now.
         """
         with self._lock:
             self._reason = reason

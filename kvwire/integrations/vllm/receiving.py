@@ -28,35 +28,14 @@ _PUBLISHED_WITHIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """Holds how a prompt's KV came.
+    """Holds how a prompt's KV came."""
 
-    Attributes:
-        missing: Ids of the blocks that did not, by cache group.
-        outcomes: Of each transfer; empty if none was begun.
-    """
-
-    missing: Mapping[str, Ids]
-    outcomes: Sequence[Outcome] = ()
+    missing: Mapping[str, Ids]  # ids of the blocks that did not, by cache group
+    outcomes: Sequence[Outcome] = ()  # of each transfer; empty if none was begun
 
 
 class PromptReceive(PromptEnd[Incoming]):
-    """Receives one prompt's KV from one prefill engine.
-
-    Args:
-        engine: Whose loop it runs on.
-        load: What is fetched.
-        cache: Where it goes.
-        peers: Connections, for a pull.
-        route: Which ranks it comes from.
-        timeout_s: After this what has not arrived is missing.
-        after: An event that fires when the GPU no longer uses the blocks; None if it
-            does not.
-
-    Attributes:
-        load: What is fetched.
-        done: Resolves when nothing of kvwire can touch the blocks any more; never
-            fails.
-    """
+    """Receives one prompt's KV from one prefill engine."""
 
     def __init__(
         self,
@@ -69,10 +48,11 @@ class PromptReceive(PromptEnd[Incoming]):
         after: object | None,
     ) -> None:
         super().__init__(engine, cache, peers, route)
-        self.load = load
+        self.load = load  # what is fetched
         self._timeout_s = timeout_s
         self._after = after
         self._left = "anything"
+        # Resolves when nothing of kvwire can touch the blocks any more; never fails.
         self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
 
     @property
@@ -93,11 +73,7 @@ class PromptReceive(PromptEnd[Incoming]):
         )
 
     def wait_layer(self, group: str, layer: int, timeout_s: float) -> bool:
-        """Wait until a layer of every block is here, or the transfer is over.
-
-        Returns:
-            Whether the layer is here.
-        """
+        """Wait for a layer of every block, or the end; whether the layer is here."""
         if not self.landed(group, layer):
 
             async def gate(_: Communicator) -> None:

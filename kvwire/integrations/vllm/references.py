@@ -23,13 +23,7 @@ _LABEL: Final = b"kvwire vllm reference"
 
 
 class References:
-    """Signs references to transfers, and says which of a client's may be used.
-
-    Args:
-        keys: Shared keys; the first one signs, each is accepted.
-        peers: Addresses that may be named without a signature.
-        this_host: Addresses of this host may be named as well.
-    """
+    """Signs references to transfers, and says which of a client's may be used."""
 
     def __init__(
         self,
@@ -44,12 +38,7 @@ class References:
 
     @classmethod
     def of(cls, config: Config, peers: Sequence[str]) -> References:
-        """Return those of an engine.
-
-        Raises:
-            UsageError: Nothing says which addresses it may dial, or a key file cannot
-                be used.
-        """
+        """Return those of an engine."""
         if config.trust == "mtls" and not peers:
             raise UsageError(
                 'kv_connector_extra_config: trust="mtls" needs peers, the addresses of '
@@ -69,11 +58,7 @@ class References:
         return {**params, SIGNATURE: signature}
 
     def check(self, transfer_id: str, remote: Sequence[str], signature: str) -> None:
-        """Refuse a reference that may be made up.
-
-        Raises:
-            UsageError: It names an address that is not listed, and is not signed.
-        """
+        """Refuse a reference that may be made up."""
         said = _message(transfer_id, remote)
         # bytes, since a client may send any text
         shown = signature.encode("utf-8", "replace")

@@ -57,23 +57,16 @@ _USUAL_PRIORITY: Final = PRIORITY_MAX // 2
 
 @dataclass(slots=True)
 class _Prompt:
-    """Tracks a prompt that is sent.
+    """Tracks a prompt that is sent."""
 
-    Attributes:
-        send: What the workers are told of it.
-        tables: The request's blocks, by vLLM's tables.
-        named: How many of each group the workers have heard of.
-        written: Tokens computed when the scheduled steps are over.
-        begun: The workers know of it.
-        lost: It was preempted after it had begun, so nothing more is sent.
-    """
-
-    send: SendPrompt
+    send: SendPrompt  # what the workers are told of it
+    # The request's blocks, by vLLM's tables.
     tables: list[list[int]] = field(default_factory=list)
+    # How many of each group the workers have heard of.
     named: dict[str, int] = field(default_factory=dict)
-    written: int = 0
-    begun: bool = False
-    lost: bool = False
+    written: int = 0  # tokens computed when the scheduled steps are over
+    begun: bool = False  # the workers know of it
+    lost: bool = False  # it was preempted after it had begun, so nothing more is sent
 
     @property
     def whole(self) -> bool:
@@ -82,14 +75,7 @@ class _Prompt:
 
 
 class SchedulerSide:
-    """Does the connector's work in the scheduler's process.
-
-    Args:
-        settings: How this engine takes part.
-        shapes: What the cache groups hold.
-        references: Which addresses a request may name.
-        salt: What sets the KV of this engine apart, for the block hashes.
-    """
+    """Does the connector's work in the scheduler's process."""
 
     def __init__(
         self,
@@ -152,13 +138,7 @@ class SchedulerSide:
     def allocated(
         self, request: Any, tables: Sequence[Sequence[int]], external: int
     ) -> None:
-        """Note the blocks that a request got.
-
-        Args:
-            request: vLLM's.
-            tables: All it has now, by vLLM's tables.
-            external: Tokens that are to be fetched into them.
-        """
+        """Note the blocks that a request got."""
         wanted = self._wanted(request)
         if wanted.sends:
             self._prompts.setdefault(
@@ -185,12 +165,7 @@ class SchedulerSide:
         return step
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """End a request.
-
-        Returns:
-            Whether its blocks are freed later, when the workers say so; and what the
-            client gets as ``kv_transfer_params``.
-        """
+        """End a request; whether its blocks are freed later, and what clients get."""
         wanted = self._wanted(request)
         if request.request_id in self._fetched:
             self._fetched.discard(request.request_id)

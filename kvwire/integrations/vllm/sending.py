@@ -22,22 +22,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 class PromptSend(PromptEnd[Outgoing]):
-    """Sends one prompt's KV to one decode engine.
-
-    Args:
-        engine: Whose loop it runs on.
-        send: What is sent.
-        cache: Where it lies.
-        peers: Connections, for a push.
-        route: Which ranks get it.
-
-    Attributes:
-        tokens: Of the prompt.
-        written: How many leading blocks of each list the forward pass has completed.
-        finished: Whether all of them are.
-        done: Resolves when nothing of kvwire can touch the blocks any more; never
-            fails.
-    """
+    """Sends one prompt's KV to one decode engine."""
 
     def __init__(
         self,
@@ -47,13 +32,15 @@ class PromptSend(PromptEnd[Outgoing]):
         peers: Peers,
         route: RankRoute,
     ) -> None:
-        self.tokens: int = send.tokens
+        self.tokens: int = send.tokens  # of the prompt
+        # How many leading blocks of each list the forward pass has completed.
         self.written: dict[str, int] = {}
-        self.finished: bool = False
+        self.finished: bool = False  # whether all of them are
         super().__init__(engine, cache, peers, route)
         self._send = send
         # What was said before there was anybody to say it to.
         self._early: list[Callable[[Outgoing], None]] | None = []
+        # Resolves when nothing of kvwire can touch the blocks any more; never fails.
         self.done: concurrent.futures.Future[list[Outcome]] = engine.start(self._run)
 
     def extend(self, blocks: Blocks) -> None:
@@ -64,14 +51,7 @@ class PromptSend(PromptEnd[Outgoing]):
     def ready(
         self, group: str, layers: slice, blocks: slice, after: object | None
     ) -> None:
-        """Mark layers of some blocks as written; from any thread, no waiting.
-
-        Args:
-            group: The cache group.
-            layers: By the model's indices.
-            blocks: By position in the group's list.
-            after: An event that fires when the GPU has written them; None if they are.
-        """
+        """Mark layers of some blocks as written; from any thread, no waiting."""
         self._say(Outgoing.ready, layers, blocks, group=group, after=after)
 
     def finish(self) -> None:

@@ -34,14 +34,7 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
 
 
 class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[misc]
-    """Shows the same as histograms of Prometheus, ``vllm:kvwire_wire_s``.
-
-    Args:
-        vllm_config: vLLM's, as are the others.
-        metric_types: Which classes to make metrics of.
-        labelnames: Of every metric.
-        per_engine_labelvalues: By the engine's index.
-    """
+    """Shows the same as histograms of Prometheus, ``vllm:kvwire_wire_s``."""
 
     def __init__(
         self,

@@ -25,43 +25,27 @@ from kvwire.kv.spec import KVSpec, shard_sources
 
 @dataclass(frozen=True, slots=True)
 class PeerRank:
-    """Names a rank of the other engine that a transfer goes to or comes from.
+    """Names a rank of the other engine that a transfer goes to or comes from."""
 
-    Attributes:
-        address: Where it listens; "" if it is not known, and need not be.
-        id: What a push between these two ranks is called.
-    """
-
-    address: str
-    id: str
+    address: str  # where it listens; "" if it is not known, and need not be
+    id: str  # what a push between these two ranks is called
 
 
 @dataclass(frozen=True, slots=True)
 class RankRoute:
-    """Lists the ranks that one rank exchanges a prompt with.
+    """Lists the ranks that one rank exchanges a prompt with."""
 
-    Attributes:
-        id: What a pull is called.
-        pushed: Prefill sends, rather than decode fetches.
-        peers: The ranks.
-    """
-
-    id: str
-    pushed: bool
-    peers: tuple[PeerRank, ...]
+    id: str  # what a pull is called
+    pushed: bool  # prefill sends, rather than decode fetches
+    peers: tuple[PeerRank, ...]  # the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRank:
-    """Says which rank of its engine a worker is.
+    """Says which rank of its engine a worker is."""
 
-    Attributes:
-        spec: What it holds; of several cache groups that of the most heads.
-        stage: (number, count) of its pipeline stage.
-    """
-
-    spec: KVSpec
-    stage: tuple[int, int] = (0, 1)
+    spec: KVSpec  # what it holds; of several cache groups that of the most heads
+    stage: tuple[int, int] = (0, 1)  # (number, count) of its pipeline stage
 
     @property
     def index(self) -> int:
@@ -80,16 +64,7 @@ def rank_route(
 ) -> RankRoute:
     """Return which ranks of the other engine a rank exchanges a prompt with.
 
-    Args:
-        moved: The prompt; without addresses the other engine is like this one.
-        own: This rank.
-        pushed: Prefill sends.
-
-    Returns:
-        A route without peers, if other ranks send all that this one could.
-
-    Raises:
-        UsageError: The heads or layers cannot be split over so many ranks.
+    It has no peers if other ranks send all that this one could.
     """
     addresses, stages = own.others(moved.remote, moved.stages)
     ranks, id = len(addresses) // stages, moved.transfer_id
@@ -104,16 +79,7 @@ def rank_route(
 
 
 def check_ranks(shapes: Sequence[CacheShape], listed: int, stages: int = 1) -> None:
-    """Refuse an engine whose ranks cannot hold the heads of this one's model.
-
-    Args:
-        shapes: What this engine's caches hold.
-        listed: Addresses of the other engine.
-        stages: Its pipeline stages.
-
-    Raises:
-        UsageError: Its number of ranks does not go with the model.
-    """
+    """Refuse an engine whose ranks cannot hold the heads of this one's model."""
     ranks, over = divmod(listed, stages)
     if over:
         raise UsageError(
@@ -138,12 +104,7 @@ def lacking(
     specs: Mapping[str, KVSpec],
     parts: Iterable[Mapping[str, tuple[range, range]]],
 ) -> str:
-    """Return what of this rank no part of a prompt brings; "" if nothing is left out.
-
-    Args:
-        specs: What this rank holds, by cache group.
-        parts: Layers and heads that each of the other engine's ranks brings.
-    """
+    """Return what of this rank no part of a prompt brings; "" if nothing is."""
     parts = list(parts)
     for name, spec in specs.items():
         brought = np.zeros((spec.layer_indices.stop, spec.heads.stop), np.bool_)
@@ -158,16 +119,7 @@ def lacking(
 
 
 def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
-    """Return what each rank of an engine of another size holds of the model.
-
-    Args:
-        spec: What a rank of this one holds.
-        size: Ranks of each stage.
-        stages: Pipeline stages.
-
-    Raises:
-        UsageError: The heads or layers cannot be split so.
-    """
+    """Return what each rank of an engine of another size holds of the model."""
     heads = spec.total_kv_heads
     if heads % size and size % heads:
         raise UsageError(
@@ -192,13 +144,7 @@ def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
 
 
 def sources(spec: KVSpec, producers: int, stages: int = 1) -> tuple[int, ...]:
-    """Return the producing engine's ranks that this consuming rank fetches from.
-
-    Args:
-        spec: Of this rank.
-        producers: Ranks of each stage of that engine.
-        stages: Its pipeline stages.
-    """
+    """Return the producing engine's ranks that this consuming rank fetches from."""
     there = group_specs(spec, producers, stages)
     found: list[int] = []
     for first in range(0, len(there), producers):

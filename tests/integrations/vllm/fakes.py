@@ -107,18 +107,6 @@ class Worker:
     """A worker side and its memory: the layout of vLLM since 0.30.
 
     On a device, what the model does is queued as its kernels are.
-
-    Args:
-        rank: Of a group of ``ranks``.
-        ranks: Its size.
-        device: Where its caches lie; None for host memory.
-        order: Of ``ORDERS``; how its memory lies. On a device it is the first.
-        stage: (number, count) of its pipeline stage.
-        block_tokens: Of its blocks.
-        **settings: Of :class:`VllmSettings`.
-
-    Attributes:
-        compute: The stream of its kernels, on a device.
     """
 
     def __init__(
@@ -155,6 +143,7 @@ class Worker:
         names = NAMES[self.layers.start : self.layers.stop]
         self.tensors = dict(zip(names, views, strict=True))
         self.arrays: dict[str, SimulatedArray] = {}
+        # The stream of its kernels, on a device.
         self.compute: SimulatedStream | None = None
         if device is not None:
             self.compute = device.stream()

@@ -13,13 +13,7 @@ from tests.support.waiting import eventually
 
 
 class Pair:
-    """A prefill and a decode engine, asked at once.
-
-    Args:
-        prefill: The one.
-        decode: The other.
-        references: Signs what they are told of each other.
-    """
+    """A prefill and a decode engine, asked at once."""
 
     def __init__(
         self, prefill: Engine, decode: Engine, *, references: References = UNSIGNED
@@ -49,13 +43,7 @@ class Pair:
         assert eventually(lambda: self.idle)
 
     def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
-        """What the two make of a prompt.
-
-        Args:
-            ids: The prompt.
-            there: Where decode finds prefill, if not where it listens.
-            back: Where prefill finds decode, likewise.
-        """
+        """What the two make of a prompt."""
         name = secrets.token_hex(8)
         sends = {
             "do_remote_decode": True,

@@ -18,15 +18,7 @@ _LAYOUT = AxisOrder("block head token (kv dim)")
 
 
 class Relay:
-    """Keeps the KV of some prompts of one length.
-
-    Args:
-        communicator: Whose transfers they are.
-        address: Where it listens.
-        blocks: Of each prompt.
-        prompts: How many.
-        layers: Of the model, which has 2 KV heads of 32.
-    """
+    """Keeps the KV of some prompts of one length."""
 
     def __init__(
         self,
@@ -64,15 +56,7 @@ class Relay:
     def offer(
         self, landed: Iterable[int], prompt: int = 0
     ) -> tuple[dict[str, Any], kvwire.Outgoing]:
-        """Offer a prompt's KV, but for some blocks.
-
-        Args:
-            landed: The blocks that decode gets, by position.
-            prompt: Which.
-
-        Returns:
-            What decode is told, and the transfer.
-        """
+        """Offer a prompt's KV, but for some blocks."""
         name, tokens = secrets.token_hex(8), self._blocks * BLOCK_TOKENS
         ids = self._of(prompt)
         out = self._communicator.publish(name, self._cache, ids, tokens=tokens)

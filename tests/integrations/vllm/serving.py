@@ -34,19 +34,12 @@ ANSWERS_WITHIN_S = 120.0
 
 @dataclass
 class Process:
-    """A server as a process group of its own.
+    """A server as a process group of its own."""
 
-    Attributes:
-        command: How it is started.
-        log: Where its output goes.
-        url: Where it serves.
-        environment: Beside our own.
-    """
-
-    command: list[str]
-    log: Path
-    url: str
-    environment: dict[str, str] = field(default_factory=dict)
+    command: list[str]  # how it is started
+    log: Path  # where its output goes
+    url: str  # where it serves
+    environment: dict[str, str] = field(default_factory=dict)  # beside our own
     running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -90,15 +83,10 @@ class Process:
 
 @dataclass
 class Engine(Process):
-    """A vLLM server with the connector.
+    """A vLLM server with the connector."""
 
-    Attributes:
-        kv: Where each of its ranks listens for KV, with commas.
-        stages: Of pipeline parallelism.
-    """
-
-    kv: str = ""
-    stages: int = 1
+    kv: str = ""  # where each of its ranks listens for KV, with commas
+    stages: int = 1  # of pipeline parallelism
 
     def generate(self, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
         """Ask it alone; the whole answer."""
@@ -128,19 +116,7 @@ def engine(
     stages: int = 1,
     beside: Sequence[dict[str, Any]] = (),
 ) -> Engine:
-    """A server of a model, not started.
-
-    Args:
-        model: Its folder.
-        folder: Where its output goes.
-        name: Of the output.
-        core: Which it computes on, or its first rank.
-        transfer: For ``kv_connector_extra_config``.
-        *arguments: For vLLM.
-        ranks: Of tensor parallelism.
-        stages: Of pipeline parallelism.
-        beside: Other connectors; MultiConnector has them all.
-    """
+    """A server of a model, not started."""
     kv_port = free_port()
     workers = ranks * stages
     listen = [f"127.0.0.1:{kv_port + worker}" for worker in range(workers)]

@@ -26,21 +26,15 @@ pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run two engines.
+    """One way to run two engines."""
 
-    Attributes:
-        kind: Of the model.
-        transfer: Keys of kv_connector_extra_config.
-        prefill: Its tensor-parallel ranks and pipeline stages.
-        decode: Likewise.
-        files: vLLM's connector for files is there as well. It breaks with a prompt that
-            is computed in chunks, so none is.
-    """
-
-    kind: str
+    kind: str  # of the model
+    # Keys of kv_connector_extra_config.
     transfer: dict[str, Any] = field(default_factory=dict)
-    prefill: tuple[int, int] = (1, 1)
-    decode: tuple[int, int] = (1, 1)
+    prefill: tuple[int, int] = (1, 1)  # its tensor-parallel ranks and pipeline stages
+    decode: tuple[int, int] = (1, 1)  # likewise
+    # vLLM's connector for files is there as well. It breaks with a prompt that is
+    # computed in chunks, so none is.
     files: bool = False
 
 

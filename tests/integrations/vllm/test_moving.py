@@ -46,17 +46,13 @@ def whole() -> list[int]:
 
 
 class Decoder:
-    """An engine that decodes token after token, as it is let.
-
-    Attributes:
-        steps: How many tokens it may make; it dies behind them if ``dies``.
-        silent: The place of a token that has no text of its own.
-    """
+    """An engine that decodes token after token, as it is let."""
 
     def __init__(self, steps: int = 1000, *, dies: bool = False) -> None:
+        # How many tokens it may make; it dies behind them if `dies`.
         self.steps = asyncio.Semaphore(steps)
         self.dies = dies
-        self.silent = -1
+        self.silent = -1  # the place of a token that has no text of its own
 
     async def __call__(self, body: dict[str, Any]) -> EngineResponse:
         params = body.get("kv_transfer_params") or {}

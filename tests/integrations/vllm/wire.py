@@ -15,12 +15,7 @@ from kvwire.types import Address
 
 @contextmanager
 def slow_wire(server: str, bytes_per_s: int) -> Iterator[str]:
-    """An address from which everything goes on to a server, at a limited rate.
-
-    Args:
-        server: Its address.
-        bytes_per_s: In each direction.
-    """
+    """An address from which everything goes on to a server, at a limited rate."""
     ready: Future[str] = Future()
     ending = threading.Event()
 

@@ -15,13 +15,7 @@ from tests.support.waiting import eventually
 
 
 class StoreServer:
-    """Runs ``kvwire store serve`` over memory and a disk.
-
-    Args:
-        folder: Of its disk tier and its output.
-        memory: What its memory tier takes.
-        disk: And its disk tier.
-    """
+    """Runs ``kvwire store serve`` over memory and a disk."""
 
     def __init__(
         self, folder: Path, memory: str = "64MiB", disk: str = "256MiB"

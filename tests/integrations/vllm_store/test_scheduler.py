@@ -26,13 +26,10 @@ class Request(fakes.Request):
 
 
 class Store:
-    """Answers when it is told to.
-
-    Attributes:
-        asked: What it was asked, and the answers.
-    """
+    """Answers when it is told to."""
 
     def __init__(self) -> None:
+        # What it was asked, and the answers.
         self.asked: list[tuple[list[bytes], Future[int]]] = []
 
     def ask(self, hashes: Sequence[bytes]) -> Future[int]:

@@ -19,30 +19,15 @@ from kvwire.limits import (
 
 
 class QueueFull(Exception):
-    """Reports that too many requests wait.
-
-    Attributes:
-        retry_after_s: When there may be room, in whole seconds.
-    """
+    """Reports that too many requests wait."""
 
     def __init__(self, waiting: int, retry_after_s: int) -> None:
         super().__init__(f"{waiting} requests wait; try again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s  # when there may be room, in whole seconds
 
 
 class Admission:
-    """Lets so many requests run, and so many more wait, first come first served.
-
-    Args:
-        running_max: How many may have an engine.
-        waiting_max: How many may wait for that.
-        clock: Seconds, steadily increasing.
-
-    Attributes:
-        running: How many run.
-        waiting: How many wait.
-        rejected: How many were sent away.
-    """
+    """Lets so many requests run, and so many more wait, first come first served."""
 
     def __init__(
         self,
@@ -55,16 +40,13 @@ class Admission:
         self._clock = clock
         self._turns = asyncio.Semaphore(running_max)
         self._mean_s = 1.0
-        self.running: int = 0
-        self.waiting: int = 0
-        self.rejected: int = 0
+        self.running: int = 0  # how many run
+        self.waiting: int = 0  # how many wait
+        self.rejected: int = 0  # how many were sent away
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Wait for a turn, and have it until this is exited.
-
-        Raises:
-            QueueFull: Too many wait already.
 
         Cancel safety: safe, whoever does not wait any more has no turn.
         """
@@ -92,22 +74,14 @@ class Admission:
 
 
 class RetryBudget:
-    """Lets tries beyond a request's first be a share of all requests.
-
-    Args:
-        clock: Seconds, steadily increasing.
-
-    Attributes:
-        spent: How many there were.
-        refused: How many there would have been beyond it.
-    """
+    """Lets tries beyond a request's first be a share of all requests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._left = PROXY_RETRY_RESERVE
         self._at = clock()
-        self.spent: int = 0
-        self.refused: int = 0
+        self.spent: int = 0  # how many there were
+        self.refused: int = 0  # how many there would have been beyond it
 
     def deposit(self) -> None:
         """Note a request."""

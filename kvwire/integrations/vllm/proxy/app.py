@@ -72,19 +72,7 @@ def make_app(
     migrate: bool = False,
     client: EngineClient | None = None,
 ) -> Starlette:
-    """Return the application.
-
-    Args:
-        fleet: The engines.
-        order: Both at once, or in sequence.
-        references: Signs what the engines are told of each other.
-        admission: How many requests at once; None for the default.
-        discovery: Finds more of them; closed with the application.
-        operator_key: What whoever drains engines has to know; without it he has to be
-            on this host.
-        migrate: Whether streams can go on at another engine.
-        client: Asks the engines; None for one of the network.
-    """
+    """Return the application."""
     client = client or EngineClient()
     dispatcher = Dispatcher(client, fleet, order=order, references=references)
     prober = Prober(fleet, client)

@@ -27,36 +27,25 @@ _NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
 class Unanswered(Exception):
-    """Reports that an engine gave no answer, or broke it off.
-
-    Attributes:
-        silent: It may be there and says nothing; else it is known to be gone.
-    """
+    """Reports that an engine gave no answer, or broke it off."""
 
     def __init__(self, why: str, *, silent: bool = False) -> None:
         super().__init__(why)
+        # It may be there and says nothing; else it is known to be gone.
         self.silent: bool = silent
 
 
 @dataclass(slots=True)
 class EngineResponse:
-    """Holds an engine's response, whose body comes part by part.
+    """Holds an engine's response, whose body comes part by part."""
 
-    Attributes:
-        status: Of HTTP.
-        headers: Likewise.
-        parts: The body; it ends with :exc:`Unanswered` if the engine breaks off.
-    """
-
-    status: int
-    headers: Mapping[str, str]
+    status: int  # of HTTP
+    headers: Mapping[str, str]  # likewise
+    # The body; it ends with :exc:`Unanswered` if the engine breaks off.
     parts: AsyncIterator[bytes]
 
     async def body(self, size_max: int | None = None) -> bytes:
         """Return what is left of the body.
-
-        Raises:
-            Unanswered: The engine breaks off, or says more than ``size_max`` bytes.
 
         Cancel safety: safe, what was read is lost.
         """
@@ -87,14 +76,6 @@ class EngineClient:
         body: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[EngineResponse]:
         """Send a GET, or a POST if there is a body; the response while this is open.
-
-        Args:
-            url: Whom, and what.
-            headers: Beside those that every request has.
-            body: Sent as JSON.
-
-        Raises:
-            Unanswered: No response begins.
 
         Cancel safety: safe, the engine is told by the end of the connection.
         """

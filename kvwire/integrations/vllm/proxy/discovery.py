@@ -40,47 +40,24 @@ _SLOTS_MAX = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmMember:
-    """Describes one rank of an engine, as its record does.
+    """Describes one rank of an engine, as its record does."""
 
-    Attributes:
-        url: Where the engine serves HTTP.
-        address: Where this rank listens for KV.
-        rank: Which one.
-        ranks: How many the engine has.
-        stages: How many pipeline stages they are.
-        start: The incarnation.
-        role: What the engine does.
-        model: A fingerprint of its model.
-        load: How busy it says it is.
-        slots: Requests that it computes at once; 0 if it does not say.
-        transports: What can carry KV there.
-        labels: All of them.
-    """
-
-    url: str
-    address: str
-    rank: int
-    ranks: int
-    stages: int
-    start: str
-    role: str
-    model: str
-    load: float
-    slots: int
-    transports: tuple[str, ...]
-    labels: dict[str, str]
+    url: str  # where the engine serves HTTP
+    address: str  # where this rank listens for KV
+    rank: int  # which one
+    ranks: int  # how many the engine has
+    stages: int  # how many pipeline stages they are
+    start: str  # the incarnation
+    role: str  # what the engine does
+    model: str  # a fingerprint of its model
+    load: float  # how busy it says it is
+    slots: int  # requests that it computes at once; 0 if it does not say
+    transports: tuple[str, ...]  # what can carry KV there
+    labels: dict[str, str]  # all of them
 
 
 class AllowedHosts:
-    """Says which hosts may be dialled because a directory names them.
-
-    Args:
-        texts: Networks (``10.0.0.0/8``), addresses, names (``engine-1``), and names
-            with all below them (``*.fleet.svc``). Without any: addresses of this host.
-
-    Raises:
-        UsageError: One of them is none of these.
-    """
+    """Says which hosts may be dialled because a directory names them."""
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
@@ -104,11 +81,7 @@ class AllowedHosts:
         self._this_host = not texts
 
     def check(self, host: str) -> None:
-        """Refuse a host that nobody has allowed.
-
-        Raises:
-            UsageError: Nobody has; names it.
-        """
+        """Refuse a host that nobody has allowed."""
         host = host.lower()
         try:
             ip = ipaddress.ip_address(host)
@@ -124,11 +97,7 @@ class AllowedHosts:
 
 
 def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
-    """Return what a record says of an engine.
-
-    Raises:
-        UsageError: It says nothing of one, or names what must not be dialled.
-    """
+    """Return what a record says of an engine."""
     labels = record.labels
     rank, ranks = _count(labels, RANK, 0), _count(labels, RANKS, 1)
     if not 0 <= rank < ranks <= PROXY_RANKS_MAX:
@@ -180,18 +149,7 @@ class Listed(Protocol):
 
 
 class Discovery:
-    """Tells a fleet what becomes of engines in a directory.
-
-    Args:
-        directory: Whose records are read; closed with this.
-        fleet: Hears of them.
-        allowed: Hosts that may be dialled.
-        selector: Which members are meant.
-
-    Attributes:
-        refused: How many records could not be used.
-        wake: Called when an engine may be new.
-    """
+    """Tells a fleet what becomes of engines in a directory."""
 
     def __init__(
         self,
@@ -206,8 +164,8 @@ class Discovery:
         self._selector = selector
         # Keys of which the log has had a reason. bounded: MEMBERS_MAX
         self._said: set[str] = set()
-        self.refused: int = 0
-        self.wake: Callable[[], None] = lambda: None
+        self.refused: int = 0  # how many records could not be used
+        self.wake: Callable[[], None] = lambda: None  # called when an engine may be new
 
     @property
     def ignored(self) -> int:
@@ -216,9 +174,6 @@ class Discovery:
 
     async def watch(self) -> None:
         """Follow the directory until this is cancelled; one that is away is waited for.
-
-        Raises:
-            UsageError: The selector is none.
 
         Cancel safety: safe, it only looks.
         """

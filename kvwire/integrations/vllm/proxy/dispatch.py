@@ -53,60 +53,35 @@ GET_S: Final = 10.0
 
 
 class EngineFailed(Exception):
-    """Reports an engine that could not be reached or gave no usable answer.
-
-    Attributes:
-        engine: Which; None if there is none to ask.
-        why: For the client, who need not know where engines are.
-        status: What it answered; None if nothing.
-        down: Others are better off with another engine for a while.
-    """
+    """Reports an engine that could not be reached or gave no usable answer."""
 
     def __init__(
         self, engine: VllmEngine | None, why: str, status: int | None = None
     ) -> None:
         super().__init__(f"{engine.url}: {why}" if engine else why)
-        self.engine = engine
-        self.why = why
-        self.status = status
+        self.engine = engine  # which; None if there is none to ask
+        self.why = why  # for the client, who need not know where engines are
+        self.status = status  # what it answered; None if nothing
+        # Others are better off with another engine for a while.
         self.down: bool = status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 @dataclass(eq=False, slots=True)
 class ClientRequest:
-    """Holds a client's request.
+    """Holds a client's request."""
 
-    Attributes:
-        path: Of the API, such as ``/v1/completions``.
-        body: As the client sent it.
-        headers: Those that the engines get as well.
-        since: When it came, by the fleet's clock.
-        waits_for: What has to happen next.
-        engines: Where it is.
-        decode: The engine that answers.
-    """
-
-    path: str
-    body: dict[str, Any]
+    path: str  # of the API, such as `/v1/completions`
+    body: dict[str, Any]  # as the client sent it
+    # Those that the engines get as well.
     headers: Mapping[str, str] = field(default_factory=dict)
-    since: float = 0.0
-    waits_for: str = "its turn"
-    engines: tuple[str, ...] = ()
-    decode: VllmEngine | None = None
+    since: float = 0.0  # when it came, by the fleet's clock
+    waits_for: str = "its turn"  # what has to happen next
+    engines: tuple[str, ...] = ()  # where it is
+    decode: VllmEngine | None = None  # the engine that answers
 
 
 class Dispatcher:
-    """Sends requests to engines.
-
-    Args:
-        client: For all of them.
-        fleet: The engines.
-        order: Both at once, or in sequence.
-        references: Signs what the engines are told of each other.
-
-    Attributes:
-        budget: Of tries beyond a request's first.
-    """
+    """Sends requests to engines."""
 
     def __init__(
         self,
@@ -120,20 +95,11 @@ class Dispatcher:
         self._fleet = fleet
         self._order = order
         self._references = references
+        # Of tries beyond a request's first.
         self.budget: RetryBudget = RetryBudget(fleet.clock)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
-        """Have a request answered.
-
-        Args:
-            asked: The client's request.
-            stack: Gives both engines up when it is exited.
-
-        Returns:
-            The answer, of which the first part is here.
-
-        Raises:
-            EngineFailed: No decode engine answered; what the last one said.
+        """Have a request answered; the first part of the answer is here then.
 
         Cancel safety: safe; both engines are told that nobody waits.
         """
@@ -176,9 +142,6 @@ class Dispatcher:
     ) -> EngineResponse:
         """Have one engine answer, with the prompt's KV of another if there is one.
 
-        Raises:
-            EngineFailed: One of them gave no answer.
-
         Cancel safety: safe, as :meth:`ask`.
         """
         if source is not None:
@@ -189,9 +152,6 @@ class Dispatcher:
         self, path: str, headers: Mapping[str, str]
     ) -> tuple[bytes, int, dict[str, str]]:
         """Return what a decode engine says to a GET: body, status and content type.
-
-        Raises:
-            EngineFailed: None can be reached, or answers in :data:`GET_S`.
 
         Cancel safety: safe.
         """

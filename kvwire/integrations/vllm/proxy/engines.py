@@ -21,25 +21,16 @@ DOWN_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class VllmServer:
-    """Names one vLLM server.
+    """Names one vLLM server."""
 
-    Attributes:
-        url: Where it serves HTTP.
-        remote: Where each of its ranks listens for KV, stage by stage, in rank order.
-        stages: Its pipeline stages.
-    """
-
-    url: str
+    url: str  # where it serves HTTP
+    # Where each of its ranks listens for KV, stage by stage, in rank order.
     remote: tuple[str, ...]
-    stages: int = 1
+    stages: int = 1  # its pipeline stages
 
 
 def parse_engine(text: str) -> VllmServer:
-    """Read ``http://host:8100=host:7400,host:7401,stages=2``.
-
-    Raises:
-        UsageError: It is not that.
-    """
+    """Read ``http://host:8100=host:7400,host:7401,stages=2``."""
     url, separator, said = text.partition("=")
     addresses, _, stages = said.partition(",stages=")
     remote = tuple(part.strip() for part in addresses.split(",") if part.strip())
@@ -61,45 +52,27 @@ def parse_engine(text: str) -> VllmServer:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class VllmEngine:
-    """Follows one start of one engine.
+    """Follows one start of one engine."""
 
-    Attributes:
-        server: Where it is.
-        role: What it does: ``"prefill"``, ``"decode"`` or ``"both"``.
-        start: Tells it from an earlier or later start at the same place.
-        model: A fingerprint; only engines of one can exchange KV.
-        load: How busy it says it is: 0 is idle, 1 is full.
-        slots: Requests that it computes at once; 0 if it does not say.
-        labels: What else it says, for policies and for people.
-        transports: What can carry KV there.
-        listed: The directory, or the command line, has it.
-        ready: It has answered, or the command line says that it is there.
-        draining: It gets no new request, because somebody has said so.
-        refusing: Nobody listens there.
-        slow: It has been asked for its health, and has not answered in time.
-        down_until: Until then it gets no request that another can take.
-        running: Requests that it has from this proxy.
-        answered: How many it has had and done.
-        failed: How many it has failed.
-    """
-
-    server: VllmServer
-    role: str
-    start: str = ""
-    model: str = ""
-    load: float = 0.0
-    slots: int = 0
+    server: VllmServer  # where it is
+    role: str  # what it does: `"prefill"`, `"decode"` or `"both"`
+    start: str = ""  # tells it from an earlier or later start at the same place
+    model: str = ""  # a fingerprint; only engines of one can exchange KV
+    load: float = 0.0  # how busy it says it is: 0 is idle, 1 is full
+    slots: int = 0  # requests that it computes at once; 0 if it does not say
+    # What else it says, for policies and for people.
     labels: dict[str, str] = field(default_factory=dict)
-    transports: tuple[str, ...] = ()
-    listed: bool = True
-    ready: bool = True
-    draining: bool = False
-    refusing: bool = False
-    slow: bool = False
+    transports: tuple[str, ...] = ()  # what can carry KV there
+    listed: bool = True  # the directory, or the command line, has it
+    ready: bool = True  # it has answered, or the command line says that it is there
+    draining: bool = False  # it gets no new request, because somebody has said so
+    refusing: bool = False  # nobody listens there
+    slow: bool = False  # it has been asked for its health, and has not answered in time
+    # Until then it gets no request that another can take.
     down_until: float = float("-inf")
-    running: int = 0
-    answered: int = 0
-    failed: int = 0
+    running: int = 0  # requests that it has from this proxy
+    answered: int = 0  # how many it has had and done
+    failed: int = 0  # how many it has failed
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -27,18 +27,7 @@ from kvwire.integrations.vllm.proxy.policy import (
 
 
 class EngineFleet:
-    """Holds the engines, and picks among them.
-
-    Args:
-        prefill: Engines of the command line that compute prompts.
-        decode: Those that answer.
-        route: Which one gets a request: a policy's name. Engines that decode take turns
-            where prompts go by their prefix alone.
-        clock: Seconds, steadily increasing.
-
-    Raises:
-        UsageError: There is no such policy.
-    """
+    """Holds the engines, and picks among them."""
 
     def __init__(
         self,
@@ -77,18 +66,7 @@ class EngineFleet:
         tried: Collection[VllmEngine],
         model: str | None = None,
     ) -> VllmEngine | None:
-        """Return the engine for a request.
-
-        Args:
-            role: What it has to do.
-            body: The request.
-            tried: Engines that have failed it.
-            model: The fingerprint that it must have; None for any.
-
-        Returns:
-            None if there is none that has not failed it. Engines that are down come
-            last.
-        """
+        """Return the engine for a request, or None; those that are down come last."""
         left = [
             engine
             for engine in (*self._static.values(), *self._found.values())
@@ -112,21 +90,13 @@ class EngineFleet:
         engine.down_until = self.clock() + DOWN_S
 
     def drain(self, url: str, *, draining: bool = True) -> VllmEngine:
-        """Send an engine no new request, or some again.
-
-        Raises:
-            UsageError: There is none at this URL.
-        """
+        """Send an engine no new request, or some again."""
         engine = self.at(url)
         engine.draining = draining
         return engine
 
     def at(self, url: str) -> VllmEngine:
-        """Return the engine at a URL.
-
-        Raises:
-            UsageError: There is none.
-        """
+        """Return the engine at a URL."""
         wanted = url.rstrip("/")
         for engine in self.engines:
             if engine.url == wanted:

@@ -53,11 +53,7 @@ class EngineBlocks:
         self._held.clear()
 
     def take(self, raw: bytes) -> None:
-        """Take a message of events.
-
-        Raises:
-            msgspec.MsgspecError: It is none of vLLM's.
-        """
+        """Take a message of events."""
         for event in _BATCH.decode(raw).events:
             if isinstance(event, _Cleared):
                 self.clear()

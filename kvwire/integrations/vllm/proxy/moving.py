@@ -86,15 +86,7 @@ def kept_by(path: str, body: Mapping[str, Any]) -> str:
 
 
 class MovableStream:
-    """Passes on an engine's stream of events, and moves it.
-
-    Args:
-        moves: Of the proxy.
-        asked: The client's request.
-
-    Attributes:
-        id: Of the answer, as the client sees it; "" before it has begun.
-    """
+    """Passes on an engine's stream of events, and moves it."""
 
     def __init__(self, moves: Moves, asked: ClientRequest) -> None:
         self._dispatcher = moves.dispatcher
@@ -114,6 +106,7 @@ class MovableStream:
         self._over = False
         self._moving = False
         self._order: tuple[VllmEngine, asyncio.Future[str]] | None = None
+        # Of the answer, as the client sees it; "" before it has begun.
         self.id: str = ""
 
     async def begin(self, stack: AsyncExitStack) -> EngineResponse:
@@ -310,13 +303,7 @@ class MovableStream:
 
 
 class Moves:
-    """Moves the streams of a proxy.
-
-    Args:
-        dispatcher: Asks engines.
-        fleet: The engines.
-        counts: Adds up how moves end.
-    """
+    """Moves the streams of a proxy."""
 
     def __init__(
         self,

@@ -102,11 +102,7 @@ _KNOWN: Final[Mapping[str, Callable[[], Policy]]] = {
 
 
 def make_policy(name: str) -> Policy:
-    """Return a policy by its name, or by ``package.module:Class``.
-
-    Raises:
-        UsageError: There is none of that name.
-    """
+    """Return a policy by its name, or by ``package.module:Class``."""
     if name in _KNOWN:
         return _KNOWN[name]()
     module, colon, cls = name.partition(":")

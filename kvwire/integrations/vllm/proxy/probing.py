@@ -32,12 +32,7 @@ SILENT_S: Final = 10.0
 
 
 class Prober:
-    """Asks the engines of a fleet for their health.
-
-    Args:
-        fleet: Whose engines.
-        client: That asks.
-    """
+    """Asks the engines of a fleet for their health."""
 
     def __init__(self, fleet: EngineFleet, client: EngineClient) -> None:
         self._fleet = fleet

@@ -35,20 +35,7 @@ _FETCHED: Final = (
 
 
 class ProxyState:
-    """Holds what a proxy shows.
-
-    Args:
-        fleet: Its engines.
-        admission: Its queue.
-        budget: Of its retries.
-        ignored: Counts the directory's entries that could not be used.
-
-    Attributes:
-        requests: Those under way, oldest first.
-        answered: Answers that were begun, by their status.
-        moves: How streams that were to go on elsewhere ended: ``"moved"``,
-            ``"stayed"``, or ``"recovered"`` from an engine that has died.
-    """
+    """Holds what a proxy shows."""
 
     def __init__(
         self,
@@ -62,17 +49,16 @@ class ProxyState:
         self.budget: RetryBudget = budget
         self.ignored: Callable[[], int] = ignored
         # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
-        self.requests: dict[ClientRequest, None] = {}
+        self.requests: dict[ClientRequest, None] = {}  # those under way, oldest first
+        # Answers that were begun, by their status.
         self.answered: collections.Counter[int] = collections.Counter()
+        # How streams that were to go on elsewhere ended: `"moved"`, `"stayed"`, or
+        # `"recovered"` from an engine that has died.
         self.moves: collections.Counter[str] = collections.Counter()
 
 
 class ProxyCollector(Collector):
-    """Collects a proxy's numbers.
-
-    Args:
-        state: Whose.
-    """
+    """Collects a proxy's numbers."""
 
     def __init__(self, state: ProxyState) -> None:
         self._state = state

@@ -25,16 +25,11 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What one engine alone answers.
+    """What one engine alone answers."""
 
-    Attributes:
-        ids: The prompt.
-        tokens: The answer.
-        near: For each, another one that is as good in bfloat16; -1 if there is none.
-    """
-
-    ids: Sequence[int]
-    tokens: Sequence[int]
+    ids: Sequence[int]  # the prompt
+    tokens: Sequence[int]  # the answer
+    # For each, another one that is as good in bfloat16; -1 if there is none.
     near: Sequence[int]
 
     @classmethod

@@ -48,54 +48,31 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A connector.
+    """A connector."""
 
-    Attributes:
-        name: In the table.
-        config: Its ``kv-transfer-config``, given the host and where it listens.
-        unknown: Makes a reference to what was never there.
-        out_of_range: Makes one whose numbers mean nothing.
-        environment: Of its engines.
-    """
-
-    name: str
+    name: str  # in the table
+    # Its `kv-transfer-config`, given the host and where it listens.
     config: Callable[[Host, str], dict[str, Any]]
+    # Makes a reference to what was never there.
     unknown: Callable[[Params, References], Params]
+    # Makes one whose numbers mean nothing.
     out_of_range: Callable[[Params, References], Params]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)  # of its engines
 
 
 @dataclass
 class Tally:
-    """What became of the requests of one fault.
+    """What became of the requests of one fault."""
 
-    Attributes:
-        outcomes: How many of each.
-        slowest_s: The longest that one took.
-        crashes: Engines that ended, or had to be, without being killed.
-        leaked: Blocks that were in use when nobody used them.
-        rounds: How often.
-    """
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    slowest_s: float = 0.0
-    crashes: int = 0
-    leaked: int = 0
-    rounds: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)  # how many of each
+    slowest_s: float = 0.0  # the longest that one took
+    crashes: int = 0  # engines that ended, or had to be, without being killed
+    leaked: int = 0  # blocks that were in use when nobody used them
+    rounds: int = 0  # how often
 
 
 class Arena:
-    """Two engines of a contender that are asked, and harmed.
-
-    Args:
-        contender: Whose they are.
-        hosts: Where they run.
-        engines: Prefill and decode.
-
-    Attributes:
-        tally: Where outcomes are counted.
-        killing: Decode is killed, so that errors are no connector's.
-    """
+    """Two engines of a contender that are asked, and harmed."""
 
     def __init__(
         self,
@@ -105,7 +82,7 @@ class Arena:
     ) -> None:
         self.contender = contender
         self.prefill, self.decode = engines
-        self.tally = Tally()
+        self.tally = Tally()  # where outcomes are counted
         self._hosts = hosts
         key = hosts[0].trust["psk_file"]
         self._signer = References([read_key_file(key)])
@@ -117,7 +94,7 @@ class Arena:
         self._known: list[Reference] = []
         self._leaked = (0, 0)
         self._lock = threading.Lock()
-        self.killing = False
+        self.killing = False  # decode is killed, so that errors are no connector's
         self._decode_is_up = threading.Event()
         self._decode_is_up.set()
 
@@ -187,13 +164,7 @@ class Arena:
         ask: Callable[[int], object],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Ask so many times, a few at once.
-
-        Args:
-            count: How many times.
-            ask: Gets a number.
-            meanwhile: Done when a third has begun.
-        """
+        """Ask so many times, a few at once."""
         harming = threading.Thread(target=meanwhile) if meanwhile else None
 
         def one(number: int) -> None:
@@ -245,11 +216,7 @@ class Arena:
 
     @contextmanager
     def cut(self, *ways: int) -> Iterator[None]:
-        """Lose every packet that a host sends, until the end of the block.
-
-        Args:
-            *ways: Whose packets: 0 for prefill's, 1 for decode's.
-        """
+        """Lose every packet that a host sends, until the end of the block."""
         for way in ways:
             # To an address of nobody: whoever gets the frame drops it silently.
             self._neighbour(way, "replace", "lladdr", "02:00:00:00:00:99", "permanent")
