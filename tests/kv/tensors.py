@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 
@@ -42,8 +41,3 @@ class FakeTensor:
     def element_size(self) -> int:
         """Bytes of one element."""
         return self._array.itemsize
-
-
-def fake_bfloat16(*shape: int) -> FakeTensor:
-    """A tensor of bfloat16 zeros."""
-    return FakeTensor(np.zeros(shape, np.uint16), "torch.bfloat16")
