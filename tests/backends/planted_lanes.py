@@ -45,12 +45,6 @@ async def joins_after_it_was_aborted(
     self._ended = True
 
 
-@instead_of(InprocLane.__init__, "join.idle")
-def closes_before_it_is_asked(init: Any, self: InprocLane, context: Any) -> None:
-    init(self, context)
-    self._loop.call_soon(self.abort)
-
-
 # --- payloads -------------------------------------------------------------------------
 
 
@@ -66,23 +60,9 @@ def loses_the_last_byte(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lane_module, "copy", short)
 
 
-@caught_by("payload.many", "callback.once")
-def says_each_arrival_twice(patch: pytest.MonkeyPatch) -> None:
-    _patch_handler(patch, "payload_received", lambda call, *a: (call(*a), call(*a)))
-
-
 @caught_by("payload.size[1]", "callback.unasked", "memory.released-idle")
 def never_gives_memory_back(patch: pytest.MonkeyPatch) -> None:
     _patch_handler(patch, "payload_sent", lambda call, *arguments: None)
-
-
-@instead_of(InprocLane.receive, "payload.dropped")
-def fails_without_a_destination(
-    receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
-) -> None:
-    if landing.payload is None:
-        raise ValueError("no destination")
-    receive(self, descriptor, landing)
 
 
 # --- memory ---------------------------------------------------------------------------
@@ -153,14 +133,6 @@ def delivers_from_inside_receive(
     self._turn()
 
 
-@instead_of(InprocLane.abort, "abort.own[up]", "abort.twice")
-def calls_back_from_inside_abort(abort: Any, self: InprocLane) -> None:
-    handler = self._handler
-    abort(self)
-    if handler is not None:
-        handler.lane_closed(self, None)
-
-
 @instead_of(InprocLane._turn, "callback.once", "payload.in-turn")
 def calls_back_on_another_thread(turn: Any, self: InprocLane) -> None:
     thread = threading.Thread(target=turn, args=(self,))
@@ -193,16 +165,6 @@ def does_not_count_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "received_bytes", property(lambda self: 0))
 
 
-@caught_by("pressure.queued-falls", "abort.own[queued]")
-def never_lowers_queued_bytes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLane, "queued_bytes", property(lambda self: 1))
-
-
-@caught_by("close.queued[many]", "close.unread")
-def drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLane, "close", InprocLane.abort)
-
-
 @caught_by("close.queued[nothing]", "close.twice")
 def never_ends_when_closed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "close", InprocLane.flush)
@@ -211,11 +173,6 @@ def never_ends_when_closed(patch: pytest.MonkeyPatch) -> None:
 @caught_by("abort.peer[awaiting]", "abort.peer[receiving]")
 def lets_the_peer_wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "_maybe_end", lambda self: None)
-
-
-@caught_by("abort.own[idle]", "close.twice")
-def ends_twice(patch: pytest.MonkeyPatch) -> None:
-    _patch_handler(patch, "lane_closed", lambda call, *a: (call(*a), call(*a)))
 
 
 @caught_by("abort.own[up]", "leak.cycles[aborted]")
@@ -252,14 +209,6 @@ def fails_on_a_wrong_descriptor_with_another_error(
 def leaks_a_descriptor_for_each_lane(init: Any, self: InprocLane, context: Any) -> None:
     init(self, context)
     PLANTS.leak_a_descriptor()
-
-
-@instead_of(InprocLane.join, "leak.cycles[closed]", "join.idle")
-async def leaks_a_task_for_each_join(
-    join: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
-) -> None:
-    PLANTS.leak_a_task()
-    await join(self, bootstrap, handler)
 
 
 @caught_by("leak.collected", "memory.released-closed")

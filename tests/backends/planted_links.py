@@ -35,19 +35,6 @@ def loses_a_frame(put: Any, self: InprocPipe, frames: list[PipeFrame]) -> None:
         self.done(frames[0])
 
 
-@instead_of(InprocPipe.put, "order.one-flush[pages]", "flush.again")
-def sends_a_frame_twice(put: Any, self: InprocPipe, frames: list[PipeFrame]) -> None:
-    first = frames[0]
-    put(self, [PipeFrame(first.header, first.payload, None), *frames])
-
-
-@instead_of(InprocPipe.put, "order.one-flush[alternating]", "order.kinds")
-def lets_small_frames_overtake(
-    put: Any, self: InprocPipe, frames: list[PipeFrame]
-) -> None:
-    put(self, sorted(frames, key=lambda frame: frame.payload_bytes))
-
-
 @caught_by("frame.headers")
 def changes_a_header(patch: pytest.MonkeyPatch) -> None:
     def frame(header: bytes, payload: Payload | None, token: object) -> PipeFrame:
@@ -56,22 +43,6 @@ def changes_a_header(patch: pytest.MonkeyPatch) -> None:
         )
 
     patch.setattr(link_module, "PipeFrame", frame)
-
-
-@instead_of(
-    InprocPipe.move,
-    "frame.size[1MiB]",
-    "frame.kinds[pages-to-uneven]",
-    "order.both-ways",
-)
-def ignores_short_writes(
-    move: Any, self: InprocPipe, frame: PipeFrame, landing: Any, limit: int
-) -> Any:
-    count = move(self, frame, landing, 64 * 1024)
-    rest = frame.payload_bytes - frame.moved
-    frame.moved += rest
-    self.queued_bytes -= rest
-    return count + rest
 
 
 @instead_of(InprocPipe.move, "frame.size[1]", "frame.kinds[view-to-thousands]")
@@ -134,19 +105,6 @@ def writes_after_the_end(
         self._loop.call_soon(ends.__setitem__, slice(None), bytes(100))
 
 
-@instead_of(
-    InprocPipe.end, "memory.abort-sender", "abort.dropped-told", "close.then-abort"
-)
-def sends_on_after_abort(_: Any, self: InprocPipe, _error: Exception | None) -> None:
-    self._finishing = True
-
-
-@instead_of(InprocPipe.done, "memory.released-idle")
-def holds_the_last_payload(done: Any, self: Any, frame: PipeFrame) -> None:
-    done(self, frame)
-    self.last = frame
-
-
 @caught_by("memory.released-closed", "memory.released-aborted", "leak.collected")
 def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
@@ -173,20 +131,6 @@ def delivers_from_inside_flush(flush: Any, self: InprocLink) -> None:
     self._peer._turn()
 
 
-@instead_of(InprocLink.start, "callback.start")
-def delivers_from_inside_start(
-    start: Any, self: InprocLink, handler: LinkHandler
-) -> None:
-    start(self, handler)
-    self._turn()
-
-
-@instead_of(InprocLink.abort, "callback.abort", "abort.own[idle]")
-def closes_from_inside_abort(abort: Any, self: InprocLink) -> None:
-    abort(self)
-    self._turn()
-
-
 @instead_of(InprocLink.send, "callback.nested")
 def reenters_a_handler(send: Any, self: InprocLink, *arguments: Any) -> None:
     send(self, *arguments)
@@ -198,25 +142,6 @@ def calls_back_on_another_thread(turn: Any, self: InprocLink) -> None:
     thread = threading.Thread(target=turn, args=(self,))
     thread.start()
     thread.join()
-
-
-@instead_of(InprocPipe.take_sent, "callback.sent-once", "frame.none")
-def says_frame_sent_twice(take_sent: Any, self: InprocPipe) -> Any:
-    return take_sent(self) * 2
-
-
-@instead_of(InprocPipe._remove, "callback.sent-untokened")
-def says_frame_sent_without_token(
-    remove: Any, self: InprocPipe, frame: PipeFrame
-) -> None:
-    remove(self, frame)
-    if frame.token is None:
-        self._sent.append(None)
-
-
-@instead_of(InprocPipe.take_sent, "frame.size[255]", "callback.sent-once")
-def looks_at_tokens(take_sent: Any, self: InprocPipe) -> Any:
-    return list(set(take_sent(self)))
 
 
 @instead_of(InprocLink._receive, "callback.abort-in-header", "memory.abort-receiver")
@@ -277,13 +202,6 @@ def takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "end", lambda self, error: end(self, None))
 
 
-@instead_of(InprocLink.abort, "abort.twice", "callback.in-closed")
-def raises_on_a_second_abort(abort: Any, self: InprocLink) -> None:
-    if self._ending is not None:
-        raise RuntimeError("already aborted")
-    abort(self)
-
-
 @instead_of(InprocLink.close, "close.send-after")
 def sends_after_close(close: Any, self: InprocLink) -> None:
     close(self)
@@ -299,31 +217,9 @@ def forgets_headers_in_queued_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "queued_bytes", queued)
 
 
-@caught_by("pressure.queued-falls", "pressure.unread")
-def never_lowers_queued_bytes(patch: pytest.MonkeyPatch) -> None:
-    queued = property(lambda self: 1 + self._unflushed_bytes)
-    patch.setattr(InprocLink, "queued_bytes", queued)
-
-
-@caught_by("pressure.unread")
-def says_that_nothing_is_queued(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLink, "queued_bytes", property(lambda self: 0))
-
-
 @caught_by("pressure.writable", "pressure.writable-refill")
 def never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "_over", lambda self: True)
-
-
-@instead_of(InprocLink._receive_payload, "pressure.received-dropped")
-def does_not_count_dropped_payload(
-    receive: Any, self: InprocLink, frame: PipeFrame, landing: Landing
-) -> Any:
-    before = self._received_bytes
-    moved = receive(self, frame, landing)
-    if landing.payload is None:
-        self._received_bytes = before
-    return moved
 
 
 @caught_by("pressure.fair-loop", "pressure.fair-link", "pressure.received-rises")
@@ -339,34 +235,12 @@ def ignores_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "pause", lambda self: None)
 
 
-@caught_by("pause.before", "pause.each", "pause.again")
-def never_goes_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLink, "resume", lambda self: None)
-
-
 # --- addresses, isolation and leaks ---------------------------------------------------
 
 
 @caught_by("address.conflict")
 def takes_a_taken_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(backend_module._names), "_free", lambda self, name: True)
-
-
-@caught_by("address.again", "address.refused")
-def keeps_the_name_of_a_closed_listener(patch: pytest.MonkeyPatch) -> None:
-    names = type(backend_module._names)
-    patch.setattr(names, "give_back", lambda self, listener: None)
-
-
-@instead_of(InprocBackend.connect, "address.refused")
-async def waits_for_a_listener(
-    connect: Any, self: InprocBackend, address: Address
-) -> Any:
-    try:
-        return await connect(self, address)
-    except OSError:
-        await asyncio.Event().wait()
-        raise
 
 
 @caught_by("address.close-keeps-links")
@@ -415,16 +289,6 @@ def leaks_a_descriptor_for_each_link(
 ) -> None:
     init(self, *arguments)
     PLANTS.leak_a_descriptor()
-
-
-@instead_of(
-    InprocBackend.connect, "frame.none", "leak.cycles[refused]", "cancel.connect"
-)
-async def leaks_a_task_for_each_connect(
-    connect: Any, self: InprocBackend, address: Address
-) -> Any:
-    PLANTS.leak_a_task()
-    return await connect(self, address)
 
 
 @instead_of(InprocBackend.connect, "cancel.connect-peer")

@@ -37,59 +37,6 @@ def test_time_passes_exactly_and_only_for_the_loop() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_timers_fire_in_their_order_each_at_its_time() -> None:
-    async def main() -> list[tuple[str, float]]:
-        loop = asyncio.get_running_loop()
-        fired: list[tuple[str, float]] = []
-
-        def fire(name: str) -> None:
-            fired.append((name, _now()))
-
-        for name, delay_s in (("c", 3.0), ("a", 1.0), ("b", 2.0)):
-            loop.call_later(delay_s, fire, name)
-        await pass_time(10.0)
-        return fired
-
-    assert run(main()) == [(n, START_S + s) for n, s in (("a", 1), ("b", 2), ("c", 3))]
-
-
-def test_no_time_passes_while_something_is_ready() -> None:
-    async def main() -> float:
-        asyncio.get_running_loop().call_later(0.001, lambda: None)
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        return _now()
-
-    assert run(main()) == START_S
-
-
-def test_a_timeout_is_a_timer() -> None:
-    async def main() -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(30):
-                await asyncio.get_running_loop().create_future()
-        return _now()
-
-    assert run(main()) == pytest.approx(START_S + 30)
-
-
-def test_the_same_twice() -> None:
-    """What happens depends on nothing outside."""
-
-    async def main() -> list[float]:
-        seen: list[float] = []
-
-        async def tick(every_s: float) -> None:
-            for _ in range(5):
-                await pass_time(every_s)
-                seen.append(_now() - START_S)
-
-        await asyncio.gather(tick(0.3), tick(0.7), tick(0.11))
-        return seen
-
-    assert run(main()) == run(main())
-
-
 def test_what_nothing_can_end_is_told_so() -> None:
     async def main() -> None:
         await asyncio.get_running_loop().create_future()

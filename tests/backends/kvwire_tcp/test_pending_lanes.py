@@ -56,29 +56,6 @@ def expect_reset(near: socket.socket, far: socket.socket) -> None:
         far.recv(1)
 
 
-def test_what_nobody_waits_for_is_reset(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    pending_lanes, other = waiting(OTHER)
-    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
-    assert not other.came
-    expect_reset(*ends)
-
-
-def test_who_knows_the_token_alone_is_reset_and_the_lane_waits_on(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    """The token is seen by whoever listens in; it must not cost the lane its place."""
-    pending_lanes, lane = waiting()
-    forged = PREAMBLE[:-1] + bytes([PREAMBLE[-1] ^ 1])
-    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, forged)
-    assert not lane.came
-    expect_reset(*ends)
-    with socket.socket() as proper:
-        pending_lanes.claim_socket(PlainWire(proper), REMOTE, PREAMBLE)
-        assert len(lane.came) == 1
-
-
 def test_a_preamble_that_is_said_again_is_worth_nothing(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -87,17 +64,6 @@ def test_a_preamble_that_is_said_again_is_worth_nothing(
         pending_lanes.claim_socket(PlainWire(proper), REMOTE, PREAMBLE)
         pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
         assert len(lane.came) == 1
-    expect_reset(*ends)
-
-
-def test_a_lane_that_was_forgotten_gets_nothing(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    pending_lanes, lane = waiting()
-    pending_lanes.forget(token_of(SECRET))
-    pending_lanes.forget(token_of(SECRET))
-    pending_lanes.claim_socket(PlainWire(ends[0]), REMOTE, PREAMBLE)
-    assert not lane.came
     expect_reset(*ends)
 
 

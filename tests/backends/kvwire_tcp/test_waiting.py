@@ -26,23 +26,6 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 Ends = tuple[socket.socket, socket.socket]
 
 
-async def test_what_comes_in_parts(ends: Ends) -> None:
-    loop = asyncio.get_running_loop()
-    hearing = asyncio.create_task(heard(PlainWire(ends[0]), 6, loop))
-    for part in (b"ab", b"c", b"defgh"):
-        await asyncio.sleep(0)
-        assert not hearing.done()
-        ends[1].send(part)
-    assert await hearing == b"abcdef"
-    assert ends[0].recv(9) == b"gh", "what is behind it is somebody else's"
-
-
-async def test_an_end_in_the_middle(ends: Ends) -> None:
-    ends[1].send(b"abc")
-    ends[1].shutdown(socket.SHUT_WR)
-    assert await heard(PlainWire(ends[0]), 6, asyncio.get_running_loop()) == b"abc"
-
-
 class Narrow:
     """A wire that takes three bytes, then keeps one until the socket has room."""
 

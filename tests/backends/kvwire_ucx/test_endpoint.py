@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-from unittest.mock import Mock
-
 import pytest
 
 from kvwire_ucx import endpoint as module
-from kvwire_ucx.bootstrap import UcxBootstrap
-from kvwire_ucx.endpoint import UcxEndpoint
-from kvwire_ucx.library import Version
-from kvwire_ucx.worker import Worker
 
-PEER = UcxBootstrap(lane=1, version=Version(1, 15, 0), address=b"there")
 # What ucp_ep_print_info says first; it goes on with thresholds and protocols.
 OF_1_22 = """\
 #                 lane[0]:  3:sysv/memory.0 md[2]   -> md[2]/sysv/sysdev[255] seg 42 am
@@ -33,18 +25,6 @@ TWO_PORTS = """\
 #                 lane[1]:  1:tcp/eth1.0 md[0]      -> md[0]/tcp/sysdev[255] rma_bw#0
 #                 lane[2]:  1:tcp/eth1.1 md[0]      -> md[0]/tcp/sysdev[255] rma_bw#1
 """
-
-
-def test_what_moves_bulk_comes_first_and_is_known_after_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said = [OF_1_22]
-    monkeypatch.setattr(module, "printed", lambda call, handle: said.pop())
-    worker = Mock(connect=Mock(return_value=4711))
-    ours = UcxEndpoint(cast("Worker", worker), PEER, print)
-    assert ours.transports == ("cma", "sysv")
-    ours.close(lambda: None)
-    assert ours.transports == ("cma", "sysv"), "UCX is not asked about what is closed"
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,3 @@ def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
         return f"{base}.{node.attr}"
     return ""
-
-
-def imported(node: ast.AST) -> list[str]:
-    """The modules an import statement names; [] of any other node."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        return [node.module or ""]
-    return []
