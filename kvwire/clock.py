@@ -34,9 +34,6 @@ def absolute(deadline: float | timedelta | None) -> float | None:
     A deadline is an instant, ``loop.time() + 2``. People also write the 2 alone. A
     number smaller than the clock was when this process began cannot be an instant of
     its life, so it is read as seconds from now; a ``timedelta`` always is.
-
-    Raises:
-        UsageError: Not a number, negative, or not finite.
     """
     if deadline is None:
         return None

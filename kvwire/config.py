@@ -257,14 +257,7 @@ def load_with_origins(
     environment: Mapping[str, str] | None = None,
     **arguments: Unpack[ConfigOptions],
 ) -> tuple[Config, dict[str, str]]:
-    """Read a configuration as :meth:`Config.load`, and where each key came from.
-
-    Returns:
-        The configuration, and the origins of the keys that are not at their default.
-
-    Raises:
-        UsageError: As :meth:`Config.load`.
-    """
+    """Read a configuration as :meth:`Config.load`, and where each key came from."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for origin, layer in _layers(path, environment, arguments):
@@ -353,11 +346,7 @@ _NO = ("false", "no", "off", "0", "n", "f")
 
 
 def _read_value(key: str, value: Any) -> Any:
-    """Read what a key may be written as: ``"4MiB"``, ``"yes"``.
-
-    Raises:
-        UsageError: It is none of that.
-    """
+    """Read what a key may be written as: ``"4MiB"``, ``"yes"``."""
     if not isinstance(value, str):
         return value
     if key.endswith("_bytes"):

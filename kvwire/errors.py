@@ -291,10 +291,7 @@ def printable(text: str) -> str:
 def error_from_code(code: int, text: str) -> KVWireError:
     """Turn what the peer said into the exception its caller can catch.
 
-    Args:
-        code: A :class:`WireCode` value as it came off the wire; unknown ones are kept
-            as :exc:`PeerError`, so that a newer peer can add codes.
-        text: One line for a human; never interpreted.
+    A code of a newer peer becomes a :exc:`PeerError`.
     """
     try:
         cls = _BY_CODE.get(WireCode(code), PeerError)
@@ -315,12 +312,7 @@ _FEW_NAMES: Final = 8
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Suggest what was meant by a name that is none of the known ones.
-
-    Returns:
-        The end of an error text: the nearest name, and all of them if they are few or
-        none is near.
-    """
+    """End an error text: the nearest known name, or all if they are few or none is."""
     names = sorted(known)
     try:
         import difflib  # noqa: PLC0415 - only for errors, and `import kvwire` is quick

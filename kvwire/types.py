@@ -114,12 +114,7 @@ class MemoryKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Names what owns memory that host code cannot touch, such as ``cuda:0``.
-
-    Attributes:
-        kind: Any but ``HOST``.
-        index: Its number, as its own library counts.
-    """
+    """Names what owns memory that host code cannot touch, such as ``cuda:0``."""
 
     kind: MemoryKind
     index: int
@@ -186,12 +181,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Holds what TLS has proved of the peer of one connection.
-
-    Attributes:
-        identity: The peer's, a name that `tls_peers` lists.
-        binding: The SHA-256 of the client's certificate, then the server's.
-    """
+    """Holds what TLS has proved of the peer of one connection."""
 
     identity: str
     binding: bytes = field(repr=False)
@@ -374,11 +364,7 @@ _SIZE: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 
 def read_bytes(text: str) -> int:
-    """Read a number of bytes as people write it, such as ``4MiB``.
-
-    Raises:
-        UsageError: It is none.
-    """
+    """Read a number of bytes as people write it, such as ``4MiB``."""
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None:

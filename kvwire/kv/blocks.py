@@ -4,12 +4,17 @@ A transfer's list says where the request's tokens lie: the block at position 0 h
 the first ``block_tokens`` of them, and so on. Positions count within the list, ids
 within the pool. Hybrid models have a list for each cache group, so a block is named by
 (group, id).
+
+What of a transfer landed is a set of such names, and what did not a mapping of them to
+reasons. Both are arrays underneath.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -23,6 +28,7 @@ DEFAULT_GROUP: Final = "kv"
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Bits: TypeAlias = npt.NDArray[np.bool_]
+Codes: TypeAlias = npt.NDArray[np.uint16]
 BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
 """What callers pass: the ids of the only group, or {group: ids}."""
@@ -146,6 +152,113 @@ _Block = TypeVar("_Block")
 Number = TypeVar("Number", bound=np.generic)
 
 
+@dataclass(frozen=True, slots=True)
+class MissingOfGroup:
+    """Lists what one group misses: ids, which of the reasons each has, lost layers.
+
+    ``lost`` has the shape (layers, ids): which of the layers did not land.
+    """
+
+    ids: Ids
+    codes: Codes
+    layers: range
+    lost: Bits
+
+
+class MissingBlocks(Mapping[tuple[str, int], str]):
+    """Says why blocks did not land, by (group, block id).
+
+    Args:
+        groups: What each group of the transfer misses.
+        reasons: What the codes mean; not each of them need have a block.
+    """
+
+    __slots__ = ("_blocks", "groups", "meanings")
+
+    def __init__(
+        self, groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
+    ) -> None:
+        self.groups: Mapping[str, MissingOfGroup] = groups
+        self.meanings: tuple[str, ...] = tuple(reasons)
+        self._blocks = BlockSet({name: group.ids for name, group in groups.items()})
+
+    def ids(self, group: str = DEFAULT_GROUP) -> Ids:
+        """Return the missing ids of one group.
+
+        Raises:
+            UsageError: There is no such group.
+        """
+        return self._blocks.ids(group)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Return each reason that a missing block has, once."""
+        codes = [group.codes for group in self.groups.values()]
+        used = distinct(np.concatenate(codes)).tolist() if codes else []
+        return tuple(dict.fromkeys(self.meanings[code] for code in used))
+
+    def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
+        """Return the layers of a block that did not land, by the model's index.
+
+        Raises:
+            KeyError: The block is not missing.
+        """
+        group = self.groups[block[0]]
+        lost = np.flatnonzero(group.lost[:, self._position(block)])
+        return tuple(group.layers[row] for row in lost.tolist())
+
+    def __getitem__(self, block: tuple[str, int]) -> str:
+        position = self._position(block)
+        return self.meanings[int(self.groups[block[0]].codes[position])]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __repr__(self) -> str:
+        why = "".join(f"; {reason}" for reason in self.reasons)
+        return f"MissingBlocks({len(self)} blocks{why})"
+
+    def _position(self, block: tuple[str, int]) -> int:
+        position = self._blocks.position(block)
+        if position < 0:
+            raise KeyError(block)
+        return position
+
+
+def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
+    """Return that no block is missing, of groups with the layers that were to come."""
+    return MissingBlocks(
+        {
+            name: MissingOfGroup(
+                np.empty(0, np.int64),
+                np.empty(0, np.uint16),
+                layers,
+                np.empty((len(layers), 0), np.bool_),
+            )
+            for name, layers in groups.items()
+        },
+        [],
+    )
+
+
+def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
+    """Return what any of several shares of the same blocks misses.
+
+    The reason is that of the first share that misses the block; its layers are those
+    that any share misses.
+    """
+    # Where each share's reasons begin among those of all.
+    *offsets, _ = accumulate((len(share.meanings) for share in shares), initial=0)
+    groups = {
+        name: _join_group([share.groups[name] for share in shares], offsets)
+        for name in shares[0].groups
+    }
+    return MissingBlocks(groups, [text for share in shares for text in share.meanings])
+
+
 # NumPy has both, but there the first call imports a package, `numpy.ma`. That stops an
 # event loop for 50 ms, and fails in a process that may not read files any more.
 
@@ -168,6 +281,23 @@ def among(values: npt.NDArray[Number], others: npt.NDArray[Number]) -> Bits:
     at = np.searchsorted(ordered, values)
     found: Bits = ordered.take(at, mode="clip") == values
     return found
+
+
+def _join_group(
+    parts: Sequence[MissingOfGroup], offsets: Sequence[int]
+) -> MissingOfGroup:
+    ids = distinct(np.concatenate([part.ids for part in parts]))
+    first = min(part.layers.start for part in parts)
+    layers = range(first, max(part.layers.stop for part in parts))
+    codes = np.zeros(ids.size, np.uint16)
+    lost = np.zeros((len(layers), ids.size), np.bool_)
+    # Backwards, so that the first share has the last word.
+    for part, offset in zip(reversed(parts), reversed(offsets), strict=True):
+        at = np.searchsorted(ids, part.ids)
+        codes[at] = part.codes + np.uint16(offset)
+        top = part.layers.start - first
+        lost[top : top + len(part.layers), at] |= part.lost
+    return MissingOfGroup(ids, codes, layers, lost)
 
 
 def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:

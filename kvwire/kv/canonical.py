@@ -39,6 +39,8 @@ from dataclasses import dataclass, replace
 
 from kvwire.errors import ProfileMismatch, printable
 from kvwire.kv.geometry import Geometry, GroupGeometry
+from kvwire.kv.layout import extents_of
+from kvwire.kv.spec import overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +121,8 @@ def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canoni
     here.require_same_model(
         there, where=where, sides=("at the producer", "at the consumer")
     )
-    layers = _common(here.layer_indices, there.layer_indices)
-    heads = _common(here.heads, there.heads)
+    layers = overlap(here.layer_indices, there.layer_indices)
+    heads = overlap(here.heads, there.heads)
     for common, what, field in (
         (layers, "layer", "first_layer"),
         (heads, "KV head", "shard"),
@@ -144,10 +146,6 @@ def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canoni
         granules=-(-tokens // granule_tokens),
     )
     return replace(parts, order=_choose_order(parts, producer, consumer))
-
-
-def _common(a: range, b: range) -> range:
-    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _common_tokens(producer: GroupGeometry, consumer: GroupGeometry, where: str) -> int:
@@ -207,13 +205,7 @@ def _run(order: tuple[str, ...], extents: dict[str, int], side: GroupGeometry) -
 
 def _gapless_strides(side: GroupGeometry) -> dict[str, int]:
     """Return the elements between steps inside ``block``, if nothing is padded."""
-    extents = {
-        "layer": side.spec.layers,
-        "kv": side.spec.components,
-        "token": side.spec.block_tokens,
-        "head": side.spec.kv_heads,
-        "dim": side.spec.head_dim,
-    }
+    extents = extents_of(side.spec)
     strides: dict[str, int] = {}
     stride = 1
     for axis in reversed(side.order):

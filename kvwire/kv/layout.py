@@ -88,7 +88,7 @@ def choose_dims(
         names.insert(1, "layer")
     if apart:
         names.remove("kv")
-    extents = _extents(spec)
+    extents = extents_of(spec)
     single = [a for a in ("kv", "layer", "head") if a in names and extents[a] == 1]
     candidates = [names]
     for axis in single:
@@ -121,7 +121,7 @@ def read_axes(
             f"{where}: {len(shape)} dimensions {shape}, but the layout {text!r} has "
             f"{len(dims)}"
         )
-    extents = _extents(spec)
+    extents = extents_of(spec)
     axes = {axis: Axis(1, 0) for axis in AXES}
     for folded, size, innermost in zip(dims, shape, strides, strict=True):
         known = {axis: extents[axis] for axis in folded if axis != "block"}
@@ -141,6 +141,18 @@ def read_axes(
     return axes
 
 
+def extents_of(spec: KVSpec) -> Mapping[str, int]:
+    """Return how many steps each axis has; ``block``'s are the tensor's."""
+    return {
+        "layer": spec.layers,
+        "block": 0,
+        "kv": spec.components,
+        "token": spec.block_tokens,
+        "head": spec.kv_heads,
+        "dim": spec.head_dim,
+    }
+
+
 def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
     """Return the innermost axis that overlaps what lies inside it, or ``""``.
 
@@ -157,18 +169,6 @@ def overlapping(axes: Mapping[str, Axis], item_bytes: int) -> tuple[str, int]:
 _TOKEN: Final = re.compile(r"\(([^()]*)\)|([^\s()]+)")
 
 
-def _extents(spec: KVSpec) -> Mapping[str, int]:
-    """Return how many steps each axis has; ``block``'s are the tensor's."""
-    return {
-        "layer": spec.layers,
-        "block": 0,
-        "kv": spec.components,
-        "token": spec.block_tokens,
-        "head": spec.kv_heads,
-        "dim": spec.head_dim,
-    }
-
-
 def _with_extent(axis: str, extents: Mapping[str, int]) -> str:
     return "blocks" if axis == "block" else f"{axis} {extents[axis]}"
 
@@ -178,7 +178,7 @@ def _check_axes(
 ) -> None:
     """Refuse a written layout that lacks an axis of the tensor, or has one too many."""
     named = {axis for dim in dims for axis in dim}
-    extents = _extents(spec)
+    extents = extents_of(spec)
     elsewhere = {a for a, gone in (("layer", not layered), ("kv", apart)) if gone}
     for axis in AXES:
         if axis in named and axis in elsewhere and extents[axis] > 1:

@@ -15,10 +15,19 @@ from typing import Literal
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Bits, Blocks, BlockSet, Ids, among
+from kvwire.kv.blocks import (
+    Bits,
+    Blocks,
+    BlockSet,
+    Codes,
+    Ids,
+    MissingBlocks,
+    MissingOfGroup,
+    among,
+    join_missing,
+)
 from kvwire.kv.geometry import Tokens, describe
 from kvwire.kv.landed import Landed
-from kvwire.kv.missing import Codes, MissingBlocks, MissingOfGroup, join_missing
 from kvwire.kv.paged import PagedCache
 
 

@@ -32,12 +32,11 @@ import numpy as np
 
 from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError
-from kvwire.kv.blocks import Bits, Blocks
+from kvwire.kv.blocks import Bits, Blocks, MissingBlocks, nothing_missing
 from kvwire.kv.canonical import Canonical, negotiate, pieces
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.geometry import Geometry, GroupGeometry, Tokens, describe
 from kvwire.kv.mapping import GroupMap, Steps
-from kvwire.kv.missing import MissingBlocks, nothing_missing
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.spec import KVSpec
 

@@ -243,7 +243,7 @@ def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
     """
     holders: dict[int, list[int]] = {}
     for index, spec in enumerate(there):
-        common = _overlap(here.heads, spec.heads)
+        common = overlap(here.heads, spec.heads)
         if common:
             holders.setdefault(common.start, []).append(index)
     chosen: list[int] = []
@@ -253,7 +253,7 @@ def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
             raise UsageError(f"shards: none of {len(there)} peers holds KV head {head}")
         replicas = holders[head]
         chosen.append(replicas[here.shard[0] % len(replicas)])
-        head = _overlap(here.heads, there[chosen[-1]].heads).stop
+        head = overlap(here.heads, there[chosen[-1]].heads).stop
     return tuple(chosen)
 
 
@@ -271,7 +271,8 @@ _NUMBERS: Final = (
 )
 
 
-def _overlap(a: range, b: range) -> range:
+def overlap(a: range, b: range) -> range:
+    """Return what two ranges have in common."""
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 

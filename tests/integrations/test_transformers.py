@@ -26,7 +26,7 @@ from kvwire.integrations.transformers import (  # noqa: E402
     TensorPool,
     kv_spec,
 )
-from kvwire.kv.missing import MissingBlocks  # noqa: E402
+from kvwire.kv.blocks import MissingBlocks  # noqa: E402
 from kvwire.kv.outcome import nothing_landed  # noqa: E402
 
 BLOCK_TOKENS = 16

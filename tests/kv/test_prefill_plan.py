@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import BlockSet
-from kvwire.kv.missing import MissingBlocks, MissingOfGroup
+from kvwire.kv.blocks import BlockSet, MissingBlocks, MissingOfGroup
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
 from tests.support.depth import examples

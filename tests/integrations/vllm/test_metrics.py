@@ -15,8 +15,7 @@ from kvwire.integrations.vllm.metrics import (
     observe_sent,
     summary,
 )
-from kvwire.kv.blocks import BlockSet
-from kvwire.kv.missing import MissingBlocks
+from kvwire.kv.blocks import BlockSet, MissingBlocks
 
 OUTCOME = kvwire.Outcome(
     complete=True,
