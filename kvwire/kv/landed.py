@@ -32,14 +32,14 @@ class Landed:
         self._cells: list[Bits] = []
         self._left: list[npt.NDArray[np.int64]] = []
         for index, walk in enumerate(plan.groups):
-            if plan.moves_all(index):
+            if plan.maps[index].moves_all:
                 shape = len(walk.layers), walk.granules
                 self._cells.append(np.zeros(shape, np.bool_))
                 left = np.empty(shape[0], np.int64)
                 left.fill(walk.granules)
                 self._left.append(left)
                 continue
-            here = ~plan.wanted(index) & held
+            here = ~plan.maps[index].wanted & held
             cells = np.repeat(here[None, :], len(walk.layers), axis=0)
             self._cells.append(cells)
             self._left.append(np.count_nonzero(~cells, axis=1))
@@ -54,9 +54,9 @@ class Landed:
         """Mark a segment; False, and nothing, if a byte that moves in it was marked."""
         part, left = self._views(segment)
         moving = part
-        if not self.plan.moves_all(segment.group):
+        if not self.plan.maps[segment.group].moves_all:
             first = segment.granule
-            wanted = self.plan.wanted(segment.group)
+            wanted = self.plan.maps[segment.group].wanted
             moving = part & wanted[first : first + segment.granules]
         if np.logical_or.reduce(moving, axis=None):
             return False
@@ -121,7 +121,7 @@ class Landed:
         What the consumer had before is in them or not, whatever makes fewer of them: it
         does not move in any case.
         """
-        held = ~self.plan.wanted(segment.group)[segment.granule_slice]
+        held = ~self.plan.maps[segment.group].wanted[segment.granule_slice]
         return [
             Segment(
                 segment.group,
@@ -151,13 +151,12 @@ class Landed:
     @property
     def nbytes(self) -> int:
         """Return how many payload bytes have landed, without what was there before."""
-        plan = self.plan
         moved = (
-            np.count_nonzero(cells if plan.moves_all(i) else cells[:, plan.wanted(i)])
-            for i, cells in enumerate(self._cells)
+            np.count_nonzero(cells if part.moves_all else cells[:, part.wanted])
+            * part.granule_bytes
+            for part, cells in zip(self.plan.maps, self._cells, strict=True)
         )
-        sizes = (walk.granule_bytes for walk in plan.groups)
-        return sum(int(n) * size for n, size in zip(moved, sizes, strict=True))
+        return int(sum(moved))
 
     def layer(self, layer: int, group: str | None = None) -> bool:
         """Tell whether a layer, by the model's index, of every block has landed.
@@ -180,7 +179,7 @@ class Landed:
     def by_layer(self, group: int) -> Bits:
         """Return which layers of which local blocks landed: (layers, blocks)."""
         cells = self._cells[group]
-        per_block = self.plan.granules_per_block(group)
+        per_block = self.plan.maps[group].granules_per_block
         blocks = self.plan.lists[self.plan.groups[group].group].size
         # The last block may have room behind the last granule; nothing is owed there.
         padded = np.ones((cells.shape[0], blocks * per_block), np.bool_)

@@ -118,15 +118,6 @@ class PlanTemplate:
         )
 
 
-def template_of(
-    cache: PagedCache, local: Geometry, peer: Geometry, side: PlanSide
-) -> PlanTemplate:
-    """Return what two descriptions settle, computed when they meet first."""
-    # The template keeps both alive, so no other description has one of these numbers.
-    key = id(local), id(peer), side is PlanSide.PRODUCER
-    return computed_once(cache, key, lambda: PlanTemplate(cache, local, peer, side))
-
-
 class TransferPlan:
     """Says how one side takes part in one transfer. Immutable.
 
@@ -135,12 +126,12 @@ class TransferPlan:
     """
 
     __slots__ = (
-        "_maps",
         "_whole",
         "groups",
         "indices",
         "lists",
         "local",
+        "maps",
         "nbytes",
         "side",
         "template",
@@ -164,7 +155,12 @@ class TransferPlan:
         self.side = side
         self.lists: BlockLists = cache.block_lists(blocks)
         self.local: Geometry = local or describe(cache, self.lists, tokens)
-        template = template_of(cache, self.local, peer, side)
+        # The template keeps both ends alive, so no other has one of their numbers.
+        template = computed_once(
+            cache,
+            (id(self.local), id(peer), side is PlanSide.PRODUCER),
+            lambda: PlanTemplate(cache, self.local, peer, side),
+        )
         self.template: PlanTemplate = template
         self.groups: tuple[Canonical, ...] = template.groups
         self.indices: dict[str, int] = template.indices
@@ -173,7 +169,7 @@ class TransferPlan:
             consumer = peer if side is PlanSide.PRODUCER else self.local
             wanted = _wanted(self.groups, consumer, have)
         self._whole = not have
-        self._maps = tuple(
+        self.maps: tuple[GroupMap, ...] = tuple(
             [
                 GroupMap(walk, steps.memory, self.lists[walk.group], granules, steps)
                 for walk, steps, granules in zip(
@@ -219,7 +215,7 @@ class TransferPlan:
 
         Layers are counted from this side's first, blocks in the local list.
         """
-        walk, group_map = self.groups[index], self._maps[index]
+        walk, group_map = self.groups[index], self.maps[index]
         first = group_map.memory.spec.first_layer
         start = max(first + layers.start, walk.layers.start)
         stop = min(first + layers.stop, walk.layers.stop)
@@ -259,7 +255,7 @@ class TransferPlan:
 
     def nbytes_of(self, segment: Segment) -> int:
         """Return the bytes of one segment, which is inside this transfer."""
-        group_map, granules = self._maps[segment.group], segment.granules
+        group_map, granules = self.maps[segment.group], segment.granules
         if not group_map.moves_all:
             granules = int(np.count_nonzero(group_map.wanted[segment.granule_slice]))
         return segment.layers * granules * group_map.granule_bytes
@@ -267,12 +263,12 @@ class TransferPlan:
     def fragments(self, segment: Segment) -> Fragments:
         """Return where a segment lies here, in canonical order."""
         self.check(segment)
-        group_map = self._maps[segment.group]
+        group_map = self.maps[segment.group]
         return group_map.fragments(segment.layer_range, segment.granule_slice)
 
     def positions(self, segment: Segment) -> slice:
         """Return the positions of the block list that a segment covers."""
-        per_block = self._maps[segment.group].granules_per_block
+        per_block = self.maps[segment.group].granules_per_block
         last = segment.granule + segment.granules
         return slice(segment.granule // per_block, -(-last // per_block))
 
@@ -283,18 +279,6 @@ class TransferPlan:
             found[self.groups[segment.group].group][self.positions(segment)] = True
         return found
 
-    def granules_per_block(self, group: int) -> int:
-        """Return how many granules are in one local block of a group."""
-        return self._maps[group].granules_per_block
-
-    def wanted(self, group: int) -> Bits:
-        """Return which granules of a group move: (granules,)."""
-        return self._maps[group].wanted
-
-    def moves_all(self, group: int) -> bool:
-        """Tell whether all granules of a group are moved."""
-        return self._maps[group].moves_all
-
     def touched(self, segment: Segment, offset: int, nbytes: int) -> Bits:
         """Return the cells of a segment that a byte range is a part of."""
         if offset < 0 or nbytes < 0 or offset > self.nbytes_of(segment) - nbytes:
@@ -302,7 +286,7 @@ class TransferPlan:
                 f"segment: bytes {offset}+{nbytes} of {self.nbytes_of(segment)}"
             )
         walk = self.groups[segment.group]
-        granules = self._maps[segment.group].moved(segment.granule_slice)
+        granules = self.maps[segment.group].moved(segment.granule_slice)
         extents = walk.extents(segment.layers, granules.size)
         depth = 1 + max(walk.order.index("layer"), walk.order.index("block"))
         inner = math.prod(extents[axis] for axis in walk.order[depth:])
@@ -322,13 +306,13 @@ class TransferPlan:
         """Return 16 bytes, equal on both sides exactly if their walks are."""
         if self._whole:
             return self.template.digest
-        return _digest(self.groups, [group_map.wanted for group_map in self._maps])
+        return _digest(self.groups, [group_map.wanted for group_map in self.maps])
 
     def _segment(
         self, index: int, layers: int | slice | None, blocks: int | slice | None
     ) -> Segment | None:
         group = self.groups[index].group
-        spec = self._maps[index].memory.spec
+        spec = self.maps[index].memory.spec
         named = _layer_range(layers, spec, group)
         first = spec.first_layer
         at = _index_range(blocks, self.lists[group].size, f"blocks of group {group!r}")

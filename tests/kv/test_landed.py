@@ -113,7 +113,7 @@ def test_boxes_cover_what_landed_and_the_lacking_what_did_not(
     blocks = len(scenario.consumer.ids)
     have = np.array([data.draw(st.booleans()) for _ in range(blocks)])
     _, plan = scenario.plans({"kv": have})
-    landed, wanted = Landed(plan), plan.wanted(0)
+    landed, wanted = Landed(plan), plan.maps[0].wanted
     parts = data.draw(partitions(plan))
     for segment in parts:
         if data.draw(st.booleans()):

@@ -113,7 +113,10 @@ def test_blocks_of_a_segment() -> None:
     (segment,) = producer.segments(blocks=1)
     assert producer.positions(segment) == slice(1, 2)
     assert consumer.positions(segment) == slice(2, 4)
-    assert (producer.granules_per_block(0), consumer.granules_per_block(0)) == (2, 1)
+    assert (
+        producer.maps[0].granules_per_block,
+        consumer.maps[0].granules_per_block,
+    ) == (2, 1)
 
 
 @pytest.mark.parametrize(

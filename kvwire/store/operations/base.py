@@ -235,7 +235,7 @@ class Operation(ABC):
             per_hash = request.namespace.spec.block_tokens // walk.granule_tokens
             codes = np.repeat(self._codes[request], per_hash)
             landed.mark_granules(index, codes == _LANDED)
-            per_block = plan.granules_per_block(index)
+            per_block = plan.maps[index].granules_per_block
             granules.append((walk.group, codes.reshape(-1, per_block)))
         reasons = [
             (text, {name: (codes == code).any(axis=1) for name, codes in granules})
