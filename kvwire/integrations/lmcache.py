@@ -50,19 +50,15 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         self._bitmaps: dict[int, Any] = {}
 
     def get_store_event_fd(self) -> int:
-        """See LMCache."""
         return int(self._stored.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """See LMCache."""
         return int(self._found.fileno())
 
     def get_load_event_fd(self) -> int:
-        """See LMCache."""
         return int(self._loaded.fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """See LMCache."""
         number = next(self._numbers)
         sizes = [int(one.get_size()) for one in objects]
         puts = [
@@ -87,7 +83,6 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         return number
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """See LMCache."""
         with self._lock:
             over, self._stores = self._stores, {}
         return over
@@ -110,7 +105,6 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         return number
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """See LMCache."""
         with self._lock:
             return self._bitmaps.pop(task_id, None)
 
@@ -118,7 +112,6 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         """See LMCache; nothing was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """See LMCache."""
         number = next(self._numbers)
         gets = [
             self._store.get([_name(key)], self._page(one), [0])
@@ -135,7 +128,6 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         return number
 
     def query_load_result(self, task_id: int) -> Any:
-        """See LMCache."""
         return self.query_lookup_and_lock_result(task_id)
 
     def close(self) -> None:
@@ -145,7 +137,6 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
             notifier.close()
 
     def report_status(self) -> dict[str, Any]:
-        """See LMCache."""
         return {"is_healthy": True, "type": type(self).__name__, "store": repr(self)}
 
     def _page(self, one: Any) -> PagedCache:

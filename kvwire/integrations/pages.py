@@ -6,7 +6,7 @@ is below it, from threads without an event loop. To a store a page is a block of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -59,51 +59,32 @@ class PageStore:
 
     def present(self, keys: Sequence[bytes], pages: PagedCache) -> Future[list[bool]]:
         """Tell which pages are here, of the length of these."""
-
-        async def run(_: Communicator) -> list[bool]:
-            return await self._store.present(keys, pages)
-
-        return self._engine.start(run)
+        return self._engine.start(lambda _: self._store.present(keys, pages))
 
     def put(
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
     ) -> Future[list[bool]]:
         """Keep pages; tells which are kept when nothing reads the caller's any more."""
-
-        async def run(_: Communicator) -> list[bool]:
-            return await _landed(self._store.put(keys, pages, ids))
-
-        return self._engine.start(run)
+        return self._engine.start(lambda _: _landed(self._store.put, keys, pages, ids))
 
     def get(
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
     ) -> Future[list[bool]]:
         """Fill pages; tells which are whole when nothing writes to them any more."""
-
-        async def run(_: Communicator) -> list[bool]:
-            return await _landed(self._store.get(keys, pages, ids))
-
-        return self._engine.start(run)
+        return self._engine.start(lambda _: _landed(self._store.get, keys, pages, ids))
 
     def delete_all(self, pages: PagedCache) -> Future[None]:
         """Forget every page of the length of these, in all tiers."""
-
-        async def run(_: Communicator) -> None:
-            await self._store.delete_all(pages)
-
-        return self._engine.start(run)
+        return self._engine.start(lambda _: self._store.delete_all(pages))
 
     def close(self) -> None:
         """End the store, once what was begun is over."""
-
-        async def closed(_: Communicator) -> None:
-            await self._store.close()
-
-        self._engine.start(closed).result()
+        self._engine.start(lambda _: self._store.close()).result()
         self._engine.close()
 
 
-async def _landed(request: StoreRequest) -> list[bool]:
+async def _landed(move: Callable[..., StoreRequest], *what: Any) -> list[bool]:
+    request = move(*what)
     outcome = await request
     await request.drained()
     ids = outcome.lists[DEFAULT_GROUP]

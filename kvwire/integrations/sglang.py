@@ -75,34 +75,28 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         self._store: PageStore | None = PageStore(extra["tiers"], name=model, **how)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """See SGLang."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(mem_pool_host, _ANCHOR)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """See SGLang."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(host_pool, str(host_pool_name))
 
     def exists(self, key: str) -> bool:
-        """See SGLang."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """See SGLang."""
         return sum(takewhile(bool, self._present(_ANCHOR, keys)))
 
     def get(
         self, key: str, target_location: Any = None, target_sizes: Any = None
     ) -> Any:
-        """See SGLang."""
         (found,) = self.batch_get([key], [target_location])
         return found
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """See SGLang."""
         memory, landed = self._get(self._pools[_ANCHOR], keys)
         found: list[Any] = []
         for target, page, here in zip(target_locations, memory, landed, strict=True):
@@ -118,7 +112,6 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         target_location: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """See SGLang."""
         return self.batch_set([key], [value])
 
     def batch_set(
@@ -128,25 +121,21 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """See SGLang."""
         return all(self._put(self._pools[_ANCHOR], keys, values))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """See SGLang."""
         return self._fill(_ANCHOR, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
-        """See SGLang."""
         return self._keep(_ANCHOR, keys, host_indices)
 
     def batch_get_v2(
         self, transfers: list[Any], extra_info: Any = None
     ) -> dict[str, list[bool]]:
-        """See SGLang."""
         return {
             one.name: self._fill(str(one.name), one.keys or [], one.host_indices)
             for one in transfers
@@ -155,7 +144,6 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
     def batch_set_v2(
         self, transfers: list[Any], extra_info: Any = None
     ) -> dict[str, list[bool]]:
-        """See SGLang."""
         return {
             one.name: self._keep(str(one.name), one.keys or [], one.host_indices)
             for one in transfers

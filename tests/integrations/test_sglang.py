@@ -59,15 +59,12 @@ class HostPool:
             self.kv_buffer += torch.randn(shape, generator=chance).to(dtype)
 
     def get_data_page(self, index: int, flat: bool = True) -> Any:
-        """See SGLang."""
         return self.kv_buffer[:, :, index : index + PAGE].flatten()
 
     def get_dummy_flat_data_page(self) -> Any:
-        """See SGLang."""
         return torch.zeros_like(self.get_data_page(0))
 
     def set_from_flat_data_page(self, index: int, page: Any) -> None:
-        """See SGLang."""
         self.kv_buffer[:, :, index : index + PAGE] = page.reshape(2, 2, PAGE, 3, 8)
 
 

@@ -79,17 +79,14 @@ class KvwireTensorTransport(TensorTransportManager):
         self._exchange: TensorExchange | None = None
 
     def tensor_transport_backend(self) -> str:
-        """See Ray."""
         return NAME
 
     @staticmethod
     def is_one_sided() -> bool:
-        """See Ray."""
         return True
 
     @staticmethod
     def can_abort_transport() -> bool:
-        """See Ray."""
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
@@ -162,7 +159,6 @@ class KvwireTensorTransport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """See Ray."""
         return self.wait_fetch_complete(
             self.fetch_multiple_tensors(
                 obj_id, tensor_transport_metadata, communicator_metadata, target_buffers

@@ -94,13 +94,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM."""
         return self._scheduling.finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM."""
         return self._scheduling.finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -116,7 +114,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], ListeningAt]
     ) -> None:
-        """See vLLM."""
         self._scheduling.hear_addresses(
             {rank: said.address for rank, said in metadata.items()}
         )
@@ -124,23 +121,19 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     # --- worker -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """See vLLM."""
         super().register_kv_caches(kv_caches)
         if self._announcer is not None:
             self._working.announce(self._announcer)
 
     def get_handshake_metadata(self) -> ListeningAt:
-        """See vLLM."""
         return ListeningAt(self._working.address)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
-        """See vLLM."""
         super().bind_connector_metadata(connector_metadata)
         if self._announcer is not None:
             self._announcer.running = connector_metadata.step.running
 
     def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
-        """See vLLM."""
         sent, received = self._working.finished(finished_req_ids)
         return base.KVConnectorTransferResults(
             finished_sending=sent,
@@ -149,14 +142,12 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         )
 
     def get_kv_connector_stats(self) -> Any:
-        """See vLLM."""
         if self._worker is None:
             return None
         observed = self._worker.take_observed()
         return KvwireStats(data=observed) if observed else None
 
     def shutdown(self) -> None:
-        """See vLLM."""
         if self._announcer is not None:
             self._announcer.close()
         super().shutdown()
@@ -165,20 +156,17 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """See vLLM."""
         settings, _ = read_settings(extra_config, {})
         return settings.needs_layer_hooks
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """See vLLM."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings, _ = read_settings(extra, {})
         return settings.layout or None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """See vLLM."""
         return KvwireStats(data=data or {})
 
     @classmethod
@@ -189,7 +177,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        """See vLLM."""
         return KvwirePromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )

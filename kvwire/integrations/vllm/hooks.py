@@ -66,55 +66,45 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
     # --- scheduler --------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """See vLLM."""
         self._scheduling.begun(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See vLLM."""
         return self._scheduling.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        """See vLLM."""
         self._scheduling.allocated(
             request, blocks.get_block_ids() or (), num_external_tokens
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """See vLLM."""
         return StepMetadata(self._scheduling.step(scheduler_output))
 
     # --- worker -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """See vLLM."""
         self._working.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """See vLLM."""
         self._working.fence(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
-        """See vLLM."""
         super().bind_connector_metadata(connector_metadata)
         self._working.begin_step(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See vLLM."""
         self._working.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See vLLM."""
         assert self._worker is not None
         self._worker.wait_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """See vLLM."""
         assert self._worker is not None
         self._worker.layer_written(layer_name)
 
@@ -125,16 +115,13 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """See vLLM."""
         sent, received = self._working.finished(finished_req_ids)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See vLLM."""
         return self._working.take_errors()
 
     def shutdown(self) -> None:
-        """See vLLM."""
         if self._worker is not None:
             self._worker.close()
 

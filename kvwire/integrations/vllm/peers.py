@@ -16,18 +16,17 @@ P = TypeVar("P", Outgoing, Incoming)
 class Peers:
     """Keeps the connections that a worker has opened, by address, on one loop."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self) -> None:
         self._dials: dict[str, asyncio.Future[Connection]] = {}
 
-    async def connection(self, address: str) -> Connection:
+    async def connection(self, communicator: Communicator, address: str) -> Connection:
         """Return the connection to an address; the first caller dials it.
 
         Cancel safety: safe; the dialling goes on for whoever else waits.
         """
         dial = self._dials.get(address)
         if dial is None or _useless(dial):
-            dial = asyncio.ensure_future(self._communicator.connect(address))
+            dial = asyncio.ensure_future(communicator.connect(address))
             self._dials[address] = dial  # bounded by the engines of a deployment
         return await asyncio.shield(dial)
 

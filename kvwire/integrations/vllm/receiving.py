@@ -154,9 +154,10 @@ class PromptReceive(PromptEnd[Incoming]):
             blocks = {name: [0] * (name == first) for name in self._cache.groups}
             options = {"tokens": {name: len(ids) for name, ids in blocks.items()}}
         peers = self._route.peers
-        links = []
-        if not self._route.pushed:
-            links = [await self._peers.connection(peer.address) for peer in peers]
+        links = [
+            await self._peers.connection(communicator, peer.address)
+            for peer in (() if self._route.pushed else peers)
+        ]
         if self._after is not None and not load.declined:
             await communicator.fired(self._after)
         if self._route.pushed:

@@ -17,19 +17,15 @@ class KvwireStats(vllm_metrics.KVConnectorStats):  # type: ignore[misc]  # not t
     data: Observed
 
     def reset(self) -> None:
-        """See vLLM."""
         self.data = {}
 
     def aggregate(self, other: KvwireStats) -> KvwireStats:
-        """See vLLM."""
         return KvwireStats(data=added(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """See vLLM."""
         return summary(self.data)
 
     def is_empty(self) -> bool:
-        """See vLLM."""
         return not any(self.data.values())
 
 
@@ -58,7 +54,6 @@ class KvwirePromMetrics(vllm_metrics.KVConnectorPromMetrics):  # type: ignore[mi
                 self._histograms[engine][name] = histogram.labels(*values)
 
     def observe(self, transfer_stats_data: Observed, engine_idx: int = 0) -> None:
-        """See vLLM."""
         for name, values in transfer_stats_data.items():
             for value in values:
                 self._histograms[engine_idx][name].observe(value)

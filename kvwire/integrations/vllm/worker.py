@@ -33,9 +33,12 @@ from kvwire.integrations.vllm.metrics import (
 )
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import PromptReceive
-from kvwire.integrations.vllm.sending import PromptSend
+from kvwire.integrations.vllm.sending import (
+    ForwardPass,
+    PromptBlocks,
+    PromptSend,
+)
 from kvwire.integrations.vllm.topology import OwnRank, rank_route
-from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
 from kvwire.kv.spec import KVSpec
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -57,7 +60,7 @@ class WorkerSide:
         # vLLM names blocks that failed only where it has a single table of them.
         self._tables = len({shape.table for shape in shapes})
         self._engine = Engine(config)
-        self._peers = self._engine.start(_peers).result()
+        self._peers = Peers()
         self.address: str = settings.advertised(
             self._engine.listen(settings.address(self._rank))
         )
@@ -337,10 +340,6 @@ class WorkerSide:
         """Return what says which ranks meet: the spec of the most heads, the stage."""
         spec = max(self._specs().values(), key=lambda spec: spec.total_kv_heads)
         return OwnRank(spec, self._shapes[0].stage)
-
-
-async def _peers(communicator: Communicator) -> Peers:
-    return Peers(communicator)
 
 
 async def _drop_links(communicator: Communicator) -> None:

@@ -65,7 +65,6 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
     # --- scheduler --------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See vLLM."""
         said = connector_output
         self._scheduling.reported(
             said.finished_sending or (), said.finished_recving or ()
@@ -78,11 +77,9 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM."""
         return self._scheduling.finished(request), None
 
     def shutdown(self) -> None:
-        """See vLLM."""
         super().shutdown()
         if self._asking is not None:
             self._asking.close()
@@ -91,7 +88,6 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """See vLLM."""
         return StoreSettings.read(extra_config).parts > 1
 
 

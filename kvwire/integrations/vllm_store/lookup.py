@@ -79,17 +79,18 @@ class Lookup:
                     f"run on the host of its scheduler"
                 )
         self._addresses = [file.read_text() for file in files]
-        self._peers = engine.start(_peers).result()
+        self._peers = Peers()
         self.begin(())  # so that the first prompt need not dial
 
     def begin(self, hashes: Sequence[bytes]) -> Future[int]:
         """Ask how many leading blocks of a chain every rank has; never fails."""
         said = b"".join(hashes)
 
-        async def ask(_: Communicator) -> int:
+        async def ask(communicator: Communicator) -> int:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    asked = (self._ask(one, said) for one in self._addresses)
+                    there = self._addresses
+                    asked = (self._ask(communicator, one, said) for one in there)
                     return min(await asyncio.gather(*asked))
             except (KVWireError, TimeoutError, OSError) as exc:
                 logger.warning("the store was not asked: %s", str(exc) or repr(exc))
@@ -97,8 +98,8 @@ class Lookup:
 
         return self._engine.start(ask)
 
-    async def _ask(self, address: str, said: bytes) -> int:
-        connection = await self._peers.connection(address)
+    async def _ask(self, communicator: Communicator, address: str, said: bytes) -> int:
+        connection = await self._peers.connection(communicator, address)
         tag = next(self._tags)
         await connection.send(_QUESTIONS, tag.to_bytes(_NUMBER_BYTES, "little") + said)
         try:
@@ -106,7 +107,3 @@ class Lookup:
         except asyncio.CancelledError:
             connection.discard(tag)
             raise
-
-
-async def _peers(communicator: Communicator) -> Peers:
-    return Peers(communicator)

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvwire.integrations.vllm.identity import identity_of
 from kvwire.integrations.vllm.metadata import ScheduledRequest, scheduled_requests
-from kvwire.integrations.vllm_store.metadata import NamedBlocks, StoreStep
 from kvwire.kv.hashing import HashScheme
 
 Ask = Callable[[Sequence[bytes]], Future[int]]
@@ -28,6 +27,28 @@ Ask = Callable[[Sequence[bytes]], Future[int]]
 
 # An answer from this host takes a fraction of this, and to ask again costs a step.
 _PATIENCE_S: Final = 0.002
+
+
+class NamedBlocks(NamedTuple):
+    """Lists blocks of one request, each with the hash of its chain."""
+
+    request_id: str  # vLLM's name of the request
+    hashes: list[bytes]  # of full blocks, in token order
+    ids: list[int]  # where they lie
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreStep:
+    """Holds everything that the workers have to know for one step."""
+
+    loads: list[NamedBlocks] = field(default_factory=list)  # what begins to be loaded
+    # What is written when the step's forward pass is over.
+    saves: list[NamedBlocks] = field(default_factory=list)
+    # Requests whose blocks may be overwritten in this step.
+    fenced: set[str] = field(default_factory=set)
+    # Requests that are over; said is when their blocks have drained.
+    leaving: set[str] = field(default_factory=set)
+    idle: bool = False  # nothing is computed; the step is there to see what has arrived
 
 
 @dataclass(slots=True)

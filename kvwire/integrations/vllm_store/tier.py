@@ -60,7 +60,6 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self._asked: dict[str, dict[bytes, Future[list[bool]]]] = {}
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """See vLLM."""
         asked = self._asked.setdefault(req_context.req_id, {})
         if key not in asked:
             asked[key] = self._store.present([key], self._pages)
@@ -70,28 +69,22 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         return LookupResult.HIT if there else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """See vLLM."""
         self._begin(job_metadata, self._store.put)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """See vLLM."""
         self._begin(job_metadata, self._store.get)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """See vLLM."""
         over = [number for number, (_, moved) in self._jobs.items() if moved.done()]
         return [_result(*self._jobs.pop(number), self._pages.spec) for number in over]
 
     def has_pending_work(self) -> bool:
-        """See vLLM."""
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> Any:
-        """See vLLM."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """See vLLM."""
         self._asked.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
@@ -99,7 +92,6 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         wait([moved for _, moved in self._jobs.values()])
 
     def shutdown(self) -> None:
-        """See vLLM."""
         self._store.close()
 
     def _begin(self, job: Any, move: Any) -> None:

@@ -14,22 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from kvwire import BlockStore, Communicator, Engine, PagedCache, StoreRequest
 from kvwire.config import Config
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches, layer_index
+from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
-from kvwire.integrations.vllm_store.metadata import NamedBlocks, StoreStep
+from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
-
-# vLLM takes a step a millisecond while all it does is wait for KV, and each takes the
-# interpreter from the thread that moves it. A new request waits for so long at most.
-_IDLE_WAIT_S: Final = 0.01
 
 
 class _Load:
@@ -220,11 +217,7 @@ class StoreWorker:
     def close(self) -> None:
         """End the store, once what was begun is over."""
         self._file.unlink(missing_ok=True)
-
-        async def closed(_: Communicator) -> None:
-            await self._store.close()
-
-        self._engine.start(closed).result()
+        self._engine.start(lambda _: self._store.close()).result()
         self._engine.close()
 
     # --- inside -----------------------------------------------------------------------
@@ -275,7 +268,7 @@ class StoreWorker:
             waiting += self._saves.get(request_id, ())
         waiting = [one for one in waiting if not one.done()]
         if waiting:
-            wait(waiting, _IDLE_WAIT_S, return_when=FIRST_COMPLETED)
+            wait(waiting, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
 
 
 def _over(saves: Iterable[Future[None]]) -> bool:

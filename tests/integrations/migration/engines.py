@@ -30,27 +30,22 @@ class Request:
         self.on_pause: Callable[[], object] = lambda: None
 
     def written(self) -> Written | None:
-        """See RunningRequest."""
         if "pause" not in self.calls:
             self.tokens = min(self.tokens + self.grows, len(BLOCKS) * SIZE)
         return None if self.tokens >= self.ends_at else Written(BLOCKS, self.tokens)
 
     async def pause(self) -> None:
-        """See RunningRequest."""
         self.calls.append("pause")
         self.on_pause()
         await asyncio.sleep(0)
 
     def resume(self) -> None:
-        """See RunningRequest."""
         self.calls.append("resume")
 
     def state(self) -> bytes:
-        """See RunningRequest."""
         return self.said
 
     def release(self) -> None:
-        """See RunningRequest."""
         self.calls.append("release")
 
 

@@ -60,26 +60,21 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As torch."""
         return self.array.shape
 
     @property
     def dtype(self) -> str:
-        """As torch."""
         return self.array.dtype.name
 
     def data_ptr(self) -> int:
-        """As torch."""
         address: int = self.array.__array_interface__["data"][0]
         return address
 
     def stride(self, dim: int | None = None) -> Any:
-        """As torch."""
         strides = tuple(step // self.array.itemsize for step in self.array.strides)
         return strides if dim is None else strides[dim]
 
     def element_size(self) -> int:
-        """As torch."""
         return self.array.itemsize
 
 

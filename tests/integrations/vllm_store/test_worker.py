@@ -18,7 +18,7 @@ from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
-from kvwire.integrations.vllm_store.metadata import NamedBlocks, StoreStep
+from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
 from kvwire.integrations.vllm_store.worker import StoreWorker
 from kvwire.kv.hashing import HashScheme
 from tests.integrations.vllm.fakes import (

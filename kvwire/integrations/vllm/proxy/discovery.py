@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
@@ -32,6 +32,9 @@ from kvwire.integrations.vllm.announce import (
 from kvwire.limits import MEMBERS_MAX, PROXY_RANKS_MAX
 from kvwire.security.keys import is_loopback
 from kvwire.types import Address
+
+if TYPE_CHECKING:
+    from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -138,23 +141,13 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
     )
 
 
-class Listed(Protocol):
-    """What hears of engines, such as an :class:`EngineFleet`."""
-
-    def joined(self, key: str, member: VllmMember) -> None:
-        """Take a rank that is there."""
-
-    def left(self, key: str) -> None:
-        """Take it that a rank is gone."""
-
-
 class Discovery:
     """Tells a fleet what becomes of engines in a directory."""
 
     def __init__(
         self,
         directory: Directory,
-        fleet: Listed,
+        fleet: EngineFleet,
         allowed: AllowedHosts,
         selector: Selector | str = "",
     ) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire import KVSpec
-from kvwire.integrations.vllm.sending import PromptSend
-from kvwire.integrations.vllm.writing import ForwardPass, PromptBlocks
+from kvwire.integrations.vllm.sending import ForwardPass, PromptBlocks, PromptSend
 
 
 class Heard:
@@ -25,14 +24,12 @@ class Heard:
     def ready(
         self, group: str, layers: slice, blocks: slice, after: object | None
     ) -> None:
-        """See Departure."""
         assert not self.over
         self.layers.append(list(range(layers.start, layers.stop)))
         self.blocks.add((blocks.start, blocks.stop))
         self.events.append(after)
 
     def finish(self) -> None:
-        """See Departure."""
         self.over += 1
 
 
