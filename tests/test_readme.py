@@ -130,22 +130,6 @@ def test_python_is_marked_as_python() -> None:
     assert {name for name in languages if name.startswith("py")} == {"python"}
 
 
-def test_what_the_fragment_of_a_page_is() -> None:
-    page = Source(
-        "README.md",
-        "x\n```python\nimport a\n```\n\n"
-        "<!-- fragment -->\n```python\nf()\n```\n* y\n  ```sh\n  ls\n  ls\n  ```\n",
-    )
-    assert list(blocks(page)) == [
-        Block(
-            place="README.md:3", language="python", text="import a\n", fragment=False
-        ),
-        Block(place="README.md:8", language="python", text="f()\n", fragment=True),
-        Block(place="README.md:12", language="sh", text="ls\nls\n", fragment=False),
-    ]
-    assert expected_output("print(1)  # prints 1\nprint(2)\n") == "1\n"
-
-
 def test_names_that_kvwire_does_not_have() -> None:
     wrong = "from kvwire.types import Addres\nawait kvwire.oppen(kvwire.Config())"
     assert sorted(unknown_names(wrong)) == [

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvwire import ConnectionClosed, KVWireError, Region
+from kvwire import Communicator, Connection, ConnectionClosed, KVWireError, Region
 from kvwire.limits import EAGER_BYTES
 from kvwire.types import AccessName
 from tests.fault.interrupt import How, Interrupted
@@ -29,12 +29,15 @@ class Scene:
     """A pair, and what else goes on while something of it is interrupted."""
 
     def __init__(self, pair: Pair) -> None:
-        self.pair = pair
+        self.near, self.far = pair.near, pair.far
+        self.left, self.right = pair.left, pair.right
+        self.address = pair.address
         self._beside: list[asyncio.Future[Any]] = []
 
-    def beside(self, awaitable: Awaitable[Any]) -> None:
+    def beside(self, other: Awaitable[Any], awaited: Awaitable[Any]) -> Awaitable[Any]:
         """Let the other side do its part."""
-        self._beside.append(asyncio.ensure_future(awaitable))
+        self._beside.append(asyncio.ensure_future(other))
+        return awaited
 
     async def end(self) -> None:
         """Stop what still goes on."""
@@ -42,96 +45,57 @@ class Scene:
             future.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
 
+    def region(self, access: AccessName) -> Region:
+        """Memory of the far side."""
+        return self.far.register(bytearray(len(LARGE)), access)
 
-def _region(scene: Scene, access: AccessName) -> Region:
-    return scene.pair.far.register(bytearray(len(LARGE)), access)
+    def connect(self) -> Awaitable[Any]:
+        """Another connection."""
+        return self.near.connect(self.address)
 
+    def released(self) -> Awaitable[Any]:
+        """A message that is received, and its memory."""
+        return self.beside(self.right.recv(1), self.left.send(1, LARGE).released())
 
-def listen(scene: Scene) -> Awaitable[Any]:
-    return scene.pair.near.listen("localhost:0")
+    def close_region(self) -> Awaitable[Any]:
+        """The end of memory that is written to."""
+        region = self.region("write")
+        put = self.left.put(LARGE, region.grant(self.right))
+        return self.beside(put, region.close())
 
-
-def connect(scene: Scene) -> Awaitable[Any]:
-    return scene.pair.near.connect(scene.pair.address)
-
-
-def accept(scene: Scene) -> Awaitable[Any]:
-    scene.beside(connect(scene))
-    return scene.pair.far.accept()
-
-
-def iterate(scene: Scene) -> Awaitable[Any]:
-    scene.beside(connect(scene))
-    return anext(scene.pair.far.connections())
-
-
-def send(scene: Scene) -> Awaitable[Any]:
-    scene.beside(scene.pair.right.recv(1))
-    return scene.pair.left.send(1, LARGE)
+    def close(self, end: Communicator | Connection) -> Awaitable[Any]:
+        """The end of what sends a message that is received."""
+        received = self.right.recv(1)
+        self.left.send(1, LARGE)
+        return self.beside(received, end.close())
 
 
-def receive(scene: Scene) -> Awaitable[Any]:
-    scene.beside(scene.pair.left.send(1, LARGE))
-    return scene.pair.right.recv(1)
+COROUTINES: dict[str, Callable[[Scene], Awaitable[Any]]] = {
+    "listen": lambda s: s.near.listen("localhost:0"),
+    "connect": Scene.connect,
+    "accept": lambda s: s.beside(s.connect(), s.far.accept()),
+    "iterate": lambda s: s.beside(s.connect(), anext(s.far.connections())),
+    "send": lambda s: s.beside(s.right.recv(1), s.left.send(1, LARGE)),
+    "receive": lambda s: s.beside(s.left.send(1, LARGE), s.right.recv(1)),
+    "receive into": lambda s: s.beside(
+        s.left.send(1, b"small"), s.right.recv(1, bytearray(5))
+    ),
+    "put": lambda s: s.left.put(LARGE, s.region("write").grant(s.right)),
+    "get": lambda s: s.left.get(s.region("read").grant(s.right), bytearray(len(LARGE))),
+    "released": Scene.released,
+    "close a region": Scene.close_region,
+    "close a connection": lambda s: s.close(s.left),
+    "wait_closed": lambda s: s.beside(s.right.close(), s.left.wait_closed()),
+    "close a communicator": lambda s: s.close(s.near),
+}
 
 
-def receive_into(scene: Scene) -> Awaitable[Any]:
-    scene.beside(scene.pair.left.send(1, b"small"))
-    return scene.pair.right.recv(1, bytearray(5))
-
-
-def put(scene: Scene) -> Awaitable[Any]:
-    grant = _region(scene, "write").grant(scene.pair.right)
-    return scene.pair.left.put(LARGE, grant)
-
-
-def get(scene: Scene) -> Awaitable[Any]:
-    grant = _region(scene, "read").grant(scene.pair.right)
-    return scene.pair.left.get(grant, bytearray(len(LARGE)))
-
-
-def released(scene: Scene) -> Awaitable[Any]:
-    scene.beside(scene.pair.right.recv(1))
-    return scene.pair.left.send(1, LARGE).released()
-
-
-def close_region(scene: Scene) -> Awaitable[Any]:
-    region = _region(scene, "write")
-    scene.beside(scene.pair.left.put(LARGE, region.grant(scene.pair.right)))
-    return region.close()
-
-
-def close_connection(scene: Scene) -> Awaitable[Any]:
-    scene.beside(scene.pair.right.recv(1))
-    scene.pair.left.send(1, LARGE)
-    return scene.pair.left.close()
-
-
-def wait_closed(scene: Scene) -> Awaitable[Any]:
-    scene.beside(scene.pair.right.close())
-    return scene.pair.left.wait_closed()
-
-
-def close_communicator(scene: Scene) -> Awaitable[Any]:
-    scene.beside(scene.pair.right.recv(1))
-    scene.pair.left.send(1, LARGE)
-    return scene.pair.near.close()
-
-
-COROUTINES = (
-    *(listen, connect, accept, iterate, send, receive, receive_into, put, get),
-    *(released, close_region, close_connection, wait_closed, close_communicator),
-)
-
-
-async def interrupt(
-    coroutine: Callable[[Scene], Awaitable[Any]], at: int, how: How, *, death: bool
-) -> bool:
+async def interrupt(name: str, at: int, how: How, *, death: bool) -> bool:
     """One case; False if the coroutine has no such suspension."""
     async with connected(close_timeout_s=0.5) as pair:
         scene = Scene(pair)
         peer_dies = pair.far.abort if death else None
-        interrupted = Interrupted(coroutine(scene), at, how, also=peer_dies)
+        interrupted = Interrupted(COROUTINES[name](scene), at, how, also=peer_dies)
         task = asyncio.create_task(interrupted.run())
         await asyncio.wait([task])
         if not interrupted.hit:
@@ -159,24 +123,12 @@ async def expect_usable_or_closed(pair: Pair) -> None:
             await end.wait_closed()
 
 
-@pytest.mark.parametrize("coroutine", COROUTINES)
-@pytest.mark.parametrize("how", How)
-async def test_every_suspension(
-    coroutine: Callable[[Scene], Awaitable[Any]], how: How
-) -> None:
+@pytest.mark.parametrize("name", COROUTINES)
+@pytest.mark.parametrize("how", [*How, None])
+async def test_every_suspension(name: str, how: How | None) -> None:
+    """In every way, and the peer dies at the same moment."""
     for at in range(SUSPENSIONS_MAX):
-        if not await interrupt(coroutine, at, how, death=False):
-            break
-    else:
-        pytest.fail("the sweep did not reach the end of the coroutine")
-
-
-@pytest.mark.parametrize("coroutine", COROUTINES)
-async def test_every_suspension_and_the_peer_dies(
-    coroutine: Callable[[Scene], Awaitable[Any]],
-) -> None:
-    for at in range(SUSPENSIONS_MAX):
-        if not await interrupt(coroutine, at, How.CANCEL, death=True):
+        if not await interrupt(name, at, how or How.CANCEL, death=how is None):
             break
     else:
         pytest.fail("the sweep did not reach the end of the coroutine")

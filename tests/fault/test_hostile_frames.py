@@ -20,7 +20,7 @@ from kvwire.errors import ProtocolError
 from kvwire.proto.agreement import Identity
 from kvwire.security.keys import read_key_file, write_key_file
 from kvwire.types import TrustMode
-from kvwire.wire.control import AccessBody, Announce, Close, Credit, Fin, Ping, Ready
+from kvwire.wire.control import AccessBody, Announce, Close, Ping
 from kvwire.wire.header import FrameType, encode_header
 from tests.fault.stranger import TERMS, Stranger, answering, dial, flipped, header_of
 from tests.support.core_pair.handshakes import identity
@@ -119,10 +119,6 @@ def too_many(stranger: Stranger) -> bytes:
     return b"".join(message(stranger) for _ in range(TERMS.window_messages + 1))
 
 
-def too_many_pings(stranger: Stranger) -> bytes:
-    return b"".join(ping(stranger) for _ in range(limits.PINGS_PER_SECOND_MAX + 3))
-
-
 def _body(frame_type: int, body: bytes, request: int = 0) -> Speech:
     return lambda stranger: stranger.raw_control(frame_type, body, request=request)
 
@@ -154,38 +150,10 @@ SPEECHES: list[tuple[str, str, Speech]] = [
     ("nested", "KVW-CT-01", _body(FrameType.PING, b"\x91" * 1000)),
     ("eager with a request", "KVW-MS-01", _header(FrameType.MESSAGE, request=1)),
     ("without credit", "KVW-CR-01", too_many),
-    (
-        "credit for nothing",
-        "KVW-CR-02",
-        lambda s: s.control(FrameType.CREDIT, Credit(1, 1)),
-    ),
     ("announced twice", "KVW-RQ-02", _both(announce, announce)),
-    (
-        "the other side's number",
-        "KVW-RQ-02",
-        lambda s: s.control(FrameType.ANNOUNCE, Announce(TAG8, 1), request=2),
-    ),
-    (
-        "ready for nothing",
-        "KVW-RQ-04",
-        lambda s: s.control(FrameType.READY, Ready(5), request=2),
-    ),
     ("data for nothing", "KVW-RQ-04", _data(b"x", request=2)),
     ("data for request 0", "KVW-RQ-04", _data(b"x")),
-    (
-        "put of nothing",
-        "KVW-OS-01",
-        lambda s: s.control(
-            FrameType.PUT, AccessBody(1, 1, bytes(16), 0, 0), request=1
-        ),
-    ),
-    (
-        "done with nothing",
-        "KVW-RQ-04",
-        lambda s: s.control(FrameType.FIN, Fin(1), request=2),
-    ),
     ("pong", "KVW-LV-01", lambda s: s.control(FrameType.PONG, Ping(9))),
-    ("ping flood", "KVW-LV-02", too_many_pings),
 ]
 
 
