@@ -2,6 +2,11 @@
 
 import os
 import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.pairs import SCHEMES, Pair, connected
 
 pytest_plugins = [
     "tests.support.depth",
@@ -28,3 +33,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_xdist_auto_num_workers() -> int:
     """Hook of pytest-xdist: one process more than cores, since many tests wait."""
     return min((os.cpu_count() or 1) + 1, 8)
+
+
+@pytest.fixture(params=SCHEMES)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """Two connected communicators, over a socket and in this process."""
+    async with connected(request.param) as found:
+        yield found

@@ -17,10 +17,8 @@ import pytest
 import kvwire
 from kvwire import (
     Address,
-    AuthenticationFailed,
     BackendUnavailable,
     ClosedOK,
-    Communicator,
     Config,
     HandshakeError,
     HandshakeTimeout,
@@ -28,7 +26,7 @@ from kvwire import (
     UsageError,
 )
 from kvwire.security.keys import write_key_file
-from tests.security.test_keys import MALFORMED, REACHABLE, UNKNOWN
+from tests.security.test_keys import MALFORMED, REACHABLE
 from tests.support.leaks import open_descriptors
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
 
@@ -94,13 +92,6 @@ async def test_a_name_is_made_if_none_is_given() -> None:
         assert len(one.incarnation) == 16
 
 
-async def test_a_wrong_configuration_is_found_before_anything_is_opened() -> None:
-    with pytest.raises(UsageError, match="did you mean 'name'"):
-        kvwire.open(nam="x")  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="No such file"):
-        await kvwire.open(trust="psk", psk_file="nowhere")
-
-
 # --- listening ------------------------------------------------------------------------
 
 
@@ -138,16 +129,6 @@ async def test_no_address_of_others_without_a_trust_mode(host: str) -> None:
         with pytest.raises(UsageError, match=r"address|trust"):
             await comm.connect(f"{host}:7400")
         assert bound() == before
-
-
-@pytest.mark.parametrize("host", UNKNOWN)
-async def test_a_name_that_nobody_knows(host: str) -> None:
-    """The call was right: the name is not known here, or not now."""
-    async with kvwire.open() as comm:
-        with pytest.raises(kvwire.ListenError, match=f"cannot listen on .*{host}:0"):
-            await comm.listen(f"{host}:0")
-        with pytest.raises(kvwire.ConnectError, match=f"cannot connect to .*{host}:7"):
-            await comm.connect(f"{host}:7")
 
 
 async def test_with_a_key_every_interface_may_be_listened_on(key: str) -> None:
@@ -228,46 +209,8 @@ async def test_close_while_connecting(deaf: Address, turns: int) -> None:
 # --- who the peer is ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-async def test_the_same_key_on_both_sides(scheme: str, key: str) -> None:
-    async with connected(scheme, trust="psk", psk_file=key) as pair:
-        await pair.left.send(1, b"known")
-        assert await pair.right.recv(1) == b"known"
-        assert pair.left.peer.trust == pair.right.peer.trust
-        assert pair.left.peer.trust.name == "PSK"
-
-
 def trusting(key: str, *accepted: str) -> dict[str, Any]:
     return {"trust": "psk", "psk_file": key, "psk_accept_files": accepted}
-
-
-async def refused(near: Communicator, far: Communicator, field: str) -> HandshakeError:
-    """Connecting fails for both sides, and the next one may try."""
-    address = await far.listen("127.0.0.1:0")
-    with pytest.raises(HandshakeError) as caught:
-        await near.connect(address)
-    assert caught.value.fields == (field,)
-    assert not far.live_connections
-    await until(lambda: not far._state.drivers)
-    await until(lambda: not near._state.drivers)
-    return caught.value
-
-
-@pytest.mark.parametrize("loopback", ["near", "far"])
-async def test_a_key_on_one_side_only(
-    key: str, loopback: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "kvwire")
-    configs = {"near": trusting(key), "far": trusting(key)} | {loopback: {}}
-    async with (
-        kvwire.open(**configs["near"]) as near,
-        kvwire.open(**configs["far"]) as far,
-    ):
-        error = await refused(near, far, "trust")
-        assert isinstance(error, AuthenticationFailed)
-        assert "loopback" in str(error)
-        assert "psk" in str(error)
-    assert "trust modes differ" in caplog.text
 
 
 async def test_keys_are_rotated_without_a_gap(key: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,17 +23,11 @@ from kvwire import (
     UsageError,
 )
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES
-from tests.support.pairs import SCHEMES, Pair, connected
+from tests.support.pairs import Pair, connected
 
 # Either side of each border between the ways a message can travel.
 SIZES = (0, 1, 4097, EAGER_BYTES, EAGER_BYTES + 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 1)
 LARGE = random.Random(1).randbytes(4 * EAGER_BYTES)
-
-
-@pytest.fixture(params=SCHEMES)
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    async with connected(request.param) as found:
-        yield found
 
 
 def content(nbytes: int) -> bytes:

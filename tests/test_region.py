@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,18 +24,12 @@ from kvwire import (
     UsageError,
 )
 from kvwire.limits import CHUNK_BYTES
-from tests.support.pairs import SCHEMES, Pair, connected, until
+from tests.support.pairs import Pair, connected, until
 
 SIZE = 2 * CHUNK_BYTES + 1000
 # Several turns of the loop, whatever is faster.
 HUGE = 16 << 20
 LARGE = random.Random(1).randbytes(SIZE)
-
-
-@pytest.fixture(params=SCHEMES)
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    async with connected(request.param) as found:
-        yield found
 
 
 async def handed_over(pair: Pair, grant: Grant) -> Grant:

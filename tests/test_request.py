@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
 from kvwire import DeadlineExceeded, PeerCancelled, Request, RequestCancelled
-from tests.support.pairs import SCHEMES, Pair, connected, until
+from tests.support.pairs import Pair, until
 
 LARGE = bytes(range(256)) * 1024
-
-
-@pytest.fixture(params=SCHEMES)
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    async with connected(request.param) as found:
-        yield found
 
 
 # --- ways to await --------------------------------------------------------------------

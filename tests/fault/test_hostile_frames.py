@@ -32,12 +32,6 @@ NO_GRANT = AccessBody(9, 1, bytes(16), 0, 10)
 Speech = Callable[[Stranger], bytes]
 
 
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with connected() as found:
-        yield found
-
-
 async def expect_rule(
     pair: Pair, stranger: Stranger, there: Connection, rule: str
 ) -> None:

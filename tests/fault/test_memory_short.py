@@ -10,7 +10,7 @@ import asyncio
 import mmap
 import resource
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from kvwire.limits import CHUNK_BYTES, MESSAGE_BYTES, MIB
 from kvwire.wire.control import Announce
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import dial
-from tests.support.pairs import Pair, connected, until
+from tests.support.pairs import Pair, until
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="/proc/self/statm is Linux's"
@@ -29,12 +29,6 @@ pytestmark = pytest.mark.skipif(
 TAG8 = (7).to_bytes(8, "little")
 LARGE_BYTES = 200 * MIB
 COUNT = 4
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with connected() as found:
-        yield found
 
 
 def memory_bytes() -> tuple[int, int]:

@@ -7,7 +7,7 @@ has said that it is through, or is gone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -16,16 +16,10 @@ from kvwire.limits import CHUNK_BYTES, HEADER_BYTES
 from kvwire.wire.control import AccessBody, Announce, Ready
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial
-from tests.support.pairs import Pair, connected, until
+from tests.support.pairs import Pair, until
 
 TAG = 7
 MESSAGE = b"m" * (CHUNK_BYTES // 2)
-
-
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    async with connected(close_timeout_s=0.5) as found:
-        yield found
 
 
 async def by_deadline(request: Request[int]) -> None:

@@ -112,12 +112,6 @@ def test_one_side_may_know_the_tokens() -> None:
             "dtype",
             "'kv' differs in dtype: dtype is 'bfloat16' at the producer",
         ),
-        (
-            side(),
-            side(layers=9),
-            "layers",
-            "layers is 8 at the producer and 9 at the consumer",
-        ),
         (side(), side(blocks=5), "blocks", "producer lists 4 blocks of 16 tokens, the"),
         (side(), side(block_tokens=32), "blocks", "list the blocks of the same tokens"),
         (
