@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from hypothesis import given, settings
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
 
 import kvwire
+from kvwire.kv.landed import Landed
 from kvwire_inproc import injected
 from tests.scenarios.schedules import Marked, Schedule, schedules
 from tests.scenarios.world import BLOCKS, LAYERS, Memory, World, same, world
@@ -38,6 +42,20 @@ def test_whatever_happens_the_outcome_is_exact(schedule: Schedule) -> None:
 
     with injected(schedule.faults):
         virtual_time.run(main())
+
+
+@pytest.mark.slow
+def test_a_resumed_transfer_that_takes_all_for_landed_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def all_of_it(landed: Landed, boxes: object) -> None:
+        landed.mark_granules(0, np.ones_like(landed.cells(0)[0]))
+
+    monkeypatch.setattr(Landed, "mark_boxes", all_of_it)
+    test: Any = test_whatever_happens_the_outcome_is_exact
+    once = settings(max_examples=500, phases=[Phase.generate], derandomize=True)
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        once(given(schedules(BLOCKS))(test.hypothesis.inner_test))()
 
 
 async def check_life(w: World, schedule: Schedule) -> None:
