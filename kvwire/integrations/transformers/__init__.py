@@ -28,8 +28,12 @@ window), transformers 5, one sequence a call, host memory.
 """
 
 from kvwire.integrations.marks import LayerMarks, Markable
-from kvwire.integrations.transformers.pool import TensorPool, kv_spec
-from kvwire.integrations.transformers.sequence import PagedLayer, PagedSequence
+from kvwire.integrations.transformers.sequence import (
+    PagedLayer,
+    PagedSequence,
+    TensorPool,
+    kv_spec,
+)
 
 __all__ = [
     "LayerMarks",

@@ -13,6 +13,7 @@ from kvwire.integrations.vllm.metadata import (
 )
 from kvwire.kv.hashing import HashScheme
 from tests.integrations.vllm.fakes import BLOCK_TOKENS, Worker
+from tests.support.waiting import eventually
 
 TOKENS = list(range(100, 110))  # two blocks and a half
 HASHES = HashScheme(BLOCK_TOKENS).block_hashes(TOKENS)
@@ -83,3 +84,20 @@ def write_layers(worker: Worker, blocks: list[int], names: Sequence[str]) -> Non
     for name in names:
         worker.write(name, blocks)
         worker.side.layer_written(name)
+
+
+def drained(worker: Worker) -> bool:
+    """End the prompt at prefill; whether its blocks come free."""
+    worker.side.finished(("p",))
+    return eventually(lambda: freed(worker))
+
+
+def prefill(worker: Worker, step: WorkerStep, blocks: list[int] = FROM) -> None:
+    """A step that computes some blocks of the prompt."""
+    worker.side.begin_step(step)
+    worker.forward(blocks)
+
+
+def arrives(worker: Worker) -> bool:
+    """Whether the prompt is there in the end, whole."""
+    return eventually(lambda: received(worker)) and worker.holds(INTO[:2])

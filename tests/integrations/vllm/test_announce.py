@@ -65,8 +65,9 @@ async def test_a_worker_announces_itself_until_it_is_closed(
             member = read_member(change.record, AllowedHosts())
             assert (member.url, member.address) == (http, worker.address)
             assert (member.rank, member.ranks, member.slots) == (1, 4, 4)
-            assert (member.role, member.model) == (announced, "a" * 32)
-            assert member.labels[KV_EVENTS] == "tcp://127.0.0.1:5557"
+            found = member.record
+            assert (found.role, found.model) == (announced, "a" * 32)
+            assert found.labels[KV_EVENTS] == "tcp://127.0.0.1:5557"
             assert len(change.record.specs) == 1
             announcer.running = 3
             change = await anext(changes)

@@ -22,9 +22,12 @@ from tests.integrations.vllm.steps import (
     FROM,
     INTO,
     addresses,
+    arrives,
+    drained,
     fetch,
     fetching,
     freed,
+    prefill,
     received,
     sending,
     write_layers,
@@ -132,21 +135,17 @@ def test_a_layer_is_read_once_the_gpu_has_written_it(
     p = gpus.worker(mode=mode, stream=stream)
     d = gpus.worker(mode=mode)
     fetch(d, fetching(addresses([p])))
-    p.side.begin_step(sending(FROM[:1], 4, addresses([d])))
-    p.forward(FROM[:1])
+    prefill(p, sending(FROM[:1], 4, addresses([d])), FROM[:1])
     assert eventually(lambda: d.holds(INTO[:1]))
     # There is a link now, and the plan is made: nothing else is left to wait for.
     gate = gpus.blocked(p)
-    p.side.begin_step(WorkerStep(written=[written(FROM[1:], 10)]))
-    p.forward(FROM)
+    prefill(p, WorkerStep(written=[written(FROM[1:], 10)]))
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
-    assert eventually(lambda: received(d))
-    assert d.holds(INTO[:2])
+    assert arrives(d)
     assert d.side.take_errors() == set()
-    p.side.finished(("p",))
-    assert eventually(lambda: freed(p))
+    assert drained(p)
 
 
 @pytest.mark.parametrize("stream", ["layer", "chunk"])
@@ -154,15 +153,13 @@ def test_an_event_is_recorded_where_the_hook_is_called(gpus: Gpus, stream: str) 
     """Not when the transfer begins, on another thread and behind other work."""
     p, d = gpus.worker(stream=stream), gpus.worker()
     loop, gate = gpus.stalled(p), gpus.blocked(p)
-    p.side.begin_step(sending(FROM, 10))
-    p.forward(FROM)
+    prefill(p, sending(FROM, 10))
     loop.set()
     fetch(d, fetching(addresses([p])))
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
-    assert eventually(lambda: received(d))
-    assert d.holds(INTO[:2])
+    assert arrives(d)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +198,7 @@ def test_as_few_events_as_there_are_orders(
     assert len(recorded) == events
     gate.set()
     fetch(d, fetching(addresses([p])))
-    assert eventually(lambda: received(d))
-    assert d.holds(INTO[:2])
+    assert arrives(d)
 
 
 def test_a_step_that_sends_nothing_records_nothing(
@@ -243,8 +239,7 @@ def test_blocks_are_written_once_the_gpu_no_longer_uses_them(
     assert d.compute is not None
     d.compute.call(lambda: seen.append(untouched(d)))
     fetch(d, fetching(addresses([p])))
-    p.side.begin_step(sending(FROM, 10, addresses([d])))
-    p.forward(FROM)
+    prefill(p, sending(FROM, 10, addresses([d])))
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
@@ -259,15 +254,13 @@ def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus, mode: str) 
     p, d = gpus.host_worker(mode=mode), gpus.worker(mode=mode)
     gate = gpus.blocked(d)
     fetch(d, fetching(addresses([p])))
-    p.side.begin_step(sending(FROM, 10, addresses([d])))
-    p.forward(FROM)
+    prefill(p, sending(FROM, 10, addresses([d])))
     let_run(p, d)
     d.side.finished(("d",))
     gate.set()
     assert eventually(lambda: received(d))
     assert untouched(d)
-    p.side.finished(("p",))
-    assert eventually(lambda: freed(p))
+    assert drained(p)
 
 
 def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
@@ -309,8 +302,7 @@ def test_kernels_may_read_what_a_gated_layer_waited_for(gpus: Gpus) -> None:
 def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     """A prompt's first block on its way, its copy queued on prefill's held device."""
     p, d = gpus.worker(**settings), gpus.host_worker()
-    p.side.begin_step(sending(FROM[:1], 4))
-    p.forward(FROM[:1])
+    prefill(p, sending(FROM[:1], 4), FROM[:1])
     (departure,) = p.side._departures.values()
     assert eventually(
         lambda: (
@@ -375,8 +367,7 @@ def test_a_gpu_that_fails_under_what_arrives_keeps_the_blocks(
     p, d = gpus.host_worker(), gpus.worker()
     gpus.of(d).hold()
     fetch(d, fetching(addresses([p])))
-    p.side.begin_step(sending(FROM, 10))
-    p.forward(FROM)
+    prefill(p, sending(FROM, 10))
     assert eventually(lambda: copying(d))
     gpus.of(d).fail(FAILURE)
     gpus.of(d).release()
@@ -394,15 +385,13 @@ def test_a_forward_pass_that_fails_sends_nothing(gpus: Gpus) -> None:
     p, d = gpus.worker(), gpus.host_worker()
     fetch(d, fetching(addresses([p])))
     gate = gpus.blocked(p)
-    p.side.begin_step(sending(FROM, 10))
-    p.forward(FROM)
+    prefill(p, sending(FROM, 10))
     gpus.of(p).fail(FAILURE)
     gate.set()
     assert eventually(lambda: received(d))
     assert d.side.take_errors() == set(INTO)
     assert untouched(d)
-    p.side.finished(("p",))
-    assert eventually(lambda: freed(p))
+    assert drained(p)
 
 
 def test_a_device_that_does_not_work_is_known_at_the_start(gpus: Gpus) -> None:

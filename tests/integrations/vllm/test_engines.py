@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import re
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +19,10 @@ import httpx
 import msgspec
 import pytest
 
+import kvwire
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.relay import BLOCK_TOKENS, Relay
 from tests.integrations.vllm.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
@@ -189,6 +194,61 @@ def test_clients_that_go_away(pair: Found) -> None:
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer is None or answer == pair.local(ids)
     assert eventually(lambda: pair.idle)
+
+
+LOST_OF = 8
+AFFECTED = re.compile(r"request\(s\) rescheduled \((\d+) tokens affected\)")
+
+
+def affected(pair: Found) -> int:
+    """Tokens that decode has computed again so far, as vLLM says."""
+    found = AFFECTED.findall(pair.decode.log.read_text(errors="replace"))
+    return sum(map(int, found))
+
+
+async def decoded(pair: Found, ids: list[int], landed: list[int]) -> list[int]:
+    """What decode makes of a prompt of which somebody between offers some blocks."""
+    name = secrets.token_hex(8)
+    sends = {"do_remote_decode": True, "transfer_id": name}
+    await asyncio.to_thread(pair.prefill.generate, ids, 1, kv_transfer_params=sends)
+    async with kvwire.open(require=["tcp"]) as comm:
+        relay = Relay(comm, await comm.listen("127.0.0.1:0"), blocks=LOST_OF)
+        await relay.take(pair.prefill, name)
+        loads, out = relay.offer(landed)
+        answer = await asyncio.to_thread(
+            pair.decode.generate, ids, kv_transfer_params=loads
+        )
+        assert len((await out).landed) == len(landed)
+    return tokens_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("lost", "again"),
+    [
+        ([], 0),
+        ([7], 1),
+        ([6, 7], 2),
+        ([4, 5, 6, 7], 4),
+        ([*range(8)], 8),
+        # One hole: vLLM computes what lies behind it as well.
+        ([0], 8),
+        ([3], 5),
+        ([3, 7], 5),
+        ([1, 2, 5, 6], 7),
+    ],
+    ids=str,
+)
+def test_only_what_lies_behind_the_first_hole_is_computed(
+    pair: Found, lost: list[int], again: int
+) -> None:
+    """vLLM itself counts what it computes again."""
+    seed = 100 + sum(2**block for block in lost)
+    ids = prompt(LOST_OF * BLOCK_TOKENS, seed)
+    want = pair.local(ids)
+    before = affected(pair)
+    landed = [block for block in range(LOST_OF) if block not in lost]
+    assert asyncio.run(decoded(pair, ids, landed)) == want
+    assert affected(pair) - before == again * BLOCK_TOKENS
 
 
 def test_a_prefill_engine_that_is_killed(pair: Found, tmp_path: Path) -> None:

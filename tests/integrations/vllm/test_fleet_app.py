@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 
@@ -17,11 +16,9 @@ from kvwire.integrations.vllm.announce import BOTH, DECODE
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.client import EngineResponse
-from kvwire.integrations.vllm.proxy.discovery import (
-    Discovery,
-)
+from kvwire.integrations.vllm.proxy.discovery import Discovery
+from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.requests import AT_ONCE
 from kvwire.limits import (
     PROXY_METRICS_BYTES_MAX,
     PROXY_RETRY_RESERVE,
@@ -37,6 +34,7 @@ from tests.integrations.vllm.test_proxy import (
     P2,
     Engines,
     Handler,
+    call,
     fine,
     refused,
     turns_until,
@@ -49,18 +47,6 @@ from tests.support.pairs import until
 def app(network: Engines, **options: Any) -> Starlette:
     fleet = options.pop("fleet", None) or EngineFleet([P1, P2], [D1, D2])
     return make_app(fleet, order=AT_ONCE, client=network, **options)
-
-
-async def call(
-    application: Starlette,
-    method: str,
-    path: str,
-    client: str = "127.0.0.1",
-    **more: Any,
-) -> httpx.Response:
-    transport = httpx.ASGITransport(application, client=(client, 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
-        return await user.request(method, path, **more)
 
 
 async def test_too_many_requests() -> None:
@@ -118,13 +104,8 @@ async def test_health_is_that_of_decode_engines() -> None:
     nobody = app(Engines(), fleet=EngineFleet())
     assert (await call(nobody, "GET", "/health")).status_code == 503
     said = await call(nobody, "POST", "/v1/completions", json=ASK)
-    assert (
-        said.status_code,
-        (await call(nobody, "GET", "/v1/models")).status_code,
-    ) == (
-        503,
-        503,
-    )
+    assert said.status_code == 503
+    assert (await call(nobody, "GET", "/v1/models")).status_code == 503
     assert "there is none that takes requests" in said.json()["error"]["message"]
 
 

@@ -13,10 +13,9 @@ from starlette.applications import Starlette
 
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
+from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import kept_by
-from kvwire.integrations.vllm.proxy.requests import AT_ONCE
-from tests.integrations.vllm.test_fleet_app import call
 from tests.integrations.vllm.test_proxy import (
     ASK,
     D1,
@@ -25,6 +24,7 @@ from tests.integrations.vllm.test_proxy import (
     Engines,
     Handler,
     answer,
+    call,
     refused,
     streamed,
 )

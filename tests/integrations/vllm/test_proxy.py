@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,16 +22,16 @@ from kvwire.integrations.vllm.proxy.client import (
     EngineResponse,
     Unanswered,
 )
-from kvwire.integrations.vllm.proxy.dispatch import GET_S, ClientRequest, Dispatcher
-from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
-from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.requests import (
+from kvwire.integrations.vllm.proxy.dispatch import (
     AT_ONCE,
+    GET_S,
     IN_SEQUENCE,
     for_decode,
     for_prefill,
     is_for_two,
 )
+from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.references import UNSIGNED
 from tests.support import virtual_time
 
@@ -41,6 +41,14 @@ D1 = VllmServer("http://d1", ("d1:1", "d1:2"))
 D2 = VllmServer("http://d2", ("d2:1",))
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
+SCOPE = {
+    "type": "http",
+    "asgi": {"spec_version": "2.4"},
+    "method": "POST",
+    "path": "/v1/completions",
+    "headers": [],
+    "query_string": b"",
+}
 
 Handler = Callable[[dict[str, Any]], Awaitable[EngineResponse]]
 
@@ -124,15 +132,7 @@ async def streamed(application: Starlette, **more: Any) -> AsyncGenerator[bytes]
         if message["type"] == "http.response.body":
             await parts.put(message["body"])
 
-    scope = {
-        "type": "http",
-        "asgi": {"spec_version": "2.4"},
-        "method": "POST",
-        "path": "/v1/completions",
-        "headers": [],
-        "query_string": b"",
-    }
-    running = asyncio.ensure_future(application(scope, receive, send))
+    running = asyncio.ensure_future(application(SCOPE, receive, send))
     try:
         while part := await parts.get():
             yield part
@@ -160,19 +160,28 @@ async def post(
     path: str = "completions",
     headers: dict[str, str] | None = None,
 ) -> Any:
-    transport = httpx.ASGITransport(application)
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://proxy"
-    ) as client:
-        return await client.post(
-            f"/v1/{path}", json=ASK if body is None else body, headers=headers
-        )
+    asked = ASK if body is None else body
+    return await call(application, "POST", f"/v1/{path}", json=asked, headers=headers)
+
+
+async def call(
+    application: Starlette,
+    method: str,
+    path: str,
+    client: str = "127.0.0.1",
+    **more: Any,
+) -> httpx.Response:
+    transport = httpx.ASGITransport(application, client=(client, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
+        return await user.request(method, path, **more)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 async def test_both_are_asked_for_one_transfer(path: str) -> None:
     engines = Engines()
-    said = await post(app(engines), {**ASK, "max_completion_tokens": 9}, path)
+    of_decoding = {"stream": True, "stream_options": {}, "n": 1}
+    body = {**ASK, "max_completion_tokens": 9, **of_decoding}
+    said = await post(app(engines), body, path)
     assert said.json() == {"tokens": 9}
     (prefill,), (decode,) = engines.params("p1"), engines.params("d1")
     assert prefill["transfer_id"] == decode["transfer_id"]
@@ -180,6 +189,7 @@ async def test_both_are_asked_for_one_transfer(path: str) -> None:
     assert (prefill["remote"], decode["remote"]) == (["d1:1", "d1:2"], ["p1:1"])
     asked = dict(engines.asked)["p1"]
     assert (asked["max_tokens"], asked["max_completion_tokens"]) == (1, 1)
+    assert not of_decoding.keys() & asked.keys()
 
 
 async def test_transfers_have_names_of_their_own_and_engines_take_turns() -> None:
@@ -196,12 +206,14 @@ async def test_transfers_have_names_of_their_own_and_engines_take_turns() -> Non
     assert sorted(engines.hosts()) == ["d1", "d1", "d2", "d2", "p1", "p1", "p2", "p2"]
 
 
-async def test_in_sequence_decode_waits_for_prefill() -> None:
+async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() -> None:
+    """Such as in which of the engines that one server has."""
+    where = {"transfer_id": "x", "remote": ["p1:9"], "signature": "00"}
     may_answer = asyncio.Event()
 
-    async def slow(body: dict[str, Any]) -> EngineResponse:
+    async def slow(_: dict[str, Any]) -> EngineResponse:
         await may_answer.wait()
-        return await fine(body)
+        return answer(200, {"kv_transfer_params": where})
 
     engines = Engines(p1=slow)
     asking = asyncio.ensure_future(post(app(engines, IN_SEQUENCE)))
@@ -212,17 +224,6 @@ async def test_in_sequence_decode_waits_for_prefill() -> None:
     may_answer.set()
     assert (await asking).status_code == 200
     assert engines.hosts() == ["p1", "d1"]
-
-
-async def test_in_sequence_prefill_says_where_the_kv_is() -> None:
-    """Such as in which of the engines that one server has."""
-    where = {"transfer_id": "x", "remote": ["p1:9"], "signature": "00"}
-
-    async def prefill(_: dict[str, Any]) -> EngineResponse:
-        return answer(200, {"kv_transfer_params": where})
-
-    engines = Engines(p1=prefill)
-    assert (await post(app(engines, IN_SEQUENCE))).status_code == 200
     assert engines.params("d1") == [where]
 
 
@@ -377,31 +378,6 @@ async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
     assert (await post(app(Engines(d1=breaks)))).json() == {"tokens": 9}
 
 
-async def test_a_client_that_goes_away_stops_both() -> None:
-    stopped: list[str] = []
-
-    def waits(name: str) -> Handler:
-        async def handler(_: dict[str, Any]) -> EngineResponse:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                stopped.append(name)
-            raise AssertionError
-
-        return handler
-
-    engines = Engines(p1=waits("prefill"), d1=waits("decode"))
-    async with AsyncExitStack() as stack:
-        dispatcher = Dispatcher(engines, EngineFleet([P1], [D1]), order=AT_ONCE)
-        asked = ClientRequest("/v1/completions", ASK)
-        asking = asyncio.ensure_future(dispatcher.ask(asked, stack))
-        await turns_until(lambda: len(engines.asked) == 2)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-    assert sorted(stopped) == ["decode", "prefill"]
-
-
 @pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
 async def test_a_client_that_goes_away_before_the_first_token(order: str) -> None:
     """The server says so while nothing was answered; nobody works for nobody."""
@@ -429,14 +405,7 @@ async def test_a_client_that_goes_away_before_the_first_token(order: str) -> Non
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "headers": [],
-        "query_string": b"",
-    }
-    await app(Engines(p1=waits, d1=waits), order)(scope, receive, send)
+    await app(Engines(p1=waits, d1=waits), order)(SCOPE, receive, send)
     assert stopped == ["one"] * (2 if order == AT_ONCE else 1)
     assert sent[0]["status"] == 499
 
@@ -460,27 +429,19 @@ async def test_what_is_no_request(body: Any) -> None:
 )
 async def test_what_engines_could_not_be_sent(content: bytes) -> None:
     engines = Engines()
-    transport = httpx.ASGITransport(app(engines))
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://proxy"
-    ) as client:
-        said = await client.post("/v1/completions", content=content)
+    said = await call(app(engines), "POST", "/v1/completions", content=content)
     assert said.status_code == 400
     assert "not JSON" in said.json()["error"]["message"]
     assert not engines.asked
 
 
-async def test_other_pages() -> None:
+async def test_models_are_those_of_any_decode_engine() -> None:
     engines = Engines(d2=refused)
-    transport = httpx.ASGITransport(app(engines))
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://proxy"
-    ) as client:
-        assert (await client.get("/health")).status_code == 200
-        for _ in range(3):  # whoever's turn it is
-            assert (await client.get("/v1/models")).status_code == 200
-        engines.handlers["d1"] = refused
-        assert (await client.get("/v1/models")).status_code == 503
+    application = app(engines)
+    for _ in range(3):  # whoever's turn it is
+        assert (await call(application, "GET", "/v1/models")).status_code == 200
+    engines.handlers["d1"] = refused
+    assert (await call(application, "GET", "/v1/models")).status_code == 503
 
 
 def test_an_engine_that_never_answers_a_get() -> None:
@@ -500,21 +461,17 @@ def test_an_engine_that_never_answers_a_get() -> None:
 
     async def models() -> None:
         engines = Engines(d1=hangs)
-        loop = asyncio.get_running_loop()
-        transport = httpx.ASGITransport(app(engines))
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://proxy", timeout=None
-        ) as client:
-            began = loop.time()
-            assert (await client.get("/v1/models")).status_code == 200
-            assert loop.time() - began == GET_S
-            assert engines.hosts() == ["d1", "d2"]
-            engines.handlers["d2"] = drips
-            said = await client.get("/v1/models")
-            assert said.status_code == 503
-            error = said.json()["error"]["message"]
-            assert error == "no decode engine answers: no answer within 10 s"
-            assert loop.time() - began == 3 * GET_S
+        loop, application = asyncio.get_running_loop(), app(engines)
+        began = loop.time()
+        assert (await call(application, "GET", "/v1/models")).status_code == 200
+        assert loop.time() - began == GET_S
+        assert engines.hosts() == ["d1", "d2"]
+        engines.handlers["d2"] = drips
+        said = await call(application, "GET", "/v1/models")
+        assert said.status_code == 503
+        error = said.json()["error"]["message"]
+        assert error == "no decode engine answers: no answer within 10 s"
+        assert loop.time() - began == 3 * GET_S
 
     virtual_time.run(models())
 
@@ -542,13 +499,6 @@ def test_an_engine_that_never_answers_a_get() -> None:
 )
 def test_what_two_engines_can_share(body: dict[str, Any], shared: bool) -> None:
     assert is_for_two(body) is shared
-
-
-def test_prefill_is_not_asked_for_what_decoding_does() -> None:
-    asked = for_prefill(
-        {**ASK, "stream": True, "stream_options": {}, "n": 1}, D1, "t", UNSIGNED
-    )
-    assert not {"stream", "stream_options", "n"} & asked.keys()
 
 
 NO_ENGINES = ["http://a", "a=b:1", "http://a=", "http://a=b"]

@@ -24,9 +24,12 @@ from tests.integrations.vllm.steps import (
     HASHES,
     INTO,
     addresses,
+    arrives,
+    drained,
     fetch,
     fetching,
     freed,
+    prefill,
     received,
     sending,
     write_layers,
@@ -40,8 +43,8 @@ def workers(
     producers: int = 1, consumers: int = 1, **settings: Any
 ) -> Iterator[tuple[list[Worker], list[Worker]]]:
     """The ranks of a prefill and of a decode engine."""
-    with engines((producers, 1), (consumers, 1), **settings) as (prefill, decode):
-        yield prefill, decode
+    with engines((producers, 1), (consumers, 1), **settings) as (there, here):
+        yield there, here
 
 
 @contextmanager
@@ -64,34 +67,39 @@ def engines(
         yield made
 
 
+@contextmanager
+def gated() -> Iterator[tuple[Worker, Worker]]:
+    """A prompt that is reported, of which the last layer is on its way."""
+    with workers(gate_layers=1) as ((p,), (d,)):
+        fetch(d, fetching(addresses([p])))
+        p.side.begin_step(sending(FROM, 10))
+        write_layers(p, FROM, NAMES[:-1])
+        assert eventually(lambda: received(d))
+        yield p, d
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
 def test_a_prompt_arrives(mode: str, stream: str) -> None:
     with workers(mode=mode, stream=stream) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10, addresses([d])))
-        p.forward(FROM)
-        assert eventually(lambda: received(d))
-        assert d.holds(INTO[:2])
+        prefill(p, sending(FROM, 10, addresses([d])))
+        assert arrives(d)
         assert d.side.take_errors() == set()
         # Only now does the scheduler end it, and hears at once that it has drained.
         assert p.side.finished(()) == (set(), set())
-        p.side.finished(("p",))
-        assert eventually(lambda: freed(p))
+        assert drained(p)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_chunks_leave_before_the_prompt_is_whole(mode: str) -> None:
     with workers(mode=mode) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM[:1], 5, addresses([d])))
-        p.forward(FROM[:1])
+        prefill(p, sending(FROM[:1], 5, addresses([d])), FROM[:1])
         assert eventually(lambda: d.holds(INTO[:1]))
         assert d.side.finished(()) == (set(), set())
-        p.side.begin_step(WorkerStep(written=[written(FROM[1:], 10)]))
-        p.forward(FROM)
-        assert eventually(lambda: received(d))
-        assert d.holds(INTO[:2])
+        prefill(p, WorkerStep(written=[written(FROM[1:], 10)]))
+        assert arrives(d)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -112,18 +120,15 @@ def test_engines_of_other_shapes(
     mode: str, producers: tuple[int, int], consumers: tuple[int, int]
 ) -> None:
     """Ranks of each stage, and stages."""
-    with engines(producers, consumers, mode=mode) as (prefill, decode):
-        for d in decode:
-            fetch(d, fetching(addresses(prefill), stages=producers[1]))
-        for p in prefill:
-            p.side.begin_step(sending(FROM, 10, addresses(decode), consumers[1]))
-            p.forward(FROM)
-        for d in decode:
-            assert eventually(lambda d=d: received(d))  # type: ignore[misc]
-            assert d.holds(INTO[:2])
-        for p in prefill:
-            p.side.finished(("p",))
-            assert eventually(lambda p=p: freed(p))  # type: ignore[misc]
+    with engines(producers, consumers, mode=mode) as (there, here):
+        for d in here:
+            fetch(d, fetching(addresses(there), stages=producers[1]))
+        for p in there:
+            prefill(p, sending(FROM, 10, addresses(here), consumers[1]))
+        for d in here:
+            assert arrives(d)
+        for p in there:
+            assert drained(p)
 
 
 @pytest.mark.parametrize(("there", "stages"), [((2, 1), 1), ((1, 2), 1), ((1, 3), 2)])
@@ -131,12 +136,11 @@ def test_a_request_that_names_too_few_ranks(
     there: tuple[int, int], stages: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All that the first ranks have arrives, and none of it is used."""
-    with engines(there, (1, 1)) as (prefill, (d,)):
-        some = prefill[:stages]
+    with engines(there, (1, 1)) as (others, (d,)):
+        some = others[:stages]
         fetch(d, fetching(addresses(some), stages=stages))
         for p in some:
-            p.side.begin_step(sending(FROM, 10))
-            p.forward(FROM)
+            prefill(p, sending(FROM, 10))
         assert eventually(lambda: received(d))
         assert d.side.take_errors() == set(INTO)
     assert any(
@@ -166,8 +170,7 @@ def test_blocks_of_other_sizes(mode: str, there: int, here: int) -> None:
             p.side.step_written()
             assert eventually(lambda: received(d))
             assert d.side.take_errors() == lost
-            p.side.finished(("p",))
-            assert eventually(lambda: freed(p))
+            assert drained(p)
         for name in NAMES:
             assert np.array_equal(
                 in_tokens(p.tensors[name][blocks]), in_tokens(d.tensors[name][into])
@@ -188,18 +191,15 @@ def test_memory_in_any_order_of_vllm(order: str) -> None:
         p, d = Worker(order=there), Worker(order=here)
         with closing(p), closing(d):
             fetch(d, fetching(addresses([p])))
-            p.side.begin_step(sending(FROM, 10))
-            p.forward(FROM)
-            assert eventually(lambda d=d: received(d))  # type: ignore[misc]
-            assert d.holds(INTO[:2])
+            prefill(p, sending(FROM, 10))
+            assert arrives(d)
             others = [block for block in range(BLOCKS) if block not in INTO]
             assert all((d.read(name)[others] == FREE).all() for name in NAMES)
 
 
 def test_what_is_here_is_neither_sent_nor_written_to() -> None:
     with workers() as ((p,), (d,)):
-        p.side.begin_step(sending(FROM, 10))
-        p.forward(FROM)
+        prefill(p, sending(FROM, 10))
         fetch(d, fetching(addresses([p]), cached=1))
         assert eventually(lambda: received(d))
         assert all((tensor[INTO[0]] == FREE).all() for tensor in d.tensors.values())
@@ -216,16 +216,11 @@ def test_a_layer_without_a_hook_is_sent_as_well() -> None:
         p.side.layer_written(NAMES[0])
         p.side.layer_written("model.layers.0.indexer")
         p.side.step_written()
-        assert eventually(lambda: received(d))
-        assert d.holds(INTO[:2])
+        assert arrives(d)
 
 
 def test_decode_begins_while_the_last_layer_is_on_its_way() -> None:
-    with workers(gate_layers=1) as ((p,), (d,)):
-        fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10))
-        write_layers(p, FROM, NAMES[:-1])
-        assert eventually(lambda: received(d))
+    with gated() as (p, d):
         for name in NAMES[:-1]:
             d.side.wait_layer(name)
         write_layers(p, FROM, NAMES[-1:])
@@ -237,11 +232,7 @@ def test_decode_begins_while_the_last_layer_is_on_its_way() -> None:
 
 
 def test_a_gated_layer_that_does_not_come_is_an_error() -> None:
-    with workers(gate_layers=1) as ((p,), (d,)):
-        fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10))
-        write_layers(p, FROM, NAMES[:-1])
-        assert eventually(lambda: received(d))
+    with gated() as (p, d):
         p.side.finished(("p",))
         d.side.wait_layer(NAMES[-1])
         d.side.finished(())
@@ -249,15 +240,10 @@ def test_a_gated_layer_that_does_not_come_is_an_error() -> None:
 
 
 def test_a_gated_request_that_ends_leaves_its_blocks_alone() -> None:
-    with workers(gate_layers=1) as ((p,), (d,)):
-        fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10))
-        write_layers(p, FROM, NAMES[:-1])
-        assert eventually(lambda: received(d))
+    with gated() as (p, d):
         d.side.fence(WorkerStep(fenced={"d"}))
         write_layers(p, FROM, NAMES[-1:])
-        p.side.finished(("p",))
-        assert eventually(lambda: freed(p))
+        assert drained(p)
         assert (d.tensors[NAMES[-1]] == FREE).all()
 
 
@@ -273,8 +259,7 @@ def test_a_rank_whose_heads_others_send_has_sent_at_once() -> None:
 def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
     with workers() as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM[:1], 4))
-        p.forward(FROM[:1])
+        prefill(p, sending(FROM[:1], 4), FROM[:1])
         p.side.fence(WorkerStep(fenced={"p", "somebody-else"}))
         for tensor in p.tensors.values():
             tensor[:] = 7
@@ -310,19 +295,16 @@ def test_a_request_that_is_aborted_at_decode() -> None:
     """Its blocks are free when it is reported, and prefill's as well."""
     with workers() as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM[:1], 4))
-        p.forward(FROM[:1])
+        prefill(p, sending(FROM[:1], 4), FROM[:1])
         d.side.finished(("d",))
         assert eventually(lambda: received(d))
-        p.side.finished(("p",))
-        assert eventually(lambda: freed(p))
+        assert drained(p)
 
 
 def test_a_request_that_is_aborted_at_prefill() -> None:
     with workers() as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM[:1], 4))
-        p.forward(FROM[:1])
+        prefill(p, sending(FROM[:1], 4), FROM[:1])
         p.side.finished(("p",))
         assert eventually(lambda: received(d))
         assert set(INTO[1:]) <= d.side.take_errors()
@@ -330,8 +312,7 @@ def test_a_request_that_is_aborted_at_prefill() -> None:
 
 def test_nobody_wants_it_any_more() -> None:
     with workers() as ((p,), (d,)):
-        p.side.begin_step(sending(FROM, 10))
-        p.forward(FROM)
+        prefill(p, sending(FROM, 10))
         p.side.finished(("p",))
         assert p.side._departures
         fetch(d, fetching(addresses([p]), declined=True))
@@ -341,10 +322,8 @@ def test_nobody_wants_it_any_more() -> None:
 
 def test_nobody_comes() -> None:
     with workers(lease_s=0.2) as ((p,), _):
-        p.side.begin_step(sending(FROM, 10))
-        p.forward(FROM)
-        p.side.finished(("p",))
-        assert eventually(lambda: freed(p))
+        prefill(p, sending(FROM, 10))
+        assert drained(p)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -355,18 +334,15 @@ def test_the_other_engine_is_not_there(mode: str) -> None:
         fetch(d, fetching(gone))
         assert eventually(lambda: received(d))
         assert d.side.take_errors() == set(INTO)
-        p.side.begin_step(sending(FROM, 10, gone))
-        p.forward(FROM)
-        p.side.finished(("p",))
-        assert eventually(lambda: freed(p))
+        prefill(p, sending(FROM, 10, gone))
+        assert drained(p)
 
 
 def test_a_prompt_that_was_fetched_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill has said where it is, and it is there no more: nobody waits for long."""
     monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
     with workers() as ((p,), (d,)):
-        p.side.begin_step(sending(FROM, 10))
-        p.forward(FROM)
+        prefill(p, sending(FROM, 10))
         p.side.finished(("p",))
         for missing in (set[int](), set(INTO)):
             fetch(d, fetching(addresses([p]), computed=True))
@@ -376,8 +352,7 @@ def test_a_prompt_that_was_fetched_before(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_another_prompt_is_refused() -> None:
     with workers() as ((p,), (d,)):
-        p.side.begin_step(sending(FROM, 10))
-        p.forward(FROM)
+        prefill(p, sending(FROM, 10))
         step = fetching(addresses([p]))
         step.loads[0].hashes = {"kv": HASHES[::-1]}
         fetch(d, step)
@@ -396,13 +371,11 @@ def test_transfers_before_there_is_a_cache() -> None:
 def test_a_step_that_only_waits_ends_with_what_it_waits_for() -> None:
     with workers() as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10))
-        p.forward(FROM)
+        prefill(p, sending(FROM, 10))
         for _ in range(1000):
             d.side.begin_step(WorkerStep(idle=True))
             if received(d):
                 break
         assert d.holds(INTO[:2])
         p.side.begin_step(WorkerStep(idle=True))
-        p.side.finished(("p",))
-        assert eventually(lambda: freed(p))
+        assert drained(p)

@@ -50,13 +50,8 @@ class VllmMember:
     rank: int  # which one
     ranks: int  # how many the engine has
     stages: int  # how many pipeline stages they are
-    start: str  # the incarnation
-    role: str  # what the engine does
-    model: str  # a fingerprint of its model
-    load: float  # how busy it says it is
     slots: int  # requests that it computes at once; 0 if it does not say
-    transports: tuple[str, ...]  # what can carry KV there
-    labels: dict[str, str]  # all of them
+    record: Record  # what it says else
 
 
 class AllowedHosts:
@@ -131,13 +126,8 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
         rank=rank,
         ranks=ranks,
         stages=stages,
-        start=record.key,
-        role=record.role,
-        model=record.model,
-        load=min(record.load, 1.0),
         slots=slots,
-        transports=record.transports,
-        labels=labels,
+        record=record,
     )
 
 

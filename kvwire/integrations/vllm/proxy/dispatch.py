@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,25 +27,25 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
+from kvwire.integrations.vllm.metadata import answer as kv_params
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
 from kvwire.integrations.vllm.proxy.client import (
     EngineClient,
     EngineResponse,
     Unanswered,
 )
-from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.requests import (
-    IN_SEQUENCE,
-    for_decode,
-    for_prefill,
-    is_for_two,
-    new_transfer_id,
-)
 from kvwire.integrations.vllm.references import UNSIGNED, References
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
+AT_ONCE: Final = "at-once"
+IN_SEQUENCE: Final = "in-sequence"
+
+# What a client may ask of decoding that makes no sense for one token of prefill.
+_OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
+_COPIES: Final = ("n", "best_of")
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500
 # For the whole of a GET, which computes nothing: an API server that is busy with long
@@ -294,3 +295,51 @@ def _quoted(body: bytes) -> str:
     with contextlib.suppress(ValueError, TypeError, KeyError):
         text = str(json.loads(text)["error"]["message"])
     return text[:_QUOTED_CHARS] or "no text"
+
+
+# --- what each of the two is asked ---------------------------------------------------
+
+
+def is_for_two(body: dict[str, Any]) -> bool:
+    """Tell whether two engines can share a request.
+
+    One transfer serves one sequence. And whoever is asked for the prompt's own
+    probabilities has to compute all of it: KV from elsewhere would be of no use.
+    """
+    if any(type(body.get(key, 1)) is int and body.get(key, 1) > 1 for key in _COPIES):
+        return False
+    if body.get("prompt_logprobs") is not None:
+        return False
+    if body.get("echo") and body.get("logprobs") is not None:
+        return False
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt:
+        return isinstance(prompt[0], int) or len(prompt) == 1
+    return True
+
+
+def new_transfer_id() -> str:
+    """Return a name that no other request has."""
+    return secrets.token_hex(16)
+
+
+def for_prefill(
+    body: dict[str, Any], decode: VllmServer, transfer_id: str, references: References
+) -> dict[str, Any]:
+    """Return the prefill engine's request: the prompt, and one token."""
+    asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
+    asked["max_tokens"] = 1
+    if "max_completion_tokens" in asked:
+        asked["max_completion_tokens"] = 1
+    params = kv_params(transfer_id, decode.remote, decode.stages)
+    params |= {"do_remote_decode": True, "do_remote_prefill": False}
+    return asked | {"kv_transfer_params": references.signed(params)}
+
+
+def for_decode(
+    body: dict[str, Any], prefill: VllmServer, transfer_id: str, references: References
+) -> dict[str, Any]:
+    """Return the decode engine's request: everything, with the KV elsewhere."""
+    params = kv_params(transfer_id, prefill.remote, prefill.stages)
+    params = references.signed(params)
+    return body | {"kv_transfer_params": params}

@@ -139,16 +139,18 @@ class EngineFleet:
         if first is None or any(rank not in ranks for rank in range(first.ranks)):
             self._retire(self._found.pop(url, None))
             return
-        start = " ".join(ranks[rank].start for rank in range(first.ranks))
+        start = " ".join(ranks[rank].record.key for rank in range(first.ranks))
         if found is None or found.start != start:
             self._retire(found)
             remote = tuple(ranks[rank].address for rank in range(first.ranks))
             server = VllmServer(url, remote, first.stages)
             found = VllmEngine(server=server, role="", start=start, ready=False)
             self._found[url] = found
-        found.role, found.model, found.slots = first.role, first.model, first.slots
-        found.load = max(ranks[rank].load for rank in range(first.ranks))
-        found.labels, found.transports = first.labels, first.transports
+        said, found.slots = first.record, first.slots
+        found.role, found.model = said.role, said.model
+        found.labels, found.transports = said.labels, said.transports
+        load = max(ranks[rank].record.load for rank in range(first.ranks))
+        found.load = min(1.0, load)
 
     def _retire(self, engine: VllmEngine | None) -> None:
         if engine is not None:

@@ -33,10 +33,10 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     ClientRequest,
     Dispatcher,
     EngineFailed,
+    is_for_two,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.requests import is_for_two
 from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
