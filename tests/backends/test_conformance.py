@@ -17,9 +17,7 @@ from kvwire.backend import Backend, registry
 from kvwire.config import Config
 from kvwire.security.tls import CredentialFiles
 from kvwire.testing.conformance import CHECKS, Check, Result, run_check
-from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
-from kvwire.testing.conformance.rig import LaneCheck
-from kvwire.testing.conformance.runner import TIMEOUT_S
+from kvwire.testing.conformance.runner import LANE_CHECKS, TIMEOUT_S, run_lane_check
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_local import LocalBackend
@@ -163,7 +161,7 @@ async def test_links(scheme: str, check: Check, address: Address) -> None:
 
 @pytest.mark.parametrize(("lanes", "check"), each_check(LANES))
 async def test_lanes(
-    lanes: Lanes, check: LaneCheck, monkeypatch: pytest.MonkeyPatch
+    lanes: Lanes, check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One-sided, all that can be lent is lent, and not only what is large.
     monkeypatch.setattr(one_sided, "LENT_BYTES_MIN", 1)
@@ -173,12 +171,12 @@ async def test_lanes(
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 @pytest.mark.parametrize(("lanes", "check"), each_check(ONE_LOOP))
-async def test_lanes_on_one_loop(lanes: Lanes, check: LaneCheck) -> None:
+async def test_lanes_on_one_loop(lanes: Lanes, check: Check) -> None:
     result = await run(lanes, check)
     assert result.passed, result.reason
 
 
-async def run(lanes: Lanes, check: LaneCheck) -> Result:
+async def run(lanes: Lanes, check: Check) -> Result:
     return await run_lane_check(
         check, lanes.make, lanes.settings(), lanes.timeout_s, lanes.address
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from kvwire.testing.conformance import CHECKS, Result, run_check
-from kvwire.testing.conformance.lanes import LANE_CHECKS, run_lane_check
+from kvwire.testing.conformance.runner import LANE_CHECKS, run_lane_check
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from tests.backends import planted_lanes, planted_links

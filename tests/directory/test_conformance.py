@@ -13,10 +13,9 @@ from kvwire.directory.base import Batch
 from kvwire.directory.file import FileDirectory
 from kvwire.errors import UsageError
 from kvwire.testing import check_directory
-from kvwire.testing.conformance import CheckFailed
+from kvwire.testing.conformance import Check, CheckFailed
 from kvwire.testing.conformance.directories import (
     DIRECTORY_CHECKS,
-    DirectoryCheck,
     DirectoryRig,
     run_directory_check,
 )
@@ -45,7 +44,7 @@ def nats_url() -> Iterator[str]:
 @pytest.mark.parametrize("check", DIRECTORY_CHECKS, ids=lambda check: check.id)
 async def test_directory(
     kind: str,
-    check: DirectoryCheck,
+    check: Check,
     urls: dict[str, str],
     request: pytest.FixtureRequest,
 ) -> None:

@@ -17,9 +17,9 @@ import ray
 
 from kvwire.directory import ChangeKind, open_directory
 from kvwire.directory import ray as on_ray
+from kvwire.testing.conformance import Check
 from kvwire.testing.conformance.directories import (
     DIRECTORY_CHECKS,
-    DirectoryCheck,
     run_directory_check,
 )
 from tests.directory.records import record
@@ -84,7 +84,7 @@ class TestOnRay:
         """Ray keeps threads and descriptors for as long as it is connected."""
 
     @pytest.mark.parametrize("check", DIRECTORY_CHECKS, ids=lambda check: check.id)
-    async def test_directory(self, check: DirectoryCheck) -> None:
+    async def test_directory(self, check: Check) -> None:
         # Its actor is started first, which takes longer than a check may.
         await open_directory("ray:kit").members()
         result = await run_directory_check(check, "ray:kit")

@@ -15,7 +15,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.arena import SEALS, Arena, arena_of
 from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments
-from kvwire.testing.conformance.bench import open_descriptors
+from kvwire.testing.conformance.rig import open_descriptors
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="memory is shared by descriptor on Linux only"

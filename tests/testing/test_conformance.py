@@ -14,7 +14,7 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.testing import check_backend, check_lanes
 from kvwire.testing.conformance import CHECKS, CheckFailed, Result
 from kvwire.testing.conformance.__main__ import main
-from kvwire.testing.conformance.lanes import LANE_CHECKS
+from kvwire.testing.conformance.runner import LANE_CHECKS
 from kvwire_inproc import InprocBackend
 
 

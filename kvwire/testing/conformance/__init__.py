@@ -6,9 +6,7 @@ or, from a shell, ``python -m kvwire.testing.conformance tcp``. It depends on no
 framework; docs/howto/write-a-backend.md shows one pytest test for each check.
 """
 
-from kvwire.testing.conformance.check import CheckFailed
-from kvwire.testing.conformance.report import Report, Result
-from kvwire.testing.conformance.rig import Check
+from kvwire.testing.conformance.check import Check, CheckFailed, Report, Result
 from kvwire.testing.conformance.runner import CHECKS, check_backend, run_check
 
 __all__ = [

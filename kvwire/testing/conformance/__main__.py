@@ -17,9 +17,14 @@ from typing import Any, Final
 import uvloop
 
 from kvwire.errors import KVWireError
-from kvwire.testing.conformance.lanes import LANE_CHECKS, check_lanes
-from kvwire.testing.conformance.report import Report, Result
-from kvwire.testing.conformance.runner import CHECKS, TIMEOUT_S, check_backend
+from kvwire.testing.conformance.check import Report, Result
+from kvwire.testing.conformance.runner import (
+    CHECKS,
+    LANE_CHECKS,
+    TIMEOUT_S,
+    check_backend,
+    check_lanes,
+)
 from kvwire.types import Address
 
 _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {

@@ -1,14 +1,15 @@
-"""A check: an id, the promise it is about, and a coroutine that fails if broken."""
+"""Checks: an id, the promise it is about, a coroutine, and what came of running it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-T = TypeVar("T")
-# What a check works with: a rig of links, or one of lanes.
-R = TypeVar("R")
+Run = Callable[..., Awaitable[None]]
+Cases = Mapping[str, Any] | None
 
 
 class CheckFailed(AssertionError):
@@ -20,11 +21,7 @@ class Planted(Exception):
 
 
 def raise_planted(*_: object) -> None:
-    """Raise, in the place of a callback.
-
-    Raises:
-        Planted: Always.
-    """
+    """Raise, in the place of a callback."""
     raise Planted
 
 
@@ -32,89 +29,183 @@ def require(condition: bool, otherwise: str) -> None:
     """Fail the check with ``otherwise`` unless the condition holds.
 
     Not an ``assert`` statement, which ``python -O`` would remove.
-
-    Raises:
-        CheckFailed: It does not hold.
     """
     if not condition:
         raise CheckFailed(otherwise)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckOf(Generic[R]):
-    """One thing that every backend must do.
+class Check:
+    """One thing that every backend, lane or directory must do.
 
     Attributes:
-        id: Its stable name, such as ``"close.flushes[many]"``.
-        promise: One line: what the backend promises.
-        run: Shows that a backend keeps it.
+        id: Its stable name, such as ``"close.flushed[many]"``.
+        promise: One line: what is promised.
+        run: Shows, on a rig, that it is kept.
     """
 
     id: str
     promise: str
-    run: Callable[[R], Awaitable[None]]
+    run: Run
 
 
-class GroupOf(Generic[R]):
+class Group:
     """Checks about one subject, in the order they are written.
 
-    Args:
-        name: The first part of their ids.
-        parts: Groups of links and of lanes that get each check as well.
+    A check gets a rig. One that takes two sides as well gets a pair that is joined, of
+    which the right side receives nothing yet if it is ``held``. With ``cases`` it is a
+    check for each: the promise names it where it has ``{}``, and its value comes last.
     """
 
-    def __init__(self, name: str, *parts: GroupOf[Any]) -> None:
-        self.name = name
-        self.checks: list[CheckOf[R]] = []
-        self._parts = parts
+    def __init__(self, name: str) -> None:
+        self.of_links: list[Check] = []
+        self.of_lanes: list[Check] = []
+        self._name = name
 
-    def check(
-        self, name: str, promise: str
-    ) -> Callable[[Callable[[R], Awaitable[None]]], None]:
-        """Register the decorated coroutine as one check."""
+    def links(
+        self, name: str, promise: str, cases: Cases = None, *, held: bool = False
+    ) -> Callable[[Run], Run]:
+        """Register the decorated coroutine as a check of links."""
+        return self._register((self.of_links,), name, promise, cases, held)
 
-        def register(run: Callable[[R], Awaitable[None]]) -> None:
-            self._add(name, promise, run)
+    def lanes(
+        self, name: str, promise: str, cases: Cases = None, *, held: bool = False
+    ) -> Callable[[Run], Run]:
+        """Register the decorated coroutine as a check of lanes."""
+        return self._register((self.of_lanes,), name, promise, cases, held)
+
+    def both(
+        self, name: str, promise: str, cases: Cases = None, *, held: bool = False
+    ) -> Callable[[Run], Run]:
+        """Register the decorated coroutine as a check of links, and one of lanes."""
+        where = self.of_links, self.of_lanes
+        return self._register(where, name, promise, cases, held)
+
+    def _register(
+        self,
+        where: tuple[list[Check], ...],
+        name: str,
+        promise: str,
+        cases: Cases,
+        held: bool,
+    ) -> Callable[[Run], Run]:
+        def register(run: Run) -> Run:
+            takes_pair = len(inspect.signature(run).parameters) > 2
+
+            async def on_rig(rig: Any, *case: Any) -> None:
+                if takes_pair:
+                    case = *await (rig.held_pair() if held else rig.pair()), *case
+                await run(rig, *case)
+
+            def add(case: str, promise: str, run: Run) -> None:
+                found = Check(id=f"{self._name}.{name}{case}", promise=promise, run=run)
+                for checks in where:
+                    checks.append(found)
+
+            if cases is None:
+                add("", promise, on_rig)
+            for case, value in (cases or {}).items():
+                bound = functools.partial(_run_case, on_rig, value)
+                add(f"[{case}]", promise.format(case), bound)
+            return run
 
         return register
 
-    def pair(
-        self, name: str, promise: str
-    ) -> Callable[[Callable[[R, Any, Any], Awaitable[None]]], None]:
-        """Register the decorated coroutine as one check of a pair that is joined."""
 
-        def register(run: Callable[[R, Any, Any], Awaitable[None]]) -> None:
-            async def paired(rig: Any) -> None:
-                await run(rig, *await rig.pair())
+async def _run_case(run: Run, value: Any, rig: Any) -> None:
+    await run(rig, value)
 
-            self._add(name, promise, paired)
 
-        return register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one check.
 
-    def each(
-        self, name: str, promise: str, cases: Mapping[str, T]
-    ) -> Callable[[Callable[[R, T], Awaitable[None]]], None]:
-        """Register the decorated coroutine as one check for each case.
+    Attributes:
+        check: Which.
+        seconds: How long it took.
+        reason: Why it failed; "" if it passed.
+    """
 
-        Args:
-            name: The checks' name, without the case.
-            promise: With ``{}`` where the case goes.
-            cases: By name; the value is passed to the coroutine.
+    check: Check
+    seconds: float
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the promise was kept."""
+        return not self.reason
+
+    def __str__(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        line = f"{verdict}  {self.check.id:<44}  {self.check.promise}"
+        return line if self.passed else f"{line}\n        {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What came of all checks of one backend.
+
+    Attributes:
+        backend: Its scheme.
+        results: In the order they ran.
+    """
+
+    backend: str
+    results: tuple[Result, ...]
+
+    @property
+    def passed(self) -> tuple[Result, ...]:
+        """The checks that passed."""
+        return tuple(result for result in self.results if result.passed)
+
+    @property
+    def failed(self) -> tuple[Result, ...]:
+        """The checks that failed, each with its reason."""
+        return tuple(result for result in self.results if not result.passed)
+
+    def raise_for_failures(self) -> None:
+        """Do nothing if all passed.
+
+        Raises:
+            CheckFailed: Some did not; the message has the reason of each.
         """
+        if self.failed:
+            raise CheckFailed(f"{self.summary}\n{self.failures}")
 
-        def register(run: Callable[[R, T], Awaitable[None]]) -> None:
-            def bound(value: T) -> Callable[[R], Awaitable[None]]:
-                return lambda rig: run(rig, value)
+    @property
+    def summary(self) -> str:
+        """One line: how many passed and failed."""
+        seconds = sum(result.seconds for result in self.results)
+        return (
+            f"backend {self.backend!r}: {len(self.passed)} of {len(self.results)} "
+            f"checks passed in {seconds:.1f} s"
+        )
 
-            for case, value in cases.items():
-                self._add(f"{name}[{case}]", promise.format(case), bound(value))
+    @property
+    def failures(self) -> str:
+        """Each check that failed, by its whole id, with the reason; a line each."""
+        return "\n".join(f"{r.check.id}: {r.reason}" for r in self.failed)
 
-        return register
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can hold of it."""
+        return {
+            "backend": self.backend,
+            "passed": len(self.passed),
+            "failed": len(self.failed),
+            "checks": [
+                {
+                    "id": result.check.id,
+                    "promise": result.check.promise,
+                    "passed": result.passed,
+                    "reason": result.reason,
+                    "seconds": round(result.seconds, 6),
+                }
+                for result in self.results
+            ],
+        }
 
-    def _add(
-        self, name: str, promise: str, run: Callable[[R], Awaitable[None]]
-    ) -> None:
-        check = CheckOf(id=f"{self.name}.{name}", promise=promise, run=run)
-        assert all(other.id != check.id for other in self.checks), f"two {check.id}"
-        for group in (self, *self._parts):
-            group.checks.append(check)
+    def __iter__(self) -> Iterator[Result]:
+        return iter(self.results)
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.results), self.summary])

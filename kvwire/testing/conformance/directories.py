@@ -12,12 +12,11 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
 from kvwire.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
-from kvwire.testing.conformance.check import CheckOf, GroupOf, require
-from kvwire.testing.conformance.report import Report, Result
+from kvwire.testing.conformance.check import Check, Group, Report, Result, require
 from kvwire.testing.conformance.runner import chosen, run_all, run_on
 
 TIMEOUT_S: Final = 15.0
@@ -27,12 +26,7 @@ _MANY: Final = 200
 
 
 class DirectoryRig:
-    """Holds the directories that one check opens, all of one URL.
-
-    Args:
-        url: Names the directory.
-        timeout_s: How long anything that a directory promises may take.
-    """
+    """Holds the directories that one check opens, all of one URL."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url = url
@@ -95,18 +89,19 @@ class DirectoryRig:
         return {record.key for record in found}
 
 
-DirectoryCheck: TypeAlias = CheckOf[DirectoryRig]
-group: GroupOf[DirectoryRig] = GroupOf("directory")
+# A directory has one kind of checks.
+group: Group = Group("directory")
+check = group.links
 
 
-@group.check("empty", "Nobody is there before anybody was announced")
-async def _empty(rig: DirectoryRig) -> None:
+@check("empty", "Nobody is there before anybody was announced")
+async def _(rig: DirectoryRig) -> None:
     found = await rig.members(rig.directory())
     require(not found, f"members {found} of a role that nobody has")
 
 
-@group.check("announced", "A member is there, with all that it said, for everybody")
-async def _announced(rig: DirectoryRig) -> None:
+@check("announced", "A member is there, with all that it said, for everybody")
+async def _(rig: DirectoryRig) -> None:
     record = rig.record(
         model="demo",
         specs={"full": "ab" * 16},
@@ -119,8 +114,8 @@ async def _announced(rig: DirectoryRig) -> None:
     require(found == (record,), f"announced {record}, found {found}")
 
 
-@group.check("joined", "Who watches gets who is there, and then who comes")
-async def _joined(rig: DirectoryRig) -> None:
+@check("joined", "Who watches gets who is there, and then who comes")
+async def _(rig: DirectoryRig) -> None:
     first, second = rig.record(name="first"), rig.record(name="second")
     directory = rig.directory()
     await rig.announce(directory, first)
@@ -130,8 +125,8 @@ async def _joined(rig: DirectoryRig) -> None:
         await rig.expect(changes, ChangeKind.JOINED, second)
 
 
-@group.check("changed", "A record that is announced anew takes the old one's place")
-async def _changed(rig: DirectoryRig) -> None:
+@check("changed", "A record that is announced anew takes the old one's place")
+async def _(rig: DirectoryRig) -> None:
     old, directory = rig.record(load=0.25), rig.directory()
     new = Record(
         name=old.name,
@@ -149,8 +144,8 @@ async def _changed(rig: DirectoryRig) -> None:
     require(found == (new,), f"after the change there are {found}")
 
 
-@group.check("one-name", "Two members of one name are two, told by incarnation")
-async def _one_name(rig: DirectoryRig) -> None:
+@check("one-name", "Two members of one name are two, told by incarnation")
+async def _(rig: DirectoryRig) -> None:
     one, another = rig.record(), rig.record()
     first, second = rig.directory(), rig.directory()
     await rig.announce(first, one)
@@ -162,8 +157,8 @@ async def _one_name(rig: DirectoryRig) -> None:
     require(found == {another.key}, f"after one was withdrawn there are {found}")
 
 
-@group.check("withdrawn", "Who is withdrawn has left; to do so twice does no harm")
-async def _withdrawn(rig: DirectoryRig) -> None:
+@check("withdrawn", "Who is withdrawn has left; to do so twice does no harm")
+async def _(rig: DirectoryRig) -> None:
     record, directory = rig.record(), rig.directory()
     await rig.announce(directory, record)
     async with rig.watch(rig.directory()) as changes:
@@ -175,8 +170,8 @@ async def _withdrawn(rig: DirectoryRig) -> None:
     require(not found, f"there still are {found}")
 
 
-@group.check("closed", "Closing a directory withdraws what was announced there")
-async def _closed(rig: DirectoryRig) -> None:
+@check("closed", "Closing a directory withdraws what was announced there")
+async def _(rig: DirectoryRig) -> None:
     record, directory = rig.record(), rig.directory()
     await rig.announce(directory, record)
     async with rig.watch(rig.directory()) as changes:
@@ -185,8 +180,8 @@ async def _closed(rig: DirectoryRig) -> None:
         await rig.expect(changes, ChangeKind.LEFT, record)
 
 
-@group.check("lease", "Who is not heard of within its lease has left; others have not")
-async def _lease(rig: DirectoryRig) -> None:
+@check("lease", "Who is not heard of within its lease has left; others have not")
+async def _(rig: DirectoryRig) -> None:
     dead = rig.record(name="dead", lease_s=3 * _SHORT_S)
     living = rig.record(name="living", lease_s=_SHORT_S)
     directory = rig.directory()
@@ -201,8 +196,8 @@ async def _lease(rig: DirectoryRig) -> None:
     require(living.key in found, "a member was lost that was renewed")
 
 
-@group.check("selected", "A selector sees who is meant, and who is not any more left")
-async def _selected(rig: DirectoryRig) -> None:
+@check("selected", "A selector sees who is meant, and who is not any more left")
+async def _(rig: DirectoryRig) -> None:
     directory = rig.directory()
     mine, other = rig.record(labels={"zone": "a"}), rig.record(labels={"zone": "b"})
     moved = Record(
@@ -220,8 +215,8 @@ async def _selected(rig: DirectoryRig) -> None:
         await rig.expect(changes, ChangeKind.LEFT, mine)
 
 
-@group.check("many", f"{_MANY} members are seen, each once, by two watchers")
-async def _many(rig: DirectoryRig) -> None:
+@check("many", f"{_MANY} members are seen, each once, by two watchers")
+async def _(rig: DirectoryRig) -> None:
     records = [rig.record(name=f"n{i}") for i in range(_MANY)]
     directory = rig.directory()
     for record in records[: _MANY // 2]:
@@ -263,8 +258,8 @@ _BAD: Final[dict[str, bytes]] = {
 }
 
 
-@group.each("bad", "What is no record is counted, and harms no other: {}", _BAD)
-async def _bad(rig: DirectoryRig, value: bytes) -> None:
+@check("bad", "What is no record is counted, and harms no other: {}", _BAD)
+async def _(rig: DirectoryRig, value: bytes) -> None:
     directory, watched = rig.directory(), rig.directory()
     record, key = rig.record(), secrets.token_hex(16)
     try:
@@ -279,7 +274,7 @@ async def _bad(rig: DirectoryRig, value: bytes) -> None:
         await directory.erase(key)
 
 
-DIRECTORY_CHECKS: tuple[DirectoryCheck, ...] = tuple(group.checks)
+DIRECTORY_CHECKS: tuple[Check, ...] = tuple(group.of_links)
 """Every check of directories, in the order they run."""
 
 
@@ -316,7 +311,7 @@ async def check_directory(
 
 
 async def run_directory_check(
-    check: DirectoryCheck, url: str, timeout_s: float = TIMEOUT_S
+    check: Check, url: str, timeout_s: float = TIMEOUT_S
 ) -> Result:
     """Run one check, and look for what it leaves behind.
 

@@ -1,32 +1,23 @@
-"""Runs the checks of links."""
+"""Runs the checks: of links, of lanes, and on whatever else has a rig."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, Protocol
 
 from kvwire.backend import Backend, registry
 from kvwire.errors import UsageError
-from kvwire.testing.conformance.check import CheckFailed, CheckOf
+from kvwire.testing.conformance.check import Check, CheckFailed, Report, Result
 from kvwire.testing.conformance.groups import (
-    aborting,
-    addresses,
+    beginning,
     callbacks,
-    cancelling,
-    closing,
-    flushing,
-    frames,
-    isolation,
-    leaks,
+    ending,
     memory,
-    order,
-    pausing,
+    payloads,
     pressure,
-    threads,
 )
-from kvwire.testing.conformance.report import Report, Result
-from kvwire.testing.conformance.rig import Check, Rig
+from kvwire.testing.conformance.rig import LaneRig, Rig
 from kvwire.types import Address
 
 
@@ -40,28 +31,19 @@ class Opened(Protocol):
         """End everything, and look for what is left."""
 
 
-R = TypeVar("R", bound=Opened)
-
 # What a backend does at once on a quiet machine gets this long on a loaded one.
-TIMEOUT_S = 5.0
+TIMEOUT_S: Final = 5.0
 
-CHECKS: tuple[Check, ...] = (
-    *addresses.links.checks,
-    *frames.links.checks,
-    *order.links.checks,
-    *memory.links.checks,
-    *callbacks.links.checks,
-    *flushing.links.checks,
-    *pausing.links.checks,
-    *pressure.links.checks,
-    *closing.links.checks,
-    *aborting.links.checks,
-    *cancelling.links.checks,
-    *isolation.links.checks,
-    *leaks.links.checks,
-    *threads.links.checks,
+_GROUPS: Final = (
+    *(beginning.address, beginning.join, payloads.frame, payloads.payload),
+    *(payloads.order, memory.memory, memory.descriptor, callbacks.callback),
+    *(callbacks.flush, pressure.pressure, pressure.pause, ending.close, ending.abort),
+    *(beginning.cancel, callbacks.isolation, memory.leak, pressure.threads),
 )
-"""Every check, in the order they run."""
+CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_links)
+"""Every check of links, in the order they run."""
+LANE_CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_lanes)
+"""Every check of lanes, in the order they run."""
 
 
 async def check_backend(
@@ -112,6 +94,54 @@ async def check_backend(
     )
 
 
+async def check_lanes(
+    backend: type[Backend] | str,
+    *,
+    settings: Mapping[str, str] | None = None,
+    address: Address | None = None,
+    only: Collection[str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    raising: bool = True,
+    first_only: bool = False,
+    progress: Callable[[Result], None] | None = None,
+) -> Report:
+    """Hold a backend's lanes against the contract of :mod:`kvwire.backend.lane`.
+
+    Args:
+        backend: A class, which is made twice for each check, once for each side; or the
+            scheme of an installed one.
+        settings: The user's settings for it, such as which of its ways to use.
+        address: Where the backend is to listen, for lanes that dial the address of the
+            control link: any free port or name. By default port 0 of the loopback
+            address, for a backend that has links to other processes.
+        only: Ids of the checks to run; by default all of :data:`LANE_CHECKS`.
+        timeout_s: How long anything that a lane promises may take.
+        raising: Whether a failed check raises in the end.
+        first_only: Stop at the first check that fails.
+        progress: Is told of each result as it comes.
+
+    Raises:
+        BackendUnavailable: No installed backend has that scheme.
+        UsageError: The backend has no lanes, or a check is not known.
+        CheckFailed: A check failed, and ``raising`` is true.
+
+    Cancel safety: safe, lanes of the check under way may stay open.
+    """
+    cls = registry.load(backend) if isinstance(backend, str) else backend
+    if not cls.capabilities.lanes:
+        raise UsageError(f"conformance: backend {cls.scheme!r} says it has no lanes")
+    if address is None and cls.capabilities.links and not cls.capabilities.same_process:
+        address = Address(cls.scheme, "127.0.0.1")
+    return await run_all(
+        cls.scheme,
+        chosen(LANE_CHECKS, only, " of lanes"),
+        lambda: LaneRig(cls, settings or {}, timeout_s, address),
+        raising=raising,
+        first_only=first_only,
+        progress=progress,
+    )
+
+
 async def run_check(
     check: Check,
     make: Callable[[], Backend],
@@ -125,11 +155,24 @@ async def run_check(
     return await run_on(lambda: Rig(make, address, timeout_s), check)
 
 
-async def run_on(make_rig: Callable[[], R], check: CheckOf[R]) -> Result:
-    """Run one check on a rig of its own, and look for what it leaves behind.
+async def run_lane_check(
+    check: Check,
+    make: Callable[[], Backend],
+    settings: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    address: Address | None = None,
+) -> Result:
+    """Run one check, and look for what it leaves behind.
 
-    Cancel safety: safe, what the check has opened may stay open.
+    Cancel safety: safe, lanes of the check may stay open.
     """
+    return await run_on(
+        lambda: LaneRig(make, settings or {}, timeout_s, address), check
+    )
+
+
+async def run_on(make_rig: Callable[[], Opened], check: Check) -> Result:
+    """Run one check on a rig of its own, and look for what it leaves behind."""
     began = time.perf_counter()
     reason = ""
     try:
@@ -150,20 +193,14 @@ async def run_on(make_rig: Callable[[], R], check: CheckOf[R]) -> Result:
 
 async def run_all(
     scheme: str,
-    checks: Sequence[CheckOf[R]],
-    make_rig: Callable[[], R],
+    checks: Sequence[Check],
+    make_rig: Callable[[], Opened],
     *,
     raising: bool,
     first_only: bool = False,
     progress: Callable[[Result], None] | None = None,
 ) -> Report:
-    """Run checks one after the other, each on a rig of its own.
-
-    Raises:
-        CheckFailed: A check failed, and ``raising`` is true.
-
-    Cancel safety: safe, what the check under way has opened may stay open.
-    """
+    """Run checks one after the other, each on a rig of its own."""
     results: list[Result] = []
     for check in checks:
         results.append(await run_on(make_rig, check))
@@ -178,13 +215,9 @@ async def run_all(
 
 
 def chosen(
-    checks: Sequence[CheckOf[R]], only: Collection[str] | None, what: str = ""
-) -> Sequence[CheckOf[R]]:
-    """Those of the ids given, in the order they run; all if none are.
-
-    Raises:
-        UsageError: No check has one of the ids.
-    """
+    checks: Sequence[Check], only: Collection[str] | None, what: str = ""
+) -> Sequence[Check]:
+    """Those of the ids given, in the order they run; all if none are."""
     if only is None:
         return checks
     unknown = sorted(set(only) - {check.id for check in checks})

@@ -15,8 +15,8 @@ from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
 from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments
 from kvwire.memory.iovec import address_of
-from kvwire.testing.conformance.bench import open_descriptors
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
+from kvwire.testing.conformance.rig import open_descriptors
 from kvwire_local.descriptor import DescribedPlace, PlaceKind
 from kvwire_local.peer import ARENA_BODY, MappedReading, MemoryReading, PeerMemory
 

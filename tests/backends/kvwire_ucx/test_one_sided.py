@@ -11,8 +11,8 @@ import kvwire
 from kvwire.errors import ProtocolError
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.content import Memory
-from kvwire.testing.conformance.lane_side import Parcel
 from kvwire.testing.conformance.rig import LaneRig
+from kvwire.testing.conformance.sides import Parcel
 from kvwire_ucx import UcxBackend, one_sided
 from kvwire_ucx import lane as lane_module
 from kvwire_ucx.bootstrap import FIRST_PAYLOAD

@@ -1,1 +1,1 @@
-"""The checks, one module for each subject: ``links``, ``lanes``, and ``both``."""
+"""The checks, by subject."""

@@ -1,4 +1,4 @@
-"""When a handler is called, from where, and what it may do then.
+"""When a handler is called, from where, what it may do then, and whom it harms.
 
 That callbacks come on the loop's thread, one at a time and never from inside a call is
 judged in every check; these bring about the situations in which it goes wrong.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvwire.backend import Link
 from kvwire.limits import MIB
-from kvwire.testing.conformance.check import GroupOf, Planted, raise_planted, require
-from kvwire.testing.conformance.lane_side import LaneSide
-from kvwire.testing.conformance.rig import AnyRig, Group, LaneGroup, LaneRig, Rig
-from kvwire.testing.conformance.side import KitLanding, LinkSide
+from kvwire.testing.conformance.check import Group, Planted, raise_planted, require
+from kvwire.testing.conformance.content import CUTS, Memory
+from kvwire.testing.conformance.rig import AnyRig, LaneRig, Rig
+from kvwire.testing.conformance.sides import KitLanding, LaneSide, LinkSide
 
-links, lanes = Group("callback"), LaneGroup("callback")
-both: GroupOf[AnyRig] = GroupOf("callback", links, lanes)
+callback: Group = Group("callback")
+flush: Group = Group("flush")
+isolation: Group = Group("isolation")
 
 
-@both.pair("idle", "Where nothing happens nothing is called")
-async def _idle(rig: AnyRig, left: Any, right: Any) -> None:
+# --- callback -------------------------------------------------------------------------
+
+
+@callback.both("idle", "Where nothing happens nothing is called")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.send(100_000)
     await rig.moved(left, right, 1)
     before = (right.arrived[:], len(left.sent), left.writable, right.writable)
@@ -28,9 +33,10 @@ async def _idle(rig: AnyRig, left: Any, right: Any) -> None:
     require(before == after, f"{before} became {after}")
 
 
-@both.check("unasked", "A sender needs no further call to be told what was sent")
-async def _unasked(rig: AnyRig) -> None:
-    left, right = await rig.held_pair()
+@callback.both(
+    "unasked", "A sender needs no further call to be told what was sent", held=True
+)
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.send_many(16, 2 * MIB)
     await rig.settle()
     right.release()
@@ -38,8 +44,8 @@ async def _unasked(rig: AnyRig) -> None:
     await rig.arrives(right, 16)
 
 
-@both.pair("abort-in-arrival", "abort at an arrival: nothing more arrives")
-async def _abort_in_arrival(rig: AnyRig, left: Any, right: Any) -> None:
+@callback.both("abort-in-arrival", "abort at an arrival: nothing more arrives")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     right.on_arrival = lambda landing: right.abort()
     left.queue_many(10, 1000)
     left.flush()
@@ -49,8 +55,8 @@ async def _abort_in_arrival(rig: AnyRig, left: Any, right: Any) -> None:
     require(len(right.arrived) == 1, f"{len(right.arrived)} arrived")
 
 
-@both.pair("abort-in-sent", "abort when something was sent ends both sides")
-async def _abort_in_sent(rig: AnyRig, left: Any, right: Any) -> None:
+@callback.both("abort-in-sent", "abort when something was sent ends both sides")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.on_sent = lambda token: left.abort()
     left.queue_many(10, 1000)
     left.flush()
@@ -59,8 +65,8 @@ async def _abort_in_sent(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.ends(right)
 
 
-@both.pair("raises-closed", "A handler that raises at the end harms nobody")
-async def _raises_closed(rig: AnyRig, victim: Any, peer: Any) -> None:
+@callback.both("raises-closed", "A handler that raises at the end harms nobody")
+async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()
     victim.on_closed = raise_planted
     with rig.expecting_errors():
@@ -72,12 +78,8 @@ async def _raises_closed(rig: AnyRig, victim: Any, peer: Any) -> None:
     await rig.arrives(right, 1)
 
 
-# --- of links alone -------------------------------------------------------------------
-
-
-@links.check("start", "start calls nothing, although frames wait")
-async def _start(rig: Rig) -> None:
-    left, right = await rig.pair(start_right=False)
+@callback.links("start", "start calls nothing, although frames wait", held=True)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for size in (0, 10, 100_000):
         left.send(size)
     await rig.settle()
@@ -86,9 +88,10 @@ async def _start(rig: Rig) -> None:
     await rig.arrives(right, 3)
 
 
-@links.check("start-ended", "start calls nothing, although the peer has gone")
-async def _start_ended(rig: Rig) -> None:
-    left, right = await rig.pair(start_right=False)
+@callback.links(
+    "start-ended", "start calls nothing, although the peer has gone", held=True
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.abort()
     await rig.closes(left)
     right.start()
@@ -96,38 +99,38 @@ async def _start_ended(rig: Rig) -> None:
     await rig.closes(right)
 
 
-@links.pair("send", "send calls nothing, although the peer has gone")
-async def _send(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("send", "send calls nothing, although the peer has gone")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.abort()
     left.queue_many(50, 10_000)
     await rig.closes(left)
 
 
-@links.pair("flush", "flush calls frame_sent at most")
-async def _flush(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("flush", "flush calls frame_sent at most")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.abort()
     left.send_many(50, 100_000)
     await rig.closes(left)
 
 
-@links.pair("abort", "abort calls nothing, whatever is in flight")
-async def _abort(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("abort", "abort calls nothing, whatever is in flight")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(20, MIB)
     left.abort()
     require(not left.closed, "link_closed came from inside abort")
     await rig.closes(left, right)
 
 
-@links.pair("close", "close calls nothing, whatever is in flight")
-async def _close(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("close", "close calls nothing, whatever is in flight")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.queue_many(20, MIB)
     left.close()
     require(not left.closed, "link_closed came from inside close")
     await rig.closes(left, right)
 
 
-@links.pair("nested", "A handler that sends from each callback is not re-entered")
-async def _nested(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("nested", "A handler that sends from each callback is not re-entered")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def answer(_: object) -> None:
         if len(right.sent) < 30:
@@ -140,8 +143,8 @@ async def _nested(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(left, 30)
 
 
-@links.pair("sent-once", "frame_sent comes exactly once for each token")
-async def _sent_once(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("sent-once", "frame_sent comes exactly once for each token")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     tokens = [left.queue(size) for size in (0, 1, 5000, 200_000, 3 * MIB) * 4]
     left.flush()
     await rig.moved(left, right, 20)
@@ -150,8 +153,8 @@ async def _sent_once(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(len(left.sent) == len(tokens), f"{len(left.sent)} for {len(tokens)}")
 
 
-@links.pair("sent-untokened", "A frame without token brings no frame_sent")
-async def _sent_untokened(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("sent-untokened", "A frame without token brings no frame_sent")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for size in (0, 100, 60_000):
         left.queue(size, token=False)
     left.flush()
@@ -160,8 +163,8 @@ async def _sent_untokened(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(not left.sent, "frame_sent was called")
 
 
-@links.pair("abort-in-header", "abort in header_received: the landing is ignored")
-async def _abort_in_header(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("abort-in-header", "abort in header_received: the landing is ignored")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.on_header = lambda head: right.abort()
     left.send_many(3, 0)
     left.send(100_000)
@@ -169,9 +172,8 @@ async def _abort_in_header(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(not right.arrived, "body_received came after abort")
 
 
-@links.check("abort-in-writable", "abort in link_writable ends the link")
-async def _abort_in_writable(rig: Rig) -> None:
-    left, right = await rig.pair(start_right=False)
+@callback.links("abort-in-writable", "abort in link_writable ends the link", held=True)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.on_writable = left.abort
     left.send_many(32, MIB)
     await rig.until(lambda: left.link.queued_bytes > 0, "the transport is full")
@@ -180,8 +182,8 @@ async def _abort_in_writable(rig: Rig) -> None:
     require(left.writable == 1, f"link_writable came {left.writable} times")
 
 
-@links.pair("close-in-body", "close in body_received ends both sides cleanly")
-async def _close_in_body(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("close-in-body", "close in body_received ends both sides cleanly")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def answer_and_close(landing: KitLanding) -> None:
         right.send(landing.head.length)
@@ -195,15 +197,15 @@ async def _close_in_body(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(right.closed == [None], f"right closed with {right.closed[0]!r}")
 
 
-@links.pair("close-in-header", "close in header_received ends both sides")
-async def _close_in_header(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("close-in-header", "close in header_received ends both sides")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.on_header = lambda head: right.close()
     left.send(10)
     await rig.closes(left, right)
 
 
-@links.pair("in-closed", "Every call in link_closed is harmless")
-async def _in_closed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.links("in-closed", "Every call in link_closed is harmless")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def call_all() -> None:
         left.queue(1000, token=False)
@@ -217,11 +219,8 @@ async def _in_closed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.settle()
 
 
-# --- of lanes alone -------------------------------------------------------------------
-
-
-@lanes.pair("unflushed", "send and receive call nothing, however much is there")
-async def _unflushed(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@callback.lanes("unflushed", "send and receive call nothing, however much is there")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(10, 100_000)
     left.flush()
     await rig.settle()
@@ -232,8 +231,8 @@ async def _unflushed(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.arrives(right, 10)
 
 
-@lanes.pair("once", "payload_sent and payload_received come once for each payload")
-async def _once(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@callback.lanes("once", "payload_sent and payload_received come once for each payload")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for size in (1, 5000, 200_000, 3 * MIB) * 4:
         left.queue(size)
     left.flush()
@@ -246,8 +245,8 @@ async def _once(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     require(len(right.arrived) == 16, f"{len(right.arrived)} of payload_received")
 
 
-@lanes.pair("nested", "A handler may send from each callback")
-async def _nested_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@callback.lanes("nested", "A handler may send from each callback")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def answer(_: object) -> None:
         if len(right.sent) + right.lent < 30:
@@ -261,8 +260,8 @@ async def _nested_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(right, left, 30)
 
 
-@lanes.pair("raises-received", "A handler that raises in payload_received loses it")
-async def _raises_received(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@callback.lanes("raises-received", "A handler that raises in payload_received loses it")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     others = await rig.pair()
     right.on_arrival = raise_planted
     with rig.expecting_errors():
@@ -275,8 +274,8 @@ async def _raises_received(rig: LaneRig, left: LaneSide, right: LaneSide) -> Non
     await rig.arrives(others[1], 1)
 
 
-@lanes.pair("raises-sent", "A handler that raises in payload_sent loses its lane")
-async def _raises_sent(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@callback.lanes("raises-sent", "A handler that raises in payload_sent loses its lane")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.on_sent = raise_planted
     with rig.expecting_errors():
         left.send_many(4, 100_000)
@@ -287,8 +286,10 @@ async def _raises_sent(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     require(len(right.arrived) <= 4, f"{len(right.arrived)} payloads of 4 arrived")
 
 
-@lanes.pair("close-in-received", "close in payload_received lets the answer through")
-async def _close_in_received(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@callback.lanes(
+    "close-in-received", "close in payload_received lets the answer through"
+)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def answer_and_close(_: object) -> None:
         right.queue(100_000)
@@ -304,8 +305,8 @@ async def _close_in_received(rig: LaneRig, left: LaneSide, right: LaneSide) -> N
     require(right.closed == [None], f"lane_closed was told {right.closed[0]!r}")
 
 
-@lanes.pair("in-closed", "Every call in lane_closed is harmless")
-async def _in_closed_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@callback.lanes("in-closed", "Every call in lane_closed is harmless")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.send(1000)
     left.holding = True
 
@@ -321,3 +322,170 @@ async def _in_closed_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> Non
     await rig.closes(left)
     await rig.settle()
     require(len(left.closed) == 1, f"lane_closed came {len(left.closed)} times")
+
+
+# --- flush ----------------------------------------------------------------------------
+
+
+@flush.links("nothing", "flush with an empty queue does nothing")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for _ in range(10):
+        left.flush()
+    await rig.settle()
+    require(not right.arrived, "something arrived")
+    require(not left.writable, "link_writable came although nothing was left")
+
+
+@flush.links("again", "A second flush sends nothing twice")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for _ in range(30):
+        left.queue(100_000)
+        for _ in range(5):
+            left.flush()
+    await rig.arrives(right, 30)
+    await rig.settle()
+    require(right.arrived == list(range(30)), f"{len(right.arrived)} frames for 30")
+
+
+@flush.links(
+    "unflushed-then", "Frames queued on a full link go with the next flush", held=True
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.send_many(20, MIB)
+    left.queue_many(20, 1000)
+    left.flush()
+    right.start()
+    await rig.moved(left, right, 40)
+
+
+@flush.links("in-callbacks", "flush from within every callback is harmless")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for side in (left, right):
+        _flush_always(side)
+        side.queue_many(8, MIB)
+        side.flush()
+    await rig.arrives(right, 8)
+    await rig.arrives(left, 8)
+    await rig.given_back(left)
+    await rig.given_back(right)
+
+
+def _flush_always(side: LinkSide) -> None:
+    def flush(*_: object) -> None:
+        side.flush()
+
+    side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
+
+
+@flush.links("closed", "flush on a closed link is harmless")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.close()
+    await rig.closes(left, right)
+    left.flush()
+    right.flush()
+    await rig.settle()
+
+
+# --- isolation ------------------------------------------------------------------------
+
+
+@isolation.links("sixteen", "Frames of sixteen links do not mix")
+async def _(rig: Rig) -> None:
+    pairs = [await rig.pair() for _ in range(16)]
+    for _ in range(4):
+        for i, (left, right) in enumerate(pairs):
+            _queue_own(left, i)
+            _queue_own(right, i + 100)
+    await _all_own(rig, pairs, 4)
+
+
+@isolation.links("listeners", "Links of two listeners come to the right one")
+async def _(rig: Rig) -> None:
+    seen: dict[str, list[Link]] = {"first": [], "second": []}
+    first = await rig.listen(accept=seen["first"].append)
+    second = await rig.listen(accept=seen["second"].append)
+    for listener in (first, second, second):
+        await rig.connect(listener.address)
+    await rig.until(lambda: len(seen["second"]) == 2, "the second listener has two")
+    await rig.until(lambda: len(seen["first"]) == 1, "the first listener has one")
+    await rig.settle()
+    require(len(seen["first"]) == 1, f"the first has {len(seen['first'])}")
+
+
+def _queue_own(side: LinkSide, owner: int) -> None:
+    """Queue a frame that says whose it is."""
+    number = owner * 1000 + side.queued
+    side.queue(number % 9 * 20_000, CUTS["pages"], number=number)
+    side.flush()
+
+
+async def _all_own(
+    rig: Rig, pairs: list[tuple[LinkSide, LinkSide]], count: int
+) -> None:
+    for i, (left, right) in enumerate(pairs):
+        for owner, receiver in ((i, right), (i + 100, left)):
+            await rig.arrives(receiver, count)
+            expected = [owner * 1000 + n for n in range(count)]
+            require(
+                receiver.arrived == expected,
+                f"link {i} got {receiver.arrived[:5]}, not {expected[:5]}",
+            )
+
+
+_HOOKS = {
+    "header": "on_header",
+    "body": "on_arrival",
+    "sent": "on_sent",
+    "writable": "on_writable",
+}
+
+
+@isolation.links(
+    "raises", "A handler that raises in {} loses its link, with the error", _HOOKS
+)
+async def _(rig: Rig, victim: LinkSide, peer: LinkSide, hook: str) -> None:
+    left, right = await rig.pair()
+    setattr(victim, hook, raise_planted)
+    with rig.expecting_errors():
+        victim.queue_many(32, MIB)
+        victim.flush()
+        peer.send(1000)
+        await rig.closes(victim, peer)
+    error = victim.closed[0]
+    require(isinstance(error, Planted), f"link_closed was told {error!r}")
+    left.send(MIB)
+    await rig.arrives(right, 1)
+
+
+_MISFITS = {"shorter": -1, "longer": 1}
+
+
+@isolation.links(
+    "misfit", "A destination {} than its payload is not written beyond", _MISFITS
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, difference: int) -> None:
+    memory = Memory(100_000 + difference)
+    right.land = lambda head: memory
+    with rig.expecting_errors():
+        left.send(100_000)
+        await rig.closes(right, left)
+    require(not right.arrived, "body_received came for it")
+    require(right.closed[0] is not None, "the end was clean")
+    require(memory.gaps_are_whole(), "memory beside the destination was written")
+
+
+@isolation.links("reversed", "Each backend can listen and connect at once")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    links: list[Link] = []
+    listener = await rig.near.listen(rig.address, links.append)
+    link = await rig.far.connect(listener.address)
+    await rig.until(lambda: bool(links), "the near backend accepts a link")
+    back, forth = rig.side("back", link), rig.side("forth", links[0])
+    back.start()
+    forth.start()
+    back.land = lambda head: Memory(head.length, CUTS["uneven"])
+    forth.send(200_000)
+    left.send(100)
+    await rig.arrives(back, 1)
+    await rig.arrives(right, 1)
+    await listener.close()

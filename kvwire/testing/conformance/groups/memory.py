@@ -1,14 +1,28 @@
-"""Whose memory it is, and when: what is of links alone."""
+"""Whose memory it is and when, and that nothing is left behind.
+
+Every check looks for descriptors, tasks and errors that it left; those of leaks repeat
+what might leave a little each time, and look for what only shows in numbers.
+
+A descriptor that names other memory of the peer than it should cannot be told from a
+right one: the peer chooses what it sends. What counts is that this side raises nothing
+but ProtocolError and writes nowhere but to the landing.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import gc
+import operator
+import random
 import weakref
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from kvwire.limits import KIB, MIB
-from kvwire.testing.conformance.bench import require_collected
-from kvwire.testing.conformance.check import GroupOf, require
+from kvwire.errors import BackendUnavailable, ProtocolError
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, MIB
+from kvwire.testing.conformance.check import CheckFailed, Group, require
 from kvwire.testing.conformance.content import (
     CUTS,
     POISON,
@@ -18,17 +32,25 @@ from kvwire.testing.conformance.content import (
     pattern,
     poison,
 )
-from kvwire.testing.conformance.lane_side import LaneSide
-from kvwire.testing.conformance.rig import AnyRig, Group, LaneGroup, LaneRig, Rig
-from kvwire.testing.conformance.side import LinkSide
+from kvwire.testing.conformance.rig import (
+    AnyRig,
+    LaneRig,
+    Rig,
+    require_collected,
+    require_no_growth,
+)
+from kvwire.testing.conformance.sides import LaneSide, LinkSide, Parcel
 
-links, lanes = Group("memory"), LaneGroup("memory")
-both: GroupOf[AnyRig] = GroupOf("memory", links, lanes)
+memory: Group = Group("memory")
+leak: Group = Group("leak")
+descriptor: Group = Group("descriptor")
 
 
-@both.each("source", "Memory of {} is not read after it was given back", CUTS)
-async def _source(rig: AnyRig, cut: Cut | None) -> None:
-    left, right = await rig.pair()
+# --- memory ---------------------------------------------------------------------------
+
+
+@memory.both("source", "Memory of {} is not read after it was given back", CUTS)
+async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     left.on_sent = poison
     left.queue_many(10, 400_000, cut)
     left.flush()
@@ -36,9 +58,8 @@ async def _source(rig: AnyRig, cut: Cut | None) -> None:
     await rig.moved(left, right, 10)
 
 
-@both.check("source-late", "The same when the receiver takes its time")
-async def _source_late(rig: AnyRig) -> None:
-    left, right = await rig.held_pair()
+@memory.both("source-late", "The same when the receiver takes its time", held=True)
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.on_sent = poison
     for number in range(32):
         left.send(MIB, CUTS["pages"] if number % 2 else None)
@@ -47,8 +68,8 @@ async def _source_late(rig: AnyRig) -> None:
     await rig.moved(left, right, 32)
 
 
-@both.pair("source-reused", "Memory is sent again and again, refilled when it may be")
-async def _source_reused(rig: AnyRig, left: Any, right: Any) -> None:
+@memory.both("source-reused", "Memory is sent again and again, refilled when it may be")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     memory = Memory(300_000, CUTS["pages"])
     for number in range(20):
         memory.fill(pattern(number, 300_000))
@@ -59,9 +80,8 @@ async def _source_reused(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.arrives(right, 20)
 
 
-@both.each("destination", "Memory of {} is not written after it was filled", CUTS)
-async def _destination(rig: AnyRig, cut: Cut | None) -> None:
-    left, right = await rig.pair()
+@memory.both("destination", "Memory of {} is not written after it was filled", CUTS)
+async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     landed = landing_in(right, cut)
     right.on_arrival = poison
     left.queue_many(10, 100_000)
@@ -72,8 +92,8 @@ async def _destination(rig: AnyRig, cut: Cut | None) -> None:
     require_untouched(landed, "it was filled")
 
 
-@both.pair("abort-midway", "After abort and the end the receiver writes nothing")
-async def _abort_midway(rig: AnyRig, left: Any, right: Any) -> None:
+@memory.both("abort-midway", "After abort and the end the receiver writes nothing")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     landed = landing_in(right, None)
     left.send_many(6, 4 * MIB)
     await rig.until(lambda: right.received_bytes > 0, "payload arrives")
@@ -85,9 +105,8 @@ async def _abort_midway(rig: AnyRig, left: Any, right: Any) -> None:
     require_untouched(landed, "the end")
 
 
-@both.check("abort-sender", "An aborted sender's memory is free at the end")
-async def _abort_sender(rig: AnyRig) -> None:
-    left, right = await rig.held_pair()
+@memory.both("abort-sender", "An aborted sender's memory is free at the end", held=True)
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     tokens = [left.send(MIB, CUTS["pages"]) for _ in range(32)]
     await rig.settle()
     left.abort()
@@ -99,9 +118,10 @@ async def _abort_sender(rig: AnyRig) -> None:
     await rig.ends(right)
 
 
-@both.check("kept-source", "Lent memory stays alive although its sender drops it")
-async def _kept_source(rig: AnyRig) -> None:
-    left, right = await rig.held_pair()
+@memory.both(
+    "kept-source", "Lent memory stays alive although its sender drops it", held=True
+)
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     for number in range(8):
         memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
         memory.fill(pattern(number, 4 * MIB))
@@ -137,15 +157,15 @@ async def _idle_after_traffic(rig: AnyRig) -> tuple[Any, Any, list[weakref.ref[B
     return left, right, seen
 
 
-@both.check("released-idle", "What is idle keeps no payload memory alive")
-async def _released_idle(rig: AnyRig) -> None:
+@memory.both("released-idle", "What is idle keeps no payload memory alive")
+async def _(rig: AnyRig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
     require_collected(seen, "payloads")
     require(not left.closed and not right.closed, "it closed")
 
 
-@both.check("released-closed", "What has closed keeps no payload memory alive")
-async def _released_closed(rig: AnyRig) -> None:
+@memory.both("released-closed", "What has closed keeps no payload memory alive")
+async def _(rig: AnyRig) -> None:
     left, right, seen = await _idle_after_traffic(rig)
     left.close()
     right.close()
@@ -153,9 +173,10 @@ async def _released_closed(rig: AnyRig) -> None:
     require_collected(seen, "payloads")
 
 
-@both.check("released-aborted", "What was aborted keeps no queued memory alive")
-async def _released_aborted(rig: AnyRig) -> None:
-    left, right = await rig.held_pair()
+@memory.both(
+    "released-aborted", "What was aborted keeps no queued memory alive", held=True
+)
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     seen = []
     for number in range(16):
         memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
@@ -190,11 +211,8 @@ def require_untouched(landed: list[Memory], since: str) -> None:
     require(whole, f"a destination was written after {since}")
 
 
-# --- of links alone -------------------------------------------------------------------
-
-
-@links.pair("destination-reused", "All frames land in one memory, one after another")
-async def _destination_reused(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@memory.links("destination-reused", "All frames land in one memory, one after another")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(300_000, CUTS["pages"])
     right.land = lambda head: memory
     left.queue_many(20, 300_000, CUTS["uneven"])
@@ -202,8 +220,8 @@ async def _destination_reused(rig: Rig, left: LinkSide, right: LinkSide) -> None
     await rig.arrives(right, 20)
 
 
-@links.pair("dropped", "A dropped payload is written nowhere")
-async def _dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@memory.links("dropped", "A dropped payload is written nowhere")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     kept = Memory(MIB)
     right.land = lambda head: kept if head.number == 0 else None
     left.send(MIB)
@@ -214,8 +232,10 @@ async def _dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(kept.is_all(POISON), "the memory of the frame before was written")
 
 
-@links.pair("abort-receiver", "After abort and link_closed the receiver writes nothing")
-async def _abort_receiver(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@memory.links(
+    "abort-receiver", "After abort and link_closed the receiver writes nothing"
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(16 * MIB)
     right.land = lambda head: memory
     right.on_header = lambda head: right.abort()
@@ -227,8 +247,8 @@ async def _abort_receiver(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(memory.is_all(POISON), "the landing was written after link_closed")
 
 
-@links.pair("peer-abort", "When the peer aborts, memory is free at link_closed")
-async def _peer_abort(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@memory.links("peer-abort", "When the peer aborts, memory is free at link_closed")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     memory = Memory(16 * MIB)
     right.land = lambda head: memory
     left.send(16 * MIB)
@@ -241,11 +261,10 @@ async def _peer_abort(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(memory.is_all(POISON), "the landing was written after link_closed")
 
 
-# --- of lanes alone -------------------------------------------------------------------
-
-
-@lanes.pair("abort-sender-midway", "The same when the receiver is in the middle of it")
-async def _abort_sender_midway(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@memory.lanes(
+    "abort-sender-midway", "The same when the receiver is in the middle of it"
+)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     tokens = [left.send(4 * MIB, CUTS["pages"]) for _ in range(6)]
     await rig.until(lambda: right.lane.received_bytes > 0, "payload arrives")
     left.abort()
@@ -255,8 +274,10 @@ async def _abort_sender_midway(rig: LaneRig, left: LaneSide, right: LaneSide) ->
     await rig.ends(right)
 
 
-@lanes.pair("abort-receiver", "After abort and lane_closed the receiver writes nothing")
-async def _abort_receiver_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@memory.lanes(
+    "abort-receiver", "After abort and lane_closed the receiver writes nothing"
+)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     landed = landing_in(right, None)
     left.queue_many(6, 4 * MIB)
     left.flush()
@@ -269,3 +290,203 @@ async def _abort_receiver_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -
     left.flush()
     await rig.settle()
     require_untouched(landed, "lane_closed")
+
+
+# --- leak -----------------------------------------------------------------------------
+
+
+async def _exchange_and_close(rig: AnyRig) -> None:
+    left, right = await rig.pair()
+    left.send(100_000)
+    await rig.arrives(right, 1)
+    left.close()
+    right.close()
+    await rig.closes(left, right)
+
+
+@leak.both("collected", "What has ended is collected, and so is its handler")
+async def _(rig: AnyRig) -> None:
+    await rig.pair()
+    await _exchange_and_close(rig)
+    left, right = rig.sides[-2:]
+    await rig.settle()
+    alive = [weakref.ref(side) for side in (left, right)]
+    rig.forget(left, right)
+    del left, right
+    await rig.settle()
+    require_collected(alive, "handlers")
+
+
+Cycle = Callable[[Any], Awaitable[None]]
+
+
+async def _abort_midway(rig: AnyRig) -> None:
+    left, right = await rig.pair()
+    left.send_many(8, MIB)
+    right.abort()
+    await rig.closes(right)
+    await rig.ends(left)
+
+
+async def _never_start(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    left.abort()
+    right.close()
+
+
+async def _listen_and_close(rig: Rig) -> None:
+    await (await rig.listen()).close()
+
+
+async def _refused_link(rig: Rig) -> None:
+    listener = await rig.listen()
+    await listener.close()
+    try:
+        link = await rig.near.connect(listener.address)
+    except OSError:
+        return
+    link.abort()
+
+
+async def _unaccepted(rig: Rig) -> None:
+    listener = await rig.listen(accept=lambda link: link.abort())
+    # The link may be aborted before the connect that made it has returned.
+    with contextlib.suppress(OSError):
+        await rig.connect(listener.address)
+    await rig.settle()
+    rig.abort_all()
+    await listener.close()
+
+
+async def _never_join(rig: LaneRig) -> None:
+    left, right = rig.prepare()
+    left.abort()
+    right.abort()
+    await rig.settle()
+
+
+async def _refused_lane(rig: LaneRig) -> None:
+    _left, right = rig.prepare()
+    try:
+        await right.join(b"no bootstrap")
+    except BackendUnavailable:
+        await rig.settle()
+    right.abort()
+
+
+_WAYS: dict[str, Cycle] = {"closed": _exchange_and_close, "aborted": _abort_midway}
+_LINK_WAYS: dict[str, Cycle] = {
+    "unstarted": _never_start,
+    "listened": _listen_and_close,
+    "refused": _refused_link,
+    "unwanted": _unaccepted,
+}
+_LANE_WAYS: dict[str, Cycle] = {"unjoined": _never_join, "refused": _refused_lane}
+
+
+@leak.both("cycles", "20 that end so leave nothing: {}", _WAYS)
+@leak.links("cycles", "20 that end so leave nothing: {}", _LINK_WAYS)
+@leak.lanes("cycles", "20 that end so leave nothing: {}", _LANE_WAYS)
+async def _(rig: AnyRig, cycle: Cycle) -> None:
+
+    async def run() -> None:
+        await cycle(rig)
+        for side in rig.sides:
+            side.abort()
+        await rig.closes(*(side for side in rig.sides if side.begun))
+        rig.forget(*rig.sides)
+        await rig.settle()
+
+    # Caches may fill once. What is looked for grows with every cycle, or every fifth.
+    await require_no_growth(run, cycles=20, tolerance=3)
+
+
+# --- descriptor -----------------------------------------------------------------------
+
+_NBYTES = 100_000
+_WRONG: dict[str, Callable[[bytes], bytes]] = {
+    "one-byte-more": lambda descriptor: descriptor + b"\x00",
+    "too-long": lambda descriptor: descriptor + bytes(DESCRIPTOR_BYTES_MAX),
+    "doubled": lambda descriptor: descriptor * 2 or b"\x01",
+    "of-ones": lambda descriptor: b"\xff" * (len(descriptor) + 1),
+}
+_KINDS: dict[str, Cut | None] = {
+    name: CUTS[name] for name in ("view", "pages", "uneven")
+}
+
+
+@descriptor.lanes(
+    "refused", "A descriptor that no lane would make is refused: {}", _WRONG
+)
+async def _(
+    rig: LaneRig, left: LaneSide, right: LaneSide, change: Callable[[bytes], bytes]
+) -> None:
+    left.queue(_NBYTES, CUTS["pages"])
+    left.flush()
+    parcel = right.inbox.popleft()
+    wrong = change(parcel.descriptor)
+    try:
+        right.receive(dataclasses.replace(parcel, descriptor=wrong))
+    except ProtocolError as exc:
+        require(str(exc) != "", "it does not say why")
+    else:
+        raise CheckFailed(f"receive took a descriptor of {len(wrong)} bytes")
+    await rig.settle()
+    require(not right.arrived, "a payload arrived that was refused")
+
+
+@descriptor.lanes("truncated", "Truncated descriptors of {} do no harm", _KINDS)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> None:
+    descriptor = _one(left, right, cut).descriptor
+    for length in sorted({*range(min(len(descriptor), 40)), len(descriptor) - 1}):
+        if 0 <= length < len(descriptor):
+            await _harmless(rig, cut, operator.itemgetter(slice(length)))
+
+
+@descriptor.lanes("flipped", "Descriptors of {} with wrong bits do no harm", _KINDS)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> None:
+    descriptor = _one(left, right, cut).descriptor
+    chance = random.Random(0)  # noqa: S311 - the same bits in every run
+    places = {*range(min(len(descriptor), 16))}
+    places |= {chance.randrange(len(descriptor)) for _ in range(16) if descriptor}
+    for place in sorted(places):
+        bit = 1 << chance.randrange(8)
+        await _harmless(rig, cut, functools.partial(_flip, place, bit))
+
+
+def _one(left: LaneSide, right: LaneSide, cut: Cut | None) -> Parcel:
+    left.queue(_NBYTES, cut)
+    left.flush()
+    return right.inbox.popleft()
+
+
+def _flip(place: int, bit: int, descriptor: bytes) -> bytes:
+    if place >= len(descriptor):
+        return descriptor
+    return (
+        descriptor[:place] + bytes([descriptor[place] ^ bit]) + descriptor[place + 1 :]
+    )
+
+
+async def _harmless(
+    rig: LaneRig, cut: Cut | None, change: Callable[[bytes], bytes]
+) -> None:
+    """Give a lane of its own one wrong descriptor."""
+    left, right = await rig.pair()
+    parcel = _one(left, right, cut)
+    # Its own check of what arrived would compare with what an honest descriptor brings.
+    memory = Memory(_NBYTES, CUTS["odd-pages"])
+    landed = dataclasses.replace(parcel, descriptor=change(parcel.descriptor))
+    right.land = lambda _: memory
+    right.trusting = False
+    try:
+        right.receive(landed)
+        right.flush()
+    except ProtocolError:
+        right.abort()
+    await rig.settle()
+    left.abort()
+    right.abort()
+    await rig.closes(left, right)
+    rig.forget(left, right)
+    require(memory.gaps_are_whole(), "memory beside the landing was written")

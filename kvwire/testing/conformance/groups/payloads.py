@@ -1,78 +1,230 @@
-"""Payloads arrive whole and once, whatever their size and however memory is cut."""
+"""Frames and payloads arrive whole, once and, over links, in order.
+
+Of every size, from and into memory of every kind, however they are queued.
+"""
 
 from __future__ import annotations
 
-from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
-from kvwire.testing.conformance.check import require
-from kvwire.testing.conformance.content import CUTS, Cut, Memory
-from kvwire.testing.conformance.lane_side import LaneSide
-from kvwire.testing.conformance.rig import LaneGroup, LaneRig
+from itertools import product
 
-lanes: LaneGroup = LaneGroup("payload")
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern, poison
+from kvwire.testing.conformance.rig import LaneRig, Rig
+from kvwire.testing.conformance.sides import KitLanding, LaneSide, LinkSide
+
+frame: Group = Group("frame")
+payload: Group = Group("payload")
+order: Group = Group("order")
+
+
+# --- frame ----------------------------------------------------------------------------
 
 _SIZES = {
-    "1": 1,
-    "33": 33,
-    "4095": 4095,
-    "4096": 4096,
+    **{str(n): n for n in (0, 1, 2, 31, 32, 33, 255, 4095, 4096, 4097)},
+    "64KiB-1": 64 * KIB - 1,
     "64KiB": 64 * KIB,
+    "64KiB+1": 64 * KIB + 1,
     "1MiB": MIB,
+    "1MiB+1": MIB + 1,
     "3MiB+1": 3 * MIB + 1,
     "16MiB": 16 * MIB,
 }
-_KINDS: dict[str, tuple[Cut | None, Cut | None]] = {
-    f"{source}-to-{destination}": (CUTS[source], CUTS[destination])
-    for source, destination in (
-        ("view", "view"),
-        ("view", "pages"),
-        ("view", "thousands"),
-        ("one-fragment", "view"),
-        ("pages", "pages"),
-        ("pages", "odd-pages"),
-        ("pages", "uneven"),
-        ("odd-pages", "view"),
-        ("uneven", "pages"),
-        ("uneven", "uneven"),
-        ("thousands", "view"),
-        ("thousands", "uneven"),
-        ("thousands", "thousands"),
-    )
-}
+_LANE_SIZES = {name: size for name, size in _SIZES.items() if size}
 
 
-@lanes.each("size", "A payload of {} bytes arrives", _SIZES)
-async def _size(rig: LaneRig, size: int) -> None:
-    left, right = await rig.pair()
+@frame.links("size", "A frame of {} bytes of payload arrives whole", _SIZES)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, size: int) -> None:
     left.send(size)
     await rig.moved(left, right, 1)
 
 
-@lanes.each("back", "A payload of {} bytes arrives at the client", _SIZES)
-async def _back(rig: LaneRig, size: int) -> None:
+_SMALL = {"0": 0, "1": 1, "4KiB": 4 * KIB, "16KiB": 16 * KIB, "64KiB": 64 * KIB}
+
+
+@frame.links(
+    "untokened", "Without a token, memory of {} bytes is free after flush", _SMALL
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, size: int) -> None:
+    _send_and_reuse(left, size)
+    await rig.arrives(right, 20)
+
+
+@frame.links(
+    "untokened-full",
+    "The same of {} bytes when the transport is full",
+    _SMALL,
+    held=True,
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, size: int) -> None:
+    left.send(16 * MIB)
+    _send_and_reuse(left, size)
+    right.start()
+    await rig.arrives(right, 21)
+
+
+@frame.links("untokened-cut", "The same for fragments")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    _send_and_reuse(left, 40_000, CUTS["odd-pages"])
+    await rig.arrives(right, 20)
+
+
+def _send_and_reuse(left: LinkSide, size: int, cut: Cut | None = None) -> None:
+    """Send 20 payloads without a token, each overwritten as soon as it is flushed."""
+    for _ in range(20):
+        sent = left.queue(size, cut, token=False)
+        left.flush()
+        poison(sent)
+
+
+@frame.links("untokened-batch", "Memory is free only after flush, and for all queued")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    queued = [left.queue(1000, token=False) for _ in range(100)]
+    left.flush()
+    for sent in queued:
+        poison(sent)
+    await rig.arrives(right, 100)
+
+
+@frame.links("none", "A frame without payload, its token given back")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    token = left.send(0)
+    await rig.moved(left, right, 1)
+    require(left.sent == [token] or left.sent[0] is token, "another token came back")
+
+
+@frame.links("empty", "An empty view as payload, or as landing, is no payload")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.land = lambda head: Memory(head.length)
+    left.queue(0, memory=Memory(0))
+    left.queue(0, memory=Memory(0, CUTS["pages"]))
+    left.flush()
+    await rig.moved(left, right, 2)
+
+
+@frame.links("headers", "Every bit of a header arrives")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for bit in range(64):
+        left.queue(0, number=1 << bit)
+    left.queue(0, number=2**64 - 1)
+    left.flush()
+    await rig.arrives(right, 65)
+    require(right.arrived[:64] == [1 << bit for bit in range(64)], "numbers changed")
+
+
+@frame.links("read-only", "Read-only memory can be sent")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for number in range(3):
+        data = memoryview(pattern(number, 100_000).tobytes())
+        header = Head(number, len(data)).encode()
+        left.link.send(header, data, left.lend(number))
+    left.flush()
+    await rig.moved(left, right, 3)
+
+
+@frame.links("shared", "One memory can be sent in two frames at once")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    memory = Memory(MIB)
+    memory.fill(pattern(9, MIB))
+    left.queue(MIB, number=9, memory=memory)
+    left.queue(MIB, number=9, memory=memory)
+    left.flush()
+    await rig.moved(left, right, 2)
+
+
+_KINDS = {
+    f"{source}-to-{destination}": (CUTS[source], CUTS[destination])
+    for source, destination in product(CUTS, CUTS)
+}
+
+
+@frame.links("kinds", "Payload goes from {}", _KINDS)
+async def _(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
+    source, destination = kinds
     left, right = await rig.pair()
+    right.land = lambda head: Memory(head.length, destination)
+    # Twice: what one frame leaves behind must not disturb the next.
+    left.send(200_001, source)
+    left.send(70_003, source)
+    await rig.moved(left, right, 2)
+
+
+@frame.links("small-kinds", "A payload of 100 bytes lands in {}", CUTS)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, cut: Cut | None) -> None:
+    right.land = lambda head: Memory(head.length, cut)
+    left.queue_many(5, 100, cut)
+    left.flush()
+    await rig.moved(left, right, 5)
+
+
+@frame.links("dropped", "A payload from {} that lands nowhere is dropped whole", CUTS)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, cut: Cut | None) -> None:
+    right.land = lambda head: None if head.number % 2 else Memory(head.length)
+    left.queue_many(6, 150_000, cut)
+    left.flush()
+    await rig.moved(left, right, 6)
+
+
+@frame.links("many-fragments", "20,000 fragments go into 30,000 others")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.land = lambda head: Memory(head.length, lambda total: [20] * (total // 20))
+    left.send(600_000, lambda total: [30] * (total // 30))
+    await rig.moved(left, right, 1)
+
+
+@frame.links("large-fragments", "Fragments of 1 MiB and of 3 MiB together")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.land = lambda head: Memory(head.length, lambda total: [total - MIB, MIB])
+    left.send(4 * MIB, lambda total: [MIB] * (total // MIB))
+    await rig.moved(left, right, 1)
+
+
+@frame.links("touching", "Fragments that touch in memory are still one after another")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    memory = Memory(90_000)
+    memory.fill(pattern(0, 90_000))
+    memory.split_in_place(9)
+    left.queue(90_000, memory=memory)
+    left.flush()
+    await rig.moved(left, right, 1)
+
+
+# --- payload --------------------------------------------------------------------------
+
+
+@payload.lanes("size", "A payload of {} bytes arrives", _LANE_SIZES)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide, size: int) -> None:
+    left.send(size)
+    await rig.moved(left, right, 1)
+
+
+@payload.lanes("back", "A payload of {} bytes arrives at the client", _LANE_SIZES)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide, size: int) -> None:
     right.send(size)
     await rig.moved(right, left, 1)
 
 
-@lanes.each("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
-async def _kinds(rig: LaneRig, cuts: tuple[Cut | None, Cut | None]) -> None:
-    left, right = await rig.pair()
+@payload.lanes("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
+async def _(
+    rig: LaneRig, left: LaneSide, right: LaneSide, cuts: tuple[Cut | None, Cut | None]
+) -> None:
     right.land = lambda parcel: Memory(parcel.length, cuts[1])
     for size in (300_000, 1, 1_000_000):
         left.send(size, cuts[0])
     await rig.moved(left, right, 3)
 
 
-@lanes.each("chunk", "16 MiB arrive from {} into the same", CUTS)
-async def _chunk(rig: LaneRig, cut: Cut | None) -> None:
-    left, right = await rig.pair()
+@payload.lanes("chunk", "16 MiB arrive from {} into the same", CUTS)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> None:
     right.land = lambda parcel: Memory(parcel.length, cut)
     left.send(16 * MIB, cut)
     await rig.moved(left, right, 1)
 
 
-@lanes.pair("dropped", "A payload without a destination goes nowhere, and is counted")
-async def _dropped(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes(
+    "dropped", "A payload without a destination goes nowhere, and is counted"
+)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.land = lambda parcel: None if parcel.number % 2 else Memory(parcel.length)
     for size in (1, 100_000, 100_000, MIB, MIB):
         left.send(size, CUTS["pages"])
@@ -80,8 +232,8 @@ async def _dropped(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     require(sorted(right.arrived) == list(range(5)), f"{right.arrived} arrived")
 
 
-@lanes.pair("many", "As many payloads as a lane may have arrive, each once")
-async def _many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes("many", "As many payloads as a lane may have arrive, each once")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for number in range(LANE_PAYLOADS_MAX):
         left.queue(1 + number * 191, CUTS["pages"] if number % 3 else None)
     left.flush()
@@ -93,16 +245,16 @@ async def _many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     )
 
 
-@lanes.pair("large-many", "64 MiB in chunks arrive, all queued at once")
-async def _large_many(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes("large-many", "64 MiB in chunks arrive, all queued at once")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(64, MIB, CUTS["pages"])
     left.flush()
     right.take()
     await rig.moved(left, right, 64)
 
 
-@lanes.pair("both-ways", "Payloads go both ways at once")
-async def _both_ways(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes("both-ways", "Payloads go both ways at once")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for _ in range(16):
         left.send(MIB, CUTS["pages"])
         right.send(MIB, CUTS["odd-pages"])
@@ -112,8 +264,8 @@ async def _both_ways(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.given_back(right)
 
 
-@lanes.pair("early", "An arrival may be queued before the sender flushes")
-async def _early(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes("early", "An arrival may be queued before the sender flushes")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(3, 300_000, CUTS["pages"])
     right.take()
     await rig.settle()
@@ -121,8 +273,8 @@ async def _early(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, 3)
 
 
-@lanes.pair("late", "Arrivals may be queued long after everything was sent")
-async def _late(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes("late", "Arrivals may be queued long after everything was sent")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
     left.send_many(24, MIB, CUTS["pages"])
     await rig.settle()
@@ -131,15 +283,15 @@ async def _late(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, 24)
 
 
-@lanes.pair("in-turn", "One payload after another, each sent when the last arrived")
-async def _in_turn(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes("in-turn", "One payload after another, each sent when the last arrived")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for count in range(1, 41):
         left.send(20_000 + count, CUTS["pages"])
         await rig.moved(left, right, count)
 
 
-@lanes.pair("ping-pong", "A payload is answered from within payload_received")
-async def _ping_pong(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@payload.lanes("ping-pong", "A payload is answered from within payload_received")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def answer(_: object) -> None:
         # `send` has the side across receive as well, which no callback may do.
@@ -152,3 +304,137 @@ async def _ping_pong(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.on_arrival, left.on_arrival = answer, ask_again
     left.send(50_000)
     await rig.arrives(left, 20)
+
+
+# --- order ----------------------------------------------------------------------------
+
+_MIXES: dict[str, list[int]] = {
+    "empty": [0] * 1000,
+    "small": [64] * 1000,
+    "pages": [4 * KIB] * 500,
+    "growing": list(range(0, 9000, 30)),
+    "shrinking": list(range(9000, 0, -30)),
+    "alternating": [MIB, 0, 5, 300_000] * 6,
+    "large": [2 * MIB] * 8,
+}
+
+
+@order.links("one-flush", "Frames queued before one flush come in order: {}", _MIXES)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, sizes: list[int]) -> None:
+    for size in sizes:
+        left.queue(size)
+    left.flush()
+    await _all_arrive(rig, left, right, len(sizes))
+
+
+@order.links("each-flushed", "Frames flushed one by one come in order: {}", _MIXES)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, sizes: list[int]) -> None:
+    for size in sizes:
+        left.send(size)
+    await _all_arrive(rig, left, right, len(sizes))
+
+
+@order.links("kinds", "Views, fragments and frames without token come in order")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    cuts = list(CUTS.values())
+    right.land = lambda head: Memory(head.length, cuts[head.number * 5 % len(cuts)])
+    for i in range(120):
+        left.queue(i * 33_331 % 50_000 + 1, cuts[i % len(cuts)], token=i % 3 > 0)
+    left.flush()
+    await _all_arrive(rig, left, right, 120)
+
+
+@order.links("thousands", "3,000 small frames at once come in order")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for i in range(3000):
+        left.queue(i % 7, token=i % 100 == 0)
+    left.flush()
+    await _all_arrive(rig, left, right, 3000)
+
+
+@order.links("both-ways", "Bulk in both directions at once does not lock up")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for _ in range(8):
+        left.queue(2 * MIB)
+        right.queue(2 * MIB)
+    left.flush()
+    right.flush()
+    await _all_arrive(rig, left, right, 8)
+    await _all_arrive(rig, right, left, 8)
+
+
+@order.links("both-ways-cut", "The same with fragments on both sides")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.land = lambda head: Memory(head.length, CUTS["uneven"])
+    left.land = lambda head: Memory(head.length, CUTS["pages"])
+    for _ in range(4):
+        left.queue(MIB, CUTS["odd-pages"])
+        right.queue(MIB, CUTS["thousands"])
+    left.flush()
+    right.flush()
+    await _all_arrive(rig, left, right, 4)
+    await _all_arrive(rig, right, left, 4)
+
+
+@order.links("both-ways-full", "The same when neither reads at first")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    left.start()
+    left.send_many(20, MIB)
+    right.start()
+    right.send_many(20, MIB)
+    await _all_arrive(rig, left, right, 20)
+    await _all_arrive(rig, right, left, 20)
+
+
+@order.links("echo", "Frames sent from within body_received come in order")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+
+    def echo(landing: KitLanding) -> None:
+        right.queue(landing.head.length, number=landing.head.number)
+        right.flush()
+
+    right.on_arrival = echo
+    for size in (0, 10, 5000, 300_000) * 5:
+        left.send(size)
+    await _all_arrive(rig, right, left, 20)
+
+
+@order.links("ping-pong", "200 frames go to and fro, each after the one before")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+
+    def echo(landing: KitLanding) -> None:
+        right.send(landing.head.length)
+
+    right.on_arrival = echo
+    for i in range(200):
+        left.send(i * 50)
+        await rig.arrives(left, i + 1)
+    await _all_arrive(rig, right, left, 200)
+
+
+@order.links("sent-chain", "Frames sent from within frame_sent come in order")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+
+    def more(_: object) -> None:
+        if len(left.sent) < 50:
+            left.queue(20_000)
+
+    left.on_sent = more
+    left.send(20_000)
+    for count in range(1, 51):
+        await rig.reaches(lambda: len(left.sent), count, "calls of frame_sent")
+        left.flush()
+    await _all_arrive(rig, left, right, 50)
+
+
+async def _all_arrive(
+    rig: Rig, sender: LinkSide, receiver: LinkSide, count: int
+) -> None:
+    await rig.moved(sender, receiver, count)
+    await rig.settle()
+    require(
+        receiver.arrived == list(range(count)),
+        f"{receiver.name} got {len(receiver.arrived)} frames for {count}, or not in "
+        f"order: it begins {receiver.arrived[:10]}",
+    )

@@ -1,21 +1,28 @@
-"""What a link says of its queue, and that no link takes the loop for itself."""
+"""What is said of queues, pausing, and that nobody takes the loop for itself.
+
+A link may have no ``pause``: then it says so with ``pausable``, and caches in device
+memory are not moved over it. There is nothing to check of such a link.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable
 
-from kvwire.limits import HEADER_BYTES, MIB, WAKEUP_BYTES
-from kvwire.testing.conformance.check import require
-from kvwire.testing.conformance.content import CUTS
-from kvwire.testing.conformance.lane_side import LaneSide
-from kvwire.testing.conformance.rig import Group, LaneGroup, LaneRig, Rig
-from kvwire.testing.conformance.side import LinkSide
+from kvwire.limits import HEADER_BYTES, KIB, MIB, WAKEUP_BYTES
+from kvwire.testing.conformance.check import CheckFailed, Group, require
+from kvwire.testing.conformance.content import CUTS, Head, Memory, poison
+from kvwire.testing.conformance.rig import LaneRig, Rig
+from kvwire.testing.conformance.sides import KitLanding, LaneSide, LinkSide
+from kvwire.types import Address
 
-links, lanes = Group("pressure"), LaneGroup("pressure")
+pressure: Group = Group("pressure")
+pause: Group = Group("pause")
+threads: Group = Group("threads")
 
 
-# --- of links alone -------------------------------------------------------------------
-
+# --- pressure -------------------------------------------------------------------------
 
 # More than the buffers between two processes of one host hold.
 _FRAMES = 32
@@ -27,8 +34,8 @@ async def _fill(rig: Rig, side: LinkSide) -> None:
     require(side.link.queued_bytes > 0, "the transport took 32 MiB that nobody reads")
 
 
-@links.check("queued-none", "queued_bytes and received_bytes are 0 at first")
-async def _queued_none(rig: Rig) -> None:
+@pressure.links("queued-none", "queued_bytes and received_bytes are 0 at first")
+async def _(rig: Rig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     for side in (left, right):
         link = side.link
@@ -38,8 +45,10 @@ async def _queued_none(rig: Rig) -> None:
         )
 
 
-@links.pair("queued-counts", "queued_bytes counts headers and payload before a flush")
-async def _queued_counts(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links(
+    "queued-counts", "queued_bytes counts headers and payload before a flush"
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     expected = 0
     for size in (0, 1, 5000, 200_000):
         left.queue(size, CUTS["pages"] if size > 1000 else None)
@@ -50,16 +59,17 @@ async def _queued_counts(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 4)
 
 
-@links.pair("queued-falls", "queued_bytes falls to 0 when all has been taken")
-async def _queued_falls(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links("queued-falls", "queued_bytes falls to 0 when all has been taken")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.send_many(16, MIB)
     await rig.moved(left, right, 16)
     await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
 
 
-@links.check("unread", "What nobody reads stays queued, however often flushed")
-async def _unread(rig: Rig) -> None:
-    left, right = await rig.pair(start_right=False)
+@pressure.links(
+    "unread", "What nobody reads stays queued, however often flushed", held=True
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _fill(rig, left)
     before = left.link.queued_bytes
     for _ in range(100):
@@ -71,9 +81,10 @@ async def _unread(rig: Rig) -> None:
     await rig.until(lambda: left.link.queued_bytes == 0, "queued_bytes falls to 0")
 
 
-@links.check("writable", "link_writable comes once when the queue has emptied")
-async def _writable(rig: Rig) -> None:
-    left, right = await rig.pair(start_right=False)
+@pressure.links(
+    "writable", "link_writable comes once when the queue has emptied", held=True
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     queued: list[int] = []
     left.on_writable = lambda: queued.append(left.link.queued_bytes)
     await _fill(rig, left)
@@ -84,8 +95,10 @@ async def _writable(rig: Rig) -> None:
     require(queued == [0], f"link_writable found {queued} bytes queued")
 
 
-@links.pair("writable-again", "link_writable comes again when the queue empties again")
-async def _writable_again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links(
+    "writable-again", "link_writable comes again when the queue empties again"
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for round_ in range(1, 4):
         left.queue_many(_FRAMES, MIB)
         left.flush()
@@ -93,8 +106,10 @@ async def _writable_again(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 3 * _FRAMES)
 
 
-@links.pair("writable-refill", "A handler can keep the link busy from link_writable")
-async def _writable_refill(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links(
+    "writable-refill", "A handler can keep the link busy from link_writable"
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def refill() -> None:
         if len(left.sent) < 4 * _FRAMES:
@@ -106,8 +121,8 @@ async def _writable_refill(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 4 * _FRAMES)
 
 
-@links.pair("received-total", "received_bytes counts headers and payload")
-async def _received_total(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links("received-total", "received_bytes counts headers and payload")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     sizes = (0, 1, 5000, 3 * MIB)
     for size in sizes:
         left.queue(size)
@@ -119,8 +134,8 @@ async def _received_total(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(left.link.received_bytes == 0, "the sender received something")
 
 
-@links.pair("received-dropped", "received_bytes counts dropped payload too")
-async def _received_dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links("received-dropped", "received_bytes counts dropped payload too")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: None
     left.send(2 * MIB)
     await rig.arrives(right, 1)
@@ -129,8 +144,10 @@ async def _received_dropped(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(received == total, f"{received} received, not {total}")
 
 
-@links.pair("received-rises", "received_bytes never falls, and rises within a frame")
-async def _received_rises(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links(
+    "received-rises", "received_bytes never falls, and rises within a frame"
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     seen: list[int] = []
     left.send(32 * MIB)
 
@@ -143,8 +160,8 @@ async def _received_rises(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(len(set(seen)) > 2, f"the whole frame came in one go: {sorted(set(seen))}")
 
 
-@links.pair("fair-loop", "Others on the loop get turns while 32 MiB arrive")
-async def _fair_loop(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@pressure.links("fair-loop", "Others on the loop get turns while 32 MiB arrive")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     turns = 0
 
     async def count_turns() -> None:
@@ -160,8 +177,8 @@ async def _fair_loop(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(turns >= 4, f"{turns} turns only: one callback moved too much")
 
 
-@links.pair("fair-link", "A small frame overtakes 64 MiB on another link")
-async def _fair_link(rig: Rig, busy: LinkSide, sink: LinkSide) -> None:
+@pressure.links("fair-link", "A small frame overtakes 64 MiB on another link")
+async def _(rig: Rig, busy: LinkSide, sink: LinkSide) -> None:
     left, right = await rig.pair()
     busy.queue_many(64, MIB)
     busy.flush()
@@ -171,11 +188,8 @@ async def _fair_link(rig: Rig, busy: LinkSide, sink: LinkSide) -> None:
     await rig.arrives(sink, 64)
 
 
-# --- of lanes alone -------------------------------------------------------------------
-
-
-@lanes.pair("queued-falls", "queued_bytes falls to 0 when everything has arrived")
-async def _queued_falls_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@pressure.lanes("queued-falls", "queued_bytes falls to 0 when everything has arrived")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for _ in range(16):
         left.send(MIB)
         require(0 <= left.lane.queued_bytes <= 16 * MIB, "queued_bytes is out of range")
@@ -183,8 +197,8 @@ async def _queued_falls_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> 
     await rig.until(lambda: left.lane.queued_bytes == 0, "queued_bytes falls to 0")
 
 
-@lanes.pair("received-rises", "received_bytes counts every byte, dropped ones too")
-async def _received_rises_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@pressure.lanes("received-rises", "received_bytes counts every byte, dropped ones too")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.land = lambda parcel: None
     left.send(100_000)
     await rig.arrives(right, 1)
@@ -196,8 +210,10 @@ async def _received_rises_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -
     require(second >= first + MIB, f"{second} after {first} and 1 MiB more")
 
 
-@lanes.pair("writable", "A lane that kept bytes at a flush says when they have gone")
-async def _writable_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@pressure.lanes(
+    "writable", "A lane that kept bytes at a flush says when they have gone"
+)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     right.holding = True
     left.send_many(48, MIB)
     left.flush()
@@ -212,8 +228,8 @@ async def _writable_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None
     require(left.lane.queued_bytes == 0, f"{left.lane.queued_bytes} stay queued")
 
 
-@lanes.pair("refill", "A handler can keep a lane busy from payload_sent")
-async def _refill(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@pressure.lanes("refill", "A handler can keep a lane busy from payload_sent")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
     def refill(_: object) -> None:
         if len(left.sent) + left.lent < 64:
@@ -226,8 +242,8 @@ async def _refill(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, 64)
 
 
-@lanes.pair("fair-loop", "While a lane moves much, others have their turns")
-async def _fair_loop_lanes(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+@pressure.lanes("fair-loop", "While a lane moves much, others have their turns")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.queue_many(16, 4 * MIB)
     left.flush()
     right.take()
@@ -250,8 +266,8 @@ async def _most_in_a_turn(side: LaneSide) -> int:
     return most
 
 
-@lanes.check("fair-lane", "A lane with little to move is not behind one with much")
-async def _fair_lane(rig: LaneRig) -> None:
+@pressure.lanes("fair-lane", "A lane with little to move is not behind one with much")
+async def _(rig: LaneRig) -> None:
     busy = await rig.pair()
     quick = await rig.pair()
     for _ in range(32):
@@ -263,3 +279,217 @@ async def _fair_lane(rig: LaneRig) -> None:
     left = busy[1].expected
     await rig.arrives(busy[1], 32)
     require(left > 0, "the short payload waited for all of the long ones")
+
+
+# --- pause ----------------------------------------------------------------------------
+
+# Small frames that come together, and such as need many turns.
+_SIZES = (0, 10, 0, 7 * KIB, 100 * KIB, 3, 9 * KIB, 0, 2 * MIB, 1)
+
+
+@pause.links("before", "A paused link hands over no header until it is resumed")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    if not right.link.pausable:
+        return
+    right.link.pause()
+    _send_all(left)
+    await rig.settle()
+    require(not right.arrived, "something arrived")
+    right.link.resume()
+    await rig.moved(left, right, len(_SIZES))
+
+
+@pause.links("each", "Paused with a header, a link ends that frame and begins no other")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    if not right.link.pausable:
+        return
+    headers: list[int] = []
+
+    def pause(head: Head) -> None:
+        headers.append(head.number)
+        right.link.pause()
+
+    right.on_header = pause
+    _send_all(left)
+    for number in range(len(_SIZES)):
+        await rig.arrives(right, number + 1)
+        await rig.settle()
+        require(len(headers) == number + 1, f"{len(headers)} headers, {number} resumes")
+        right.link.resume()
+    require(right.arrived == list(range(len(_SIZES))), "not in order")
+    await rig.given_back(left)
+
+
+@pause.links("again", "Paused again before it has gone on, a link stays paused")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    if not right.link.pausable:
+        return
+    right.link.pause()
+    _send_all(left)
+    await rig.settle()
+    right.link.resume()
+    right.link.pause()
+    await rig.settle()
+    require(not right.arrived, "something arrived")
+    right.link.resume()
+    await rig.moved(left, right, len(_SIZES))
+
+
+@pause.links("end", "A paused link can be aborted, and resumed after that")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    if not right.link.pausable:
+        return
+    right.link.pause()
+    _send_all(left)
+    await rig.settle()
+    right.abort()
+    right.link.resume()
+    await rig.closes(right)
+    require(not right.arrived, "something arrived after abort")
+    left.abort()
+
+
+def _send_all(side: LinkSide) -> None:
+    for size in _SIZES:
+        side.queue(size)
+    side.flush()
+
+
+# --- threads --------------------------------------------------------------------------
+
+Far = Callable[[Rig, LinkSide], Awaitable[None]]
+
+
+class Elsewhere:
+    """A thread with a loop, where the other side of a link lives.
+
+    Entered, it gives the side on this thread, started. Left, it waits for the thread.
+
+    Args:
+        rig: The near side's.
+        far: What the far side does with its link.
+    """
+
+    def __init__(self, rig: Rig, far: Far) -> None:
+        self._rig = rig
+        self._far = far
+        self._thread = threading.Thread(target=self._main, name="conformance")
+        self._address: Address | None = None
+        self._connected = False
+        self._error: BaseException | None = None
+
+    async def __aenter__(self) -> LinkSide:
+        """Start the thread, and connect to it."""
+        self._thread.start()
+        await self._rig.until(
+            lambda: bool(self._address) or not self._thread.is_alive(), "it listens"
+        )
+        if self._address is None:
+            raise self._error or CheckFailed("the thread ended")
+        left = self._rig.side("left", await self._rig.connect(self._address))
+        self._connected = True
+        left.start()
+        return left
+
+    async def __aexit__(self, _: object, error: object, __: object) -> None:
+        """Wait until the far side has done what it does."""
+        self._thread.join(0 if error is None else self._rig.timeout_s)
+        if error is None:
+            await self._rig.until(lambda: not self._thread.is_alive(), "the end there")
+            if self._error is not None:
+                raise self._error
+
+    def _main(self) -> None:
+        loop = type(self._rig.loop)()
+        try:
+            loop.run_until_complete(self._live())
+        except BaseException as exc:  # noqa: BLE001 - raised again by the near side
+            self._error = exc
+        finally:
+            loop.close()
+
+    async def _live(self) -> None:
+        near = self._rig
+        rig = Rig(near.make, near.address, near.timeout_s, alone=False)
+        try:
+            self._address = (await rig.listen()).address
+            right = rig.side("right", await rig.accept())
+            # A link that is reset before its connect returns is a failed connect.
+            await rig.until(lambda: self._connected, "the near side has connected")
+            await self._far(rig, right)
+        finally:
+            await rig.aclose()
+
+
+async def _echo_until_closed(rig: Rig, right: LinkSide) -> None:
+    def echo(landing: KitLanding) -> None:
+        right.queue(landing.head.length, CUTS["pages"], number=landing.head.number)
+        right.flush()
+
+    right.land = lambda head: Memory(head.length, CUTS["uneven"])
+    right.on_arrival = echo
+    right.start()
+    await rig.closes(right)
+
+
+async def _start_and_wait(rig: Rig, right: LinkSide) -> None:
+    right.start()
+    await rig.closes(right)
+
+
+async def _abort_in_body(rig: Rig, right: LinkSide) -> None:
+    right.on_arrival = lambda landing: right.abort()
+    right.start()
+    await rig.closes(right)
+
+
+async def _never_start(rig: Rig, right: LinkSide) -> None:
+    await rig.settle()
+
+
+@threads.links("echo", "Frames go to and fro between two threads")
+async def _(rig: Rig) -> None:
+    async with Elsewhere(rig, _echo_until_closed) as left:
+        for size in (0, 1, 5000, 300_000, MIB) * 4:
+            left.send(size, CUTS["odd-pages"])
+        await rig.arrives(left, 20)
+        require(left.arrived == list(range(20)), f"they came as {left.arrived}")
+        left.close()
+        await rig.closes(left)
+
+
+@threads.links("bulk", "Bulk goes both ways between threads, and memory is given back")
+async def _(rig: Rig) -> None:
+    async with Elsewhere(rig, _echo_until_closed) as left:
+        left.on_sent = poison
+        left.send_many(16, 2 * MIB)
+        await rig.arrives(left, 16)
+        await rig.given_back(left)
+        left.close()
+        await rig.closes(left)
+
+
+@threads.links("abort", "abort while the other thread receives: memory is free at once")
+async def _(rig: Rig) -> None:
+    async with Elsewhere(rig, _start_and_wait) as left:
+        sent = left.send_many(8, 4 * MIB)
+        await rig.until(lambda: len(left.sent) > 0, "the first frame is sent")
+        left.abort()
+        await rig.closes(left)
+        for token in sent:
+            poison(token)
+
+
+@threads.links("aborted", "abort by the other thread while this one sends")
+async def _(rig: Rig) -> None:
+    async with Elsewhere(rig, _abort_in_body) as left:
+        left.send_many(32, MIB)
+        await rig.closes(left)
+
+
+@threads.links("unstarted", "The other thread ends and has not started its link")
+async def _(rig: Rig) -> None:
+    async with Elsewhere(rig, _never_start) as left:
+        await rig.closes(left)
+    left.queue(100, token=False)
+    left.flush()

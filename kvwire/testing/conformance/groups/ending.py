@@ -1,0 +1,475 @@
+"""close lets everything queued arrive; abort is at once, at any stage."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from kvwire.limits import MIB
+from kvwire.testing.conformance.check import Group, require
+from kvwire.testing.conformance.content import CUTS, Memory, poison
+from kvwire.testing.conformance.rig import AnyRig, LaneRig, Rig
+from kvwire.testing.conformance.sides import LaneSide, LinkSide
+
+close: Group = Group("close")
+abort: Group = Group("abort")
+
+
+# --- close ----------------------------------------------------------------------------
+
+_QUEUES: Final[dict[str, list[int]]] = {
+    "nothing": [],
+    "small": [100] * 100,
+    "large": [16 * MIB],
+    "many": [MIB] * 24,
+}
+_EMPTY = {"empty": [0]}
+
+
+@close.both("queued", "What was not flushed before close arrives: {}", _QUEUES)
+@close.links("queued", "What was not flushed before close arrives: {}", _EMPTY)
+async def _(rig: AnyRig, left: Any, right: Any, sizes: list[int]) -> None:
+    for size in sizes:
+        left.queue(size, CUTS["pages"])
+    left.close()
+    right.take()
+    await _all_arrive(rig, left, right, len(sizes))
+
+
+@close.both("flushed", "What was flushed before close arrives: {}", _QUEUES)
+@close.links("flushed", "What was flushed before close arrives: {}", _EMPTY)
+async def _(rig: AnyRig, left: Any, right: Any, sizes: list[int]) -> None:
+    for size in sizes:
+        left.send(size)
+    left.close()
+    await _all_arrive(rig, left, right, len(sizes))
+
+
+async def _all_arrive(rig: AnyRig, left: Any, right: Any, count: int) -> None:
+    await rig.arrives(right, count)
+    await rig.ends_cleanly(left, right)
+    require(len(right.arrived) == count, f"{len(right.arrived)} arrived")
+    require(not left.lent, f"{left.lent} tokens were not given back before the end")
+
+
+@close.both("unread", "What nobody receives yet is not lost by a close", held=True)
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send_many(24, MIB)
+    left.close()
+    await rig.settle()
+    require(not left.closed or not left.lent, "it ended with payloads under way")
+    right.release()
+    await rig.arrives(right, 24)
+    await rig.ends_cleanly(left, right)
+
+
+@close.both("twice", "close a second time does no harm, nor after the end")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send(MIB)
+    left.close()
+    left.close()
+    await rig.arrives(right, 1)
+    await rig.ends_cleanly(left, right)
+    left.close()
+    await rig.settle()
+    require(right.arrived == [0], "the payload was lost")
+    require(len(left.closed) == 1, f"the end was told {len(left.closed)} times")
+
+
+@close.links("untokened", "Queued frames without token arrive before the end")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.land = lambda head: Memory(head.length, CUTS["uneven"])
+    sent = [left.queue(50_000, CUTS["pages"], token=False) for _ in range(40)]
+    left.close()
+    for token in sent:
+        poison(token)
+    await rig.end(left, right)
+    require(len(right.arrived) == 40, f"{len(right.arrived)} of 40 frames arrived")
+
+
+@close.links("against-bulk", "What is queued arrives although the peer sends bulk")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    # A socket that is closed with unread data in it resets the connection, and a reset
+    # overtakes and destroys what was sent before it.
+    right.send_many(24, MIB)
+    left.queue_many(10, 50_000)
+    left.close()
+    await rig.closes(left, right)
+    require(len(right.arrived) == 10, f"{len(right.arrived)} of 10 frames arrived")
+
+
+@close.links("both", "Both sides close at once")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.close()
+    right.close()
+    await rig.end(left, right)
+
+
+@close.links("both-queued", "Both sides close at once, and nothing is lost")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    for side in (left, right):
+        side.queue_many(12, MIB)
+    left.close()
+    right.close()
+    await rig.end(left, right)
+    require(len(right.arrived) == 12, f"right got {len(right.arrived)} of 12 frames")
+    require(len(left.arrived) == 12, f"left got {len(left.arrived)} of 12 frames")
+
+
+@close.links("answered", "The side that is closed upon sees every frame, then the end")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    seen: list[int] = []
+    right.on_closed = lambda: seen.append(len(right.arrived))
+    left.queue_many(50, 10_000)
+    left.close()
+    await rig.end(left, right)
+    require(seen == [50], f"link_closed came after {seen} frames")
+
+
+@close.links("send-after", "send and flush after close do nothing")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.queue(10)
+    left.close()
+    left.queue(10, token=False)
+    left.flush()
+    await rig.end(left, right)
+    for side in (left, right):
+        side.queue(10, token=False)
+        side.flush()
+    await rig.settle()
+    require(right.arrived == [0], f"{len(right.arrived)} frames arrived")
+    require(not left.arrived, "a frame came from a side that was closed upon")
+
+
+@close.links("unstarted", "close before start ends the link, without a callback")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False)
+    left.close()
+    await rig.end(right)
+
+
+@close.links(
+    "unstarted-peer", "A link is closed before the other side starts", held=True
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.close()
+    await rig.settle()
+    right.start()
+    await rig.end(left, right)
+
+
+@close.links("unstarted-both", "Both sides close before they start")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    left.close()
+    right.close()
+    await rig.settle()
+    require(not left.closed, "left had no handler to tell")
+    require(not right.closed, "right had no handler to tell")
+
+
+@close.links("then-abort", "abort cuts a close short", held=True)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.queue_many(32, MIB)
+    left.close()
+    left.abort()
+    await rig.closes(left)
+    right.start()
+    await rig.closes(right)
+    require(len(right.arrived) < 32, "abort did not drop the queue")
+    require(right.closed[0] is not None, "the peer was told of a clean end")
+
+
+@close.links("later", "close and abort after a clean end change nothing")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.close()
+    await rig.end(left, right)
+    right.close()
+    left.abort()
+    right.abort()
+    await rig.settle()
+
+
+@close.lanes("receiving", "close lets arrivals that were queued come in")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    left.send_many(12, MIB)
+    right.close()
+    await rig.arrives(right, 12)
+    await rig.end(right)
+
+
+@close.lanes("both", "Both sides close at once, with payloads under way both ways")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    for _ in range(12):
+        left.send(MIB)
+        right.send(MIB)
+    left.close()
+    right.close()
+    await rig.arrives(right, 12)
+    await rig.arrives(left, 12)
+    await rig.end(left, right)
+
+
+@close.lanes("then-abort", "abort after close ends the lane at once")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    right.holding = True
+    left.send_many(32, MIB)
+    left.close()
+    left.abort()
+    await rig.closes(left)
+    require(left.closed == [None], f"lane_closed was told {left.closed[0]!r}")
+
+
+@close.lanes("again", "Backends of a lane that closed make the next one")
+async def _(rig: LaneRig) -> None:
+    for _ in range(3):
+        left, right = await rig.pair()
+        left.send(300_000)
+        await rig.arrives(right, 1)
+        left.close()
+        right.close()
+        await rig.end(left, right)
+
+
+# --- abort ----------------------------------------------------------------------------
+
+
+async def _idle(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send(1000)
+    await rig.moved(left, right, 1)
+
+
+async def _queued(rig: AnyRig, left: Any, right: Any) -> None:
+    left.queue_many(10, 100_000)
+
+
+async def _sending(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send_many(6, 4 * MIB)
+    await rig.until(lambda: right.received_bytes > 0, "payload arrives")
+
+
+async def _receiving(rig: AnyRig, left: Any, right: Any) -> None:
+    await _sending(rig, right, left)
+
+
+async def _closing(rig: AnyRig, left: Any, right: Any) -> None:
+    left.queue_many(10, MIB)
+    left.close()
+
+
+async def _aborted_upon(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send(MIB)
+    right.abort()
+
+
+Stage = Callable[[Any, Any, Any], Awaitable[None]]
+_BOTH_STAGES: Final[dict[str, Stage]] = {
+    "idle": _idle,
+    "queued": _queued,
+    "sending": _sending,
+    "receiving": _receiving,
+    "closing": _closing,
+    "aborted-upon": _aborted_upon,
+}
+"""What a pair is brought to before it is aborted; links and lanes add their own."""
+
+
+@abort.both("twice", "abort a second time does no harm, nor does close")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
+    left.abort()
+    left.abort()
+    left.close()
+    await rig.closes(left)
+    await rig.ends(right)
+    left.abort()
+    await rig.settle()
+    require(len(left.closed) == 1, f"the end was told {len(left.closed)} times")
+
+
+@abort.both("both", "Both sides abort at once")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
+    left.send(MIB)
+    right.send(MIB)
+    left.abort()
+    right.abort()
+    await rig.closes(left, right)
+
+
+@abort.both("others-live", "Aborting one leaves the others alone")
+async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
+    left, right = await rig.pair()
+    victim.send(16 * MIB)
+    left.queue(3 * MIB)
+    victim.abort()
+    left.flush()
+    right.take()
+    await rig.closes(victim)
+    await rig.ends(peer)
+    await rig.arrives(right, 1)
+    require(not left.closed and not right.closed, "another one closed too")
+
+
+async def _started(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    return
+
+
+async def _flushed(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.send_many(10, 100_000)
+
+
+async def _both_links(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.send(16 * MIB)
+    right.send(16 * MIB)
+    await rig.until(lambda: left.link.received_bytes > MIB, "payload arrives")
+
+
+async def _closed_upon(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.close()
+
+
+_STAGES: dict[str, Stage] = {
+    **_BOTH_STAGES,
+    "started": _started,
+    "flushed": _flushed,
+    "both-ways": _both_links,
+    "closed-upon": _closed_upon,
+}
+
+
+@abort.links("own", "abort ends a link that is: {}; both sides are told", _STAGES)
+async def _(rig: Rig, left: LinkSide, right: LinkSide, stage: Stage) -> None:
+    await stage(rig, left, right)
+    left.abort()
+    await rig.closes(left, right)
+    sent, arrived = len(left.sent), len(left.arrived)
+    await rig.settle()
+    require(len(left.sent) == sent, "frame_sent after link_closed")
+    require(len(left.arrived) == arrived, "body_received after link_closed")
+
+
+@abort.links("unstarted", "abort before start ends the link, without a callback")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False)
+    left.abort()
+    await rig.closes(right)
+
+
+@abort.links("unstarted-both", "Both sides abort before they start")
+async def _(rig: Rig) -> None:
+    left, right = await rig.pair(start_left=False, start_right=False)
+    left.abort()
+    right.abort()
+    await rig.settle()
+
+
+@abort.links("send-after", "send and flush after abort do nothing")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.abort()
+    left.queue(10, token=False)
+    left.flush()
+    await rig.closes(left, right)
+    require(not right.arrived, "a frame sent after abort arrived")
+
+
+@abort.links("queue-empty", "Nothing is queued after abort", held=True)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.send_many(32, MIB)
+    left.abort()
+    require(left.link.queued_bytes == 0, f"{left.link.queued_bytes} bytes are")
+    await rig.closes(left)
+
+
+@abort.links(
+    "dropped-told", "A peer from whom frames were withheld sees an error", held=True
+)
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.send_many(32, MIB)
+    left.abort()
+    right.start()
+    await rig.closes(right)
+    require(len(right.arrived) < 32, "abort did not drop the queue")
+    require(right.closed[0] is not None, "the peer was told of a clean end")
+
+
+@abort.links("cut-frame-told", "A peer left with part of a frame sees an error")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    right.land = lambda head: Memory(head.length)
+    left.send(16 * MIB)
+    await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
+    left.abort()
+    await rig.closes(right)
+    whole = len(right.arrived) == 1
+    require(whole or right.closed[0] is not None, "half a frame was a clean end")
+
+
+@abort.links("bulk-told", "A sender whose peer aborts is told, and need not wait")
+async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+    left.send_many(32, MIB)
+    right.abort()
+    await rig.closes(left)
+    require(left.closed[0] is not None, "the end was clean, and frames were lost")
+
+
+async def _up(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    return
+
+
+async def _sent(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    right.holding = True
+    left.send_many(40, MIB, CUTS["pages"])
+
+
+async def _awaiting(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    right.queue_many(10, MIB)
+    for _ in range(10):
+        left.receive(left.inbox.popleft())
+
+
+_LANE_STAGES: dict[str, Stage] = {
+    **_BOTH_STAGES,
+    "up": _up,
+    "sent": _sent,
+    "awaiting": _awaiting,
+}
+
+
+@abort.lanes("own", "abort ends a lane that is: {}", _LANE_STAGES)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide, stage: Stage) -> None:
+    await stage(rig, left, right)
+    told = bool(left.closed)
+    left.abort()
+    await rig.closes(left)
+    if not told:
+        error = left.closed[0]
+        expected = error is None or stage is _aborted_upon
+        require(expected, f"lane_closed was told {error!r}, and we ended it")
+    require(left.lane.queued_bytes == 0, f"{left.lane.queued_bytes} stay queued")
+    sent, arrived = len(left.sent), len(left.arrived)
+    await rig.settle()
+    require(len(left.sent) == sent, "payload_sent after lane_closed")
+    require(len(left.arrived) == arrived, "payload_received after lane_closed")
+
+
+@abort.lanes(
+    "peer", "Payloads end, or their lane does, when the peer aborts: {}", _LANE_STAGES
+)
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide, stage: Stage) -> None:
+    await stage(rig, left, right)
+    left.abort()
+    right.holding = False
+    right.take()
+    await rig.ends(right)
+    await rig.closes(left)
+
+
+@abort.lanes("calls-after", "send, receive and flush after abort do nothing")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    left.holding = True
+    right.send(100_000)
+    left.abort()
+    left.queue(100_000)
+    left.take()
+    left.flush()
+    await rig.closes(left)
+    require(not left.arrived, "a payload arrived after abort")
+    right.inbox.clear()
