@@ -10,14 +10,7 @@ from kvwire.backend.lane import Lane, LaneHandler
 
 
 class LaneRecorder(LaneHandler):
-    """Notes every callback, and refuses one that comes after ``lane_closed``.
-
-    Attributes:
-        sent: Tokens given back.
-        received: Landings of what has arrived.
-        writable: How often the lane said so.
-        closed: What the lane was closed with; one entry.
-    """
+    """Notes every callback, and refuses one that comes after ``lane_closed``."""
 
     def __init__(self) -> None:
         self.sent: list[object] = []

@@ -14,11 +14,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 class Plants:
-    """The bugs of one test module.
-
-    Attributes:
-        bugs: Each with the checks that must each find it.
-    """
+    """The bugs of one test module."""
 
     def __init__(self) -> None:
         self.bugs: list[tuple[Plant, tuple[str, ...]]] = []
@@ -61,10 +57,7 @@ class Plants:
         self._tasks.append(asyncio.create_task(asyncio.Event().wait()))
 
     async def clean_up(self) -> None:
-        """Take back what bugs have left.
-
-        Cancel safety: not cancel safe; the rest stays behind.
-        """
+        """Take back what bugs have left."""
         while self._descriptors:
             os.close(self._descriptors.pop())
         for task in self._tasks:

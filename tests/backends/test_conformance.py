@@ -50,16 +50,7 @@ class TlsBackend(TcpBackend):
 
 
 class Lanes(NamedTuple):
-    """The lanes of a backend under test.
-
-    Attributes:
-        make: Makes a backend.
-        settings: The user's, asked for on the loop of the test.
-        every: Each so many checks are in `make test`; 0 for none.
-        marks: Of all tests of these lanes.
-        address: Where the backend listens.
-        timeout_s: How long anything that a lane promises may take.
-    """
+    """The lanes of a backend under test."""
 
     make: Callable[[], Backend]
     settings: Callable[[], dict[str, str]] = dict

@@ -38,12 +38,7 @@ class Issued:
 
 
 class Authority:
-    """A CA whose files lie in a folder.
-
-    Args:
-        folder: Where everything that it issues goes.
-        name: Its own.
-    """
+    """A CA whose files lie in a folder."""
 
     def __init__(self, folder: Path, name: str = "kvwire test CA") -> None:
         self.folder = folder
@@ -71,16 +66,7 @@ def issue(
     days: tuple[int, int] = (-1, 1),
     usages: tuple[ObjectIdentifier, ...] = (),
 ) -> Issued:
-    """Make a key and a certificate for it.
-
-    Args:
-        folder: Where their files go.
-        names: Subject alternative names; a CA's is its common name.
-        by: Who signs; itself if None.
-        ca: Whether it may sign others.
-        days: From now, the first and the last day of its life.
-        usages: Extended key usages; none means any.
-    """
+    """Make a key and a certificate for it."""
     key = ec.generate_private_key(ec.SECP256R1())
     number = next(_NUMBERS)
     title = names[0] if ca and names else f"subject {number}"

@@ -18,11 +18,7 @@ from tests.support.tree import ROOT
 
 
 class Child:
-    """The parent's side of it.
-
-    Attributes:
-        connection: The connection to it.
-    """
+    """The parent's side of it."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, connection: Connection
@@ -44,13 +40,7 @@ class Child:
 async def started(
     comm: Communicator, module: str, *arguments: object
 ) -> AsyncIterator[Child]:
-    """Run a module that connects to a communicator.
-
-    Args:
-        comm: It listens, and is the parent's side.
-        module: Its first argument is where to connect to.
-        arguments: The others.
-    """
+    """Run a module that connects to a communicator."""
     address = await comm.listen("127.0.0.1:0")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, str(address), *map(str, arguments)),

@@ -21,15 +21,7 @@ _PATIENCE_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both ends of one connection.
-
-    Attributes:
-        near: The communicator that connects.
-        far: The communicator that listens.
-        left: The near end.
-        right: The far end.
-        address: Where the far side listens.
-    """
+    """Both ends of one connection."""
 
     near: Communicator
     far: Communicator
@@ -74,11 +66,7 @@ def registered(end: Connection, memory: bytearray, access: AccessName) -> Region
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Give the loop turns until a condition holds that no event announces.
-
-    Raises:
-        TimeoutError: It does not.
-    """
+    """Give the loop turns until a condition holds that no event announces."""
     async with asyncio.timeout(_PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0)

@@ -30,12 +30,7 @@ _PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH"
 
 
 class Server:
-    """A server of this machine on one port, which can be killed and started again.
-
-    Args:
-        command: What starts it; ``{port}`` is the port.
-        ready: What it says when it accepts connections.
-    """
+    """A server of this machine on one port, which can be killed and started again."""
 
     def __init__(self, command: list[str], ready: str) -> None:
         self.port: int = free_port()

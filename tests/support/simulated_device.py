@@ -41,14 +41,7 @@ _indices: Final = itertools.count()
 
 
 class SimulatedDevice(DeviceOps):
-    """Memory and streams of a device that there is not.
-
-    Args:
-        nbytes: Of its memory.
-
-    Attributes:
-        pinned_bytes_max: What ``pinned`` gives in all; for tests of its failure.
-    """
+    """Memory and streams of a device that there is not."""
 
     def __init__(self, nbytes: int = 64 * MIB) -> None:
         self.device = Device(MemoryKind.SIMULATED, next(_indices))
@@ -104,23 +97,14 @@ class SimulatedDevice(DeviceOps):
     # --- memory -----------------------------------------------------------------------
 
     def array(self, values: npt.NDArray[Any], dtype: str = "") -> SimulatedArray:
-        """Make an array in the device's memory with these values.
-
-        Args:
-            values: Shape, element type and content.
-            dtype: What it says its type is, where NumPy has none such.
-        """
+        """Make an array in the device's memory with these values."""
         address = self.allocate(values.nbytes)
         made = SimulatedArray(self, address, values.shape, values.dtype, dtype)
         made.write(values)
         return made
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory, which is freed with the device.
-
-        Raises:
-            UsageError: There is not so much left.
-        """
+        """Return the address of new memory, which is freed with the device."""
         with self._lock:
             begin = self._used
             if begin + nbytes > self._nbytes:

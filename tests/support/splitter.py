@@ -20,15 +20,7 @@ class Frame(NamedTuple):
 
 
 class Splitter:
-    """Splits a byte stream into frames.
-
-    Args:
-        body_bytes_max: Longer bodies are dropped as they come, as a link drops the
-            payload of a request that is over.
-
-    Attributes:
-        broken: The rule that a header broke; nothing behind it is read.
-    """
+    """Splits a byte stream into frames."""
 
     def __init__(self, body_bytes_max: int = CHUNK_BYTES_MAX) -> None:
         self._body_bytes_max = body_bytes_max

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.module_coverage import Pair, main, pairs, shortfall
+from tests.support.module_coverage import Pair, pairs, shortfall
 
 pytestmark = pytest.mark.slow  # pytest within coverage, in processes of their own
 
@@ -60,17 +60,3 @@ def test_each_shortfall_is_told(
 ) -> None:
     """In the words of the tool that found it."""
     assert complaint in shortfall(_pair(tmp_path, test), tmp_path)
-
-
-def test_one_shortfall_fails_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And the module is named."""
-    _pair(tmp_path, None)
-    assert main(tmp_path) == 1
-    assert "FAIL  kvwire/wire/a.py" in capsys.readouterr().out
-
-
-def test_a_tree_without_the_core_fails(tmp_path: Path) -> None:
-    """Nothing to check is not success."""
-    assert main(tmp_path) == 1

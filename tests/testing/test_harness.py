@@ -44,25 +44,6 @@ async def test_configuration_is_that_of_both() -> None:
             assert communicator.config.eager_bytes == 0
 
 
-async def test_names_can_be_given_too() -> None:
-    async with loopback(name="twin") as pair:
-        assert (pair.a.name, pair.b.name) == ("twin", "twin")
-
-
-async def test_an_address_of_your_own() -> None:
-    async with loopback(address="inproc://here") as pair:
-        assert str(pair.address) == "inproc://here"
-
-
-async def test_two_pairs_do_not_meet() -> None:
-    async with loopback() as one, loopback() as other:
-        assert one.address != other.address
-        await one.ab.send(1, b"one")
-        await other.ab.send(1, b"other")
-        assert await other.ba.recv(1) == b"other"
-        assert await one.ba.recv(1) == b"one"
-
-
 async def test_an_exception_aborts_and_goes_on() -> None:
     with pytest.raises(ZeroDivisionError):
         async with loopback() as pair:
@@ -102,9 +83,3 @@ async def test_other_backends_have_no_faults() -> None:
     with pytest.raises(kvwire.UsageError, match="only inproc injects faults"):
         async with loopback("tcp", faults=FaultPlan(seed=1)):
             pytest.fail("took a plan that nothing follows")
-
-
-async def test_an_unknown_backend_names_itself() -> None:
-    with pytest.raises(kvwire.BackendUnavailable, match="carrier"):
-        async with loopback("carrier"):
-            pytest.fail("there is no such backend")

@@ -110,12 +110,6 @@ async def test_latency_holds_up_nothing_but_what_it_delays() -> None:
         assert took_s >= 0.05
 
 
-async def test_slices_arrive_one_by_one() -> None:
-    async with through(Slice(TO_SERVER, 1)) as ((_, writer), (reader, _)):
-        writer.write(b"abc")
-        assert await reader.readexactly(3) == b"abc"
-
-
 async def test_a_pause_begins_at_its_byte() -> None:
     async with through(Pause(TO_SERVER, 3, 30.0)) as ((_, writer), (reader, _)):
         writer.write(b"abcdef")
@@ -247,11 +241,3 @@ def test_a_schedule_follows_from_its_seed_and_can_be_pasted() -> None:
             assert repr(toxic).partition("(")[0] in names
             assert "<" not in repr(toxic)
     assert kinds == {Bandwidth, Cut, Flip, Latency, Pause, Slice}
-
-
-def test_a_proxy_says_what_it_does() -> None:
-    proxy = Proxy(Address("tcp", "h", 1), Cut(TO_SERVER, 3, Ending.RST), seed=7)
-    assert repr(proxy) == (
-        "<Proxy to tcp://h:1, seed 7: "
-        "Cut(direction=Direction.TO_SERVER, at=3, ending=Ending.RST)>"
-    )

@@ -69,22 +69,6 @@ async def test_it(kvwire_pair, kvwire_backend):
 
 
 @pytest.mark.slow
-def test_the_backend_is_overridden_for_a_module(tmp_path: Path) -> None:
-    test = """
-import pytest
-
-@pytest.fixture
-def kvwire_backend():
-    return "tcp"
-
-async def test_it(kvwire_pair):
-    assert kvwire_pair.ab.transport == "tcp"
-"""
-    done = run_pytest(tmp_path, test, "--asyncio-mode", "auto")
-    assert "1 passed" in done.stdout
-
-
-@pytest.mark.slow
 def test_a_run_that_uses_no_fixture_does_not_import_kvwire(tmp_path: Path) -> None:
     test = """
 import sys
@@ -97,14 +81,6 @@ def test_it():
 """
     done = run_pytest(tmp_path, test)
     assert "1 passed" in done.stdout, done.stdout
-
-
-@pytest.mark.slow
-def test_the_fixtures_say_what_they_are(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "", "--fixtures")
-    assert "kvwire_pair" in done.stdout
-    assert "Two connected communicators" in done.stdout
-    assert "kvwire_backend" in done.stdout
 
 
 @pytest.mark.slow

@@ -22,15 +22,7 @@ _wires: dict[bytes, list[FakeOneWay]] = {}
 
 @dataclass
 class Faults:
-    """What goes wrong, for all communicators of one library.
-
-    Attributes:
-        start: Lets communicators come up.
-        moves: Lets movements be done.
-        abort: Lets an abort return.
-        failing: The call of a direction that raises, such as "check", if not empty.
-        aborts: How many aborts have begun.
-    """
+    """What goes wrong, for all communicators of one library."""
 
     start: threading.Event = field(default_factory=threading.Event)
     moves: threading.Event = field(default_factory=threading.Event)

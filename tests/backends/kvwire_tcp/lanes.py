@@ -26,13 +26,7 @@ class BodyRecorder(LaneRecorder):
 
 
 class House:
-    """A backend that listens, and links that strangers get from it.
-
-    Attributes:
-        backend: It both listens and dials.
-        address: Where it listens.
-        links: What it has accepted, in order; lanes begin as links too.
-    """
+    """A backend that listens, and links that strangers get from it."""
 
     def __init__(self, backend: TcpBackend, address: Address) -> None:
         self.backend = backend

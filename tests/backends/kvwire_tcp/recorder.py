@@ -75,13 +75,7 @@ class Body(Landing):
 
 
 class Recorder(LinkHandler):
-    """Notes every callback, and refuses one that comes from inside a call of ours.
-
-    Attributes:
-        frames: Number and content of each received frame.
-        sent: Tokens given back.
-        closed: How often the link was closed, and with what.
-    """
+    """Notes every callback, and refuses one that comes from inside a call of ours."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[int, bytes | None]] = []

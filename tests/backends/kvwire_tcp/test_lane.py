@@ -13,7 +13,6 @@ import pytest
 from kvwire.backend import Link
 from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost
-from kvwire.limits import MIB
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import BOOTSTRAP
@@ -27,8 +26,6 @@ from tests.backends.kvwire_tcp.recorder import (
 )
 
 SECRET = bytes(range(32))
-# More than the kernel holds on both sides of loopback.
-MORE_THAN_FITS = 24 * MIB
 
 
 class Door:
@@ -97,19 +94,6 @@ async def test_a_lane_is_not_a_connection_and_its_first_link_says_so() -> None:
         error = await door.handlers[0].end()
         assert "a lane" in str(error)
         assert door.handlers[0].headers == 0
-
-
-@pytest.mark.parametrize("ends_with", ["close", "reset"])
-async def test_a_peer_that_ends_is_told_apart_from_ourselves(
-    home: House, ends_with: str
-) -> None:
-    async with raised(home) as ends:
-        if ends_with == "close":
-            ends.client.close()
-        else:
-            ends.client.abort()
-        assert await ends.at_client.end() is None
-        assert isinstance(await ends.at_server.end(), ConnectionLost)
 
 
 async def test_a_lane_that_ends_within_a_payload_is_lost(home: House) -> None:

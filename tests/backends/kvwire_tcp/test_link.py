@@ -17,7 +17,7 @@ import pytest
 
 from kvwire.backend import Landing, Link
 from kvwire.errors import ConnectionLost, UsageError
-from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB, WAKEUP_BYTES
+from kvwire.limits import HEADER_BYTES, MIB, WAKEUP_BYTES
 from kvwire.types import Address
 from kvwire_tcp import duplex as duplex_module
 from kvwire_tcp.duplex import CALLS_PER_WAKEUP
@@ -38,20 +38,6 @@ from tests.backends.kvwire_tcp.recorder import (
 
 # More than the kernel holds on both sides of loopback, so that some must wait.
 MORE_THAN_FITS = 24 * MIB
-LENGTHS = sorted(
-    {
-        0,
-        1,
-        JOINED_BYTES_MAX,
-        JOINED_BYTES_MAX + 1,
-        SCRATCH_BYTES - HEADER_BYTES,
-        SCRATCH_BYTES - HEADER_BYTES + 1,
-        SCRATCH_BYTES,
-        SCRATCH_BYTES + 1,
-        EAGER_BYTES_MAX,
-        MIB + 5,
-    }
-)
 
 
 async def test_a_small_frame_sent_now_leaves_nothing_in_the_queue() -> None:

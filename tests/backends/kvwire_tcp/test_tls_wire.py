@@ -165,14 +165,6 @@ def test_what_was_received_and_not_read_is_known(wires: Wires) -> None:
     assert not wires.server.more
 
 
-def test_a_look_takes_nothing(wires: Wires) -> None:
-    assert blocked(wires.server.look)
-    wires.client.send(b"there")
-    assert wires.server.look()
-    assert wires.server.look()
-    assert received(wires) == b"there"
-
-
 def test_whoever_asks_for_keys_and_takes_none_is_cut_off(wires: Wires) -> None:
     """Answers to it would fill our memory. (No API makes a KeyUpdate.)"""
     answers = bytes(UNSENT_BYTES_MAX)

@@ -16,13 +16,7 @@ ALL = 1 << 30
 
 
 class Pipe:
-    """One direction.
-
-    Attributes:
-        held: Bytes under way.
-        room: How many more it takes.
-        ended: Nothing follows.
-    """
+    """One direction."""
 
     def __init__(self) -> None:
         self.held = bytearray()
@@ -31,11 +25,7 @@ class Pipe:
 
 
 class FakeSocket:
-    """One end; of a socket only what a wire uses.
-
-    Attributes:
-        split: Says how many bytes one call moves, of so many that it could.
-    """
+    """One end; of a socket only what a wire uses."""
 
     def __init__(self, out: Pipe, into: Pipe) -> None:
         self.out, self.into = out, into
@@ -63,12 +53,7 @@ class FakeSocket:
 
 
 class Wires:
-    """A client's and a server's wire, connected.
-
-    Attributes:
-        wires: Of each role.
-        socks: Below them.
-    """
+    """A client's and a server's wire, connected."""
 
     def __init__(self, authority: Authority, *, accepted: bool = True) -> None:
         pipes = Pipe(), Pipe()

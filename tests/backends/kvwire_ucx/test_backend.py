@@ -11,13 +11,12 @@ import pytest
 
 from kvwire.backend import registry
 from kvwire.errors import BackendUnavailable
-from kvwire.testing.harness import loopback
 from kvwire_ucx import UcxBackend, diagnosis
 from kvwire_ucx import backend as module
 from kvwire_ucx.context import Context, Resource
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import copies
-from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+from tests.backends.kvwire_ucx.support import needs_ucx
 from tests.support.logs import logged
 
 
@@ -51,18 +50,6 @@ async def test_lanes_that_do_not_end_are_counted_and_left(
     (record,) = logged(caplog)
     assert record.getMessage() == "1 lanes have not ended; UCX is left as it is"
     assert not freed
-
-
-@needs_ucx
-async def test_data_goes_over_it_when_it_is_asked_for() -> None:
-    settings = {"ucx": {"TLS": transports_of_this_loop()}}
-    async with loopback("ucx", backends=settings, require=("ucx",)) as pair:
-        assert pair.ab.transport == pair.ba.transport == "ucx"
-        assert "UCX 1." in str(pair.ab.transport_report)
-        message = bytes(range(256)) * 20_000
-        request = pair.ab.send(7, message)
-        assert await pair.ba.recv(7) == message
-        await request
 
 
 @needs_ucx

@@ -16,7 +16,6 @@ from kvwire_ucx import UcxBackend, diagnosis, library
 from kvwire_ucx.library import (
     ENVIRONMENT,
     VERSION_MIN,
-    Version,
     answer,
     copies,
     find,
@@ -152,10 +151,6 @@ def test_one_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(library, "VERSION_MIN", (99, 7))
     with pytest.raises(BackendUnavailable, match=r"kvwire needs 99\.7 or newer"):
         load()
-
-
-def test_a_version_reads_as_one_says_it() -> None:
-    assert str(Version(1, 22, 0)) == "1.22.0"
 
 
 @needs_ucx

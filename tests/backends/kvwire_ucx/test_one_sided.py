@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 
-import kvwire
 from kvwire.errors import ProtocolError
 from kvwire.limits import KIB, MIB
 from kvwire.testing.conformance.content import Memory
 from kvwire.testing.conformance.rig import LaneRig
 from kvwire.testing.conformance.sides import Parcel
-from kvwire_ucx import UcxBackend, one_sided
+from kvwire_ucx import UcxBackend
 from kvwire_ucx import lane as lane_module
 from kvwire_ucx.bootstrap import FIRST_PAYLOAD
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.lent import LentFragment, is_lent, lent_descriptor
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
-from tests.backends.transfers import LARGE, OURS, THEIRS, begun, cache, pair
 
 pytestmark = needs_reading
 
@@ -28,44 +26,6 @@ POISON = 0x7B
 
 def settings(**more: str) -> dict[str, str]:
     return {"TLS": SHARED_MEMORY, "one_sided": "yes", **more}
-
-
-def lanes(communicator: kvwire.Communicator) -> list[UcxLane]:
-    backend: Any = communicator._state._backends["ucx"]
-    return list(backend._lanes)
-
-
-@pytest.mark.parametrize("verb", ["push", "pull"])
-@pytest.mark.parametrize(("left", "right"), [("yes", "yes"), ("no", "yes")])
-async def test_blocks_arrive(
-    verb: str, left: str, right: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By reading where both sides have asked for it, and as messages elsewhere."""
-    read: list[int] = []
-    real = one_sided.OneSided.read
-
-    def noted(self: Any, number: int, *rest: Any) -> None:
-        read.append(number)
-        real(self, number, *rest)
-
-    monkeypatch.setattr(one_sided.OneSided, "read", noted)
-    source, sent = cache(LARGE, 1)
-    target, received = cache(LARGE, 9)
-    wants = (settings(one_sided=own) for own in (left, right))
-    async with pair("ucx", *wants) as both:
-        incoming, outgoing = begun(both, verb, "t", source, target)
-        outgoing.ready(layers=slice(0, 2))
-        outgoing.finish()
-        assert (await incoming).complete
-        assert (await outgoing).complete
-        await incoming.drained()
-        await outgoing.drained()
-        for ours, theirs in zip(sent, received, strict=True):
-            assert (theirs[THEIRS] == ours[OURS]).all()
-        assert bool(read) == (left == right == "yes")
-        for lane in lanes(both.a) if read else ():
-            assert lane._one_sided is not None
-            assert (lane._one_sided.unread, len(lane._one_sided._ranges)) == (0, 0)
 
 
 @pytest.mark.parametrize("side", ["reader", "lender"])

@@ -53,16 +53,6 @@ def test_one_in_an_epoll_of_an_epoll(
     assert far.recv(1) == b"!"
 
 
-def test_epolls_that_watch_the_same_are_looked_at_once(
-    connection: tuple[socket.socket, socket.socket],
-) -> None:
-    with select.epoll() as outer, select.epoll() as one, select.epoll() as two:
-        for inner in (one, two):
-            inner.register(connection[0], select.EPOLLIN)
-            outer.register(inner, select.EPOLLIN)
-        assert unpace(outer.fileno()) == 1
-
-
 def test_what_is_no_connection_within_this_host_is_left_alone() -> None:
     with contextlib.ExitStack() as stack:
         epoll = stack.enter_context(select.epoll())

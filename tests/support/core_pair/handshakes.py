@@ -51,17 +51,7 @@ def identity(
     profile: tuple[tuple[str, str], ...] = (),
     versions: tuple[int, int] = (1, 1),
 ) -> Identity:
-    """What one side brings.
-
-    Args:
-        name: Its name; its incarnation is made from it.
-        trust: In ``psk`` mode it connects with ``psk`` and accepts that key as well.
-        parameters: Its limits.
-        psk: Its own key.
-        accepts: More keys it accepts.
-        profile: Facts that must agree.
-        versions: Lowest and highest protocol version.
-    """
+    """What one side brings."""
     in_psk = trust is TrustMode.PSK
     return Identity(
         name=name,
@@ -77,13 +67,7 @@ def identity(
 
 @dataclass(slots=True)
 class Shaking:
-    """Two handshakes and the frames that have passed between them.
-
-    Attributes:
-        client: The side that connects.
-        server: The side that listens.
-        sent: (role of the sender, frame), in the order they were sent.
-    """
+    """Two handshakes and the frames that have passed between them."""
 
     client: ClientHandshake
     server: ServerHandshake
@@ -157,16 +141,7 @@ def receive(handshake: Handshake, frame: Frame) -> None:
 def shake(
     shaking: Shaking, change: Callable[[Role, Frame], Frame] | None = None
 ) -> Shaking:
-    """Pass frames to and fro until nothing is left to send.
-
-    Args:
-        shaking: Both sides.
-        change: What happens to a frame on its way; for tests of damage.
-
-    Raises:
-        HandshakeError: As one side raises it. What that side has sent is in ``sent``.
-        ProtocolError: Likewise.
-    """
+    """Pass frames to and fro until nothing is left to send."""
     while True:
         frames = _take(shaking, Role.CLIENT) + _take(shaking, Role.SERVER)
         if not frames:

@@ -18,12 +18,7 @@ class Inlet:
     def __init__(
         self, begin: Callable[[bytes], int | None], end: Callable[[bytes], None]
     ) -> None:
-        """Make one.
-
-        Args:
-            begin: Takes a header; returns the bytes that follow, or None to stop.
-            end: Takes what has followed.
-        """
+        """Make one."""
         self.stopped = False
         self._begin = begin
         self._end = end

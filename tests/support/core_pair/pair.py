@@ -26,13 +26,7 @@ _FRAMES_MAX = 100_000
 
 
 class ConnectionPair:
-    """Both ends of one connection, after a real handshake.
-
-    Attributes:
-        client: The end that has connected.
-        server: The end that has listened.
-        now: The time, in seconds.
-    """
+    """Both ends of one connection, after a real handshake."""
 
     def __init__(
         self,
@@ -43,15 +37,7 @@ class ConnectionPair:
         shaken: Shaking | None = None,
         now: float = 1000.0,
     ) -> None:
-        """Shake hands.
-
-        Args:
-            trust: The trust mode of both ends.
-            client: What the client brings, if not the default.
-            server: What the server brings, if not the default.
-            shaken: Instead of all three: a handshake that has ended well.
-            now: When.
-        """
+        """Shake hands."""
         if shaken is None:
             mine = client or identity("client", trust=trust)
             theirs = server or identity("server", trust=trust)

@@ -29,14 +29,7 @@ def cache(writable: bool = True) -> kvwire.PagedCache:
 
 
 class WrongUse(NamedTuple):
-    """One row.
-
-    Attributes:
-        name: What is done, in words.
-        do: Does it; what can be awaited is awaited.
-        error: What that raises; ``Outcome`` where a transfer ends with one.
-        words: What the error says, among others.
-    """
+    """One row."""
 
     name: str
     do: Callable[[Things], Any]
