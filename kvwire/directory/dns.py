@@ -23,11 +23,7 @@ _NOBODY: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NO
 
 
 class DnsDirectory(Directory):
-    """Finds members by a name: ``dns://decode.default.svc:7400?role=decode``.
-
-    Raises:
-        UsageError: The URL has no host or no port, or a value is not allowed.
-    """
+    """Finds members by a name: ``dns://decode.default.svc:7400?role=decode``."""
 
     options: ClassVar[Mapping[str, str]] = {
         "interval_s": str(DNS_INTERVAL_S),

@@ -26,14 +26,7 @@ _ENDING: Final = ".json"
 
 
 class FileDirectory(Directory):
-    """Keeps records in a folder: ``file:/run/fleet``, or ``file:`` for this user's own.
-
-    Raises:
-        UsageError: The interval is none.
-
-    Attributes:
-        folder: Where they are.
-    """
+    """Keeps records in a folder: ``file:/run/fleet``, or this user's for ``file:``."""
 
     options: ClassVar[Mapping[str, str]] = {"interval_s": str(FILE_INTERVAL_S)}
 

@@ -54,12 +54,7 @@ class _Member:
 
 
 class Members:
-    """Holds the members that a selector means.
-
-    Attributes:
-        ignored: How many entries were no record of their key, or found no room.
-        reason: Why the last of them was ignored.
-    """
+    """Holds the members that a selector means."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector

@@ -35,11 +35,7 @@ _LEASE_S: Final = 30.0
 
 
 class NatsDirectory(Directory):
-    """Keeps records in a bucket: ``nats://host:4222`` or ``tls://``.
-
-    Raises:
-        UsageError: The URL cannot be used.
-    """
+    """Keeps records in a bucket: ``nats://host:4222`` or ``tls://``."""
 
     # Fleets that share a server have different buckets. Nobody's lease may be longer
     # than the bucket's.

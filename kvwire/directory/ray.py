@@ -118,9 +118,6 @@ class RayDirectory(Directory):
 
     A process that is connected to no Ray connects to the one of its machine, or to that
     of ``RAY_ADDRESS``.
-
-    Raises:
-        UsageError: The URL names a host.
     """
 
     def __init__(self, url: str) -> None:
@@ -168,11 +165,7 @@ class RayDirectory(Directory):
     async def _call(
         self, call: Callable[[Any], Awaitable[Any]], timeout_s: float = _CALL_S
     ) -> Any:
-        """Call the actor, which is looked for on a thread: Ray blocks meanwhile.
-
-        Raises:
-            ConnectError: There is no Ray, or no answer.
-        """
+        """Call the actor, which is looked for on a thread: Ray blocks meanwhile."""
         try:
             async with asyncio.timeout(_CALL_S):
                 if self._table is None:

@@ -36,11 +36,7 @@ _PAGE: Final = 256
 
 
 class RedisDirectory(Directory):
-    """Keeps records on a server: ``redis://``, ``rediss://`` (TLS) or ``valkey://``.
-
-    Raises:
-        UsageError: The URL cannot be used.
-    """
+    """Keeps records on a server: ``redis://``, ``rediss://`` (TLS) or ``valkey://``."""
 
     # Fleets that share a server have different prefixes.
     options: ClassVar[Mapping[str, str]] = {"prefix": "kvwire"}
@@ -111,11 +107,7 @@ class RedisDirectory(Directory):
         await self._redis.aclose()
 
     async def _next(self, channel: PubSub) -> dict[str, Any]:
-        """Wait for what the channel says; ask whether the server is there in between.
-
-        Raises:
-            TimeoutError: It is not.
-        """
+        """Wait for what the channel says; ask in between if the server is there."""
         for _ in range(2):
             message: dict[str, Any] | None = await channel.get_message(
                 timeout=_SILENCE_S

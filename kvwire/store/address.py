@@ -37,11 +37,7 @@ class TierAddress:
 
     @classmethod
     def parse(cls, text: object) -> TierAddress:
-        """Read a tier.
-
-        Raises:
-            UsageError: It is not written like one.
-        """
+        """Read a tier."""
         if not isinstance(text, str) or ":" not in text:
             raise UsageError(
                 f"tier {text!r}: write memory:8GiB, or disk:path?size=100GiB"
@@ -58,11 +54,7 @@ class TierAddress:
             raise UsageError(f"tier: {exc}") from None
 
     def require(self, *known: str) -> None:
-        """Refuse options that this kind of tier does not have.
-
-        Raises:
-            UsageError: Names the options that it has.
-        """
+        """Refuse options that this kind of tier does not have."""
         for name in self.options:
             if name not in known:
                 raise UsageError(
@@ -71,11 +63,7 @@ class TierAddress:
                 )
 
     def size(self, text: str, what: str = "size") -> int:
-        """Read a size in bytes, such as ``8GiB``.
-
-        Raises:
-            UsageError: It is no size, or more than any tier may have.
-        """
+        """Read a size in bytes, such as ``8GiB``."""
         try:
             nbytes = read_bytes(text)
         except UsageError as exc:
@@ -88,11 +76,7 @@ class TierAddress:
         return nbytes
 
     def number(self, name: str, otherwise: float, most: float) -> float:
-        """Return a number among the options.
-
-        Raises:
-            UsageError: It is none, or out of range.
-        """
+        """Return a number among the options."""
         text = self.options.get(name, str(otherwise))
         try:
             number = float(text)
@@ -105,11 +89,7 @@ class TierAddress:
         return number
 
     def choice(self, name: str, known: Collection[str], otherwise: str) -> str:
-        """Return one of some words among the options.
-
-        Raises:
-            UsageError: It is none of them.
-        """
+        """Return one of some words among the options."""
         text = self.options.get(name, otherwise)
         if text not in known:
             raise UsageError(
@@ -118,11 +98,7 @@ class TierAddress:
         return text
 
     def slab_bytes(self, nbytes: int) -> int:
-        """Return a slab's bytes: as the user says, or by the tier's size.
-
-        Raises:
-            UsageError: A slab is not a size, larger than the tier, or none fits in it.
-        """
+        """Return a slab's bytes: as the user says, or by the tier's size."""
         text = self.options.get("slab")
         if text is None:
             slab = max(nbytes // STORE_SLABS, min(STORE_SLAB_BYTES_MIN, nbytes))

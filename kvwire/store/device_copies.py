@@ -67,16 +67,7 @@ class DeviceCopies:
         return ops.record_current() if after is None else after
 
     def copy(self, source: Fragments, destination: Fragments, after: object) -> None:
-        """Copy between two lists of one length, of which one is a device's. Blocks.
-
-        Args:
-            source: What to copy.
-            destination: Where to.
-            after: See :meth:`prepare`, which was called before.
-
-        Raises:
-            DeviceFailed: The device has failed.
-        """
+        """Copy between two lists of one length, of which one is a device's. Blocks."""
         device = source.device or destination.device
         assert device is not None
         self._copiers[device].copy(source, destination, after)
@@ -183,10 +174,6 @@ def _pieces(
 
 
 def _fired(done: SimpleQueue[Exception | None]) -> None:
-    """Wait for the oldest piece, asleep.
-
-    Raises:
-        Exception: The device has failed; its library's own error.
-    """
+    """Wait for the oldest piece, asleep."""
     if (error := done.get()) is not None:
         raise error

@@ -43,9 +43,6 @@ def each(calls: Iterable[object]) -> None:
 class SlotState:
     """Holds what eviction knows of each slot of a tier.
 
-    Args:
-        slots: How many slot numbers there are.
-
     Attributes:
         pins: How often it is in use.
         uses: How often it was used since its block came, 3 at most.
@@ -59,11 +56,7 @@ class SlotState:
 
 
 class EvictionQueue(ABC):
-    """Orders blocks of one size that may go.
-
-    Args:
-        state: Of the slots; shared by all queues of a tier.
-    """
+    """Orders blocks of one size that may go."""
 
     __slots__ = ("state",)
 

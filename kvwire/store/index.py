@@ -79,12 +79,6 @@ class IndexedSlots(NamedTuple):
 class Index:
     """Finds the blocks of one tier. Pure, and not thread-safe.
 
-    Args:
-        slabs: The room.
-        evict: Which kind of queue says what goes next; see ``EVICTIONS``.
-        shares: What each tenant may have here.
-        clock: Says how late it is, in seconds since 1970.
-
     Attributes:
         evicted_blocks: Blocks forgotten to make room, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
@@ -212,13 +206,7 @@ class Index:
         self._orders[slots] = orders
 
     def name(self, keys: Keys, slots: Ids, born: Times | None = None) -> None:
-        """Say what taken slots hold. Whoever took them has them pinned still.
-
-        Args:
-            keys: Their blocks.
-            slots: The slots.
-            born: When each was put; now, if nobody says it.
-        """
+        """Say what taken slots hold. Whoever took them has them pinned still."""
         self._born[slots] = self._now() if born is None else born
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
 
@@ -317,11 +305,7 @@ class Index:
         return alone
 
     def drop(self, keys: Keys, slots: Ids) -> Bits:
-        """Forget pinned blocks that nobody else has pinned; let go of the others.
-
-        Returns:
-            Which were forgotten; their slots are free.
-        """
+        """Forget pinned blocks that nobody else has pinned; let go of the others."""
         alone = self.forget(keys, slots)
         self.give_back(slots[alone])
         return alone
@@ -377,11 +361,7 @@ class Index:
         return bool(any_of(self._doomed[slots]))
 
     def keep(self, keys: Keys, slots: Ids) -> Bits:
-        """Keep named blocks, each once, from being evicted, as far as a tenant may.
-
-        Returns:
-            Which are kept now.
-        """
+        """Keep named blocks, each once, from being evicted, as far as a tenant may."""
         kept = self._kept[slots]
         new = (~kept).nonzero()[0]
         sizes = self.slabs.slot_bytes[slots[new] // self.slabs.stride]

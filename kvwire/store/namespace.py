@@ -79,16 +79,7 @@ def of_tenant(digest: bytes, tenant: str) -> bytes:
 def namespace_of(
     group: CacheGroup, hash_tokens: int | None, tenant: str = ""
 ) -> Namespace:
-    """Return the namespace of the blocks of a cache group.
-
-    Args:
-        group: The group.
-        hash_tokens: Tokens that a hash stands for; None for those of a block.
-        tenant: Whose they are.
-
-    Raises:
-        UsageError: ``hash_tokens`` is out of range.
-    """
+    """Return the namespace of the blocks of a cache group."""
     if hash_tokens is None:
         return _namespace(group.name, group.spec, group.spec.block_tokens, tenant)
     try:

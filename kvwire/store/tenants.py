@@ -60,9 +60,6 @@ class Tenant:
         Args:
             text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE`` and
                 for a server ``key=FILE`` or ``identity=NAME``.
-
-        Raises:
-            UsageError: It is not written like one.
         """
         if not isinstance(text, str):
             raise UsageError(f"tenant {text!r}: write 'acme?disk=100GiB&ttl=3600'")
@@ -90,16 +87,7 @@ class Tenant:
 
 
 class Shares:
-    """Holds what each tenant may have in one tier, by the tenant's number.
-
-    Args:
-        quota_bytes: The most bytes of its blocks.
-        pinned_bytes: The most of them that are pinned.
-        ttl_s: After how long a block of it is gone; 0 for never.
-
-    Attributes:
-        expire: Whether any block is ever gone by its age.
-    """
+    """Holds what each tenant may have in one tier, by the tenant's number."""
 
     __slots__ = ("expire", "pinned_bytes", "quota_bytes", "ttl_s")
 
@@ -125,14 +113,7 @@ class Shares:
 
 
 class Tenants:
-    """Knows the tenants of one store. Number 0 is for everybody else, named ``""``.
-
-    Args:
-        tenants: Each as text, or read already.
-
-    Raises:
-        UsageError: One is not written like one, is there twice, or there are too many.
-    """
+    """Knows the tenants of one store. Number 0 is for everybody else, named ``""``."""
 
     __slots__ = ("_numbers", "listed")
 
@@ -157,11 +138,7 @@ class Tenants:
         return self._numbers.get(name, 0)
 
     def require(self, name: str) -> None:
-        """Refuse a tenant that there is not.
-
-        Raises:
-            UsageError: Names those that there are.
-        """
+        """Refuse a tenant that there is not."""
         if name not in self._numbers:
             known = ", ".join(t.name for t in self.listed[1:]) or "none"
             raise UsageError(

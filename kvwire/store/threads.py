@@ -24,11 +24,7 @@ TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
-    """Runs the work of one store on a few threads, started when first needed.
-
-    Attributes:
-        devices: What copies from and to caches of devices, on these threads.
-    """
+    """Runs the work of one store on a few threads, started when first needed."""
 
     def __init__(self) -> None:
         self.devices: DeviceCopies = DeviceCopies()

@@ -23,13 +23,6 @@ _digest = itemgetter(slice(DIGEST_BYTES))
 class TierStack:
     """Knows which tier has a block, and moves blocks from one to the next.
 
-    Args:
-        index: What the memory tier has.
-        below: The tiers below it, fastest first.
-        through: Whether a put is complete only when a durable tier has its blocks.
-        threads: Where copies are made.
-        tenants: Who shares it.
-
     Attributes:
         counters: What has happened so far.
         by_tenant: The same by the number of each tenant, where there are tenants.
@@ -143,10 +136,6 @@ class TierStack:
     async def kept(self, keys: Keys, *, ask: bool = True) -> Bits:
         """Touch and return which blocks are where a put has to bring them.
 
-        Args:
-            keys: The blocks.
-            ask: Whether a tier is asked if that takes as long as to write them.
-
         Cancel safety: safe, it may be called again.
         """
         kept = np.zeros(keys.size, np.bool_)
@@ -208,9 +197,6 @@ class TierStack:
     async def delete(self, keys: Keys) -> None:
         """Forget blocks in all tiers, once what is read or written of them is over.
 
-        Raises:
-            OSError: A tier has some still, or may have, and why.
-
         Cancel safety: safe, it may be called again.
         """
         # What a get was reading when it began has come to memory by the second time.
@@ -221,9 +207,6 @@ class TierStack:
     async def delete_namespace(self, digest: bytes) -> None:
         """Forget every block of a namespace in all tiers.
 
-        Raises:
-            OSError: A tier has some still, or may have, and why.
-
         Cancel safety: safe, it may be called again.
         """
         for _ in range(2):
@@ -232,9 +215,6 @@ class TierStack:
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
         """Keep blocks from being evicted, or no more, in each tier that has them.
-
-        Returns:
-            Which are pinned now in some tier.
 
         Cancel safety: safe, it may be called again.
         """
@@ -245,9 +225,6 @@ class TierStack:
 
     async def flush(self) -> None:
         """Return when what was put survives a power cut, where anything does.
-
-        Raises:
-            OSError: It does not, as far as anybody knows.
 
         Cancel safety: safe, it may be called again.
         """

@@ -101,11 +101,7 @@ class BlockCodec(Protocol):
         """Tell whether bits are lost."""
 
     def require(self) -> None:
-        """Import what it needs.
-
-        Raises:
-            ModuleNotFoundError: The library is missing; with the command to install it.
-        """
+        """Import what it needs."""
 
     def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
         """Encode an image.

@@ -34,12 +34,6 @@ assert _HEAD.size + _SUM.size == HEAD_BYTES
 def encode_entry(codec: BlockCodec, image: Bytes, form: ImageForm, into: Bytes) -> int:
     """Encode an image as an entry.
 
-    Args:
-        codec: What with.
-        image: As long as the form says.
-        form: How its elements lie.
-        into: Memory as long as the image.
-
     Returns:
         The bytes of the entry, less than those of the image; 0 if there is none, and
         the image is to be kept.
@@ -57,12 +51,6 @@ def encode_entry(codec: BlockCodec, image: Bytes, form: ImageForm, into: Bytes) 
 
 def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") -> None:
     """Fill an image from an entry; there may be padding behind it.
-
-    Args:
-        entry: The bytes stored.
-        form: How the image's elements are to lie.
-        into: The image, as long as the form says.
-        lossy: The codec with loss that may have made it.
 
     Raises:
         IntegrityError: It is damaged, of another form, claims another length, or is

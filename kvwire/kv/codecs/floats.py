@@ -29,13 +29,7 @@ def as_floats(image: Bytes, dtype: str) -> Floats:
 
 
 def put_floats(values: Floats, dtype: str, into: Bytes) -> None:
-    """Round values to an element type, to the nearest, and write them to an image.
-
-    Args:
-        values: In one piece; used as scratch.
-        dtype: The element type.
-        into: The image.
-    """
+    """Round values to an element type, to the nearest, and write them to an image."""
     if dtype == "bfloat16":
         words = values.reshape(-1).view(np.uint32)
         # Half of the last bit kept, and a little less where that one is even.

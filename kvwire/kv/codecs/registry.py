@@ -23,11 +23,7 @@ CODECS: Final[Mapping[str, BlockCodec]] = {
 
 
 def codec_named(name: str) -> BlockCodec:
-    """Return a codec by the name that a user has written.
-
-    Raises:
-        UsageError: There is none of that name; with the nearest one.
-    """
+    """Return a codec by the name that a user has written."""
     try:
         return CODECS[name]
     except KeyError:

@@ -32,11 +32,6 @@ _LANDED: Final = 0
 class Operation(ABC):
     """Moves the blocks of one call. Subclassed by the two directions.
 
-    Args:
-        tiers: The store's tiers.
-        requests: What is asked of each group.
-        after: Of a cache on a device: an event behind which it may be touched.
-
     Attributes:
         drained: Set when nothing touches the caller's blocks any more. A device that
             has failed while it wrote to them may touch them for good.
@@ -179,9 +174,6 @@ class Operation(ABC):
         self, request: BlockRequest, positions: Ids, slots: Ids, *, into_cache: bool
     ) -> None:
         """Copy images between slots and the caller's cache, on a thread.
-
-        Raises:
-            DeviceFailed: The cache lies on a device that cannot copy.
 
         Cancel safety: the copy is finished first.
         """

@@ -28,13 +28,7 @@ Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 
 
 class BlockRequest(ABC):
-    """Names blocks that are to move, and says where they lie. Subclassed.
-
-    Attributes:
-        namespace: The namespace of its blocks.
-        keys: Their keys, one for each hash.
-        order: The order of images that are made here.
-    """
+    """Names blocks that are to move, and says where they lie. Subclassed."""
 
     __slots__ = ("keys", "namespace", "order")
 
@@ -57,17 +51,7 @@ class BlockRequest(ABC):
 
 
 class ImageRequest(BlockRequest):
-    """Holds whole images, in any order.
-
-    Args:
-        namespace: The namespace of the blocks.
-        keys: Their keys.
-        images: One fragment for each.
-        order: Of each image, if they are here already.
-
-    Attributes:
-        orders: The order of each image that was copied here.
-    """
+    """Holds whole images, in any order."""
 
     __slots__ = ("_images", "orders")
 
@@ -85,22 +69,7 @@ class ImageRequest(BlockRequest):
 
 
 class GroupRequest(BlockRequest):
-    """Holds the blocks of one group that a put or a get is about. Immutable.
-
-    Args:
-        cache: The caller's cache.
-        name: Of its group.
-        ids: Its block ids, in token order.
-        hashes: The names of the blocks; as many tokens as the blocks hold.
-        hash_tokens: Tokens that each hash stands for; None for those of a block.
-        tenant: Whose they are.
-
-    Attributes:
-        group: The group of the caller's cache.
-
-    Raises:
-        UsageError: The hashes do not fit the blocks.
-    """
+    """Holds the blocks of one group that a put or a get is about. Immutable."""
 
     __slots__ = ("_cache", "_ids", "group")
 
@@ -182,11 +151,7 @@ def group_requests(
     hash_tokens: int | Mapping[str, int] | None,
     tenant: str = "",
 ) -> tuple[GroupRequest, ...]:
-    """Return what a call asks of each group of a cache that has blocks.
-
-    Raises:
-        UsageError: The hashes or their tokens do not fit the cache and the blocks.
-    """
+    """Return what a call asks of each group of a cache that has blocks."""
     named = by_group(hashes, tuple(cache.groups))
     if named.keys() != cache.groups.keys():
         raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
@@ -201,11 +166,7 @@ def group_requests(
 
 
 def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
-    """Return the hashes by group; a plain sequence where there is one.
-
-    Raises:
-        UsageError: A plain sequence for several groups.
-    """
+    """Return the hashes by group; a plain sequence where there is one."""
     if isinstance(hashes, Mapping):
         return hashes
     if len(groups) != 1:
@@ -214,11 +175,7 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
 
 
 def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> list[bytes]:
-    """Return the keys of some hashes in a namespace.
-
-    Raises:
-        UsageError: A hash is not bytes, too long, or as long as no other.
-    """
+    """Return the keys of some hashes in a namespace."""
     if set(map(type, hashes)) - {bytes}:
         raise UsageError("hashes: one is not bytes; a hash is the same everywhere")
     lengths = set(map(len, hashes))

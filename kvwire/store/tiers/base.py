@@ -351,9 +351,6 @@ class ElsewhereTier(Tier):
     """Keeps blocks where others have them as well: at a server or in a bucket.
 
     Every call is run to its end and counted here; subclasses say how blocks move.
-
-    Args:
-        name: As the user has written it.
     """
 
     def __init__(self, name: str) -> None:

@@ -52,16 +52,7 @@ _LANES: Final = 4
 
 
 class CodedTier(Tier):
-    """Keeps blocks of another tier as entries of a codec.
-
-    Args:
-        inner: The tier, which is closed with this one.
-        codec: What images are put with; None for none.
-        slotted: Whether the tier has slots, which want few different lengths.
-
-    Attributes:
-        inner: The tier.
-    """
+    """Keeps blocks of another tier as entries of a codec."""
 
     def __init__(
         self, inner: Tier, codec: BlockCodec | None, *, slotted: bool = False
@@ -167,18 +158,12 @@ class CodedTier(Tier):
     async def delete(self, keys: Keys) -> None:
         """See Tier.
 
-        Raises:
-            OSError: The tier has some still, or may have, and why.
-
         Cancel safety: safe, it may be called again.
         """
         await self.inner.delete(self._kept_as(keys))
 
     async def delete_namespace(self, digest: bytes) -> None:
         """See Tier.
-
-        Raises:
-            OSError: The tier has some still, or may have, and why.
 
         Cancel safety: safe, it may be called again.
         """
@@ -209,9 +194,6 @@ class CodedTier(Tier):
 
     async def flush(self) -> None:
         """Return when what was written survives a power cut as well.
-
-        Raises:
-            OSError: It does not, as far as anybody knows.
 
         Cancel safety: safe, it may be called again.
         """

@@ -20,24 +20,12 @@ _FORMER: Final = "blocks"
 class TierDirectory:
     """Owns one directory, which no other process uses meanwhile.
 
-    Args:
-        path: Where it is; made if it is not there.
-        nbytes: How long the file of images is to be at most.
-        slab_bytes: Bytes of a slab, if the tier is new.
-        synced: Whether each transaction of the index survives a power cut.
-        file_type: How images are read and written.
-
     Attributes:
         index: Which image is where.
         file: The images.
         slabs: How many slabs the file has.
         synced: As it was opened.
         whole: Whether every image is what its row says, as far as can be known.
-
-    Raises:
-        UsageError: Another process has it, it holds something else, or a slab is longer
-            than ``nbytes``.
-        OSError, sqlite3.Error: It cannot be made or opened, or has no room.
     """
 
     def __init__(

@@ -103,15 +103,6 @@ class DiskTier(Tier):
     ) -> DiskTier:
         """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=...&evict=...``.
 
-        Args:
-            address: As the user has written it.
-            tenants: Who shares it.
-            file_type: How images are read and written.
-
-        Raises:
-            UsageError: The address is wrong, the directory cannot be used, another
-                process has it, or the disk has no room; and what to do.
-
         Cancel safety: the directory is let go of again.
         """
         address.require("size", "slab", "sync", "evict")
@@ -239,9 +230,6 @@ class DiskTier(Tier):
     async def delete(self, keys: Keys) -> None:
         """See Tier; with ``sync=flush`` a power cut needs a ``flush`` before it.
 
-        Raises:
-            OSError: The index on the disk could not be written.
-
         Cancel safety: safe, it may be called again.
         """
         for key in keys[self._in_flight.busy(keys)].tolist():
@@ -256,9 +244,6 @@ class DiskTier(Tier):
 
     async def delete_namespace(self, digest: bytes) -> None:
         """See Tier.
-
-        Raises:
-            OSError: The index on the disk could not be written.
 
         Cancel safety: safe, it may be called again.
         """

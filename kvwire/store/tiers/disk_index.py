@@ -114,21 +114,12 @@ class DiskIndex:
     Its errors are those of SQLite, ``sqlite3.Error``: after one, nothing of what was
     asked has happened, and it can be asked again.
 
-    Args:
-        path: Its file; made if it is not there.
-        slab_bytes: Bytes of a slab, if it is new.
-        synced: Whether each transaction survives a power cut.
-
     Attributes:
         slab_bytes: Bytes of a slab of the file of images.
         closed: Whether it was closed in order, and nothing has been written since.
         namespaces: The namespaces of its blocks, by digest; for words only, since a key
         has all
             that is needed to find a block.
-
-    Raises:
-        UsageError: It is of another version.
-        OSError, sqlite3.Error: It cannot be read, or there is no room for it.
     """
 
     def __init__(self, path: Path, slab_bytes: int, *, synced: bool) -> None:
@@ -174,12 +165,7 @@ class DiskIndex:
             self.closed = False
 
     def record(self, namespace: Namespace, rows: DiskRows) -> None:
-        """Say what slots hold, of which the images are written.
-
-        Args:
-            namespace: The namespace of all of them.
-            rows: The slots; what was said of them before is gone.
-        """
+        """Say what slots hold, of which the images are written."""
         known = self.namespaces
         new = namespace.digest not in known and len(known) < STORE_NAMESPACES_MAX
         with self._transaction():

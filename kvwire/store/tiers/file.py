@@ -20,15 +20,7 @@ _VIEWS: Final = 1024
 
 
 class File:
-    """Reads and writes an open file, from any thread and without a loop.
-
-    Args:
-        path: Where it is.
-        create: Whether it is made if it is not there.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
+    """Reads and writes an open file, from any thread and without a loop."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
@@ -41,27 +33,15 @@ class File:
         return os.fstat(self._fd).st_size
 
     def read(self, into: Sequence[memoryview], offset: int) -> None:
-        """Fill memory with the bytes from ``offset`` on.
-
-        Raises:
-            OSError: The system call fails, or the file ends before.
-        """
+        """Fill memory with the bytes from ``offset`` on."""
         _move(self.preadv, into, offset)
 
     def write(self, source: Sequence[memoryview], offset: int) -> None:
-        """Write memory to the bytes from ``offset`` on.
-
-        Raises:
-            OSError: The system call fails.
-        """
+        """Write memory to the bytes from ``offset`` on."""
         _move(self.pwritev, source, offset)
 
     def resize(self, nbytes: int) -> None:
-        """Make it so long, with room on the disk for all of it.
-
-        Raises:
-            OSError: There is no room, or the system call fails.
-        """
+        """Make it so long, with room on the disk for all of it."""
         have = self.nbytes
         if nbytes < have:
             os.ftruncate(self._fd, nbytes)

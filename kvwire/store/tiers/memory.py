@@ -86,11 +86,6 @@ class MemoryTier:
     async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
 
-        Args:
-            nbytes: Of one block.
-            count: Of the blocks.
-            tenant: The number of whose they are.
-
         Returns:
             1 to ``count`` slots, ascending, each pinned.
 
@@ -166,9 +161,6 @@ class MemoryTier:
 
     async def write_down(self) -> None:
         """Bring everything to the tiers below that lack it; it stays here as well.
-
-        Raises:
-            OSError: Something was not taken, and why.
 
         Cancel safety: what is being written is finished first.
         """

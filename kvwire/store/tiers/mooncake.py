@@ -76,15 +76,7 @@ _LOCAL_BYTES: Final = 16 * MIB
 
 
 class MooncakeTier(Tier):
-    """Keeps blocks in a Mooncake Store. Made by :meth:`open`.
-
-    Args:
-        name: As the user has written it.
-        prefix: What keys begin with.
-        timeout_s: Of each call.
-        buffer_bytes: Of each stage; no block is larger.
-        arguments: Of their client's ``setup``; the last one is the master.
-    """
+    """Keeps blocks in a Mooncake Store. Made by :meth:`open`."""
 
     durable: bool = False
     asks: bool = True
@@ -123,9 +115,6 @@ class MooncakeTier(Tier):
         RDMA), and ``segment``, what this process gives the store of its own memory. A
         master that cannot be reached is no error: ``error`` says so, and it is tried
         again.
-
-        Raises:
-            UsageError: The address is wrong.
 
         Cancel safety: nothing stays open.
         """
@@ -213,9 +202,6 @@ class MooncakeTier(Tier):
     async def delete(self, keys: Keys) -> None:
         """Remove the objects of blocks, whoever has put them.
 
-        Raises:
-            OSError: Some could not be removed.
-
         Cancel safety: safe, it may be called again.
         """
         gone = await self._remove(keys)
@@ -225,9 +211,6 @@ class MooncakeTier(Tier):
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Remove every object of a namespace, whoever has put it.
-
-        Raises:
-            OSError: Some could not be removed.
 
         Cancel safety: safe, it may be called again.
         """
@@ -421,11 +404,7 @@ class MooncakeTier(Tier):
     # --- who is there -----------------------------------------------------------------
 
     async def _begin(self) -> None:
-        """Make the client and its stages.
-
-        Raises:
-            OSError: The master does not answer.
-        """
+        """Make the client and its stages."""
         # Their client waits for a minute where nobody listens.
         async with asyncio.timeout(self._timeout_s):
             _, writer = await asyncio.open_connection(*self._master)
@@ -499,11 +478,7 @@ class _Client:
 
 
 def _connected(arguments: tuple[Any, ...]) -> Any:
-    """Return a client that has joined the store. On a thread.
-
-    Raises:
-        OSError: The master does not answer, or refuses.
-    """
+    """Return a client that has joined the store. On a thread."""
     client = MooncakeDistributedStore()
     code = client.setup(*arguments)
     if code:

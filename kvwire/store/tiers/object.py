@@ -62,15 +62,7 @@ _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
 
 class ObjectTier(ElsewhereTier):
-    """Keeps blocks as objects. Made by :meth:`open`.
-
-    Args:
-        name: As the user has written it.
-        bucket: Where they are.
-        requests: How many requests are under way at once.
-        timeout_s: Of each of them, with what is tried again.
-        durable: Whether objects outlive this process.
-    """
+    """Keeps blocks as objects. Made by :meth:`open`."""
 
     def __init__(
         self,
@@ -106,12 +98,6 @@ class ObjectTier(ElsewhereTier):
         The URL is ``s3://bucket/prefix``, ``gs://...``, ``az://...``,
         ``file:///directory`` or ``memory:///``. Other options go to obstore, such as
         ``region`` and ``endpoint``. Credentials come from the environment.
-
-        Args:
-            address: As the user has written it.
-
-        Raises:
-            UsageError: obstore is not installed, or the address is wrong.
 
         Cancel safety: safe, nothing is opened yet.
         """
@@ -156,9 +142,6 @@ class ObjectTier(ElsewhereTier):
     async def delete(self, keys: Keys) -> None:
         """Delete the objects of blocks, whoever has put them.
 
-        Raises:
-            OSError: Some could not be deleted.
-
         Cancel safety: safe, it may be called again.
         """
 
@@ -171,9 +154,6 @@ class ObjectTier(ElsewhereTier):
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Delete every object of a namespace, whoever has put it.
-
-        Raises:
-            OSError: Some could not be listed or deleted.
 
         Cancel safety: safe, it may be called again.
         """
@@ -355,11 +335,7 @@ class ObjectTier(ElsewhereTier):
 
 
 def bucket_of(address: TierAddress, timeout_s: float) -> Any:
-    """Return where the objects of a tier are.
-
-    Raises:
-        UsageError: obstore is not installed, or does not take the address.
-    """
+    """Return where the objects of a tier are."""
     try:
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
         from obstore.store import from_url  # noqa: PLC0415

@@ -35,14 +35,7 @@ assert _HEAD.size + _SUM.size == HEAD_BYTES
 
 
 class ObjectHead(NamedTuple):
-    """Holds the head of one object.
-
-    Attributes:
-        key: The block's key.
-        order: The order of its image.
-        nbytes: Bytes of the image.
-        image_sum: Their checksum.
-    """
+    """Holds the head of one object."""
 
     key: Key
     order: int

@@ -144,12 +144,6 @@ class RedisTier(ElsewhereTier):
         the first server says that answers. A server that cannot be reached is no
         error: ``error`` says so, and it is tried again.
 
-        Args:
-            address: As the user has written it.
-
-        Raises:
-            UsageError: The address is wrong, or the password.
-
         Cancel safety: nothing stays open.
         """
         address.require("prefix", "ttl", "timeout", *_TLS)
@@ -221,9 +215,6 @@ class RedisTier(ElsewhereTier):
     async def delete(self, keys: Keys) -> None:
         """Delete the values of blocks, whoever has put them.
 
-        Raises:
-            OSError: Some could not be deleted.
-
         Cancel safety: safe, it may be called again.
         """
         done = await self._ask(keys, lambda _, name: ("UNLINK", name))
@@ -233,9 +224,6 @@ class RedisTier(ElsewhereTier):
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Delete every value of a namespace, whoever has put it; looks at all keys.
-
-        Raises:
-            OSError: Some could not be found or deleted.
 
         Cancel safety: safe, it may be called again.
         """
@@ -388,11 +376,7 @@ class RedisTier(ElsewhereTier):
     # --- who is there -----------------------------------------------------------------
 
     async def _connect(self) -> None:
-        """Find a server that answers, and learn whether it is one of a cluster.
-
-        Raises:
-            RedisError, OSError: None does.
-        """
+        """Find a server that answers, and learn whether it is one of a cluster."""
         fault: Exception = ConnectionError("no server")
         for url in self._urls:
             client: Redis = Redis.from_url(url, **self._arguments)

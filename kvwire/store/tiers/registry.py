@@ -67,10 +67,6 @@ async def _open_mooncake(address: TierAddress) -> Tier:
 async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:
     """Open one tier, which tenants share.
 
-    Raises:
-        UsageError: There is no such kind, or the tier cannot be opened, and why.
-        ModuleNotFoundError: A library is missing; with the command to install it.
-
     Cancel safety: nothing stays open.
     """
     codec = codec_of(address)
@@ -90,11 +86,7 @@ async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:
 
 
 def codec_of(address: TierAddress) -> BlockCodec | None:
-    """Return the codec that blocks are put with; None for none.
-
-    Raises:
-        UsageError: There is none of that name, or this kind of tier has none.
-    """
+    """Return the codec that blocks are put with; None for none."""
     name = address.options.get("codec")
     if name is None:
         return None
@@ -113,9 +105,6 @@ def require_one_loss(addresses: Sequence[TierAddress]) -> None:
 
     Blocks go from one tier to another, so what one has lost the others would have as
     if it were exact.
-
-    Raises:
-        UsageError: They differ.
     """
     codecs = {address.text: codec_of(address) for address in addresses}
     lossy = {

@@ -78,12 +78,6 @@ class ShardedTier(ElsewhereTier):
         Without ``directory`` that of the configuration. Neither a directory nor a node
         that cannot be reached is an error: ``error`` says so, and both are tried again.
 
-        Args:
-            address: As the user has written it.
-
-        Raises:
-            UsageError: The selector, the directory or the key is wrong.
-
         Cancel safety: nothing stays open.
         """
         address.require("directory", *OPTIONS)
@@ -164,18 +158,12 @@ class ShardedTier(ElsewhereTier):
     async def delete(self, keys: Keys) -> None:
         """Forget blocks at every node: one may have them from another membership.
 
-        Raises:
-            OSError: A node cannot be asked, or could not do it.
-
         Cancel safety: safe, it may be called again.
         """
         await self._everywhere(lambda tier: tier.delete(keys))
 
     async def delete_namespace(self, digest: bytes) -> None:
         """See Tier.
-
-        Raises:
-            OSError: A node cannot be asked, or could not do it.
 
         Cancel safety: safe, it may be called again.
         """
@@ -199,9 +187,6 @@ class ShardedTier(ElsewhereTier):
 
     async def flush(self) -> None:
         """Return when what was written survives a power cut as well.
-
-        Raises:
-            OSError: A node cannot be asked, or could not do it.
 
         Cancel safety: safe, it may be called again.
         """
