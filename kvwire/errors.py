@@ -46,7 +46,7 @@ and :func:`error_from_code` turns it back into the class.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final
 
 from kvwire.limits import LOG_CHARS_MAX, REASON_CHARS_MAX
@@ -254,23 +254,18 @@ class PeerError(RequestError):
     """Reports a failure at the peer that this version has no class for."""
 
 
-def _classes_by_code() -> dict[WireCode, type[KVWireError]]:
-    """Map each code to its class; two classes with one code is a bug of ours."""
-    found: dict[WireCode, type[KVWireError]] = {WireCode.OTHER: PeerError}
-    pending: list[type[KVWireError]] = [HandshakeError, RequestError]
-    while pending:
-        parent = pending.pop()
-        for cls in parent.__subclasses__():
-            pending.append(cls)
-            if "code" not in cls.__dict__:
-                continue
-            if cls.code in found:
-                raise TypeError(f"{cls.__name__} and {found[cls.code].__name__} share")
-            found[cls.code] = cls
-    return found
+def _below(parent: type[KVWireError]) -> Iterator[type[KVWireError]]:
+    for cls in parent.__subclasses__():
+        yield cls
+        yield from _below(cls)
 
 
-_BY_CODE = _classes_by_code()
+_BY_CODE: Final = {
+    cls.code: cls
+    for parent in (HandshakeError, RequestError)
+    for cls in _below(parent)
+    if "code" in vars(cls)
+}
 
 
 def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:

@@ -68,3 +68,12 @@ def test_an_unknown_name_is_no_attribute() -> None:
 
 def test_dir_lists_the_public_names() -> None:
     assert dir(kvwire) == sorted(kvwire.__all__)
+
+
+def test_no_two_errors_have_one_code() -> None:
+    """Or what a peer says would come out as either."""
+    found = [kvwire.HandshakeError, kvwire.RequestError]
+    for parent in found:
+        found += parent.__subclasses__()
+    codes = [cls.code for cls in found if "code" in vars(cls)]
+    assert len(set(codes)) == len(codes) > 8

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -210,14 +211,10 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
         usable_tokens=min(outcome.usable_tokens for outcome in outcomes),
         lists=first.lists,
         tokens=first.tokens,
-        timings=max((outcome.timings for outcome in outcomes), key=_total_s),
+        timings=max((one.timings for one in outcomes), key=attrgetter("total_s")),
         layers_grouped=max(outcome.layers_grouped for outcome in outcomes),
         nbytes=sum(outcome.nbytes for outcome in outcomes),
     )
-
-
-def _total_s(timings: Timings) -> float:
-    return timings.total_s
 
 
 def _require_same_lists(first: Outcome, other: Outcome) -> None:
