@@ -72,6 +72,7 @@ def test_dir_lists_the_public_names() -> None:
 
 def test_no_two_errors_have_one_code() -> None:
     """Or what a peer says would come out as either."""
+    found: list[type[kvwire.KVWireError]]
     found = [kvwire.HandshakeError, kvwire.RequestError]
     for parent in found:
         found += parent.__subclasses__()

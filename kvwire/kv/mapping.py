@@ -97,22 +97,15 @@ class GroupMap:
         "wanted",
     )
 
-    def __init__(
-        self,
-        walk: Canonical,
-        memory: CacheGroup,
-        ids: Ids,
-        wanted: Bits,
-        steps: Steps | None = None,
-    ) -> None:
-        self.walk: Canonical = walk
-        self.memory: CacheGroup = memory
+    def __init__(self, steps: Steps, ids: Ids, wanted: Bits) -> None:
+        self.walk: Canonical = steps.walk
+        self.memory: CacheGroup = steps.memory
         self.ids: Ids = ids
         self.wanted: Bits = wanted
         self.moves_all: bool = bool(np.logical_and.reduce(wanted))
-        self._steps = Steps(walk, memory) if steps is None else steps
-        self.granules_per_block: int = self._steps.granules_per_block
-        self.granule_bytes: int = walk.granule_bytes
+        self._steps = steps
+        self.granules_per_block: int = steps.granules_per_block
+        self.granule_bytes: int = steps.walk.granule_bytes
         self._last: _Answer | None = None
 
     def fragments(self, layers: range, granules: slice) -> Fragments:

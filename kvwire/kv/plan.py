@@ -171,10 +171,8 @@ class TransferPlan:
         self._whole = not have
         self.maps: tuple[GroupMap, ...] = tuple(
             [
-                GroupMap(walk, steps.memory, self.lists[walk.group], granules, steps)
-                for walk, steps, granules in zip(
-                    self.groups, template.steps, wanted, strict=True
-                )
+                GroupMap(steps, self.lists[steps.walk.group], granules)
+                for steps, granules in zip(template.steps, wanted, strict=True)
             ]
         )
         self.nbytes: int = template.nbytes

@@ -8,7 +8,7 @@ import pytest
 from kvwire.kv.canonical import negotiate
 from kvwire.kv.geometry import describe
 from kvwire.kv.layout import AxisOrder
-from kvwire.kv.mapping import GroupMap
+from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 
@@ -28,7 +28,7 @@ def map_of(
     here = describe(cache, lists)
     (walk,) = negotiate(here, here)
     bits = np.array(wanted or [True] * len(ids), np.bool_)
-    return GroupMap(walk, cache.groups["kv"], lists["kv"], bits)
+    return GroupMap(Steps(walk, cache.groups["kv"]), lists["kv"], bits)
 
 
 def offsets(group_map: GroupMap, layers: range, granules: slice) -> list[int]:
@@ -93,7 +93,7 @@ def test_layers_that_are_not_equally_far_apart() -> None:
     lists = cache.block_lists([2])
     here = describe(cache, lists)
     (walk,) = negotiate(here, here)
-    found = GroupMap(walk, cache.groups["kv"], lists["kv"], np.ones(1, np.bool_))
+    found = GroupMap(Steps(walk, cache.groups["kv"]), lists["kv"], np.ones(1, np.bool_))
     step = 9 * BLOCK_BYTES
     at = 2 * BLOCK_BYTES
     assert offsets(found, range(2), slice(0, 1)) == [at, step + at]

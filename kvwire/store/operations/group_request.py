@@ -105,9 +105,7 @@ class GroupRequest(BlockRequest):
         steps = self._steps(order, granule)
         if here == unit:
             wanted = np.ones(positions.size, np.bool_)
-            listed = GroupMap(
-                steps.walk, self.group, self._ids[positions], wanted, steps
-            )
+            listed = GroupMap(steps, self._ids[positions], wanted)
             return listed.fragments(steps.walk.layers, slice(0, positions.size))
         # Only the blocks from the first to the last of them are looked at.
         first = int(positions[0]) * unit // here
@@ -118,7 +116,7 @@ class GroupRequest(BlockRequest):
         wanted = np.zeros(granules, np.bool_)
         wanted[start.ravel() - first * (here // granule)] = True
         walk = steps.walk
-        listed = GroupMap(walk, self.group, self._ids[first:last], wanted, steps)
+        listed = GroupMap(steps, self._ids[first:last], wanted)
         found = listed.fragments(walk.layers, slice(0, granules))
         return found if per_hash == 1 else _woven(found, walk, per_hash)
 
