@@ -47,11 +47,6 @@ class TensorView:
     writable: bool
     owner: object
 
-    @property
-    def kind(self) -> MemoryKind:
-        """Return which memory it is in."""
-        return MemoryKind.HOST if self.device is None else self.device.kind
-
     def require_dtype(self, dtype: str, where: str) -> None:
         """Refuse elements of another type than the spec's."""
         if self.dtype == dtype:
