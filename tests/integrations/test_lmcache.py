@@ -1,7 +1,4 @@
-"""The L2 adapter, loaded by LMCache's factory and given objects of its own.
-
-`make test-lmcache` runs this; without LMCache every test is skipped.
-"""
+"""The L2 adapter, loaded by LMCache's factory and given objects of its own."""
 
 from __future__ import annotations
 

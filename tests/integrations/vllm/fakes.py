@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,47 @@ class Output:
     scheduled_new_reqs: list[New] = field(default_factory=list)
     scheduled_cached_reqs: Cached = field(default_factory=Cached)
     preempted_req_ids: set[str] | None = None
+
+
+def vllm_configs(
+    *groups: object,
+    mla: bool = False,
+    dtype: str = "auto",
+    scales: bool = False,
+    kv_heads: int = 8,
+    layers: tuple[int, int] = (5, 11),
+    role: str = "kv_both",
+    events: str = "tcp://*:5557",
+    **parallel: Any,
+) -> tuple[Any, Any]:
+    """vLLM's two configs, as far as they are looked at; a model of 11 layers."""
+    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
+    said = SimpleNamespace(
+        model_config=SimpleNamespace(
+            use_mla=mla,
+            get_total_num_kv_heads=lambda: kv_heads,
+            get_total_num_hidden_layers=lambda: 11,
+            get_layers_start_end_indices=lambda _: layers,
+            hf_config=SimpleNamespace(to_dict=dict),
+            revision=None,
+            quantization=None,
+        ),
+        parallel_config=SimpleNamespace(**{**sizes, **parallel}),
+        cache_config=SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=scales),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={}, engine_id="0", kv_role=role
+        ),
+        kv_events_config=SimpleNamespace(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=events
+        ),
+    )
+    caches = [
+        SimpleNamespace(kv_cache_spec=group, layer_names=[f"layers.{index}"])
+        for index, group in enumerate(groups)
+    ]
+    return said, SimpleNamespace(kv_cache_groups=caches)
 
 
 def in_order(order: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing, closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,20 +17,12 @@ from kvwire.integrations.vllm.announce import KV_EVENTS, Announcer, http_url
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
-from tests.integrations.vllm.fakes import SHAPE
+from tests.integrations.vllm.fakes import SHAPE, vllm_configs
 
 
-def vllm_config(role: str = "kv_producer", events: str = "tcp://*:5557") -> Any:
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role=role),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=2, pipeline_parallel_size=2
-        ),
-        kv_events_config=SimpleNamespace(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=events
-        ),
-    )
+def vllm_config(**said: Any) -> Any:
+    said |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    return vllm_configs(**said)[0]
 
 
 def caches() -> dict[str, Any]:
@@ -55,7 +46,7 @@ async def test_a_worker_announces_itself_until_it_is_closed(
     url = f"file:{tmp_path}?interval_s=0.01"
     worker = WorkerSide(VllmSettings(), kvwire.Config(directory=url), [SHAPE])
     http = "http://127.0.0.1:8100"
-    announcer = Announcer(http, role, vllm_config(said), 1, "a" * 32)
+    announcer = Announcer(http, role, vllm_config(role=said), 1, "a" * 32)
     directory = open_directory(url)
     try:
         async with aclosing(directory.watch()) as changes, asyncio.timeout(60):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvwire.integrations.vllm.caches import (
     find_layout,
     layer_caches,
 )
+from tests.integrations.vllm.fakes import vllm_configs
 
 SHAPE = CacheShape(block_tokens=16, kv_heads=2, total_kv_heads=8, head_dim=64, ranks=4)
 LATENT = CacheShape(
@@ -85,94 +87,36 @@ def test_a_cache_of_fp8_is_one_of_bytes() -> None:
     assert found.cache.spec.dtype == "uint8"
 
 
-@dataclass
-class AttentionSpec:
+def spec(kind: str = "AttentionSpec", **fields: Any) -> Any:
     """What vLLM says of the cache of one group."""
-
-    num_kv_heads: int = 2
-    head_size: int = 64
-    block_size: int = 16
+    usual = {"num_kv_heads": 2, "head_size": 64, "block_size": 16}
+    return type(kind, (), usual | fields)()
 
 
-@dataclass
-class SlidingWindowSpec(AttentionSpec):
+def windowed() -> Any:
     """Of layers with a window."""
-
-    sliding_window: int = 100
-
-
-@dataclass
-class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Of layers that attend to chunks."""
-
-    attention_chunk_size: int = 64
+    return spec("SlidingWindowSpec", sliding_window=100)
 
 
-class CrossAttentionSpec(AttentionSpec):
-    """Of layers that attend to an encoder."""
+def state(speculative: int = 0) -> Any:
+    """Of layers with a recurrent state."""
+    shapes, dtypes = ((3, 8), (4, 5)), (np.dtype("f4"), np.dtype("f2"))
+    more = {"block_size": 1024, "num_speculative_blocks": speculative}
+    return spec("MambaSpec", shapes=shapes, dtypes=dtypes, **more)
 
 
-@dataclass
-class FullAttentionSpec(AttentionSpec):
-    """Of layers that see everything, or whose blocks are all kept."""
-
-    sliding_window: int | None = 100
-
-
-@dataclass
-class MambaSpec:
-    """Of layers with a state."""
-
-    block_size: int = 1024
-    shapes: tuple[tuple[int, ...], ...] = ((3, 8), (4, 5))
-    dtypes: tuple[Any, ...] = (np.dtype("f4"), np.dtype("f2"))
-    num_speculative_blocks: int = 0
-
-
-class OtherSpec:
-    """Of nothing that is known."""
-
-
-def config(
-    *groups: object,
-    mla: bool = False,
-    dtype: str = "auto",
-    scales: bool = False,
-    layers: tuple[int, int] = (5, 11),
-    **parallel: int,
-) -> tuple[Any, Any]:
-    """vLLM's two configs, as far as they are looked at; 11 layers."""
-    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 4, **parallel}
-    model = SimpleNamespace(
-        use_mla=mla,
-        get_total_num_kv_heads=lambda: 8,
-        get_total_num_hidden_layers=lambda: 11,
-        get_layers_start_end_indices=lambda _: layers,
-    )
-    return (
-        SimpleNamespace(
-            model_config=model,
-            parallel_config=SimpleNamespace(**sizes),
-            cache_config=SimpleNamespace(cache_dtype=dtype, calculate_kv_scales=scales),
-        ),
-        SimpleNamespace(
-            kv_cache_groups=[
-                SimpleNamespace(kv_cache_spec=group, layer_names=[f"layers.{index}"])
-                for index, group in enumerate(groups)
-            ]
-        ),
-    )
+config = partial(vllm_configs, tensor_parallel_size=4)
 
 
 def test_what_vllm_says_about_its_caches() -> None:
-    assert cache_shapes(*config(AttentionSpec())) == (SHAPE,)
-    latent = AttentionSpec(num_kv_heads=1, head_size=576)
+    assert cache_shapes(*config(spec())) == (SHAPE,)
+    latent = spec(num_kv_heads=1, head_size=576)
     found = cache_shapes(*config(latent, mla=True, tensor_parallel_size=1))
     assert found == (LATENT,)
 
 
 def test_a_pipeline_stage_has_the_layers_that_vllm_gives_it() -> None:
-    said = config(AttentionSpec(), layers=(6, 11), pipeline_parallel_size=2, rank=6)
+    said = config(spec(), layers=(6, 11), pipeline_parallel_size=2, rank=6)
     (shape,) = cache_shapes(*said)
     assert (shape.stage, shape.first_layer, shape.model_layers) == ((1, 2), 6, 11)
     assert replace(shape, rank=2).index == 6
@@ -182,24 +126,25 @@ def test_a_pipeline_stage_has_the_layers_that_vllm_gives_it() -> None:
 
 
 def test_groups_of_several_kinds() -> None:
-    specs = (FullAttentionSpec(), SlidingWindowSpec(), SlidingWindowSpec(), MambaSpec())
-    full, *windows, state = cache_shapes(*config(*specs))
+    kept = spec("FullAttentionSpec", sliding_window=100)
+    found = cache_shapes(*config(kept, windowed(), windowed(), state()))
+    full, *windows, last = found
     assert [one.name for one in windows] == [
         "1 window of 100, by 16",
         "2 window of 100, by 16",
     ]
     assert (full.name, full.partial, full.table) == ("0 full", False, 0)
     assert [one.layers for one in windows] == [("layers.1",), ("layers.2",)]
-    assert state.name == "3 state of 136 bytes on 4 ranks"
-    assert (state.table, state.block_tokens, state.total_kv_heads) == (3, 1024, 4)
+    assert last.name == "3 state of 136 bytes on 4 ranks"
+    assert (last.table, last.block_tokens, last.total_kv_heads) == (3, 1024, 4)
 
 
 def test_layers_of_several_kinds_in_one_group() -> None:
     """Such as those of a small model that speculates, or an index beside a latent."""
-    said, caches = config(AttentionSpec())
+    said, caches = config(spec())
     (group,) = caches.kv_cache_groups
     group.kv_cache_spec = SimpleNamespace(
-        kv_cache_specs={"a": AttentionSpec(), "b": AttentionSpec(head_size=32)}
+        kv_cache_specs={"a": spec(), "b": spec(head_size=32)}
     )
     shapes = cache_shapes(said, caches)
     assert [(one.name, one.layers, one.table) for one in shapes] == [
@@ -214,16 +159,16 @@ def test_decode_reads_no_other_blocks() -> None:
     """Blocks of 16 tokens; test_connector.py has what vLLM keeps of them."""
     window = replace(SHAPE, window=100)
     chunk = replace(SHAPE, chunk=64)
-    state = replace(SHAPE, state=True)
+    last = replace(SHAPE, state=True)
     for tokens in range(1, 300):
         blocks = -(-tokens // 16)
         read = {position // 16 for position in range(max(0, tokens - 99), tokens)}
         assert set(window.needed(tokens)) == read, tokens
         read = {position // 16 for position in range(tokens // 64 * 64, tokens)}
         assert set(chunk.needed(tokens)) == read, tokens
-        assert list(state.needed(tokens)) == [blocks - 1]
+        assert list(last.needed(tokens)) == [blocks - 1]
         assert SHAPE.needed(tokens) == range(blocks)
-        assert state.listed_tokens(tokens) == 1
+        assert last.listed_tokens(tokens) == 1
         for shape in (window, chunk, SHAPE):
             listed = shape.listed_tokens(tokens)
             assert -(-listed // 16) == len(shape.needed(tokens)), tokens
@@ -232,25 +177,28 @@ def test_decode_reads_no_other_blocks() -> None:
 @pytest.mark.parametrize(
     ("said", "match"),
     [
-        (config(OtherSpec()), "OtherSpec has no num_kv_heads"),
-        (config(CrossAttentionSpec()), "CrossAttentionSpec: it holds an encoder's"),
-        (config(MambaSpec(num_speculative_blocks=2)), "states with speculative"),
+        (config(object()), "kind object has no num_kv_heads"),
         (
-            config(AttentionSpec(), MambaSpec(), pipeline_parallel_size=2, rank=4),
+            config(spec("CrossAttentionSpec")),
+            "CrossAttentionSpec: it holds an",
+        ),
+        (config(state(2)), "states with speculative"),
+        (
+            config(spec(), state(), pipeline_parallel_size=2, rank=4),
             "^pipeline_parallel_size=2 with full; state of 136 bytes on 4 ranks: ",
         ),
         (
-            config(AttentionSpec(), pipeline_parallel_size=2, rank=4),
+            config(spec(), pipeline_parallel_size=2, rank=4),
             "stage 1 of 2 has layers 5 to 10, and the other engine takes it for 6 to",
         ),
-        (config(AttentionSpec(), dtype="fp8_per_token_head"), "its scales lie beside"),
-        (config(AttentionSpec(), scales=True), "^calculate_kv_scales: each engine"),
+        (config(spec(), dtype="fp8_per_token_head"), "its scales lie beside"),
+        (config(spec(), scales=True), "^calculate_kv_scales: each engine"),
         (
-            config(AttentionSpec(), decode_context_parallel_size=2),
+            config(spec(), decode_context_parallel_size=2),
             "^decode_context_parallel_size=2",
         ),
         (
-            config(AttentionSpec(), prefill_context_parallel_size=4),
+            config(spec(), prefill_context_parallel_size=4),
             "^prefill_context_parallel_size=4",
         ),
     ],

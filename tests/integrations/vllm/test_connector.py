@@ -1,7 +1,4 @@
-"""The connector as vLLM sees it: what it makes of vLLM's own configs and caches.
-
-`make test-vllm` runs this; without vLLM every test is skipped.
-"""
+"""The connector as vLLM sees it: what it makes of vLLM's own configs and caches."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,35 +42,10 @@ with warnings.catch_warnings():
     )
     from kvwire.integrations.vllm.config import LAYOUTS
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
-    from tests.integrations.vllm.fakes import ORDERS
+    from tests.integrations.vllm.fakes import ORDERS, vllm_configs
     from tests.support.servers import free_port
 
-SIZES = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
-
-
-def configs(spec: Any, *, mla: bool = False, **parallel: Any) -> tuple[Any, Any]:
-    """vLLM's two configs, as far as they are looked at."""
-    model = SimpleNamespace(
-        use_mla=mla,
-        get_total_num_kv_heads=lambda: spec.num_kv_heads,
-        hf_config=SimpleNamespace(to_dict=dict),
-        revision=None,
-        quantization=None,
-    )
-    return (
-        SimpleNamespace(
-            model_config=model,
-            parallel_config=SimpleNamespace(**SIZES, **parallel),
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-            compilation_config=SimpleNamespace(static_forward_context={}),
-            kv_transfer_config=SimpleNamespace(
-                kv_connector_extra_config={}, engine_id="0", is_kv_producer=True
-            ),
-        ),
-        SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a"])]
-        ),
-    )
+configs = partial(vllm_configs, kv_heads=2)
 
 
 def attention(dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -153,7 +126,7 @@ def test_the_axes_of_mla_are_known() -> None:
     )
     *sizes, nbytes = compute_layer_kv_cache_shape_bytes(spec, 9)
     sizes.append(nbytes // 2)
-    found = find_layout(sizes, *cache_shapes(*configs(spec, mla=True)))
+    found = find_layout(sizes, *cache_shapes(*configs(spec, mla=True, kv_heads=1)))
     assert found == "block head token dim"
 
 

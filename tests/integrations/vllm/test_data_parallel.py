@@ -1,7 +1,4 @@
-"""A real server of two data-parallel engines, and one that decodes.
-
-`make test-vllm` runs this; without vLLM every test is skipped.
-"""
+"""A real server of two data-parallel engines, and one that decodes."""
 
 from __future__ import annotations
 

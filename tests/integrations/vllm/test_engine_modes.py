@@ -1,7 +1,4 @@
-"""Real vLLM engines once more: other models, and every other way to move their KV.
-
-`make test-vllm` runs this; without vLLM every test is skipped.
-"""
+"""Real vLLM engines once more: other models, and every other way to move their KV."""
 
 from __future__ import annotations
 

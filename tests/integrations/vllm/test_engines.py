@@ -1,7 +1,4 @@
-"""Real vLLM engines: what decode makes of fetched KV is what it makes of its own.
-
-`make test-vllm` runs this; without vLLM every test is skipped.
-"""
+"""Real vLLM engines: what decode makes of fetched KV is what it makes of its own."""
 
 from __future__ import annotations
 

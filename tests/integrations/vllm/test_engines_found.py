@@ -1,7 +1,4 @@
-"""Real vLLM engines that a proxy finds in a Redis: answers, draining, a kill, an end.
-
-`make test-vllm` runs this; without vLLM it is skipped.
-"""
+"""Real vLLM engines that a proxy finds in a Redis: answers, draining, a kill."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Requests that go on at another of two real vLLM engines: moved, drained, killed.
-
-`make test-vllm` runs this; without vLLM it is skipped.
-"""
+"""Requests that go on at another of two real vLLM engines: moved, drained, killed."""
 
 from __future__ import annotations
 

@@ -13,7 +13,13 @@ from kvwire import UsageError
 from kvwire.directory import Record, open_directory
 from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull, RetryBudget
-from kvwire.integrations.vllm.proxy.client import EngineResponse
+from kvwire.integrations.vllm.proxy.client import (
+    PROBE_S,
+    SILENT_S,
+    SLOW_S,
+    EngineResponse,
+    Prober,
+)
 from kvwire.integrations.vllm.proxy.discovery import (
     AllowedHosts,
     Discovery,
@@ -27,7 +33,6 @@ from kvwire.integrations.vllm.proxy.policy import (
     Policy,
     make_policy,
 )
-from kvwire.integrations.vllm.proxy.probing import PROBE_S, SILENT_S, SLOW_S, Prober
 from kvwire.limits import (
     PROXY_RETRY_AFTER_S_MAX,
     PROXY_RETRY_RESERVE,

@@ -19,10 +19,10 @@ from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import (
     ComputedTokens,
     LoadPrompt,
-    SendPrompt,
     WorkerStep,
 )
 from kvwire.integrations.vllm.worker import WorkerSide
+from tests.integrations.vllm import steps
 from tests.integrations.vllm.fakes import BLOCKS, SHAPE
 from tests.support.waiting import eventually
 
@@ -120,30 +120,18 @@ def pair(**settings: Any) -> Iterator[tuple[Hybrid, Hybrid]]:
 
 
 def sending(blocks: dict[str, list[int]], stop: int, remote: str = "") -> WorkerStep:
-    send = SendPrompt(
-        request_id="p",
-        transfer_id="t",
-        tokens=TOKENS,
-        listed=LISTED,
-        blocks=blocks,
-        hashes=HASHES,
-        remote=(remote,) if remote else (),
-    )
-    written = ComputedTokens(request_id="p", blocks={}, stop=stop)
-    return WorkerStep(sends=[send], written=[written])
+    step = steps.sending([], stop, (remote,) if remote else ())
+    (send,) = step.sends
+    send.listed, send.blocks, send.hashes = LISTED, blocks, HASHES
+    return step
 
 
 def fetch(worker: Hybrid, remote: str, cached: dict[str, int] | None = None) -> None:
-    load = LoadPrompt(
-        request_id="d",
-        transfer_id="t",
-        listed=LISTED,
-        blocks=INTO,
-        cached=dict.fromkeys(INTO, 0) | (cached or {}),
-        hashes=HASHES,
-        remote=(remote,),
-    )
-    worker.side.begin_step(WorkerStep(loads=[load]))
+    step = steps.fetching((remote,))
+    (load,) = step.loads
+    load.listed, load.blocks, load.hashes = LISTED, INTO, HASHES
+    load.cached = dict.fromkeys(INTO, 0) | (cached or {})
+    worker.side.begin_step(step)
     worker.side.start_loads()
 
 
@@ -206,14 +194,7 @@ def test_nobody_wants_it() -> None:
         p.side.step_written()
         p.side.finished(("p",))
         declined = LoadPrompt(
-            request_id="d",
-            transfer_id="t",
-            listed={},
-            blocks={},
-            cached={},
-            hashes={},
-            remote=(p.side.address,),
-            declined=True,
+            request_id="d", transfer_id="t", remote=(p.side.address,), declined=True
         )
         d.side.begin_step(WorkerStep(loads=[declined]))
         d.side.start_loads()

@@ -1,7 +1,4 @@
-"""Real vLLM engines with models of several cache groups.
-
-`make test-vllm` runs this; without vLLM every test is skipped.
-"""
+"""Real vLLM engines with models of several cache groups."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ On CPUs, what vLLM generates with such a model depends on how it came to its cac
 last token of a prompt gets one answer in the pass that computes the prompt, and another
 by itself. Decode computes it by itself, so tokens cannot be compared. What lies in the
 caches of both engines can.
-
-`make test-vllm` runs this; without vLLM every test is skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Real vLLM engines on a store: after a kill, and two that share a server.
-
-`make test-vllm` runs this; without vLLM every test is skipped.
-"""
+"""Real vLLM engines on a store: after a kill, and two that share a server."""
 
 from __future__ import annotations
 

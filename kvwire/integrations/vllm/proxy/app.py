@@ -21,8 +21,10 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import DECODE
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
 from kvwire.integrations.vllm.proxy.client import (
+    PROBE_S,
     EngineClient,
     EngineResponse,
+    Prober,
     Unanswered,
 )
 from kvwire.integrations.vllm.proxy.discovery import Discovery
@@ -34,7 +36,6 @@ from kvwire.integrations.vllm.proxy.dispatch import (
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
-from kvwire.integrations.vllm.proxy.probing import PROBE_S, Prober
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_page
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.observe.page import CONTENT_TYPE, HEADERS

@@ -1,21 +1,44 @@
-"""How the proxy asks its engines: HTTP/1.1 with kept connections, and nothing more."""
+"""How the proxy asks its engines: HTTP/1.1 with kept connections, and nothing more.
+
+Whether engines live is asked twice a second::
+
+    it answers            ready; it gets requests
+    it answers 5xx        it has failed, as vLLM says when its engine has died
+    nobody listens        down at once; what it has goes on, as in a graceful stop
+    silent for 1 s        slow: others are taken first. An API server that is busy with
+                          long prompts is silent for a second or two
+    silent for 10 s       given up: what waits for it is tried elsewhere
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvwire.directory.base import ended
 from kvwire.extras import needed_by
+from kvwire.limits import PROXY_METRICS_BYTES_MAX
 
 with needed_by("the proxy", extra="vllm"):
     import aiohttp
 
+if TYPE_CHECKING:
+    from kvwire.integrations.vllm.proxy.engines import VllmEngine
+    from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+
+PROBE_S: Final = 0.5
+# So many questions a second at most; a fleet of more than 100 engines is asked less
+# often.
+_PROBES_PER_S: Final = 200
+SLOW_S: Final = 1.0
+SILENT_S: Final = 10.0
 # An answer may take minutes to begin (a queue, a long prompt), a connection may not.
 _CONNECT_S: Final = 5.0
 # uvicorn, which vLLM serves with, closes an idle connection after 5 s. A request that
@@ -148,3 +171,66 @@ def _unanswered(error: Exception) -> Unanswered:
     # What is no URL will never be answered, and its engine is not known to have died.
     text = str(error)[:_QUOTED_CHARS] or type(error).__name__
     return Unanswered(text, silent=isinstance(error, ValueError))
+
+
+class Prober:
+    """Asks the engines of a fleet for their health."""
+
+    def __init__(self, fleet: EngineFleet, client: EngineClient) -> None:
+        self._fleet = fleet
+        self._client = client
+        # One for each engine, with when it was asked. bounded: MEMBERS_MAX
+        self._asked: dict[VllmEngine, tuple[float, asyncio.Task[None]]] = {}
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Ask at once: there may be a new engine."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Ask again and again until this is cancelled.
+
+        Cancel safety: safe, no question is left.
+        """
+        try:
+            while True:
+                self._sweep()
+                pause_s = max(PROBE_S, len(self._asked) / _PROBES_PER_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), pause_s)
+                self._woken.clear()
+        finally:
+            for _, task in self._asked.values():
+                await ended(task)
+
+    def _sweep(self) -> None:
+        now = self._fleet.clock()
+        engines = self._fleet.engines
+        for engine in self._asked.keys() - set(engines):
+            self._asked.pop(engine)[1].cancel()
+        for engine in engines:
+            began, task = self._asked.get(engine, (now, None))
+            if task is None or (task.done() and now - began >= PROBE_S):
+                self._asked[engine] = now, asyncio.create_task(self._ask(engine))
+            elif not task.done() and now - began > SLOW_S:
+                engine.slow = True
+
+    async def _ask(self, engine: VllmEngine) -> None:
+        try:
+            async with (
+                asyncio.timeout(SILENT_S),
+                self._client.ask(f"{engine.url}/health") as said,
+            ):
+                await said.body(PROXY_METRICS_BYTES_MAX)
+        except (Unanswered, TimeoutError) as exc:
+            if isinstance(exc, Unanswered) and not exc.silent:
+                engine.refusing = True
+                return
+            engine.slow = True
+            engine.give_up()
+            return
+        engine.slow = engine.refusing = False
+        if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._fleet.down(engine)
+        else:
+            engine.ready = True
