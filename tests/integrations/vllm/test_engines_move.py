@@ -162,13 +162,15 @@ def test_a_drained_engine_is_empty_before_its_request_is_over(two: Two) -> None:
     two.right(prompt(900, 200), 12, drain)
 
 
-def test_the_target_is_killed_while_a_request_moves(two: Two) -> None:
-    """No token is lost or doubled."""
+@pytest.mark.parametrize("who", ["target", "source"])
+def test_an_engine_is_killed_while_a_request_moves(two: Two, who: str) -> None:
+    """No token is lost or doubled, whichever it is."""
     killed: list[Engine] = []
 
     def kill() -> None:
         here = two.at_work()
-        killed.append(two.engines[here is two.engines[0]])
+        there = two.engines[here is two.engines[0]]
+        killed.append(here if who == "source" else there)
         moving = threading.Thread(
             target=two.post, args=("/migrate",), kwargs={"engine": here.url}
         )
@@ -176,7 +178,7 @@ def test_the_target_is_killed_while_a_request_moves(two: Two) -> None:
         killed[0].kill()
         moving.join()
 
-    one = two.right(prompt(2000, 306), 12, kill)
+    one = two.right(prompt(2000, 300 + len(who)), 12, kill)
     assert len(one.tokens) == TOKENS
     killed[0].start()
     killed[0].wait()
