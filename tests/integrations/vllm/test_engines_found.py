@@ -24,6 +24,7 @@ from tests.integrations.vllm.serving import (
     prompt,
     tokens_of,
 )
+from tests.integrations.vllm.test_engines_move import TOKENS, Stream
 from tests.support.servers import free_port, redis_server
 from tests.support.waiting import eventually
 
@@ -73,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
         ]
         port = free_port()
         command = [sys.executable, "-m", "kvwire.integrations.vllm.proxy"]
-        where = ["--directory", url, "--port", str(port)]
+        where = ["--directory", url, "--port", str(port), "--migrate"]
         log = folder / "proxy.log"
         proxy = Process([*command, *where], log, f"http://127.0.0.1:{port}")
         stack.enter_context(running(*engines, proxy))
@@ -100,10 +101,26 @@ def test_engines_are_found(found: Found) -> None:
 
 
 def test_an_engine_is_drained_and_ends(found: Found) -> None:
-    """Its record goes with it."""
+    """Its request goes on at the other one, and its record goes with it."""
     asked = {"engine": found.first.url, "wait_s": 60}
-    said = httpx.post(f"{found.proxy.url}/drain", json=asked, timeout=90)
-    assert said.json() == {"engine": found.first.url, "running": 0}
+
+    def drain() -> None:
+        said = httpx.post(f"{found.proxy.url}/drain", json=asked, timeout=90)
+        assert said.json() == {"engine": found.first.url, "running": 0}
+
+    # The other one is drained first, so that the request is at this one.
+    httpx.post(f"{found.proxy.url}/drain", json={"engine": found.second.url})
+    ids, stream = prompt(900, 9), Stream()
+
+    def back_and_drain() -> None:
+        back = {"engine": found.second.url, "drain": False}
+        httpx.post(f"{found.proxy.url}/drain", json=back)
+        drain()
+
+    stream.read(found.proxy.url, ids, 12, back_and_drain)
+    want = found.prefill.generate(ids, TOKENS, cache_salt="alone 9")
+    assert stream.tokens == tokens_of(want)
+    print(f"longest pause {stream.pause:.1f} decode steps")
     before = found.first.metric(FETCHED)
     found.right(10, found.prefill)
     assert found.first.metric(FETCHED) == before
