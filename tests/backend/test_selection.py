@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from kvwire import BackendUnavailable, Config, UsageError
+from kvwire import BackendUnavailable, Config
 from kvwire.backend import API_VERSION, Availability, Capabilities, registry, selection
 
 _KNOWN = {
@@ -152,13 +151,6 @@ def test_each_reason_to_refuse_is_said(
     assert not any("taken" in line for line in found)
 
 
-def test_a_report_is_read_by_people() -> None:
-    report = selection.negotiate(Config(), "tcp", [("tcp", API_VERSION)])
-    assert report.taken == "tcp"
-    assert str(report).count(";") >= 4
-    assert "local: refused, not offered by the client" in str(report)
-
-
 # --- one connection's own wishes ------------------------------------------------------
 
 
@@ -167,11 +159,6 @@ def test_a_connection_can_require_one_of_several(transport: str | list[str]) -> 
     wished = selection.apply_overrides(Config(), transport)
     names = (transport,) if isinstance(transport, str) else tuple(transport)
     assert wished.require == wished.prefer == names
-
-
-def test_without_wishes_the_configuration_holds() -> None:
-    config = Config(prefer=("tcp",))
-    assert selection.apply_overrides(config, None) is config
 
 
 def test_what_cannot_run_cannot_be_required() -> None:
@@ -246,46 +233,3 @@ def test_what_protects_payload(mtls: Config) -> None:
         "local": "it never leaves this host",
         "ucx": "",
     }
-
-
-# --- names and settings that nobody has -----------------------------------------------
-
-
-@pytest.fixture
-def installed(_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backends that are there."""
-    monkeypatch.undo()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"forbid": ["tpc"]}, "forbid: no installed .* 'tpc'; did you mean 'tcp'"),
-        ({"prefer": ["ib"]}, "prefer: no installed package offers a transport 'ib'"),
-        ({"require": ["locl"]}, "require: .* did you mean 'local'"),
-        ({"backends": {"lcal": {}}}, "backends: .* 'lcal'; did you mean 'local'"),
-        (
-            {"backends": {"local": {"tracr": "none"}}},
-            "backends.local: there is no setting 'tracr'; did you mean 'tracer'",
-        ),
-        ({"backends": {"local": {"tracer": "non"}}}, "tracer='non'; did you mean"),
-        ({"backends": {"tcp": {"x": "1"}}}, "no setting 'x'; it has none"),
-        ({"backends": {"ucx": {"tls": "rc"}}}, "no setting 'tls'; .* in capitals"),
-        ({"backends": {"nccl": {"devise": "0"}}}, "did you mean 'device'"),
-    ],
-)
-def test_what_no_transport_has_is_refused(
-    installed: None, options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(UsageError, match=said):
-        selection.check_transports(Config(**options))
-
-
-def test_what_they_have_is_taken(installed: None) -> None:
-    config = Config(
-        prefer=("local",),
-        forbid=("ucx",),
-        backends={"ucx": {"TLS": "rc"}, "local": {"way": "cma", "tracer": "none"}},
-    )
-    selection.check_transports(config)
-    assert selection.refusal(config, "ucx")

@@ -36,10 +36,23 @@ _POLL_S: Final = 0.002
 _TURNS: Final = 20
 
 
-class Bench:
-    """The running loop, watched."""
+class JoinedRig(Generic[S]):
+    """Two backends and the sides of what joins them, on a loop that is watched.
 
-    def __init__(self, timeout_s: float, *, alone: bool = True) -> None:
+    Attributes:
+        near: The backend that connects, or has the clients.
+        far: The backend that listens, or has the servers.
+        sides: Those that have not been forgotten.
+    """
+
+    moves: ClassVar[str]
+    """What is sent: "frame" or "payload"."""
+    ends_both: ClassVar[bool]
+    """Whether a side that closes ends the other one as well."""
+
+    def __init__(
+        self, make: Callable[[], Backend], timeout_s: float, *, alone: bool = True
+    ) -> None:
         self.timeout_s = timeout_s
         self.verdicts: Verdicts = Verdicts()
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
@@ -47,11 +60,29 @@ class Bench:
         self.verdicts.changed = self.announce
         self._thread = threading.get_ident()
         self._errors_expected = False
+        # No other rig is at work, so that descriptors left are this one's.
         self._alone = alone
         self._handler_before = self.loop.get_exception_handler()
         self.loop.set_exception_handler(self._note_error)
         self._tasks_before = asyncio.all_tasks()
         self._descriptors_before = open_descriptors()
+        self.near: Backend = make()
+        self.far: Backend = make()
+        self.sides: list[S] = []
+
+    @abstractmethod
+    async def pair(self) -> tuple[S, S]:
+        """Two sides that are joined."""
+
+    @abstractmethod
+    async def held_pair(self) -> tuple[S, S]:
+        """Two sides of which the right one receives nothing before its ``release``."""
+
+    @abstractmethod
+    async def ends(self, side: S) -> None:
+        """Wait until nothing of a side is left under way, or it has closed."""
+
+    # --- waiting ----------------------------------------------------------------------
 
     async def until(
         self,
@@ -109,131 +140,6 @@ class Bench:
         await self._change()
         self.raise_verdict()
 
-    @contextmanager
-    def expecting_errors(self) -> Iterator[None]:
-        """Errors that the loop is told of, or that are logged, are what is wanted."""
-        before = logging.root.manager.disable
-        self._errors_expected = True
-        logging.disable()
-        try:
-            yield
-        finally:
-            logging.disable(before)
-            self._errors_expected = False
-
-    def raise_verdict(self) -> None:
-        """Fail the check if a promise was seen broken."""
-        if self.verdicts.found:
-            raise CheckFailed(self.verdicts.found[0])
-
-    def _note_error(
-        self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]
-    ) -> None:
-        if not self._errors_expected:
-            error = context.get("exception")
-            said = f"{context['message']} {error!r}" if error else context["message"]
-            self.verdicts.add(f"the loop was told of an error: {said}")
-
-    def stop_watching(self) -> None:
-        """Give the loop its exception handler back."""
-        self.loop.set_exception_handler(self._handler_before)
-
-    async def nothing_left(self) -> None:
-        """Wait until tasks and descriptors of the check are gone."""
-        await self.until(
-            lambda: asyncio.all_tasks() <= self._tasks_before, "its tasks end"
-        )
-        if self._leaked():
-            gc.collect()
-        await self.until(
-            lambda: not self._leaked(), f"descriptors close: {self._leaked()}"
-        )
-
-    def _leaked(self) -> set[str]:
-        if not self._alone:
-            return set()
-        return open_descriptors() - self._descriptors_before
-
-
-def open_descriptors() -> set[str]:
-    """List the open file descriptors of this process, and on Linux what each one is."""
-    if sys.platform != "linux":
-        folder = Path("/dev/fd")
-        return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found.add(f"{entry.name} {entry.readlink()}")
-        except FileNotFoundError:
-            continue  # the descriptor of this very listing
-    return found
-
-
-# --- what only shows in numbers: a little that is left, or kept alive -----------------
-
-
-async def require_no_growth(
-    cycle: Callable[[], Awaitable[None]], *, cycles: int, tolerance: int
-) -> None:
-    """Run something many times, and count what there is of what may leak."""
-    await cycle()
-    before = _counts()
-    for _ in range(cycles):
-        await cycle()
-    gc.collect()
-    for what, now in _counts().items():
-        was = before[what]
-        require(now <= was + tolerance, f"{was} {what} have become {now}")
-
-
-def require_collected(seen: Sequence[weakref.ref[T]], what: str) -> None:
-    """Nothing may keep these alive any more."""
-    gc.collect()
-    held = sum(alive() is not None for alive in seen)
-    require(not held, f"{held} of {len(seen)} {what} are kept alive")
-
-
-def _counts() -> dict[str, int]:
-    return {
-        "descriptors": len(open_descriptors()),
-        "tasks": len(asyncio.all_tasks()),
-        "threads": threading.active_count(),
-    }
-
-
-class JoinedRig(Bench, Generic[S]):
-    """Two backends and the sides of what joins them, for one check.
-
-    When it ends it aborts every side and then looks for what is left.
-    """
-
-    moves: ClassVar[str]
-    """What is sent: "frame" or "payload"."""
-    ends_both: ClassVar[bool]
-    """Whether a side that closes ends the other one as well."""
-
-    def __init__(
-        self, make: Callable[[], Backend], timeout_s: float, *, alone: bool = True
-    ) -> None:
-        super().__init__(timeout_s, alone=alone)
-        self.near: Backend = make()
-        self.far: Backend = make()
-        self.sides: list[S] = []
-
-    @abstractmethod
-    async def pair(self) -> tuple[S, S]:
-        """Two sides that are joined."""
-
-    @abstractmethod
-    async def held_pair(self) -> tuple[S, S]:
-        """Two sides of which the right one receives nothing before its ``release``."""
-
-    @abstractmethod
-    async def ends(self, side: S) -> None:
-        """Wait until nothing of a side is left under way, or it has closed."""
-
-    # --- waiting ----------------------------------------------------------------------
-
     async def arrives(self, side: S, count: int) -> None:
         """Wait until ``count`` frames or payloads have arrived whole, in all."""
         arrived = side.arrived
@@ -273,6 +179,47 @@ class JoinedRig(Bench, Generic[S]):
 
     # --- the end ----------------------------------------------------------------------
 
+    @contextmanager
+    def expecting_errors(self) -> Iterator[None]:
+        """Errors that the loop is told of, or that are logged, are what is wanted."""
+        before = logging.root.manager.disable
+        self._errors_expected = True
+        logging.disable()
+        try:
+            yield
+        finally:
+            logging.disable(before)
+            self._errors_expected = False
+
+    def raise_verdict(self) -> None:
+        """Fail the check if a promise was seen broken."""
+        if self.verdicts.found:
+            raise CheckFailed(self.verdicts.found[0])
+
+    def _note_error(
+        self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+    ) -> None:
+        if not self._errors_expected:
+            error = context.get("exception")
+            said = f"{context['message']} {error!r}" if error else context["message"]
+            self.verdicts.add(f"the loop was told of an error: {said}")
+
+    async def nothing_left(self) -> None:
+        """Wait until tasks and descriptors of the check are gone."""
+        await self.until(
+            lambda: asyncio.all_tasks() <= self._tasks_before, "its tasks end"
+        )
+        if self._leaked():
+            gc.collect()
+        await self.until(
+            lambda: not self._leaked(), f"descriptors close: {self._leaked()}"
+        )
+
+    def _leaked(self) -> set[str]:
+        if not self._alone:
+            return set()
+        return open_descriptors() - self._descriptors_before
+
     def forget(self, *sides: S) -> None:
         """Let go of sides that have ended, so that nothing here keeps them alive."""
         self.sides = [side for side in self.sides if side not in sides]
@@ -301,7 +248,7 @@ class JoinedRig(Bench, Generic[S]):
             self.forget(*self.sides)
             await self.nothing_left()
         finally:
-            self.stop_watching()
+            self.loop.set_exception_handler(self._handler_before)
 
 
 class Rig(JoinedRig[LinkSide]):
@@ -531,3 +478,49 @@ class _Stranger(LinkHandler):
 
 def _welcome(link: Link) -> None:
     link.start(_Stranger())
+
+
+def open_descriptors() -> set[str]:
+    """List the open file descriptors of this process, and on Linux what each one is."""
+    if sys.platform != "linux":
+        folder = Path("/dev/fd")
+        return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{entry.name} {entry.readlink()}")
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing
+    return found
+
+
+# --- what only shows in numbers: a little that is left, or kept alive -----------------
+
+
+async def require_no_growth(
+    cycle: Callable[[], Awaitable[None]], *, cycles: int, tolerance: int
+) -> None:
+    """Run something many times, and count what there is of what may leak."""
+    await cycle()
+    before = _counts()
+    for _ in range(cycles):
+        await cycle()
+    gc.collect()
+    for what, now in _counts().items():
+        was = before[what]
+        require(now <= was + tolerance, f"{was} {what} have become {now}")
+
+
+def require_collected(seen: Sequence[weakref.ref[T]], what: str) -> None:
+    """Nothing may keep these alive any more."""
+    gc.collect()
+    held = sum(alive() is not None for alive in seen)
+    require(not held, f"{held} of {len(seen)} {what} are kept alive")
+
+
+def _counts() -> dict[str, int]:
+    return {
+        "descriptors": len(open_descriptors()),
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+    }

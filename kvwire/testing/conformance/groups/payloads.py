@@ -6,11 +6,12 @@ Of every size, from and into memory of every kind, however they are queued.
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB
 from kvwire.testing.conformance.check import Group, require
 from kvwire.testing.conformance.content import CUTS, Cut, Head, Memory, pattern, poison
-from kvwire.testing.conformance.rig import LaneRig, Rig
+from kvwire.testing.conformance.rig import AnyRig, LaneRig, Rig
 from kvwire.testing.conformance.sides import KitLanding, LaneSide, LinkSide
 
 frame: Group = Group("frame")
@@ -34,7 +35,8 @@ _LANE_SIZES = {name: size for name, size in _SIZES.items() if size}
 
 
 @frame.links("size", "A frame of {} bytes of payload arrives whole", _SIZES)
-async def _(rig: Rig, left: LinkSide, right: LinkSide, size: int) -> None:
+@payload.lanes("size", "A payload of {} bytes arrives", _LANE_SIZES)
+async def _(rig: AnyRig, left: Any, right: Any, size: int) -> None:
     left.send(size)
     await rig.moved(left, right, 1)
 
@@ -139,14 +141,15 @@ _KINDS = {
 
 
 @frame.links("kinds", "Payload goes from {}", _KINDS)
-async def _(rig: Rig, kinds: tuple[Cut | None, Cut | None]) -> None:
-    source, destination = kinds
-    left, right = await rig.pair()
-    right.land = lambda head: Memory(head.length, destination)
-    # Twice: what one frame leaves behind must not disturb the next.
-    left.send(200_001, source)
-    left.send(70_003, source)
-    await rig.moved(left, right, 2)
+@payload.lanes("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
+async def _(
+    rig: AnyRig, left: Any, right: Any, cuts: tuple[Cut | None, Cut | None]
+) -> None:
+    right.land = lambda item: Memory(item.length, cuts[1])
+    # More than one: what a payload leaves behind must not disturb the next.
+    for size in (200_001, 1, 1_000_000):
+        left.send(size, cuts[0])
+    await rig.moved(left, right, 3)
 
 
 @frame.links("small-kinds", "A payload of 100 bytes lands in {}", CUTS)
@@ -192,26 +195,10 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 # --- payload --------------------------------------------------------------------------
 
 
-@payload.lanes("size", "A payload of {} bytes arrives", _LANE_SIZES)
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide, size: int) -> None:
-    left.send(size)
-    await rig.moved(left, right, 1)
-
-
 @payload.lanes("back", "A payload of {} bytes arrives at the client", _LANE_SIZES)
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide, size: int) -> None:
     right.send(size)
     await rig.moved(right, left, 1)
-
-
-@payload.lanes("kinds", "Memory may be cut differently at the two ends: {}", _KINDS)
-async def _(
-    rig: LaneRig, left: LaneSide, right: LaneSide, cuts: tuple[Cut | None, Cut | None]
-) -> None:
-    right.land = lambda parcel: Memory(parcel.length, cuts[1])
-    for size in (300_000, 1, 1_000_000):
-        left.send(size, cuts[0])
-    await rig.moved(left, right, 3)
 
 
 @payload.lanes("chunk", "16 MiB arrive from {} into the same", CUTS)
