@@ -29,36 +29,26 @@ _MoveId = Annotated[bytes, Meta(min_length=MOVE_BYTES, max_length=MOVE_BYTES)]
 
 
 class Round(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Says that blocks are pushed now; the first round begins the migration.
+    """Says that blocks are pushed now; the first round begins the migration."""
 
-    Attributes:
-        move: Random bytes that name the migration, and the transfers of its rounds.
-        request: Name of the request.
-        reply: Tag of the answer.
-        index: Which round, from 0.
-        blocks: How many blocks, from where the round before has ended.
-        tokens: Tokens in them: all the blocks hold, but in the last round.
-        block_tokens: Tokens of a block at the source.
-    """
-
+    # Random bytes that name the migration, and the transfers of its rounds.
     move: _MoveId
-    request: Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
-    reply: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    index: Annotated[int, Meta(ge=0, lt=MIGRATION_ROUNDS_MAX)]
+    request: Annotated[str, Meta(max_length=NAME_CHARS_MAX)]  # name of the request
+    reply: Annotated[int, Meta(ge=0, le=2**63 - 1)]  # tag of the answer
+    index: Annotated[int, Meta(ge=0, lt=MIGRATION_ROUNDS_MAX)]  # which round, from 0
+    # How many blocks, from where the round before has ended.
     blocks: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX)]
+    # Tokens in them: all the blocks hold, but in the last round.
     tokens: Annotated[int, Meta(ge=1, le=KV_BLOCKS_MAX * KV_BLOCK_TOKENS_MAX)]
+    # Tokens of a block at the source.
     block_tokens: Annotated[int, Meta(ge=1, le=KV_BLOCK_TOKENS_MAX)]
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Gives the request to the target; the source has let go of it.
+    """Gives the request to the target; the source has let go of it."""
 
-    Attributes:
-        move: Which migration.
-        state: What the engine says of the request: its tokens, how it samples.
-    """
-
-    move: _MoveId
+    move: _MoveId  # which migration
+    # What the engine says of the request: its tokens, how it samples.
     state: Annotated[bytes, Meta(max_length=MIGRATION_STATE_BYTES_MAX)]
 
 
@@ -79,11 +69,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(raw: bytes | bytearray) -> Message:
-    """Read a message.
-
-    Raises:
-        msgspec.MsgspecError: It is none; says where.
-    """
+    """Read a message."""
     message: Message = _DECODER.decode(raw)
     return message
 

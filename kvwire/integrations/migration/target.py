@@ -215,22 +215,14 @@ class MigrationTarget:
 
 @dataclass(slots=True)
 class _Arriving:
-    """Keeps a request whose KV comes.
+    """Keeps a request whose KV comes."""
 
-    Attributes:
-        name: Of the request.
-        reply: Tag of the answer.
-        blocks: Taken for it.
-        tokens: Tokens of its rounds so far.
-        parts: The transfers of its rounds.
-        handed_over: It is being started or dropped, and nothing more is done with it.
-    """
-
-    name: str
-    reply: int
-    blocks: list[int] = field(default_factory=list)
-    tokens: int = 0
-    parts: list[Incoming] = field(default_factory=list)
+    name: str  # of the request
+    reply: int  # tag of the answer
+    blocks: list[int] = field(default_factory=list)  # taken for it
+    tokens: int = 0  # tokens of its rounds so far
+    parts: list[Incoming] = field(default_factory=list)  # the transfers of its rounds
+    # It is being started or dropped, and nothing more is done with it.
     handed_over: bool = False
 
 
