@@ -50,11 +50,10 @@ from kvwire.store.tiers.base import (
     FAILED,
     LANDED,
     MISSING,
+    REFUSED,
     Batch,
-    BlockResult,
     BlockResults,
-    Tier,
-    TierStats,
+    ElsewhereTier,
 )
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of, read_objects, stage
 
@@ -75,7 +74,7 @@ _NOT_FOUND: Final = -704
 _LOCAL_BYTES: Final = 16 * MIB
 
 
-class MooncakeTier(Tier):
+class MooncakeTier(ElsewhereTier):
     """Keeps blocks in a Mooncake Store. Made by :meth:`open`."""
 
     durable: bool = False
@@ -90,7 +89,7 @@ class MooncakeTier(Tier):
         buffer_bytes: int,
         arguments: tuple[Any, ...],
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self.error: str = ""
         self._prefix = f"{prefix}/"
         self._timeout_s = timeout_s
@@ -102,7 +101,6 @@ class MooncakeTier(Tier):
         self._stages: asyncio.Queue[Stage] = asyncio.Queue()
         self._stages_made = 0
         self._threads = Threads()
-        self._counts = TierStats()
         self._failing = False
         self._healing: asyncio.Task[None] | None = None
 
@@ -175,30 +173,6 @@ class MooncakeTier(Tier):
         there = np.array([0] * len(names) if codes is None else codes) == 1
         return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Put an object for each block; what is there stays.
-
-        Cancel safety: the write is finished first.
-        """
-        results = await run_to_completion(self._in_parts(batch, self._write))
-        self._counts.count(results, written=True)
-        return results
-
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Get the objects of blocks, and compare them with their checksums.
-
-        Cancel safety: the read is finished first.
-        """
-        results = await run_to_completion(self._in_parts(batch, self._read))
-        damaged = batch.keys[results == DAMAGED]
-        if damaged.size:  # otherwise a put would take it that the block is there
-            await run_to_completion(self._remove(damaged))
-        self._counts.count(results, written=False)
-        return results
-
-    def touch(self, keys: Keys) -> None:
-        """Do nothing: the master counts what it is asked for."""
-
     async def delete(self, keys: Keys) -> None:
         """Remove the objects of blocks, whoever has put them.
 
@@ -221,16 +195,6 @@ class MooncakeTier(Tier):
         if removed is None or removed < 0:
             raise OSError(f"{self.name}: {self.error or f'error {removed}'}")
 
-    def stats(self) -> TierStats:
-        """Return what this side has moved; what is there is not counted."""
-        return self._counts
-
-    async def flush(self) -> None:
-        """Do nothing: a Mooncake Store is memory of its segments.
-
-        Cancel safety: safe.
-        """
-
     async def close(self) -> None:
         """Leave the store. Never raises.
 
@@ -245,6 +209,16 @@ class MooncakeTier(Tier):
 
     # --- blocks -----------------------------------------------------------------------
 
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        return await self._in_parts(batch, self._put)
+
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        results = await self._in_parts(batch, self._get)
+        damaged = batch.keys[results == DAMAGED]
+        if damaged.size:  # otherwise a put would take it that the block is there
+            await self._remove(damaged)
+        return results
+
     async def _in_parts(
         self, batch: Batch, move: Callable[[Batch], Any]
     ) -> BlockResults:
@@ -254,7 +228,7 @@ class MooncakeTier(Tier):
         step = self._buffer_bytes // nbytes
         if not step:
             self._note(f"a block of {nbytes} bytes is larger than ?buffer=")
-            results.fill(BlockResult.REFUSED)
+            results.fill(REFUSED)
             return results
         for first in range(0, batch.keys.size, step):
             which = np.arange(first, min(first + step, batch.keys.size))
@@ -264,7 +238,7 @@ class MooncakeTier(Tier):
             batch.tell(which, part)
         return results
 
-    async def _write(self, batch: Batch) -> BlockResults:
+    async def _put(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
 
         async def fill(memory: Stage) -> list[int]:
@@ -280,14 +254,14 @@ class MooncakeTier(Tier):
             return np.full(batch.keys.size, FAILED, np.uint8)
         results = np.where(np.array(codes) == 0, LANDED, FAILED)
         full = np.array(codes) == _NO_ROOM
-        results[full] = BlockResult.REFUSED
+        results[full] = REFUSED
         if full.any():
             self._note("its segments have no room")
         elif (results == FAILED).any():
             self._note(f"error {min(codes)} of a put")
         return results.astype(np.uint8)
 
-    async def _read(self, batch: Batch) -> BlockResults:
+    async def _get(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
         room = HEAD_BYTES + int(batch.images.lengths.max())
         results = np.full(batch.keys.size, FAILED, np.uint8)
