@@ -43,7 +43,7 @@ from kvwire.integrations.vllm import announce
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.store.placement import placed, seed_of
+from kvwire.store.tiers.sharded import placed, seed_of
 from tests.support import virtual_time
 
 SLOTS: Final = 64

@@ -10,8 +10,8 @@ from typing import Any
 from kvwire.store.address import TierAddress
 from kvwire.store.store import BlockStore
 from kvwire.store.tiers.base import Tier
+from kvwire.store.tiers.directory import File, Views
 from kvwire.store.tiers.disk import DiskTier
-from kvwire.store.tiers.file import File, Views
 
 Hook = Callable[[str, "Scripted", Views | None, int], None]
 """Called in front of each system call, with its name, memory and offset."""

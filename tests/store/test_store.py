@@ -21,6 +21,8 @@ from tests.store.files import store_on
 from tests.support.pairs import until
 
 MEMORY = ["memory:256KiB"]
+# Kinds of tiers that are not opened without one.
+_LIBRARIES = {"object": "obstore", "redis": "redis"}
 
 
 def same(a: Filled, blocks: list[int], b: Filled, others: list[int]) -> bool:
@@ -182,9 +184,32 @@ async def test_every_close_waits_for_the_end() -> None:
         (["memory:8 parsecs"], "8GiB"),
         (["memory:1GiB?slap=4"], "no option 'slap'"),
         (["memory:1GiB", "tape:a"], "no kind 'tape'"),
+        (["memory:1MiB", "disk:a"], "write disk:DIRECTORY"),
+        (["memory:1MiB", "disk:?size=1GiB"], "write disk:DIRECTORY"),
+        (["memory:1MiB", "disk:a?size=1GiB&fsync=1"], "no option 'fsync'"),
+        (["memory:1MiB", "disk:a?size=1GiB&sync=1"], "sync='1': flush or put"),
+        (["memory:1MiB", "disk:a?size=1GiB&slab=2GiB"], "a slab of 2147483648 bytes"),
+        (["memory:1MiB", "disk:a?size=4095"], "4096 to"),
+        (["object:tape://b/p"], "tape"),
+        (["object:memory:///?requests=0"], "requests"),
+        (["object:memory:///?timeout=soon"], "timeout"),
+        (["object:s3://b/p?regio=x"], "regio"),
+        (["object:s3://b/p?allow_http=yes"], "allow_http"),  # obstore panics
+        (["object:s3://b/p?secret_access_key=x"], "environment"),
+        (["object:s3://b/p?aws_session_token=x"], "environment"),
+        (["redis:127.0.0.1:6379"], "HOST:PORT"),
+        (["redis://127.0.0.1:port"], "port"),
+        (["redis://127.0.0.1:1?size=1GiB"], "no option 'size'"),
+        (["redis://127.0.0.1:1?codec=zstd-planes"], "no codec here"),
+        (["kvwire://role=store,role=x?directory=file:/tmp"], "'role' is there twice"),
+        (["kvwire://role=store?directory=nothing:"], "no directory of the kind"),
+        (["kvwire://role=store?size=1GiB"], "no option 'size'"),
     ],
 )
 async def test_a_wrong_tier_is_refused(tiers: list[str], said: str) -> None:
+    library = _LIBRARIES.get(tiers[0].partition(":")[0]) if tiers else None
+    if library is not None:
+        pytest.importorskip(library, reason=f"{library} is not installed")
     with pytest.raises(UsageError, match=said):
         await BlockStore.open(tiers)
 

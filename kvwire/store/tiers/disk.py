@@ -33,7 +33,6 @@ from kvwire.store.eviction import EVICTIONS
 from kvwire.store.images import Sums, image_sums, images_in, named_sums, views_of
 from kvwire.store.index import Index, Keys, Orders, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
-from kvwire.store.operations.in_flight import InFlightFills
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (
@@ -45,9 +44,9 @@ from kvwire.store.tiers.base import (
     TierStats,
     uses_of,
 )
-from kvwire.store.tiers.directory import TierDirectory
+from kvwire.store.tiers.directory import File, TierDirectory
 from kvwire.store.tiers.disk_index import DiskRows
-from kvwire.store.tiers.file import File
+from kvwire.store.tiers.memory import InFlightFills
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
 _SYNCS: Final = ("flush", "put")

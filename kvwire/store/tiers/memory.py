@@ -22,6 +22,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
+from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
@@ -32,8 +33,7 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
-from kvwire.store.index import Index, IndexedSlots, Keys
-from kvwire.store.operations.in_flight import InFlightFills
+from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys
 from kvwire.store.tiers.base import TierStats
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
@@ -266,3 +266,46 @@ def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
     arena = Arena(nbytes, name="kvwire-store")
     memory: npt.NDArray[Any] = arena.buffer(nbytes)
     return arena, memory
+
+
+class InFlightFills:
+    """Tracks the keys whose slots are being filled, on one event loop.
+
+    Who fills waits for nothing but a copy or a disk, never for room or for another
+    fill. So whoever waits for a fill, holding pins or not, waits for something that
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[Key, asyncio.Event] = {}
+
+    def __len__(self) -> int:
+        """Return how many blocks are being filled."""
+        return len(self._ends)
+
+    def busy(self, keys: Keys) -> Bits:
+        """Return which of these somebody is filling."""
+        found = map(self._ends.__contains__, keys.tolist())
+        return np.fromiter(found, np.bool_, keys.size)
+
+    def of_namespace(self, digest: bytes) -> Keys:
+        """Return which blocks of a namespace somebody is filling."""
+        return as_keys(key for key in self._ends if key.startswith(digest))
+
+    def begin(self, keys: Keys) -> None:
+        """Note that the caller fills these, which nobody does yet."""
+        self._ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
+
+    def end(self, keys: Keys) -> None:
+        """End the fills of one :meth:`begin`, filled or not."""
+        if keys.size:
+            ends = list(map(self._ends.pop, keys.tolist()))
+            ends[0].set()
+
+    async def ended(self, key: Key) -> None:
+        """Wait until nobody fills this block any more.
+
+        Cancel safety: safe, it only watches.
+        """
+        if key in self._ends:
+            await self._ends[key].wait()

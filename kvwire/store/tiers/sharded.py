@@ -1,25 +1,31 @@
 """A tier on many store servers: ``kvwire://role=store?directory=redis://host:6379``.
 
 The place is a selector, as that of a peer. The servers that it means in the directory
-are the nodes, and each block lies at one of them, by :mod:`kvwire.store.placement`. A
-node is placed at while this side has a connection to it: one that is lost, or has not
-answered by a deadline, is passed over until it was dialled again, and what it has is
-missing meanwhile. Nothing is copied from one node to another.
+are the nodes, and each block lies at one of them, see :func:`placed`. A node is placed
+at while this side has a connection to it: one that is lost, or has not answered by a
+deadline, is passed over until it was dialled again, and what it has is missing
+meanwhile. Nothing is copied from one node to another.
 
 A node is told from others by the label ``node`` of its record, or by its address: it
 keeps its share of the blocks as long as that stays.
+
+Every client draws the same number for each pair of a block and a node, and the node of
+the highest one has the block (rendezvous hashing). So nobody keeps a table. A node that
+joins takes its share from all others and nothing else moves; that of one that leaves
+goes to all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import xxhash
 
 import kvwire
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
@@ -32,7 +38,6 @@ from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.placement import placed, seed_of
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, ElsewhereTier
 from kvwire.store.tiers.remote import OPTIONS, RemoteTier, client_config
 
@@ -313,3 +318,28 @@ async def _open(tier: RemoteTier) -> None:
 async def _leave(node: _Node) -> None:
     await ended(node.opening)
     await node.tier.hang_up()
+
+
+# The finalizer of SplitMix64: each bit of what goes in turns half of what comes out.
+_STEPS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST: Final = 31
+
+
+def seed_of(node: str) -> int:
+    """Return the number that stands for a node, the same at every client."""
+    return xxhash.xxh3_64_intdigest(node.encode())
+
+
+def placed(keys: Keys, seeds: Sequence[int]) -> Ids:
+    """Return for each block the position of its node; there is at least one."""
+    digests = map(xxhash.xxh3_64_intdigest, keys.tolist())
+    names = np.fromiter(digests, np.uint64, keys.size)
+    best, where = np.zeros(keys.size, np.uint64), np.zeros(keys.size, np.int64)
+    for number, seed in enumerate(seeds):
+        drawn = names ^ np.uint64(seed)
+        for shift, factor in _STEPS:
+            drawn = (drawn ^ (drawn >> np.uint64(shift))) * np.uint64(factor)
+        drawn ^= drawn >> np.uint64(_LAST)
+        better = drawn > best
+        best[better], where[better] = drawn[better], number
+    return where

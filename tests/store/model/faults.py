@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvwire.store.tiers.file import File, Views
+from kvwire.store.tiers.directory import File, Views
 from tests.store.files import Scripted
 from tests.store.model.vfs import AskingVfs
 

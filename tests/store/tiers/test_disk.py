@@ -21,9 +21,9 @@ from kvwire.store.images import images_in
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import ABSENT, Namespace, namespace_of
 from kvwire.store.tiers.base import Batch, BlockResult
+from kvwire.store.tiers.directory import File
 from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.disk_index import DiskIndex
-from kvwire.store.tiers.file import File
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.files import Faults, disk, store_on
@@ -439,14 +439,6 @@ async def test_a_file_that_cannot_be_closed_is_a_reason(tmp_path: Path) -> None:
     await (await disk(tmp_path)).close()
 
 
-async def test_two_stores_cannot_have_one_directory(tmp_path: Path) -> None:
-    async with BlockStore.open(tiers(tmp_path)):
-        with pytest.raises(UsageError, match="give each its own directory"):
-            await BlockStore.open(tiers(tmp_path))
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        assert await store.match(chain(1)) == 0
-
-
 async def test_a_smaller_and_a_larger_size(tmp_path: Path) -> None:
     source, hashes = Filled(64, seed=1), chain(64)
     for size, least, most in (("1MiB", 64, 64), ("192KiB", 1, 63), ("2MiB", 1, 63)):
@@ -468,19 +460,3 @@ async def test_spaces_that_cannot_be_read_are_only_words(tmp_path: Path) -> None
         assert await landed(store, source, hashes) == IDS[:4]
         # What was got is known again, also to whoever evicts it from memory.
         assert await store.match(hashes) == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("disk:a", "write disk:DIRECTORY"),
-        ("disk:?size=1GiB", "write disk:DIRECTORY"),
-        ("disk:a?size=1GiB&fsync=1", "no option 'fsync'"),
-        ("disk:a?size=1GiB&sync=1", "sync='1': flush or put"),
-        ("disk:a?size=1GiB&slab=2GiB", "a slab of 2147483648 bytes"),
-        ("disk:a?size=4095", "4096 to"),
-    ],
-)
-async def test_a_wrong_address_is_refused(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        await BlockStore.open(["memory:1MiB", text])

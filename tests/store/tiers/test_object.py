@@ -136,21 +136,6 @@ async def test_in_memory() -> None:
     )
 
 
-async def test_another_model_is_not_found(tmp_path: Path) -> None:
-    tier = f"object:file://{tmp_path}"
-    other = Filled(spec=Namespace("kv", SPEC).spec, seed=2)
-    async with BlockStore.open([tier]) as store:
-        await store.put(chain(1), other.cache, [0])
-        wide = Filled(spec=type(SPEC)(**_fields() | {"fingerprint": "another"}))
-        assert await store.match(chain(1), wide.cache) == 0
-        outcome = await store.get(chain(1), wide.cache, [0])
-        assert "another fingerprint" in outcome.missing["kv", 0]
-
-
-def _fields() -> dict[str, Any]:
-    return {name: getattr(SPEC, name) for name in SPEC.__slots__}
-
-
 # --- objects that are not what they should be -----------------------------------------
 
 
@@ -396,23 +381,6 @@ async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> N
             await put
         assert not requests.open
         del put  # its error has the images
-
-
-@pytest.mark.parametrize(
-    ("tier", "said"),
-    [
-        ("object:tape://b/p", "tape"),
-        ("object:memory:///?requests=0", "requests"),
-        ("object:memory:///?timeout=soon", "timeout"),
-        ("object:s3://b/p?regio=x", "regio"),
-        ("object:s3://b/p?allow_http=yes", "allow_http"),  # obstore panics
-        ("object:s3://b/p?secret_access_key=x", "environment"),
-        ("object:s3://b/p?aws_session_token=x", "environment"),
-    ],
-)
-async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        await BlockStore.open([tier])
 
 
 async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,17 +115,3 @@ async def test_a_server_that_comes_later() -> None:
         with pytest.raises(UsageError, match="invalid username") as refused:
             await BlockStore.open([where])
         assert "secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("tier", "said"),
-    [
-        ("redis:127.0.0.1:6379", "HOST:PORT"),
-        ("redis://127.0.0.1:port", "port"),
-        ("redis://127.0.0.1:1?size=1GiB", "no option 'size'"),
-        ("redis://127.0.0.1:1?codec=zstd-planes", "no codec here"),
-    ],
-)
-async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        await BlockStore.open([tier])

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvwire import BlockStore, StoreServer, UsageError
+from kvwire import BlockStore, StoreServer
 from kvwire.directory.file import FileDirectory
-from kvwire.store.index import Keys
-from kvwire.store.tiers.sharded import ShardedTier
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.tiers.sharded import ShardedTier, placed, seed_of
 from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
 from tests.support.pairs import until
@@ -113,14 +113,21 @@ async def test_a_node_that_is_killed_is_misses(tmp_path: Path) -> None:
         assert (await fresh.put(hashes, source.cache, blocks)).complete
 
 
-@pytest.mark.parametrize(
-    ("tier", "said"),
-    [
-        ("kvwire://role=store,role=x?directory=file:/tmp", "'role' is there twice"),
-        ("kvwire://role=store?directory=nothing:", "no directory of the kind"),
-        ("kvwire://role=store?size=1GiB", "no option 'size'"),
-    ],
-)
-async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        await BlockStore.open([tier])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 16])
+def test_a_node_that_joins_takes_only_its_share(nodes: int) -> None:
+    keys = as_keys(chain(4000))
+    seeds = [seed_of(f"tcp://10.0.0.{number}:7500") for number in range(nodes + 1)]
+    before, after = placed(keys, seeds[:-1]), placed(keys, seeds)
+    moved = before != after
+    assert (after[moved] == nodes).all()
+    share = 4000 / (nodes + 1)
+    counts = np.bincount(after, minlength=nodes + 1)
+    # Five standard deviations of a share.
+    assert (abs(counts - share) < 5 * share**0.5).all()
+
+
+def test_the_order_of_nodes_does_not_matter() -> None:
+    keys = as_keys([b"", b"a", *chain(100)])
+    seeds = np.array([seed_of(name) for name in "abc"], object)
+    turned = placed(keys, seeds[::-1].tolist())
+    assert (seeds[placed(keys, seeds.tolist())] == seeds[::-1][turned]).all()
