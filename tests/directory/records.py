@@ -1,4 +1,4 @@
-"""Records of members for tests."""
+"""Records of members for tests, and a peer that is found by a directory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import tempfile
 from contextlib import aclosing
 from typing import Any
 
+import pytest
+
+import kvwire
+from kvwire import UsageError
 from kvwire.directory import ChangeKind, Record
 from kvwire.directory.file import FileDirectory
 
@@ -30,3 +34,18 @@ async def a_lease_has_ended(lease_s: float) -> None:
             async for change in changes:
                 if change.kind is ChangeKind.LEFT:
                     return
+
+
+async def found_by(where: str) -> tuple[str, str]:
+    """Connect by a directory that takes no announcements.
+
+    Returns:
+        The name of the peer, and why nothing is announced.
+    """
+    async with kvwire.open(name="far") as far:
+        where = where.format(port=(await far.listen("127.0.0.1:0")).port)
+        async with kvwire.open(directory=where) as near:
+            found = await near.peer("role=decode").connect()
+            with pytest.raises(UsageError) as refused:
+                near.announce(address="127.0.0.1:1")
+            return found.peer.name, str(refused.value)

@@ -11,7 +11,7 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.directory import ChangeKind, open_directory
-from tests.directory.finding import found_by
+from tests.directory.records import found_by
 
 
 class Zone:

@@ -16,7 +16,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.directory import Change, Directory, open_directory
 from kvwire.limits import KUBERNETES_ANSWER_BYTES_MAX
-from tests.directory.finding import found_by
+from tests.directory.records import found_by
 
 pytest.importorskip("httpx", reason="httpx is not installed")
 

@@ -17,10 +17,6 @@ from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, Tier
 class FakeTier(Tier):
     """Keeps keys and no bytes.
 
-    Args:
-        name: Its name.
-        durable: Whether a put is complete only here.
-
     Attributes:
         orders: The order of each block that is there.
         written: The keys of each write, in their order.

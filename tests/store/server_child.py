@@ -13,13 +13,7 @@ from tests.support.tree import ROOT
 
 
 class ServerProcess:
-    """The parent's side of it.
-
-    Attributes:
-        where: The tier that it is.
-        port: Where it listens.
-        said: What it said when it listened.
-    """
+    """The parent's side of it."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, port: int, said: str

@@ -40,11 +40,7 @@ def heard(line: bytes) -> Shadow:
 
 
 def in_process(seed: int, directory: Path, room: str, shadow: Shadow) -> Shadow:
-    """Live a round in a process of its own; what has to be found afterwards.
-
-    Raises:
-        AssertionError: The process has found something wrong.
-    """
+    """Live a round in a process of its own; what has to be found afterwards."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(seed), str(directory), room],
         input=told(shadow),

@@ -67,18 +67,7 @@ class Points:
         return self._hits
 
     def ask(self, tear: Tear | None, *, reads: bool = False) -> bool:
-        """One call is about to be made.
-
-        Args:
-            tear: Does half of it, if it writes.
-            reads: Whether it reads.
-
-        Returns:
-            Whether it is to move less than it is given.
-
-        Raises:
-            OSError: It fails.
-        """
+        """One call is about to be made."""
         plan, seen = self._plan, self._seen
         if plan is None or plan.reads is not reads:
             return False

@@ -105,11 +105,7 @@ class Life:
         self._store: BlockStore | None = None
 
     async def open(self) -> None:
-        """Open the store.
-
-        Raises:
-            UsageError: It cannot be opened.
-        """
+        """Open the store."""
         address = TierAddress.parse(f"disk:{self.directory}?{self.room.disk}")
         POINTS.watch(self.directory)
         self._tier = None
@@ -190,11 +186,7 @@ class Life:
             )
 
     async def delete(self, blocks: Sequence[Block]) -> None:
-        """Delete blocks of one kind.
-
-        Raises:
-            OSError: They may be there after a restart.
-        """
+        """Delete blocks of one kind."""
         self.shadow.forget(set(blocks))
         hashes, cache = [one.hash for one in blocks], Cache.empty(blocks[0].kind, 1)
         assert self._store is not None
@@ -225,11 +217,7 @@ class Life:
                 await self.get(blocks[first : first + 256])
 
     async def flush(self) -> None:
-        """Flush the store.
-
-        Raises:
-            OSError: It could not be flushed.
-        """
+        """Flush the store."""
         assert self._store is not None
         await self._store.flush()
         self.shadow.flushed |= self.shadow.sure

@@ -64,12 +64,7 @@ class _Methods(Structure):
 
 
 class AskingVfs:
-    """The table; made once in a process.
-
-    Args:
-        ask: Called before each call.
-        synced: Called when a file has been synced.
-    """
+    """The table; made once in a process."""
 
     def __init__(self, ask: Ask, synced: Callable[[Path], None]) -> None:
         self._ask = ask

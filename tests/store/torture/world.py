@@ -78,14 +78,7 @@ class Engine:
         return process
 
     async def ask(self, order: Order) -> Answer | None:
-        """Have it do something.
-
-        Returns:
-            What it says; nothing if it is killed first.
-
-        Raises:
-            Wrong: Its bytes are not those that were put, or it takes too long.
-        """
+        """Have it do something."""
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -153,11 +146,7 @@ class World:
         }
 
     async def run(self, kills: int) -> None:
-        """Go on until so many processes were killed.
-
-        Raises:
-            Wrong: A promise was broken.
-        """
+        """Go on until so many processes were killed."""
         try:
             await self._begin()
             events = list(self._events)
@@ -386,11 +375,7 @@ class World:
 
 
 async def torture(seed: int, base: Path, kills: int) -> str:
-    """Kill so many processes; what happened, in words.
-
-    Raises:
-        Wrong: A promise was broken.
-    """
+    """Kill so many processes; what happened, in words."""
     with ExitStack() as stack:
         bucket = None
         if s3_program() is None:
