@@ -16,7 +16,7 @@ from typing import Final
 
 from kvwire.limits import WAKEUP_BYTES
 from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
-from kvwire_nccl.pipe import Move, MoveProgress, Pipe
+from kvwire_nccl.library import Move, MoveProgress, Pipe
 
 _log = logging.getLogger("kvwire.nccl")
 
@@ -31,7 +31,7 @@ class Driver:
     """Runs one direction on a thread.
 
     Args:
-        way: The direction, which belongs to the thread from now on.
+        pipe: The direction, which belongs to the thread from now on.
         state: Its state.
         name: Of the thread.
         call_soon: Calls something on the loop, from any thread; raises RuntimeError
@@ -66,11 +66,7 @@ class Driver:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin.
-
-        Raises:
-            RuntimeError: The system has no more threads.
-        """
+        """Begin."""
         self._thread.start()
 
     def submit(self, jobs: Iterable[PayloadMove]) -> None:

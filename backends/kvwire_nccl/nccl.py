@@ -18,8 +18,13 @@ from kvwire.kv.fragments import Fragments
 from kvwire.memory.cuda.external import DeviceArray
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, device_ops
 from kvwire.types import Device, MemoryKind
-from kvwire_nccl.library import CollectiveLibrary
-from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
+from kvwire_nccl.library import (
+    CollectiveLibrary,
+    Move,
+    MoveFailed,
+    MoveProgress,
+    Pipe,
+)
 
 # ncclResult_t of nccl.h.
 _SUCCESS: Final = 0
@@ -30,14 +35,7 @@ _CTAS_MAX: Final = 4
 
 
 class Nccl(CollectiveLibrary):
-    """See Library.
-
-    Args:
-        index: The GPU.
-
-    Raises:
-        BackendUnavailable: There is no nccl4py, no libnccl, or no such GPU.
-    """
+    """See CollectiveLibrary."""
 
     kinds = frozenset({MemoryKind.CUDA})
 
@@ -47,14 +45,14 @@ class Nccl(CollectiveLibrary):
         self.ops: DeviceOps = device_ops(Device(MemoryKind.CUDA, index))
 
     def name(self) -> bytes:
-        """See Library: NCCL's unique id."""
+        """See CollectiveLibrary: NCCL's unique id."""
         try:
             return bytes(self.core.get_unique_id())
         except Exception as exc:
             raise BackendUnavailable(f"NCCL gives no unique id: {exc}") from exc
 
     def open(self, name: bytes, sends: bool) -> Pipe:
-        """See Library."""
+        """See CollectiveLibrary."""
         try:
             unique_id = self.core.UniqueId.from_bytes(name)
         except Exception as exc:
@@ -63,11 +61,7 @@ class Nccl(CollectiveLibrary):
 
 
 def load() -> Any:
-    """Return nccl4py's public module.
-
-    Raises:
-        BackendUnavailable: It is not installed, or does not load.
-    """
+    """Return nccl4py's public module."""
     try:
         import nccl.core  # noqa: PLC0415 - optional
     except ImportError as exc:
@@ -76,11 +70,7 @@ def load() -> Any:
 
 
 def loaded_version(core: Any) -> str:
-    """Return the version of libnccl, which torch may have brought.
-
-    Raises:
-        BackendUnavailable: There is none.
-    """
+    """Return the version of libnccl, which torch may have brought."""
     library = core.get_version().libnccl
     if library is None:
         raise BackendUnavailable("no libnccl.so.2 is found")
@@ -88,7 +78,7 @@ def loaded_version(core: Any) -> str:
 
 
 class NcclPipe(Pipe):
-    """See OneWay."""
+    """See Pipe."""
 
     def __init__(self, library: Nccl, unique_id: Any, *, sends: bool) -> None:
         self._library = library
@@ -98,7 +88,7 @@ class NcclPipe(Pipe):
         self._stream: Stream | None = None
 
     def begin(self) -> None:
-        """See OneWay."""
+        """See Pipe."""
         from cuda.core import Device as CudaDevice  # noqa: PLC0415 - comes with nccl4py
 
         core = self._library.core
@@ -111,22 +101,18 @@ class NcclPipe(Pipe):
         self._comm.initialize(2, rank, self._unique_id, config)
 
     def is_up(self) -> bool:
-        """See OneWay."""
+        """See Pipe."""
         return self.taken()
 
     def taken(self) -> bool:
-        """Tell whether the communicator is ready for another call.
-
-        Raises:
-            MoveFailed: It reports an error.
-        """
+        """Tell whether the communicator is ready for another call."""
         state = int(self._comm.get_async_error())
         if state not in (_SUCCESS, _IN_PROGRESS):
             raise MoveFailed(f"NCCL: {self._library.core.get_error_string(state)}")
         return state == _SUCCESS
 
     def move(self, payload: Payload | None, nbytes: int) -> Move:
-        """See OneWay."""
+        """See Pipe."""
         assert self._stream is not None
         assert not isinstance(payload, memoryview), "refused before"
         move = NcclMove(self, self._stream, payload, nbytes, sends=self._sends)
@@ -138,11 +124,11 @@ class NcclPipe(Pipe):
         return move
 
     def check(self) -> None:
-        """See OneWay."""
+        """See Pipe."""
         self.taken()
 
     def abort(self) -> None:
-        """See OneWay."""
+        """See Pipe."""
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.abort()
@@ -153,11 +139,7 @@ class NcclPipe(Pipe):
 
 
 class NcclMove(Move):
-    """See Move.
-
-    Attributes:
-        packed: The contiguous memory that NCCL touches.
-    """
+    """See Move."""
 
     def __init__(
         self,

@@ -41,12 +41,14 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from kvwire.errors import AuthenticationFailed, ConnectionLost
 from kvwire.limits import CLOSE_TIMEOUT_S, WAKEUP_BYTES
 from kvwire.types import Address
 from kvwire_tcp.options import reset_on_close
+from kvwire_tcp.payloads import PayloadReader
+from kvwire_tcp.reader import FrameReader
 from kvwire_tcp.wire import PlainWire, Wire
 from kvwire_tcp.writer import SendQueue
 
@@ -59,56 +61,11 @@ LINGER_S: Final = CLOSE_TIMEOUT_S
 
 _log = logging.getLogger("kvwire.tcp")
 
-
-class Reader(Protocol):
-    """Takes the bytes that a socket receives.
-
-    Attributes:
-        received_bytes: Bytes received since the beginning.
-        drained: Whether the last call got all there was.
-        stopped: Set by :meth:`stop`, often from within a callback.
-    """
-
-    received_bytes: int
-    drained: bool
-    stopped: bool
-
-    @property
-    def paused(self) -> bool:
-        """Tell whether nothing is received once it stands between two frames."""
-
-    @property
-    def waits(self) -> bool:
-        """Tell whether it is paused and stands between two frames."""
-
-    @property
-    def position(self) -> str:
-        """Return what the bytes stand in the middle of; "" if in nothing."""
-
-    def receive(self, wire: Wire) -> int:
-        """Receive once; bytes received, 0 at the end of the stream.
-
-        Raises:
-            OSError, AuthenticationFailed: As the wire says; BlockingIOError if nothing
-                is there.
-        """
-
-    def deliver(self, count: int) -> None:
-        """Act on the last ``count`` bytes."""
-
-    def stop(self) -> None:
-        """Deliver nothing more, and forget the memory under way."""
+Reader: TypeAlias = FrameReader | PayloadReader
 
 
 class Duplex(ABC):
-    """Sends and receives on a connected socket, which it owns.
-
-    Args:
-        wire: Of the socket.
-        remote: The peer's address.
-        loop: The running loop.
-        queue: What is to be sent already.
-    """
+    """Sends and receives on a connected socket, which it owns."""
 
     _reader: Reader
 

@@ -30,26 +30,10 @@ class PayloadReader:
     Args:
         received: Is told when a payload is in place.
         early: Is told when bytes are there that nobody expects.
-
-    Attributes:
-        received_bytes: Bytes received since it began.
-        drained: Whether the last call got all there was.
-        stopped: Set by :meth:`stop`, often from within a callback.
     """
 
     # A lane that is paused does not listen.
     paused = waits = False
-
-    __slots__ = (
-        "_early",
-        "_expected",
-        "_received",
-        "_rest",
-        "_target",
-        "drained",
-        "received_bytes",
-        "stopped",
-    )
 
     def __init__(
         self, received: Callable[[Landing], None], early: Callable[[], None]
@@ -74,11 +58,7 @@ class PayloadReader:
         return f"{length - self._rest} of {length} payload bytes, {more} more expected"
 
     def expect(self, landing: Landing) -> None:
-        """Receive one more payload.
-
-        Raises:
-            UsageError: Its destination is not writable memory of its length.
-        """
+        """Receive one more payload."""
         assert landing.length, "a payload has at least one byte"
         if landing.payload is not None:
             check_destination(landing.payload, landing.length)
@@ -97,10 +77,6 @@ class PayloadReader:
 
         Returns:
             Bytes received, to be passed to :meth:`deliver`; 0 at the end of the stream.
-
-        Raises:
-            OSError: As the wire says; BlockingIOError if nothing is there that is
-                expected.
         """
         if not self._expected:
             return self._look(wire)
@@ -142,11 +118,7 @@ class PayloadReader:
             self._target = Iovecs(payload)
 
     def _look(self, wire: Wire) -> int:
-        """Look for the end of the stream where nothing is expected; 0 at it.
-
-        Raises:
-            OSError: As the wire says; BlockingIOError if it goes on.
-        """
+        """Look for the end of the stream where nothing is expected; 0 at it."""
         if not wire.look():
             return 0
         self._early()

@@ -63,24 +63,6 @@ class FrameReader:
         stopped: Set by :meth:`stop`, often from within a callback.
     """
 
-    __slots__ = (
-        "_ahead",
-        "_headers",
-        "_held",
-        "_landing",
-        "_left",
-        "_link",
-        "_rest",
-        "_scratch",
-        "_scratch_address",
-        "_target",
-        "drained",
-        "handler",
-        "paused",
-        "received_bytes",
-        "stopped",
-    )
-
     def __init__(self, link: Link, handler: FrameHandler) -> None:
         self._link = link
         self.handler = handler
@@ -135,9 +117,6 @@ class FrameReader:
 
         Returns:
             Bytes received, to be passed to :meth:`deliver`; 0 at the end of the stream.
-
-        Raises:
-            OSError: As the wire says; BlockingIOError if nothing is there.
         """
         target, rest, ahead = self._target, self._rest, self._ahead
         if target is None:
@@ -209,11 +188,7 @@ class FrameReader:
             scratch[: end - begin] = scratch[begin:end]
 
     def _enter(self, landing: Landing, arrived: memoryview) -> None:
-        """Begin a payload of which only ``arrived`` is there.
-
-        Raises:
-            UsageError: The destination is not writable memory of the payload's length.
-        """
+        """Begin a payload of which only ``arrived`` is there."""
         payload, length = landing.payload, landing.length
         self._ahead = SCRATCH_BYTES
         if payload is not None:
@@ -233,11 +208,7 @@ class FrameReader:
 
 
 def check_destination(payload: Payload, length: int) -> None:
-    """Refuse memory that a payload cannot go to.
-
-    Raises:
-        UsageError: It is not writable memory of the payload's length.
-    """
+    """Refuse memory that a payload cannot go to."""
     if payload.nbytes != length:
         raise UsageError(
             f"landing: a destination of {payload.nbytes} bytes for a payload of "

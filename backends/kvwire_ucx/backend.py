@@ -59,12 +59,7 @@ class UcxBackend(Backend):
         return diagnosis.findings()
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`.
-
-        Raises:
-            BackendUnavailable: There is no UCX, it does not take these settings, or has
-                no RDMA and is required to.
-        """
+        """See :class:`~kvwire.backend.Backend`."""
         loop = asyncio.get_running_loop()
         worker = Worker(self._context(context.settings), loop)
         try:

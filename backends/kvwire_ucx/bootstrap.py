@@ -45,14 +45,7 @@ _PADDING: Final = bytes(4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxBootstrap:
-    """Holds what one lane endpoint tells the other.
-
-    Attributes:
-        lane: Its number.
-        version: Of its UCX.
-        address: Of its worker.
-        one_sided: Whether it lends memory and reads what is lent.
-    """
+    """Holds what one lane endpoint tells the other."""
 
     lane: int
     version: Version
@@ -60,11 +53,7 @@ class UcxBootstrap:
     one_sided: bool = False
 
     def to_bytes(self) -> bytes:
-        """Encode it.
-
-        Raises:
-            BackendUnavailable: It is too long: UCX found too many devices.
-        """
+        """Encode it."""
         head = _FORMAT.pack(
             *(_MAGIC, _VERSION, *self.version),
             self.lane | (_ONE_SIDED if self.one_sided else 0),
@@ -88,11 +77,7 @@ class UcxBootstrap:
 
 
 def parse(data: bytes) -> UcxBootstrap:
-    """Read what a peer has sent.
-
-    Raises:
-        BackendUnavailable: It is not what a lane of this version sends.
-    """
+    """Read what a peer has sent."""
     if not _FORMAT.size < len(data) <= BOOTSTRAP_BYTES_MAX:
         raise BackendUnavailable(f"the peer's bootstrap has {len(data)} bytes")
     magic, format_, *version, lane, length = _FORMAT.unpack_from(data)

@@ -41,19 +41,7 @@ class Resource:
 
 @final
 class Context:
-    """Owns a UCX context. Close its workers first.
-
-    Attributes:
-        library: The UCX it belongs to.
-        settings: What it was made with.
-        handle: UCX's own.
-        resources: What it can move bytes with.
-        knows_rdma: Whether this UCX was built with RDMA transports.
-
-    Raises:
-        BackendUnavailable: There is no UCX, it takes none of these settings, or it has
-            no RDMA device and is required to.
-    """
+    """Owns a UCX context. Close its workers first."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.library = library = load()

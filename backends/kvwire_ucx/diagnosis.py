@@ -25,9 +25,6 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
     """Return what a context finds by default, and whether UCX was built with RDMA.
 
     Asked once for the process: devices do not come and go, and it takes 10 ms.
-
-    Raises:
-        BackendUnavailable: There is no UCX, or it makes no context.
     """
     context = Context({})
     try:

@@ -23,18 +23,10 @@ _numbers = itertools.count(1)
 class UcxEndpoint:
     """Owns a UCX endpoint, which leads to a peer's worker.
 
-    Args:
-        worker: The one it belongs to.
-        peer: Where it leads.
-        on_failed: Called with the status, once, if it fails before it is closed.
-
     Attributes:
         handle: UCX's own; 0 when it is closed.
         failed: It is of no use any more, and is to be closed.
         gone: UCX has let go of it.
-
-    Raises:
-        BackendUnavailable: No transport leads there.
     """
 
     def __init__(

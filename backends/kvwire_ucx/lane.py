@@ -61,11 +61,18 @@ from kvwire_ucx.bootstrap import (
     parse,
 )
 from kvwire_ucx.endpoint import UcxEndpoint
-from kvwire_ucx.lent import is_lent, read_lent
 from kvwire_ucx.library import Version
 from kvwire_ucx.memory import MemoryHandles
 from kvwire_ucx.one_sided import OneSided
-from kvwire_ucx.pieces import RULE, descriptor, piece_lengths, pieces, read_descriptor
+from kvwire_ucx.pieces import (
+    RULE,
+    descriptor,
+    is_lent,
+    piece_lengths,
+    pieces,
+    read_descriptor,
+    read_lent,
+)
 from kvwire_ucx.requests import UcxRequest
 from kvwire_ucx.worker import Worker
 
@@ -181,10 +188,6 @@ class UcxLane(Lane):
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See :class:`~kvwire.backend.Lane`; a client returns when the server answers.
 
-        Raises:
-            BackendUnavailable: The bootstrap is none, UCX finds no way to the peer, or
-                the peer does not answer as the holder of the secret would.
-
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
         try:
@@ -244,7 +247,7 @@ class UcxLane(Lane):
         assert self._endpoint is not None
         memory = MemoryHandles(memoryview(self._greeting(self._context.role)))
         tag = self._peer.tag(HELLO)
-        self._worker.send_eager(self._endpoint.handle, memory, tag, _nothing)
+        self._worker.send(self._endpoint.handle, memory, tag, _nothing, eager=True)
 
     def _greeting(self, role: Role) -> bytes:
         """Return what a side says that knows the secret, for these two only."""
@@ -300,11 +303,7 @@ class UcxLane(Lane):
         return said
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.Lane`.
-
-        Raises:
-            ProtocolError: The descriptor is not one that the peer's lane would make.
-        """
+        """See :class:`~kvwire.backend.Lane`."""
         if self._one_sided is not None and is_lent(descriptor):
             self._read(self._one_sided, descriptor, landing)
             return
@@ -440,11 +439,10 @@ class UcxLane(Lane):
     def _say_bye(self) -> None:
         assert self._endpoint is not None
         memory, tag = MemoryHandles(memoryview(b"\0")), self._peer.tag(BYE)
-        if self._peer_has_left:
-            # An answer, to which there is none.
-            self._worker.send_eager(self._endpoint.handle, memory, tag, self._answered)
-        else:
-            self._worker.send(self._endpoint.handle, memory, tag, self._heard)
+        # To an answer there is none.
+        answers = self._peer_has_left
+        told = self._answered if answers else self._heard
+        self._worker.send(self._endpoint.handle, memory, tag, told, eager=answers)
 
     def _answered(self, _status: int, _nbytes: int) -> None:
         self._hang_up()

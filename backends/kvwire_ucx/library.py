@@ -136,11 +136,7 @@ def _load() -> UcxLibrary:
 
 
 def find() -> str | None:
-    """Return the libucp that :func:`load` takes; None if there is none.
-
-    Raises:
-        BackendUnavailable: The one that the environment names is not there.
-    """
+    """Return the libucp that :func:`load` takes; None if there is none."""
     wanted = os.environ.get(ENVIRONMENT, "")
     if wanted not in ("", _SYSTEM, _WHEEL):
         if not Path(wanted).is_file():

@@ -26,16 +26,6 @@ class MemoryHandles:
     sends, and unpacks what it received, piece by piece in C: 3.8 GB/s over TCP and 8.1
     over shared memory with pieces of 4 KiB, where gathering them first and scattering
     them last makes 2.6 and 4.0 (1 MiB payloads, same machine, same run).
-
-    Args:
-        payload: At least 1 byte.
-
-    Attributes:
-        address: Of the bytes, or of the list of pieces.
-        count: How many of either.
-        datatype: Which of the two, as UCX spells it.
-        memory_type: Whose memory it is, as UCX numbers it.
-        nbytes: Bytes in all.
     """
 
     __slots__ = ("_keeps", "address", "count", "datatype", "memory_type", "nbytes")

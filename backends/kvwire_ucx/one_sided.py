@@ -40,9 +40,8 @@ from kvwire.memory.copy import as_fragments, copy
 from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import RECEIPT, UcxBootstrap
 from kvwire_ucx.endpoint import UcxEndpoint
-from kvwire_ucx.lent import LentFragment, lent_descriptor
 from kvwire_ucx.memory import MemoryHandles
-from kvwire_ucx.pieces import PIECES_MAX
+from kvwire_ucx.pieces import PIECES_MAX, LentFragment, lent_descriptor
 from kvwire_ucx.registration import Registration, Registrations
 from kvwire_ucx.worker import Worker
 
@@ -65,11 +64,7 @@ OnRead = Callable[[int], None]
 
 @final
 class OneSided:
-    """Lends the payloads of one lane to its peer, and reads the peer's.
-
-    Attributes:
-        unread: Payloads that are lent, and that the peer has not said to have read.
-    """
+    """Lends the payloads of one lane to its peer, and reads the peer's."""
 
     def __init__(
         self,
@@ -193,7 +188,8 @@ class OneSided:
         """Tell the peer that a payload has been read."""
         memory = MemoryHandles(memoryview(b"\0"))
         tag = self._peer.tag(number | RECEIPT)
-        self._worker.send_eager(self._endpoint.handle, memory, tag, lambda *_: None)
+        handle = self._endpoint.handle
+        self._worker.send(handle, memory, tag, lambda *_: None, eager=True)
 
     def close(self) -> None:
         """Unregister what is registered. The worker is destroyed: nobody reads."""

@@ -22,23 +22,7 @@ _READ_ONLY: Final = binding.PROTECTION_LOCAL_READ | binding.PROTECTION_REMOTE_RE
 
 @final
 class Registration:
-    """Owns the right to read one range, until it is closed.
-
-    Args:
-        context: Whose endpoints may read it.
-        address: Of the first byte.
-        nbytes: At least 1.
-        owner: Kept alive meanwhile.
-
-    Attributes:
-        address: As given.
-        nbytes: As given.
-        key: What a peer needs, as UCX has packed it.
-        users: Payloads under way that lie in it.
-
-    Raises:
-        BackendUnavailable: UCX cannot register it.
-    """
+    """Owns the right to read one range, until it is closed."""
 
     __slots__ = (
         "_context",

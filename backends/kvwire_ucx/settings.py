@@ -86,11 +86,7 @@ def parse(
     version: tuple[int, ...],
     environment: Mapping[str, str] | None = None,
 ) -> UcxSettings:
-    """Return the settings to make a context with.
-
-    Raises:
-        UsageError: A setting is neither UCX's nor ours.
-    """
+    """Return the settings to make a context with."""
     environment = os.environ if environment is None else environment
     ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
     named = set()

@@ -26,11 +26,7 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 def unpace(event_fd: int) -> int:
-    """Take pacing from those connections of a worker that stay within this host.
-
-    Returns:
-        How many connections that were.
-    """
+    """Take pacing from a worker's connections within this host; return how many."""
     return sum(map(_unpaced, _watched(event_fd)))
 
 

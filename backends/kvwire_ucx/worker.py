@@ -48,17 +48,7 @@ _OF_MEMORY: Final = binding.OP_DATATYPE | binding.OP_MEMORY_TYPE
 
 @final
 class Worker:
-    """Posts operations, and tells when they are over. Used on its loop only.
-
-    Attributes:
-        context: As given.
-        address: What a peer needs to connect to it.
-        handle: UCX's own.
-        requests: The operations that are not over.
-
-    Raises:
-        BackendUnavailable: UCX cannot make one that wakes us up.
-    """
+    """Posts operations, and tells when they are over. Used on its loop only."""
 
     def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
         _check_process()
@@ -96,25 +86,22 @@ class Worker:
     # --- operations -------------------------------------------------------------------
 
     def send(
-        self, endpoint: int, memory: MemoryHandles, tag: int, on_done: OnDone
+        self,
+        endpoint: int,
+        memory: MemoryHandles,
+        tag: int,
+        on_done: OnDone,
+        *,
+        eager: bool = False,
     ) -> UcxRequest:
-        """Send a message; over when the peer's receive has met it."""
-        request = self.requests.new(on_done, memory)
-        params = self._moving(self._sending, memory, request)
-        result = self._ucp.tag_send_sync_nbx(
-            endpoint, memory.address, memory.count, tag, params
-        )
-        return self._posted(request, result)
+        """Send a message; over when the peer's receive has met it.
 
-    def send_eager(
-        self, endpoint: int, memory: MemoryHandles, tag: int, on_done: OnDone
-    ) -> UcxRequest:
-        """Send a message of a few bytes; over when UCX has taken it."""
+        An eager one has a few bytes, and is over when UCX has taken them.
+        """
         request = self.requests.new(on_done, memory)
         params = self._moving(self._sending, memory, request)
-        result = self._ucp.tag_send_nbx(
-            endpoint, memory.address, memory.count, tag, params
-        )
+        post = self._ucp.tag_send_nbx if eager else self._ucp.tag_send_sync_nbx
+        result = post(endpoint, memory.address, memory.count, tag, params)
         return self._posted(request, result)
 
     def receive(self, memory: MemoryHandles, tag: int, on_done: OnDone) -> UcxRequest:
@@ -149,9 +136,6 @@ class Worker:
             address: The peer's; UCX reads it without looking for its end.
             number: Of the endpoint, never used before.
             on_failed: Called once with the status if it fails.
-
-        Raises:
-            BackendUnavailable: The address leads nowhere.
         """
         params = binding.EndpointParams(
             field_mask=binding.EP_REMOTE_ADDRESS

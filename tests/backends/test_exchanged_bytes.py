@@ -23,9 +23,15 @@ from kvwire_nccl.bootstrap import NcclBootstrap
 from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
 from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap
 from kvwire_ucx.bootstrap import parse as parse_ucx
-from kvwire_ucx.lent import LentFragment, lent_descriptor, read_lent
 from kvwire_ucx.library import Version
-from kvwire_ucx.pieces import PIECES_MAX, descriptor, read_descriptor
+from kvwire_ucx.pieces import (
+    PIECES_MAX,
+    LentFragment,
+    descriptor,
+    lent_descriptor,
+    read_descriptor,
+    read_lent,
+)
 
 
 class Bootstraps(NamedTuple):

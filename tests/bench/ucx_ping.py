@@ -77,9 +77,13 @@ class Player:
         if self._way == "pipe":
             self._sock.send(self._out)
             return
-        worker = self._worker
-        send = worker.send if self._way == "payload" else worker.send_eager
-        send(self._endpoint.handle, MemoryHandles(self._out), _TAG, _nothing)
+        self._worker.send(
+            self._endpoint.handle,
+            MemoryHandles(self._out),
+            _TAG,
+            _nothing,
+            eager=self._way != "payload",
+        )
 
     def receive(self) -> asyncio.Future[None]:
         """Post the receive of the next message; done when it is there."""

@@ -38,11 +38,6 @@ class FragmentRows:
     index: npt.NDArray[np.int64]
 
 
-def few_runs(fragments: Fragments) -> bool:
-    """Tell whether one copy for each fragment is faster than gathering."""
-    return len(fragments) <= RUNS_MAX
-
-
 def as_rows(fragments: Fragments) -> FragmentRows:
     """See fragments, at least one, as rows of one table."""
     addresses, lengths = fragments.addresses, fragments.lengths

@@ -16,7 +16,7 @@ from typing import Final
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.completion_thread import CompletionThread, Done
 from kvwire.memory.device.ops import DeviceOps, Event, Stream
-from kvwire.memory.device.rows import few_runs
+from kvwire.memory.device.rows import RUNS_MAX
 
 CallSoon = Callable[[Callable[[], None]], object]
 
@@ -35,9 +35,6 @@ class CopyEngine:
 
     Attributes:
         failed: How the device has failed, which it does for good; "" if it has not.
-
-    Raises:
-        Exception: The device does not work; the library's own error.
     """
 
     def __init__(self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int) -> None:
@@ -62,7 +59,7 @@ class CopyEngine:
         Both stay as they are, and alive, until ``done`` is called on the loop.
         """
         direction, stream = self.outbound, self.outbound.stream
-        if few_runs(source):
+        if len(source) <= RUNS_MAX:
             stream.to_host(source, slot)
         else:
             gathered = direction.scratch.slice(0, source.nbytes)
@@ -73,7 +70,7 @@ class CopyEngine:
     def to_device(self, slot: memoryview, into: Fragments, done: Done) -> None:
         """Copy a pinned slot into device memory of the same length; as ``to_host``."""
         direction, stream = self.inbound, self.inbound.stream
-        if few_runs(into):
+        if len(into) <= RUNS_MAX:
             stream.to_device(slot, into)
         else:
             packed = direction.scratch.slice(0, into.nbytes)
@@ -111,11 +108,7 @@ class StreamWaiters:
         return next(self._turn)
 
     def wait(self, waiter: int, event: object, done: Done) -> None:
-        """Call ``done`` on the loop when the event has fired. From any thread.
-
-        Raises:
-            Exception: The library does not take the event; its own error.
-        """
+        """Call ``done`` on the loop when the event has fired. From any thread."""
         with self._lock:
             if waiter not in self._waiters:
                 completions = CompletionThread(

@@ -12,8 +12,13 @@ from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import CollectiveLibrary
-from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
+from kvwire_nccl.library import (
+    CollectiveLibrary,
+    Move,
+    MoveFailed,
+    MoveProgress,
+    Pipe,
+)
 
 _names = itertools.count()
 _lock = threading.Lock()

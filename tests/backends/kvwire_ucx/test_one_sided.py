@@ -16,7 +16,7 @@ from kvwire_ucx import UcxBackend
 from kvwire_ucx import lane as lane_module
 from kvwire_ucx.bootstrap import FIRST_PAYLOAD
 from kvwire_ucx.lane import UcxLane
-from kvwire_ucx.lent import LentFragment, is_lent, lent_descriptor
+from kvwire_ucx.pieces import LentFragment, is_lent, lent_descriptor
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 
 pytestmark = needs_reading

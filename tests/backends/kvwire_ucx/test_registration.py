@@ -12,7 +12,7 @@ import pytest
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire_ucx.context import Context
-from kvwire_ucx.lent import KEY_BYTES_MAX
+from kvwire_ucx.pieces import KEY_BYTES_MAX
 from kvwire_ucx.registration import Registration, Registrations
 from tests.backends.kvwire_ucx.support import needs_ucx
 

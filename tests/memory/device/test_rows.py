@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.device.rows import RUNS_MAX, as_rows, few_runs
+from kvwire.memory.device.rows import as_rows
 
 
 def fragments(pairs: list[tuple[int, int]], unit: int) -> Fragments:
@@ -44,8 +44,3 @@ def test_the_span_ends_with_the_last_fragment() -> None:
     given = fragments([(0, 2), (7, 3)], unit=8)
     rows = as_rows(given)
     assert rows.base + rows.count * rows.row_bytes == 10 * 8
-
-
-def test_few_runs_are_copied_each() -> None:
-    assert few_runs(fragments([(0, 1)] * RUNS_MAX, 8))
-    assert not few_runs(fragments([(0, 1)] * (RUNS_MAX + 1), 8))
