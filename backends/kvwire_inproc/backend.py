@@ -55,9 +55,6 @@ class InprocBackend(Backend):
     ) -> Listener:
         """Listen on the name ``address.host``; "" and "0" choose a free one.
 
-        Raises:
-            OSError: The name is taken (EADDRINUSE).
-
         Cancel safety: safe, it never waits.
         """
         listener = InprocListener(self, asyncio.get_running_loop(), accept)
@@ -66,9 +63,6 @@ class InprocBackend(Backend):
 
     async def connect(self, address: Address) -> Link:
         """Connect to the listener of that name.
-
-        Raises:
-            ConnectionRefusedError: There is none.
 
         Cancel safety: safe, it never waits.
         """

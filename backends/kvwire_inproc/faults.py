@@ -24,11 +24,6 @@ from kvwire_inproc.plan import Fault, FaultDecision, FaultPlan, Schedule
 class FaultyPipe(InprocPipe):
     """Carries most frames from one link to its peer.
 
-    Args:
-        lock: Shared with the opposite pipe.
-        plan: What may happen.
-        direction: Names this pipe among those of the plan.
-
     Attributes:
         wake_sender: Called when a frame is done that was not delivered.
         wake_receiver: Called when a frame may move again.

@@ -32,14 +32,7 @@ _log = logging.getLogger("kvwire.inproc")
 
 
 class InprocLink(Link):
-    """Implements one end of a pair; made by :func:`join`.
-
-    Args:
-        loop: Where its handler is called; its methods are called there too.
-        out: What this end sends.
-        into: What the other end sends.
-        remote: Where the peer listens, on the side that connected.
-    """
+    """Implements one end of a pair; made by :func:`join`."""
 
     pausable = True
     _peer: InprocLink
@@ -261,14 +254,7 @@ def join(
     pipes: tuple[InprocPipe, InprocPipe],
     address: Address,
 ) -> tuple[InprocLink, InprocLink]:
-    """Make the two ends of a link.
-
-    Args:
-        connecting: The loop of the first end.
-        accepting: The loop of the second end.
-        pipes: From the first end to the second, and back.
-        address: Where the second end listens.
-    """
+    """Make the two ends of a link."""
     there, back = pipes
     left = InprocLink(connecting, there, back, address)
     right = InprocLink(accepting, back, there, None)

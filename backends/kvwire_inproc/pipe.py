@@ -59,14 +59,7 @@ class PipeEnd:
 
 
 class InprocPipe:
-    """Carries frames from one link to its peer, in order.
-
-    Args:
-        lock: Shared with the opposite pipe.
-
-    Attributes:
-        queued_bytes: Bytes of the frames that the receiver has not taken.
-    """
+    """Carries frames from one link to its peer, in order."""
 
     def __init__(self, lock: RLock) -> None:
         self.queued_bytes = 0

@@ -61,11 +61,7 @@ class NcclBackend(Backend):
         )
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`.
-
-        Raises:
-            BackendUnavailable: No GPU, or no NCCL; says which.
-        """
+        """See :class:`~kvwire.backend.Backend`."""
         return NcclLane(context, self.library(context))
 
     def library(self, context: LaneContext) -> CollectiveLibrary:

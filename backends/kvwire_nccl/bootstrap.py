@@ -24,13 +24,7 @@ _NAME_BYTES_MAX: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class NcclBootstrap:
-    """Holds what one lane endpoint tells the other.
-
-    Attributes:
-        library: Name and version of what moves the bytes.
-        there: Names the direction from client to server; empty from the server.
-        back: Names the direction from server to client; likewise.
-    """
+    """Holds what one lane endpoint tells the other."""
 
     library: str
     there: bytes = b""
@@ -44,11 +38,7 @@ class NcclBootstrap:
 
     @classmethod
     def decode(cls, raw: bytes) -> NcclBootstrap:
-        """Read what a peer has sent.
-
-        Raises:
-            BackendUnavailable: It is nothing that this version understands.
-        """
+        """Read what a peer has sent."""
         if len(raw) < _HEAD.size:
             raise _unreadable(f"{len(raw)} bytes")
         magic, library, there, back = _HEAD.unpack_from(raw)
@@ -66,11 +56,7 @@ class NcclBootstrap:
         return cls(name, rest[library : library + there], rest[library + there :])
 
     def require_same_library(self, own: str) -> None:
-        """Refuse a peer that has loaded something else.
-
-        Raises:
-            BackendUnavailable: It has; names both.
-        """
+        """Refuse a peer that has loaded something else."""
         if self.library != own:
             raise BackendUnavailable(
                 f"{own} is loaded here and {self.library!r} at the peer; both sides "

@@ -54,13 +54,7 @@ class DirectionStep(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class PayloadMove:
-    """Describes one payload to move.
-
-    Attributes:
-        payload: Its memory; None drops what arrives.
-        nbytes: Its length.
-        token: What the lane knows it by.
-    """
+    """Describes one payload to move."""
 
     payload: Payload | None
     nbytes: int

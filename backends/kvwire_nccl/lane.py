@@ -31,15 +31,7 @@ _WINDOW_BYTES: Final = 16 * MIB
 
 
 class NcclLane(Lane):
-    """Implements one endpoint of a lane.
-
-    Args:
-        context: What the core says of it.
-        library: What moves the bytes.
-
-    Raises:
-        BackendUnavailable: The library does not work here.
-    """
+    """Implements one endpoint of a lane."""
 
     bytes_min = _BYTES_MIN
     window_bytes = _WINDOW_BYTES
@@ -89,9 +81,6 @@ class NcclLane(Lane):
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See :class:`~kvwire.backend.lane.Lane`; the communicators come up behind it.
 
-        Raises:
-            BackendUnavailable: The peer has loaded another version.
-
         Cancel safety: safe, it does not wait.
         """
         if self._ended:
@@ -129,11 +118,7 @@ class NcclLane(Lane):
         return b""
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`.
-
-        Raises:
-            ProtocolError: There is something in the descriptor.
-        """
+        """See :class:`~kvwire.backend.lane.Lane`."""
         if descriptor:
             raise ProtocolError(
                 "KVW-LN-07",

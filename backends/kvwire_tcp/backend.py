@@ -83,9 +83,6 @@ class TcpBackend(Backend):
     ) -> Listener:
         """See :class:`~kvwire.backend.Backend`; the first address of a name is bound.
 
-        Raises:
-            OSError: The address cannot be resolved or bound.
-
         Cancel safety: safe, nothing stays bound.
         """
         loop = asyncio.get_running_loop()
@@ -111,9 +108,6 @@ class TcpBackend(Backend):
     async def connect(self, address: Address) -> Link:
         """See :class:`~kvwire.backend.Backend`; the first address of a name is tried.
 
-        Raises:
-            OSError: Nobody listens there, or it cannot be resolved or reached.
-
         Cancel safety: safe, a half-made connection is closed.
         """
         sock, remote = await _connected(address)
@@ -121,11 +115,7 @@ class TcpBackend(Backend):
         return TcpLink(wire, remote, asyncio.get_running_loop())
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`.
-
-        Raises:
-            BackendUnavailable: The control link does not lead to an address.
-        """
+        """See :class:`~kvwire.backend.Backend`."""
         remote = context.remote_address
         if remote is None or remote.scheme != self.scheme:
             raise BackendUnavailable(
@@ -137,12 +127,7 @@ class TcpBackend(Backend):
         )
 
     async def _dial(self, address: Address) -> tuple[Wire, Address]:
-        """Return a wire that is ready for use, and where it leads.
-
-        Raises:
-            OSError: Nobody listens there, or it cannot be resolved or reached.
-            AuthenticationFailed: There is no TLS with whoever listens there.
-        """
+        """Return a wire that is ready for use, and where it leads."""
         sock, remote = await _connected(address)
         with contextlib.ExitStack() as undo:
             undo.enter_context(sock)
@@ -160,9 +145,6 @@ class TcpBackend(Backend):
 
 async def _connected(address: Address) -> tuple[socket.socket, Address]:
     """Return a connected socket, tuned, and where it leads.
-
-    Raises:
-        OSError: Nobody listens there, or it cannot be resolved or reached.
 
     Cancel safety: safe, a half-made connection is closed.
     """
@@ -190,11 +172,7 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, address: Address) -> _Target:
-    """Return the first address of a host; a numeric one needs no thread.
-
-    Raises:
-        OSError: The host has no address.
-    """
+    """Return the first address of a host; a numeric one needs no thread."""
     if not address.host:
         # getaddrinfo would take it for every address of this machine.
         raise OSError(errno.EADDRNOTAVAIL, f"{address}: no host is named")

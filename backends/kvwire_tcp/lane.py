@@ -59,9 +59,6 @@ class TcpLane(Lane, PendingLane):
         pending_lanes: Where its socket comes in, on the listener's side.
         dial: How its socket is made, on the client's side.
         loop: The running loop.
-
-    Attributes:
-        reader: What receives its payloads.
     """
 
     _handler: LaneHandler
@@ -108,9 +105,6 @@ class TcpLane(Lane, PendingLane):
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See Lane. The listener's side does not wait for the client's socket.
 
-        Raises:
-            BackendUnavailable: The peer cannot be reached, or did not prove to be it.
-
         Cancel safety: safe, a half-made lane is closed.
         """
         assert not self._joined, "a lane is joined once"
@@ -130,22 +124,13 @@ class TcpLane(Lane, PendingLane):
         self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See Lane.
-
-        Raises:
-            UsageError: The payload is no view of bytes; nothing was queued.
-        """
+        """See Lane."""
         if not self._ending:
             self._queue.lend(payload, token)
         return b""
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See Lane.
-
-        Raises:
-            ProtocolError: The descriptor is not empty.
-            UsageError: The landing's memory is not writable or has another length.
-        """
+        """See Lane."""
         if descriptor:
             raise ProtocolError(
                 "KVW-LN-07",
@@ -201,11 +186,7 @@ class TcpLane(Lane, PendingLane):
         self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
 
     async def _connect(self) -> tuple[Wire, Address]:
-        """Dial, prove who we are and see the peer's proof.
-
-        Raises:
-            BackendUnavailable: The peer cannot be reached, or did not prove to be it.
-        """
+        """Dial, prove who we are and see the peer's proof."""
         context = self._context
         assert context.remote_address is not None
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -236,11 +217,7 @@ class TcpLane(Lane, PendingLane):
         self._ending = True
 
     def _check_open(self) -> None:
-        """Refuse to go on once it was closed.
-
-        Raises:
-            BackendUnavailable: It was.
-        """
+        """Refuse to go on once it was closed."""
         if self._ending:
             raise BackendUnavailable("the lane was closed before it was up")
 
@@ -316,10 +293,6 @@ class LaneSocket(Duplex):
 
 
 def _binding(wire: Wire) -> bytes:
-    """Return what ties a proof to this one wire.
-
-    Raises:
-        AuthenticationFailed: The peer is nobody whom this side accepts.
-    """
+    """Return what ties a proof to this one wire."""
     proven = wire.proven()
     return b"" if proven is None else proven.binding

@@ -23,14 +23,7 @@ from kvwire_tcp.writer import JOINED_BYTES_MAX
 
 
 class TcpLink(Duplex, Link):
-    """Implements a link over a connected socket, which it owns.
-
-    Args:
-        wire: Of the socket.
-        remote: The peer's address.
-        loop: The running loop.
-        pending_lanes: Where the socket goes if it turns out to be a lane.
-    """
+    """Implements a link over a connected socket, which it owns."""
 
     pausable = True
     _handler: LinkHandler
@@ -58,11 +51,7 @@ class TcpLink(Duplex, Link):
         return self._frames.beginning if self._started else b""
 
     def proven(self) -> PeerIdentity | None:
-        """See :class:`~kvwire.backend.Link`.
-
-        Raises:
-            AuthenticationFailed: Nobody whom this side accepts.
-        """
+        """See :class:`~kvwire.backend.Link`."""
         return self._wire.proven()
 
     def start(self, handler: LinkHandler) -> None:
@@ -82,11 +71,7 @@ class TcpLink(Duplex, Link):
         payload: Payload | None = None,
         token: object | None = None,
     ) -> None:
-        """See :class:`~kvwire.backend.Link`.
-
-        Raises:
-            UsageError: The payload is no view of bytes; nothing was queued.
-        """
+        """See :class:`~kvwire.backend.Link`."""
         if not self._closing:
             self._queue.push(header, payload, token)
 

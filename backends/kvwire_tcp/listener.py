@@ -33,15 +33,7 @@ _log = logging.getLogger("kvwire.tcp")
 
 
 class TcpListener(Listener):
-    """Accepts connections on a listening socket, which it owns.
-
-    Args:
-        sock: Bound, listening and non-blocking.
-        accept: Gets each link, not yet started.
-        wire: Makes the wire of an accepted socket.
-        pending_lanes: Where accepted sockets go that turn out to be lanes.
-        loop: The running loop.
-    """
+    """Accepts connections on a listening socket, which it owns."""
 
     def __init__(
         self,

@@ -56,11 +56,7 @@ _LINGER_NONE: Final = struct.pack("ii", 1, 0)
 
 
 def tune(sock: socket.socket, host: str) -> None:
-    """Set the options of a link on a connected, or connecting, socket.
-
-    Raises:
-        OSError: The peer has already reset the connection (macOS says so here).
-    """
+    """Set the options of a link on a connected, or connecting, socket."""
     sock.setblocking(False)
     for level, name, value in _OPTIONS:
         if hasattr(socket, name):

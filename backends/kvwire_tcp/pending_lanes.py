@@ -40,11 +40,7 @@ class PendingLanes:
         self._lanes: dict[bytes, PendingLane] = {}
 
     def expect(self, token: bytes, lane: PendingLane) -> None:
-        """Let a lane wait.
-
-        Raises:
-            BackendUnavailable: Too many do.
-        """
+        """Let a lane wait."""
         # A connection raises its lanes one after the other.
         if len(self._lanes) >= CONNECTIONS_MAX:
             raise BackendUnavailable(

@@ -69,14 +69,7 @@ class Buffers:
 
 @final
 class TlsWire:
-    """Moves the bytes of one socket inside TLS.
-
-    Args:
-        sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.
-        credentials: Who we are, and whom we accept.
-        role: Whether we dialled.
-        buffers: Of the backend.
-    """
+    """Moves the bytes of one socket inside TLS."""
 
     def __init__(
         self,
@@ -123,11 +116,7 @@ class TlsWire:
         )
 
     def proven(self) -> PeerIdentity | None:
-        """See Wire.
-
-        Raises:
-            AuthenticationFailed: Nobody whom this side accepts.
-        """
+        """See Wire."""
         refused = self._refused
         if refused is not None:
             raise AuthenticationFailed(str(refused), fields=refused.fields)
@@ -168,9 +157,6 @@ class TlsWire:
 
         A client that does not accept its server leaves before it has shown its own
         certificate. A server goes on, so that the protocol above can say why not.
-
-        Raises:
-            AuthenticationFailed: We are the client, and do not accept the server.
         """
         try:
             self._peer_identity = self._credentials.proven(self._tls, self._role)
@@ -183,11 +169,7 @@ class TlsWire:
     # --- sending ----------------------------------------------------------------------
 
     def send(self, data: Bytes, /) -> int:
-        """See Wire.
-
-        Raises:
-            OSError: As the system call says; BlockingIOError if there is no room.
-        """
+        """See Wire."""
         self.flush()
         count = self._tls.write(memoryview(data)[:PIECE_BYTES])
         with contextlib.suppress(BlockingIOError):
@@ -195,11 +177,7 @@ class TlsWire:
         return count
 
     def sendmsg(self, views: Sequence[Bytes], /) -> int:
-        """See Wire: small views make one record together.
-
-        Raises:
-            OSError: As the system call says; BlockingIOError if there is no room.
-        """
+        """See Wire: small views make one record together."""
         if len(views[0]) >= PIECE_BYTES:
             return self.send(views[0])
         payload, filled = self._buffers.payload, 0
@@ -212,21 +190,13 @@ class TlsWire:
         return self.send(payload[:filled])
 
     def send_list(self, part: Iovecs) -> int:
-        """See Wire.
-
-        Raises:
-            OSError: As the system call says; BlockingIOError if there is no room.
-        """
+        """See Wire."""
         self.flush()  # before the fragments are gathered in vain
         payload = self._buffers.payload
         return self.send(payload[: part.gather(payload)])
 
     def flush(self) -> None:
-        """See Wire.
-
-        Raises:
-            OSError: As the system call says; BlockingIOError if there is no room.
-        """
+        """See Wire."""
         while True:
             while self._unsent:
                 self._unsent = self._unsent[self.sock.send(self._unsent) :]
@@ -270,19 +240,11 @@ class TlsWire:
         return count
 
     def recv_two(self, target: memoryview, behind: memoryview) -> int:
-        """See Wire: what comes behind is left for the next call.
-
-        Raises:
-            OSError, AuthenticationFailed: As :meth:`recv_into`.
-        """
+        """See Wire: what comes behind is left for the next call."""
         return self.recv_into(target)
 
     def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
-        """See Wire.
-
-        Raises:
-            OSError, AuthenticationFailed: As :meth:`recv_into`.
-        """
+        """See Wire."""
         payload = self._buffers.payload[: part.rest]
         part.asked = len(payload)
         count = self.recv_into(payload)
@@ -291,23 +253,14 @@ class TlsWire:
         return count
 
     def look(self) -> bool:
-        """See Wire.
-
-        Raises:
-            OSError, AuthenticationFailed: As :meth:`recv_into`.
-        """
+        """See Wire."""
         if not self._ahead:
             byte = memoryview(bytearray(1))
             self._ahead = byte[: self.recv_into(byte)]
         return bool(self._ahead)
 
     def _decrypt(self, target: memoryview) -> int:
-        """Fill ``target`` from what OpenSSL has; 0 if that is not one byte.
-
-        Raises:
-            OSError: What came is not what the peer has sent.
-            AuthenticationFailed: The peer does not accept us.
-        """
+        """Fill ``target`` from what OpenSSL has; 0 if that is not one byte."""
         filled = 0
         while filled < len(target) and not self._end_heard and self._failure is None:
             rest = target[filled:]
@@ -328,12 +281,7 @@ class TlsWire:
         return filled
 
     def _fail(self, error: ssl.SSLError) -> NoReturn:
-        """Tell the peer, whom the alert may reach, and whoever has called.
-
-        Raises:
-            OSError, AuthenticationFailed: See
-            :func:`kvwire.security.tls_errors.explained`.
-        """
+        """Tell the peer, whom the alert may reach, and whoever has called."""
         with contextlib.suppress(OSError):
             self.flush()
         raise explained(error, opened=self.opened)
@@ -350,12 +298,7 @@ class TlsWire:
         self._ahead = memoryview(ahead)[:filled]
 
     def _receive(self, count_max: int) -> None:
-        """Give OpenSSL what the kernel has.
-
-        Raises:
-            OSError: It has nothing, or the connection is broken.
-            AuthenticationFailed: The peer speaks no TLS.
-        """
+        """Give OpenSSL what the kernel has."""
         received = self._buffers.received[:count_max]
         self._kernel_has_more = False
         try:
@@ -374,11 +317,7 @@ class TlsWire:
         self._incoming.write(received[:count])
 
     def _check_first(self, byte: int) -> None:
-        """See from its first byte whether the peer speaks TLS.
-
-        Raises:
-            AuthenticationFailed: It does not. It is told so in the way of TLS.
-        """
+        """See from its first byte whether the peer speaks TLS."""
         if byte in (_HANDSHAKE, _ALERT):
             return
         if self._role is Role.SERVER:

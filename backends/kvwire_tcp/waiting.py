@@ -19,10 +19,6 @@ _T = TypeVar("_T")
 async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
     """Wait until the wire is open.
 
-    Raises:
-        OSError: The connection is broken.
-        AuthenticationFailed: There is no TLS between us, or not with this peer.
-
     Cancel safety: safe, but the wire is of no more use.
     """
     await _done(wire, loop, wire.shake_hands)
@@ -32,9 +28,6 @@ async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
 
 async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
     """Send all of ``data``.
-
-    Raises:
-        OSError: The connection is broken.
 
     Cancel safety: safe, but some of it may have gone.
     """
@@ -46,10 +39,6 @@ async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None
 
 async def heard(wire: Wire, count: int, loop: asyncio.AbstractEventLoop) -> bytes:
     """Receive ``count`` bytes; less if the stream ends before that.
-
-    Raises:
-        OSError: The connection is broken.
-        AuthenticationFailed: The peer does not accept us.
 
     Cancel safety: safe, but some of it may be lost.
     """

@@ -47,11 +47,7 @@ class Wire(Protocol):
         """Tell whether the wire holds received bytes the socket does not announce."""
 
     def proven(self) -> PeerIdentity | None:
-        """Return the peer's identity, if this wire proves it.
-
-        Raises:
-            AuthenticationFailed: Nobody whom this side accepts.
-        """
+        """Return the peer's identity, if this wire proves it."""
 
     def shake_hands(self) -> None:
         """Go on with what has to be done before it is ``opened``."""
@@ -92,11 +88,7 @@ class Wire(Protocol):
 
 @final
 class PlainWire:
-    """Moves bytes over the socket as they are.
-
-    Args:
-        sock: Connected, and tuned by :func:`kvwire_tcp.options.tune`.
-    """
+    """Moves bytes over the socket as they are."""
 
     __slots__ = ("recv_into", "send", "sendmsg", "sock")
 

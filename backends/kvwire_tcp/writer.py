@@ -32,12 +32,7 @@ Entry = bytes | memoryview | Iovecs
 
 
 class SendQueue:
-    """Queues the unsent bytes of one link.
-
-    Attributes:
-        nbytes: Bytes queued and not taken by the wire.
-        sent_bytes: Bytes taken by the wire since the link began.
-    """
+    """Queues the unsent bytes of one link."""
 
     __slots__ = ("_borrowed", "_entries", "_first", "_tokens", "nbytes", "sent_bytes")
 
@@ -83,11 +78,7 @@ class SendQueue:
             self._tokens.append((self.sent_bytes + self.nbytes, token))
 
     def lend(self, payload: Payload, token: object) -> None:
-        """Queue a payload without a frame; it is lent until its token is given back.
-
-        Raises:
-            UsageError: The payload is no view of bytes; nothing was queued.
-        """
+        """Queue a payload without a frame; it is lent until its token is given back."""
         payload = simplest(payload)
         if isinstance(payload, memoryview):
             _check_view(payload)
@@ -102,9 +93,6 @@ class SendQueue:
 
         Returns:
             Bytes taken, to be passed to :meth:`taken`.
-
-        Raises:
-            OSError: As the wire says; BlockingIOError if there is no room.
         """
         entries = self._entries
         head = entries[0]
@@ -184,11 +172,7 @@ class SendQueue:
 
 
 def _check_view(view: memoryview) -> None:
-    """Refuse formats of which `len` and slices do not count bytes.
-
-    Raises:
-        UsageError: It is of another format.
-    """
+    """Refuse formats of which `len` and slices do not count bytes."""
     if view.format != "B" or view.ndim != 1 or not view.contiguous:
         raise UsageError(
             f"payload: a view of format {view.format!r}, shape {view.shape}, is not a "

@@ -24,12 +24,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> type[Backend]:
-    """Import the backend called ``name``.
-
-    Raises:
-        BackendUnavailable: Nobody offers it, two distributions do, it cannot be
-            imported, or what it offers is no backend of that name and contract version.
-    """
+    """Import the backend called ``name``."""
     found = _entry_points().get(name, [])
     if not found:
         raise BackendUnavailable(
@@ -60,11 +55,7 @@ def availability(name: str) -> Availability:
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
-    """Return every offer, by name; one for each distribution, however it is installed.
-
-    Raises:
-        BackendUnavailable: What is installed cannot be read.
-    """
+    """Return every offer, by name; one for each distribution that makes it."""
     try:
         found = _installed(tuple(sys.path))
     except OSError as exc:

@@ -23,11 +23,7 @@ _NOT_NEEDED = "another was preferred"
 
 
 def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Config:
-    """Return the configuration with a connection's own ``transport=``.
-
-    Raises:
-        BackendUnavailable: A required transport is not installed here, or cannot run.
-    """
+    """Return the configuration with a connection's own ``transport=``."""
     if transport is not None:
         if not isinstance(transport, Iterable):
             raise UsageError(
@@ -43,11 +39,7 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
 
 
 def check_transports(config: Config) -> None:
-    """Refuse names of transports that nobody offers, and settings that none has.
-
-    Raises:
-        UsageError: There is one; names the key, and the nearest.
-    """
+    """Refuse names of transports that nobody offers, and settings that none has."""
     keys = ("prefer", "require", "forbid", "backends")
     named = [(key, name) for key in keys for name in getattr(config, key)]
     known = registry.names() if named else ()

@@ -46,16 +46,7 @@ _RESIZE: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_ssiz
 
 
 def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
-    """See ``buffer`` as bytes; the result keeps it alive.
-
-    Args:
-        buffer: The memory.
-        writable: Whether it is going to be written to.
-        what: The argument's name, for the error.
-
-    Raises:
-        UsageError: The memory cannot be used, and why.
-    """
+    """See ``buffer`` as bytes; the result keeps it alive."""
     kind = type(buffer)
     if kind is bytearray or (kind is bytes and not writable):
         return memoryview(buffer)

@@ -151,11 +151,7 @@ def readv(fd: int, window: tuple[int, int]) -> int:
 
 
 def writev(fd: int, window: tuple[int, int]) -> int:
-    """Write a window to ``fd`` without holding the GIL.
-
-    Raises:
-        OSError: As the system call says; BlockingIOError if there is no room.
-    """
+    """Write a window to ``fd`` without holding the GIL."""
     return _moved(_LIBC.writev(fd, window[0], window[1]))
 
 

@@ -17,13 +17,7 @@ OTHER: Final = "other"
 
 
 class Distribution:
-    """Counts values by the first bound that is not below them.
-
-    Attributes:
-        bounds: The upper bounds.
-        counts: One for each, and one for what is above all.
-        total: The sum of the values.
-    """
+    """Counts values by the first bound that is not below them."""
 
     __slots__ = ("bounds", "counts", "total")
 

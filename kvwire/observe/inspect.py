@@ -23,13 +23,7 @@ T = TypeVar("T")
 
 
 class ProcessTrace(msgspec.Struct, frozen=True):
-    """Holds the last events of one process.
-
-    Attributes:
-        name: Of its communicator.
-        pid: Of the process.
-        events: As :data:`kvwire.driver.trace_ring.TraceEvent` says, oldest first.
-    """
+    """Holds the last events of one process."""
 
     name: str
     pid: int

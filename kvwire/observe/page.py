@@ -44,13 +44,7 @@ class Table:
 def render(
     title: str, facts: Sequence[tuple[str, str]], tables: Sequence[Table]
 ) -> str:
-    """Return the page.
-
-    Args:
-        title: Its heading.
-        facts: Names and values above the tables.
-        tables: What follows.
-    """
+    """Return the page."""
     said = "".join(
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
         for name, value in facts

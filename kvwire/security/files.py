@@ -11,11 +11,7 @@ from kvwire.errors import UsageError
 def read_file(
     option: str, path: str, bytes_max: int, *, private: bool = False
 ) -> bytes:
-    """Read a file that an option names, up to so many bytes.
-
-    Raises:
-        UsageError: It cannot be read, or it is private and others can reach it.
-    """
+    """Read a file that an option names, up to so many bytes."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - fstat the file that is read
             status = os.fstat(file.fileno())

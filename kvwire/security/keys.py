@@ -63,11 +63,7 @@ def read_key_file(path: str) -> bytes:
 
 
 def load_keys(config: Config) -> tuple[TrustMode, bytes, dict[bytes, bytes]]:
-    """Return the trust mode, our key, and all accepted keys by key id.
-
-    Raises:
-        UsageError: A key file cannot be used.
-    """
+    """Return the trust mode, our key, and all accepted keys by key id."""
     if config.trust == "loopback":
         return TrustMode.LOOPBACK, b"", {}
     if config.trust == "mtls":

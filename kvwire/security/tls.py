@@ -44,9 +44,6 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 class Credentials:
     """Holds who we are and whom we accept, as the files said at one time.
 
-    Args:
-        config: With ``trust="mtls"``.
-
     Raises:
         UsageError: A file cannot be used; the message names it and says why.
     """
@@ -80,10 +77,6 @@ class Credentials:
 
     def proven(self, tls: ssl.SSLObject, role: Role) -> PeerIdentity:
         """Return the peer's identity, once the handshake is over.
-
-        Args:
-            tls: Our end.
-            role: Ours.
 
         Raises:
             AuthenticationFailed: Nobody whom this side accepts.
@@ -122,14 +115,7 @@ class Credentials:
 
 
 class CredentialFiles:
-    """Reads credentials from files, again when they have changed.
-
-    Args:
-        config: With ``trust="mtls"``.
-
-    Raises:
-        UsageError: As Credentials.
-    """
+    """Reads credentials from files, again when they have changed."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -10,12 +10,7 @@ from kvwire.errors import AuthenticationFailed
 
 
 def explained(error: ssl.SSLError, *, opened: bool) -> OSError | AuthenticationFailed:
-    """Explain an error of OpenSSL to whoever has to do something about it.
-
-    Args:
-        error: Raised by an SSLObject.
-        opened: Whether the handshake was over.
-    """
+    """Explain an error of OpenSSL to whoever has to do something about it."""
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         said = error.verify_message.removesuffix(".")

@@ -56,11 +56,7 @@ extern "C" __global__ void scatter(const unsigned long long* table,
 
 
 class CupyOps(DeviceOps):
-    """See :class:`~kvwire.memory.device.ops.DeviceOps`.
-
-    Raises:
-        BackendUnavailable: There is no CuPy, or it finds no such GPU.
-    """
+    """See :class:`~kvwire.memory.device.ops.DeviceOps`."""
 
     def __init__(self, index: int) -> None:
         try:

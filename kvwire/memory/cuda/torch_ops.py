@@ -19,11 +19,7 @@ _WIDTHS: Final = (("<i8", 8), ("<i4", 4), ("<i2", 2), ("|u1", 1))
 
 
 class TorchOps(DeviceOps):
-    """See :class:`~kvwire.memory.device.ops.DeviceOps`.
-
-    Raises:
-        BackendUnavailable: There is no torch, or it finds no such GPU.
-    """
+    """See :class:`~kvwire.memory.device.ops.DeviceOps`."""
 
     def __init__(self, index: int) -> None:
         try:

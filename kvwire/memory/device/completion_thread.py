@@ -29,9 +29,6 @@ class CompletionThread:
         name: Of the thread.
         call_soon: Calls something on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-
-    Attributes:
-        watched: Events that have not been reported.
     """
 
     def __init__(
@@ -47,11 +44,7 @@ class CompletionThread:
         self._closed = False
 
     def watch(self, event: Event, done: Done) -> None:
-        """Call ``done`` on the loop when the event has fired. From any thread.
-
-        Raises:
-            RuntimeError: The system has no more threads.
-        """
+        """Call ``done`` on the loop when the event has fired. From any thread."""
         with self._lock:
             assert not self._closed, "a closed completions was given an event"
             if self._thread is None:

@@ -39,19 +39,11 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Tell whether everything before it is done. Never blocks.
-
-        Raises:
-            Exception: The device has failed; the library's own error.
-        """
+        """Tell whether everything before it is done. Never blocks."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything before it is done, asleep and without the GIL.
-
-        Raises:
-            Exception: The device has failed; the library's own error.
-        """
+        """Wait until everything before it is done, asleep and without the GIL."""
 
 
 class Stream(ABC):
@@ -96,12 +88,7 @@ class Stream(ABC):
 
 
 class DeviceOps(ABC):
-    """Works with one device through one library.
-
-    Attributes:
-        device: Which.
-        description: The library and its version, for reports.
-    """
+    """Works with one device through one library."""
 
     device: Device
     description: str
@@ -120,11 +107,7 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def pinned(self, nbytes: int) -> memoryview:
-        """Return the host memory that the device copies from and to by itself.
-
-        Raises:
-            BackendUnavailable: The system does not give that much.
-        """
+        """Return the host memory that the device copies from and to by itself."""
 
     @abstractmethod
     def owns(self, event: object) -> bool:
@@ -136,11 +119,6 @@ def device_ops(device: Device) -> DeviceOps:
 
     Of torch and CuPy that which the process has imported is taken, torch first: its
     allocator then knows of our streams.
-
-    Raises:
-        BackendUnavailable: No library that drives the device is installed, or it finds
-            no such device; says what to install.
-        UsageError: A simulated device that was closed.
     """
     with _lock:
         found = _known.get(device)

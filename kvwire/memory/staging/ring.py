@@ -30,11 +30,7 @@ class SlotState(enum.Enum):
 
 
 class Ring:
-    """Tracks the slots of one connection in one direction, by number.
-
-    Args:
-        slots: How many.
-    """
+    """Tracks the slots of one connection in one direction, by number."""
 
     __slots__ = ("_free", "_uses")
 
