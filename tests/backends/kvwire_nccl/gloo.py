@@ -17,8 +17,13 @@ from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
 from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
-from kvwire_nccl.library import CollectiveLibrary
-from kvwire_nccl.pipe import Move, MoveFailed, MoveProgress, Pipe
+from kvwire_nccl.library import (
+    CollectiveLibrary,
+    Move,
+    MoveFailed,
+    MoveProgress,
+    Pipe,
+)
 
 _HOST = "127.0.0.1"
 
