@@ -252,8 +252,17 @@ class NixlDriver:
         """Move what can be moved; return whether anything did."""
         moved = self._post_reads()
         moved |= self._collect()
-        moved |= self._confirm()
-        return moved | self._hear()
+        moved |= self._hear()
+        try:
+            return moved | self._confirm()
+        except ConnectionLost:
+            # One that has read everything may end, and its word with it, while we look.
+            self._hear()
+            unread = self._waiting or self._reading or self._read or self._confirming
+            if unread or self._taken < self._offered:
+                raise
+            self._word_posted = False
+            return True
 
     def _post_reads(self) -> bool:
         posted = False
@@ -308,7 +317,8 @@ class NixlDriver:
             self._report(done)
             return True
         late = time.monotonic() > self._word_at + _WORD_S
-        if self._read or (late and self._word_handle is not None):
+        looks = late and self._taken < self._offered and self._word_handle is not None
+        if self._read or looks:
             self._confirming, self._read = self._read, []
             self._confirmed += len(self._confirming)
             self._post_word(self._proofs.note(self._confirmed))

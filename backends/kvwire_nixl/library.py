@@ -34,6 +34,8 @@ _TWICE: Final = ("libnl-3.so.200", "libnl-route-3.so.200")
 _WAKEUP_US: Final = 100_000
 
 Rows = npt.NDArray[np.uint64]
+# NIXL has ended the process where two agents of it ended at once.
+_ENDING: Final = threading.Lock()
 
 
 @lru_cache(maxsize=1)
@@ -215,7 +217,7 @@ class NixlAgent:
 
     def close(self) -> None:
         """End the agent: from here on nobody reaches memory by it."""
-        with self._lock:
+        with self._lock, _ENDING:
             self._agent = None
 
     def _checked(self, call: str, *args: object) -> Any:
