@@ -271,9 +271,12 @@ _LATENT = [
 def shapes(draw: st.DrawFn, spec: KVSpec) -> Shape:
     """A layout that engines have, or any: form, nesting, folding, padding."""
     if draw(st.booleans()):
-        known = [
-            s for s in LAYOUTS.values() if s.form != "pairs" or spec.components > 1
-        ]
+        # A view of one layer would be single elements if a token were one.
+        fits = {
+            "pairs": spec.components > 1,
+            "views": spec.layer_block_bytes > spec.item_bytes,
+        }
+        known = [s for s in LAYOUTS.values() if fits.get(s.form, True)]
         latent = spec.components == spec.kv_heads == 1
         return draw(st.sampled_from(known + _LATENT * latent))
     forms = ["layers", "cross", "views"] + ["pairs"] * (spec.components == 2)
