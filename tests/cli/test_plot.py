@@ -35,7 +35,7 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
         measured.append(benchmark)
 
     monkeypatch.setattr(plot, "find_spec", lambda _: found)
-    monkeypatch.setattr(report, "measure", measure)
+    monkeypatch.setattr(report, "take_turns", measure)
     assert main(["bench", "messages", "--plot", name]) == CALLED_WRONG
     assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert measured == []

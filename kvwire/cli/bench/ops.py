@@ -23,7 +23,6 @@ from kvwire.cli.bench.messages import StreamsSide
 from kvwire.cli.bench.pair import Contender, Work
 from kvwire.cli.bench.report import COMMON, Common, Findings, Rounds, size_name
 from kvwire.cli.bench.side import (
-    HOST,
     ConnectedSide,
     End,
     digest,
@@ -32,6 +31,7 @@ from kvwire.cli.bench.side import (
     over,
     require_complete,
     require_same,
+    serve_store,
 )
 from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, CaseResult, compare
 from kvwire.limits import KIB, MIB
@@ -176,7 +176,9 @@ class OpsSide(ConnectedSide[OpsWork]):
     async def prepare(self, work: OpsWork) -> dict[str, str]:
         self._have(work, RIGHT)
         if work.verb in STORES:
-            return {"store": await self._serve_store(work)}
+            size, slab = work.nbytes * _SERVED_BLOCKS, work.nbytes * _GOT_BLOCKS
+            tier = f"memory:{size}B?slab={slab}B"
+            return {"store": await serve_store(self._open, tier)}
         if work.verb not in (PUT, GET):
             return {}
         region = self.communicator.register(self._memory, access="readwrite")
@@ -358,14 +360,6 @@ class OpsSide(ConnectedSide[OpsWork]):
         if work.verb == PULL:
             return mark_all(self.communicator.publish(number, pool.cache, pool.blocks))
         return self.communicator.expect(number, pool.cache, pool.blocks)
-
-    async def _serve_store(self, work: OpsWork) -> str:
-        size, slab = work.nbytes * _SERVED_BLOCKS, work.nbytes * _GOT_BLOCKS
-        opening = kvwire.BlockStore.open([f"memory:{size}B?slab={slab}B"])
-        store = await self._open.enter_async_context(opening)
-        serving = kvwire.StoreServer(store, f"{HOST}:0")
-        server = await self._open.enter_async_context(serving)
-        return f"{server.address.host}:{server.address.port}"
 
 
 class BareOpsSide(StreamsSide):

@@ -286,16 +286,6 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
         yield progress
 
 
-def measure(plan: Benchmark, rounds: int) -> list[CaseResult]:
-    """Let everybody take turns, with a bar that shows how far they are.
-
-    Raises:
-        BenchError: As for :func:`~kvwire.cli.bench.turns.take_turns`.
-    """
-    with progress_bar(steps(plan, rounds)) as progress:
-        return take_turns(plan, rounds, progress)
-
-
 def run(
     benchmark: Benchmark,
     settings: Mapping[str, Any],
@@ -323,7 +313,9 @@ def run(
         BenchError: It cannot be run.
         UsageError: A file cannot be written.
     """
-    measured = measure(benchmark, settings["rounds"])
+    rounds = settings["rounds"]
+    with progress_bar(steps(benchmark, rounds)) as progress:
+        measured = take_turns(benchmark, rounds, progress)
     findings = [row for found in measured for row in split(found)]
     show(
         Group((table or render)(benchmark, findings), *below(findings)),

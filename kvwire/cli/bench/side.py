@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from importlib import import_module
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
@@ -212,6 +213,14 @@ def require_complete(outcome: kvwire.Outcome) -> None:
     if not outcome.complete:
         reasons = "; ".join(outcome.missing.reasons)
         raise RuntimeError(f"{len(outcome.missing)} blocks are missing: {reasons}")
+
+
+async def serve_store(within: AsyncExitStack, tier: str) -> str:
+    """Serve a store of one tier until the stack is closed; the answer is where."""
+    store = await within.enter_async_context(kvwire.BlockStore.open([tier]))
+    serving = kvwire.StoreServer(store, f"{HOST}:0")
+    address = (await within.enter_async_context(serving)).address
+    return f"{address.host}:{address.port}"
 
 
 def mark_all(outgoing: kvwire.Outgoing) -> kvwire.Outgoing:

@@ -294,12 +294,6 @@ def filesystem(directory: Path, mounts: Path = Path("/proc/self/mounts")) -> str
     return found[max(around, key=lambda place: len(place.parts))]
 
 
-def nobody(choice: StoreChoice) -> Others:
-    """Return nobody who stands beside kvwire."""
-    del choice
-    return Others()
-
-
 def command(
     *,
     tiers: str = "all",
@@ -308,7 +302,9 @@ def command(
     blocks: Literal["large", "small", "both"] = "both",
     round_mib: Mebibytes = 64,
     quick: bool = False,
-    beside: Annotated[Callable[[StoreChoice], Others], Parameter(parse=False)] = nobody,
+    beside: Annotated[
+        Callable[[StoreChoice], Others] | None, Parameter(parse=False)
+    ] = None,
     rounds: Rounds = 5,
     common: Common = COMMON,
 ) -> None:
@@ -343,7 +339,7 @@ def command(
             round_bytes=round_mib * MIB,
             loop=common.loop,
         )
-        benchmark = store(choice, beside(choice))
+        benchmark = store(choice, beside(choice) if beside else None)
         settings: dict[str, Any] = {
             "tiers": choice.tiers,
             "transport": choice.transports,

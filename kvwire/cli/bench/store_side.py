@@ -20,7 +20,7 @@ import numpy as np
 import kvwire
 from kvwire.cli.bench.fragments import LEFT, RIGHT, Pool
 from kvwire.cli.bench.pair import Work
-from kvwire.cli.bench.side import HOST, Side, fill, require_complete
+from kvwire.cli.bench.side import Side, fill, require_complete, serve_store
 from kvwire.cli.bench.store import (
     COLD_GET,
     DISK,
@@ -60,11 +60,7 @@ class StoreServerSide(Side[StoreWork]):
     async def prepare(self, work: StoreWork) -> str:
         """Serve a store for a work; the answer is where."""
         if work.nbytes not in self._addresses:
-            opening = kvwire.BlockStore.open([_memory(work, SETS)])
-            store = await self._open.enter_async_context(opening)
-            serving = kvwire.StoreServer(store, f"{HOST}:0")
-            server = await self._open.enter_async_context(serving)
-            address = f"{server.address.host}:{server.address.port}"
+            address = await serve_store(self._open, _memory(work, SETS))
             self._addresses[work.nbytes] = address
         return self._addresses[work.nbytes]
 

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from kvwire.cli.bench import codecs
 from kvwire.cli.bench.codecs import SETS, measured
 from kvwire.cli.main import CALLED_WRONG, main
+from tests.cli.bench.conftest import Bench
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.usefixtures("sides")
 def test_everything_is_measured_and_written(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codecs, "measured", lambda name: measured(name, 1))
     monkeypatch.setattr(codecs, "SAID", 4)
-    out = tmp_path / "found.json"
-    asked = ["--codec", "zstd-planes,int4", "--rounds", "1", "--json", str(out)]
-    assert main(["bench", "codecs", *asked]) == 0
-    assert "int4 decode, GB/s" in capsys.readouterr().out
-    found = json.loads(out.read_text())
+    asked = "--codec", "zstd-planes,int4", "--rounds", "1"
+    found, printed = bench("codecs", *asked)
+    assert "int4 decode, GB/s" in printed
     assert [row["name"] for row in found["cases"]] == [
         f"{name} {verb}"
         for _ in SETS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -36,6 +35,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import arena_of
 from kvwire.memory.copy import as_fragments
 from kvwire_inproc import InprocBackend
+from tests.cli.bench.conftest import Bench
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -49,22 +49,15 @@ POOL_BYTES = max(work.pool_bytes for work in WORKS)
 POOLS: dict[str, Any] = {"pool_bytes": POOL_BYTES}
 
 
-@pytest.mark.usefixtures("sides")
-def test_everything_is_measured_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_everything_is_measured_and_written(bench: Bench, tmp_path: Path) -> None:
     """One round; every row has a sample of everybody, and the table says so."""
-    out, plot = tmp_path / "found.json", tmp_path / "found.svg"
+    plot = tmp_path / "found.svg"
     arguments = ["--transport", "tcp,inproc", "--rounds", "1"]
     arguments += ["--sizes-kib", "4", "1024", "--round-mib", "2"]
-    arguments += ["--json", str(out), "--plot", str(plot)]
-    assert main(["bench", "fragments", *arguments]) == 0
-
-    printed = capsys.readouterr().out
+    found, printed = bench("fragments", *arguments, "--plot", str(plot))
     assert "kvwire bench fragments TCP" in printed
     assert "4 KiB push, per-layer, GB/s" in printed
     assert max(map(len, printed.splitlines())) <= 80
-    found = json.loads(out.read_text())
     assert len(found["cases"]) == 2 * 2 * 3
     for row in found["cases"]:
         assert not row["failures"]

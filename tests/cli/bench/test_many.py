@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +20,8 @@ from kvwire.cli.bench.many import (
     ManyWork,
 )
 from kvwire.cli.bench.side import JoinedSide
-from kvwire.cli.main import main
 from kvwire.limits import MIB
+from tests.cli.bench.conftest import Bench
 
 ONE = {"transport": "tcp", "endpoints": "1"}
 
@@ -31,22 +29,14 @@ ONE = {"transport": "tcp", "endpoints": "1"}
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.usefixtures("sides")
 def test_everything_is_measured_and_written(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(many, "TIMED", 5)
-    out = tmp_path / "found.json"
     arguments = ["--endpoints", "2", "--transfers", "20", "--large-mib", "2"]
     arguments += ["--others", "2", "--other-mib", "2", "--rounds", "1"]
-    assert main(["bench", "many", *arguments, "--json", str(out)]) == 0
-
-    printed = capsys.readouterr().out
+    found, printed = bench("many", *arguments)
     assert "2 x 2 connections. From the call to the outcome." in printed
-    assert max(map(len, printed.splitlines())) <= 100
-    found = json.loads(out.read_text())
     assert found["contenders"]["kvwire tcp"]["connections"] == 4
     assert "kvwire tcp, 1 MiB beside 2 x 2 MiB: p99 " in printed
     rows = {row["name"]: row["contenders"]["kvwire tcp"] for row in found["cases"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -10,28 +9,22 @@ import pytest
 
 from kvwire.cli.bench import messages
 from kvwire.cli.bench.messages import SIZES
-from kvwire.cli.main import main
 from kvwire.limits import KIB
+from tests.cli.bench.conftest import Bench
 
 VERBS = ("send", "put", "get")
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.usefixtures("sides")
 def test_messages_measures_everything_once(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One round, with small bulk sizes; every case has our samples and the peers'."""
     monkeypatch.setattr(messages, "SIZES", (64 * KIB, 256 * KIB))
-    out, plot = tmp_path / "found.json", tmp_path / "found.svg"
-    arguments = ["bench", "messages", "--rounds", "1", "--round-mib", "1"]
-    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
-
-    printed = capsys.readouterr().out
+    plot = tmp_path / "found.svg"
+    arguments = "--rounds", "1", "--round-mib", "1", "--plot", str(plot)
+    found, printed = bench("messages", *arguments)
     assert "64 B round trip, us" in printed
-    found = json.loads(out.read_text())
     ping, *bulk = found["cases"]
     assert ping["best"] == "uvloop streams"
     assert len(ping["contenders"]["kvwire"]["rounds"][0]) == messages.PINGS

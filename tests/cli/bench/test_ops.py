@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from kvwire.cli.bench import ops
 from kvwire.cli.bench.ops import OpsWork, operations
 from kvwire.cli.bench.ops_counts import count
-from kvwire.cli.main import main
+from tests.cli.bench.conftest import Bench
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -43,22 +41,15 @@ _MARGIN: Final = 1.03
 _EXPECTED: Final = operations()
 
 
-@pytest.mark.usefixtures("sides")
 def test_everything_is_measured_counted_and_written(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "COUNT", 3)
     monkeypatch.setattr(ops, "FRESH_COUNT", 2)
-    out = tmp_path / "found.json"
-    assert main(["bench", "ops", "--rounds", "1", "--json", str(out)]) == 0
-
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 100
+    document, shown = bench("ops", "--rounds", "1")
     assert "put, 64 KiB: 1 DATA, 1 FIN, 1 PUT" in shown
     assert "times that of uvloop streams" in shown
-    found = {row["name"]: row for row in json.loads(out.read_text())["cases"]}
+    found = {row["name"]: row for row in document["cases"]}
     assert list(found) == [work.name for work in _EXPECTED]
     for name, row in found.items():
         assert row["contenders"]["kvwire tcp"]["median"] > 0

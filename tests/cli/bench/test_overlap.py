@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -20,7 +19,7 @@ from kvwire.cli.bench.overlap import (
     efficiency,
 )
 from kvwire.cli.bench.side import JoinedSide
-from kvwire.cli.main import main
+from tests.cli.bench.conftest import Bench
 from tests.cli.bench.contenders import Scripted, case, measured
 
 # Starts processes, on a machine that may be busy with others.
@@ -64,20 +63,16 @@ def test_the_efficiency(
     assert found.met == met
 
 
-@pytest.mark.usefixtures("sides")
 def test_a_small_real_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it once; the figures of a busy machine are not looked at."""
     monkeypatch.setattr(overlap, "CONTROL_REPEAT", 2)
-    out, plot = tmp_path / "found.json", tmp_path / "found.svg"
+    plot = tmp_path / "found.svg"
     options = ["--layers", "2", "4", "--layer-kib", "128", "--rounds", "1"]
-    files = ["--json", str(out), "--plot", str(plot)]
-    assert main(["bench", "overlap", *options, *files]) == 0
-    printed = capsys.readouterr().out
+    found, printed = bench("overlap", *options, "--plot", str(plot))
     assert "exposed after the last mark" in printed
     assert "more tiny layers add" in printed
-    found = json.loads(out.read_text())
     assert [row["work"]["count"] for row in found["cases"]] == [
         *(2, 2, 4, 4, 32),
         *(2, 4),

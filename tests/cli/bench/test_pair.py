@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,10 +109,6 @@ def test_an_unknown_role_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None
         found.call("listen")
     found.stop()
     assert "CarrierPigeons" in capfd.readouterr().err
-
-
-def test_the_interpreter_is_this_one(side: SideProcess) -> None:
-    assert side._process.args[0] == sys.executable  # type: ignore[index]
 
 
 def test_a_pair_that_cannot_start_leaves_no_process() -> None:
