@@ -63,10 +63,11 @@ class TransferRecord:
         priority: Chunks of a higher one go first.
         segments: By number.
         open_segments: How many are not over.
-        sending: Producer: how many the link is not through with.
+        sending_bytes: Producer: of those that the link is not through with.
         marks_in_data: Producer: its chunks leave as they were marked, and may say it.
         unsaid: Producer: segments that their chunks have to say, in that order.
-        on_sent: Producer: called when there are none of these; calls no core.
+        on_sent: Producer: called with each that is sent if no more than
+            ``on_sent_bytes`` are left; calls no core.
         committed: COMMIT was sent or received.
         acknowledge: Segments to name in the next SEGMENT_ACK.
         damaged: Segments that arrived damaged; on the producer, once it is told.
@@ -76,10 +77,11 @@ class TransferRecord:
     priority: int = 0
     segments: dict[int, SegmentRecord] = field(default_factory=dict)
     open_segments: int = 0
-    sending: int = 0
+    sending_bytes: int = 0
     marks_in_data: bool = False
     unsaid: dict[SegmentRecord, None] = field(default_factory=dict)
     on_sent: Callable[[], None] | None = None
+    on_sent_bytes: int = 0
     committed: bool = False
     acknowledge: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)

@@ -216,19 +216,19 @@ class Transfers:
         else:
             say_marks(self._outbox, transfer)
             say_mark(self._outbox, segment, commit)
-        transfer.sending += 1
+        transfer.sending_bytes += nbytes
         self._chunks.begin_segment(segment, transfer.priority)
         return segment
 
     def sent(self, segment: SegmentRecord) -> None:
         """Note a whole segment that the link is through with."""
         transfer = self._transfers[segment.request]
-        transfer.sending -= 1
-        if transfer.sending:
-            return
-        if transfer.on_sent is not None:
-            transfer.on_sent()
-        self.settle(segment.request)
+        transfer.sending_bytes -= segment.nbytes
+        on_sent = transfer.on_sent
+        if on_sent is not None and transfer.sending_bytes <= transfer.on_sent_bytes:
+            on_sent()
+        if not transfer.sending_bytes:
+            self.settle(segment.request)
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
         """Commit: nothing more is marked; ``complete`` if that is everything."""
@@ -305,7 +305,7 @@ class Transfers:
     def settle(self, request: RequestRecord) -> None:
         """Take the producer's last steps once they are due."""
         transfer = self._transfers[request]
-        if not transfer.committed or transfer.sending:
+        if not transfer.committed or transfer.sending_bytes:
             return
         if request.state is RequestStage.MOVING:
             request.advance(RequestInput.MOVED)

@@ -7,13 +7,19 @@ something is (as Nagle's algorithm has it for small packets); large marks are cu
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING
 
 from kvwire.errors import KVWireError, UsageError, WireCode
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
-from kvwire.limits import SEGMENT_BYTES, SEGMENTS_MAX, SEGMENTS_TOGETHER
+from kvwire.limits import (
+    AHEAD_BYTES,
+    SEGMENT_BYTES,
+    SEGMENTS_MAX,
+    SEGMENTS_TOGETHER,
+)
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.transfers.base import Attempt, TransferEvent, damaged_of, note_silence
 from kvwire.transfers.description import TransferOffer
@@ -60,8 +66,8 @@ class SendAttempt(Attempt):
         self._under_way = 0
         # Sends what is held back, in a turn of the loop of its own.
         self._turn: asyncio.Handle | None = None
-        # To be sent in this turn.
-        self._pieces: list[tuple[Segment, int]] = []
+        # To be sent, in this turn or when the link has sent others.
+        self._pieces: deque[tuple[Segment, int]] = deque()
         self._sent: dict[int, Segment] = {}
         self._damaged: list[Segment] = []
         self._grouped = 1
@@ -80,10 +86,10 @@ class SendAttempt(Attempt):
         """Send what was marked, as agreed, unless the consumer has all of it."""
         self.advance(AttemptInput.AGREE)
         transfers = self.connection.transfers
+        assert self.core is not None
+        record = transfers.transfer(self.core)
+        record.on_sent = self._link_sent
         if transfers.brief_layers:
-            assert self.core is not None
-            record = transfers.transfer(self.core)
-            record.on_sent = self._link_sent
             in_memory = self.outgoing.cache.device is None
             record.marks_in_data = transfers.marks_in_data and in_memory
         if settled:
@@ -153,19 +159,31 @@ class SendAttempt(Attempt):
         except UsageError as exc:
             self.outgoing.stop(exc, WireCode.TOO_LARGE)
             return
-        complete = all_in and marks.complete
+        self._send_pieces(all_in=all_in, complete=all_in and marks.complete)
+        self.connection.run()
+
+    def _send_pieces(self, *, all_in: bool, complete: bool) -> None:
+        """Send pieces until the link has enough, and commit behind the last one.
+
+        Both sides look up where each fragment lies: of a GiB at once that would hold
+        their loops for milliseconds.
+        """
+        assert self.core is not None
+        transfers, pieces = self.connection.transfers, self._pieces
+        if self.state is AttemptState.SETTLED:
+            pieces.clear()
         # The last segment says that it is the last one, where the peer knows how.
-        rides = all_in and transfers.brief and bool(self._pieces)
-        last = len(self._pieces) - 1
-        for index, (piece, nbytes) in enumerate(self._pieces):
-            self._send(piece, nbytes, 1 + complete if rides and index == last else 0)
-        self._pieces = []
-        if all_in:
+        rides = all_in and transfers.brief and bool(pieces)
+        record = transfers.transfer(self.core)
+        while pieces and record.sending_bytes < AHEAD_BYTES:
+            piece, nbytes = pieces.popleft()
+            self._send(piece, nbytes, 1 + complete if rides and not pieces else 0)
+        record.on_sent_bytes = AHEAD_BYTES // 2 if pieces else 0
+        if all_in and not pieces:
             self.advance(AttemptInput.COMMIT)
             self._phases.enter("wire" if self._under_way else "commit")
             if not rides:
-                transfers.commit(core, complete=complete)
-        self.connection.run()
+                transfers.commit(self.core, complete=complete)
 
     def event(self, event: TransferEvent) -> None:
         """See Attempt."""
@@ -183,10 +201,13 @@ class SendAttempt(Attempt):
         self.send_ready()
 
     def _link_sent(self) -> None:
-        """Wait for marks: the link has all there was, and its word comes later."""
-        if self.state is AttemptState.MOVING:
+        """Send the next pieces, or wait for marks: the link has sent what there was."""
+        if self._pieces:
+            if self._turn is None:
+                self._turn = self.outgoing.loop.call_soon(self._in_turn)
+        elif self.state is AttemptState.MOVING:
             self._phases.enter("mark_wait")
-            if self._held:
+            if self._held and self.connection.transfers.brief_layers:
                 self._take_turn()
 
     def _take_turn(self) -> None:
@@ -197,7 +218,7 @@ class SendAttempt(Attempt):
         assert self.core is not None
         if self._turn is not None or self._under_way >= SEGMENTS_TOGETHER:
             return
-        if not self.connection.transfers.transfer(self.core).sending:
+        if not self.connection.transfers.transfer(self.core).sending_bytes:
             self._turn = self.outgoing.loop.call_soon(self._in_turn)
 
     def _in_turn(self) -> None:
@@ -220,6 +241,7 @@ class SendAttempt(Attempt):
         self._links += 1
         self._cursor = 0
         self._held, self._held_bytes = [], 0
+        self._pieces.clear()
         self._sent = {}
         self._under_way = 0
 

@@ -61,7 +61,7 @@ def test_a_transfer(pull: bool) -> None:
     assert (agreed.request, agreed.description) == (m.asker, b"what I want")
     parts, calls = [b"a", b"b" * CHUNK, b"c" * (2 * CHUNK + 7)], list[int]()
     transfer = m.producer.core.transfers.transfer(m.outgoing)
-    transfer.on_sent = lambda: calls.append(transfer.sending)
+    transfer.on_sent = lambda: calls.append(transfer.sending_bytes)
     for data in parts:
         m.mark(data)
     m.pair.run()

@@ -117,6 +117,43 @@ async def test_a_higher_priority_goes_first(w: World) -> None:
     assert all([(await inc).complete for inc in incoming])
 
 
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+def test_a_large_transfer_goes_to_the_link_in_parts(
+    monkeypatch: pytest.MonkeyPatch, transport: str, cut: bool
+) -> None:
+    """Else either side would look up where all of its fragments lie at once."""
+    monkeypatch.setattr(delivery_module, "AHEAD_BYTES", 2 * SEGMENT_BYTES)
+    sending: list[int] = []
+    send = delivery_module.SendAttempt._send
+
+    def noted(self: Any, segment: Segment, nbytes: int, commit: int) -> None:
+        send(self, segment, nbytes, commit)
+        sending.append(self.connection.transfers.transfer(self.core).sending_bytes)
+
+    monkeypatch.setattr(delivery_module.SendAttempt, "_send", noted)
+
+    async def run(w: World) -> None:
+        w.source, w.target = Memory(LARGE, 32), Memory(LARGE, 32)
+        w.source.stamp(range(32))
+        out = w.p.publish("t", w.source.cache, range(32))
+        inc = w.pull_side.pull("t", w.target.cache, range(32))
+        out.ready()
+        out.finish()
+        await inc.layer(0)
+        assert len(sending) < w.source.nbytes // SEGMENT_BYTES
+        if cut:
+            before = inc._state.attempt
+            w.cut()
+            await on_another_link(w, inc, before)
+        assert (await inc).complete
+        assert (await out).complete
+        assert max(sending) < 2 * SEGMENT_BYTES + SEGMENT_BYTES_MAX
+        assert same(w.source, range(32), w.target, range(32))
+
+    play(run, transport)
+
+
 @scenario("inproc")
 async def test_segments_of_one_transfer_land_in_the_order_of_their_marks(
     w: World,
@@ -235,7 +272,7 @@ def test_no_piece_is_longer_than_a_consumer_takes(
     walk = SimpleNamespace(order=order)
     delivery: Any = delivery_module.SendAttempt.__new__(delivery_module.SendAttempt)
     delivery.plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
-    delivery._pieces = []
+    delivery._pieces = deque()
     whole = Segment(0, 3, layers, 0, granules)
     delivery._cut(whole)
     assert sum(nbytes for _, nbytes in delivery._pieces) == nbytes_of(whole)
