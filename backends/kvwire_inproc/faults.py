@@ -22,12 +22,7 @@ from kvwire_inproc.plan import Fault, FaultDecision, FaultPlan, Schedule
 
 
 class FaultyPipe(InprocPipe):
-    """Carries most frames from one link to its peer.
-
-    Attributes:
-        wake_sender: Called when a frame is done that was not delivered.
-        wake_receiver: Called when a frame may move again.
-    """
+    """Carries most frames from one link to its peer."""
 
     wake_sender: Callable[[], None]
     wake_receiver: Callable[[], None]

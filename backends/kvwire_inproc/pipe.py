@@ -19,15 +19,7 @@ from kvwire.memory.copy import copy
 
 
 class PipeFrame:
-    """Holds a frame that was sent and has not been delivered whole.
-
-    Attributes:
-        header: Its header.
-        payload: Its payload, lent or owned; None if it has none.
-        token: What the sender wants to be told; None if nothing.
-        moved: Payload bytes delivered so far.
-        judged: Set by a pipe with faults once it is decided what happens to this frame.
-    """
+    """Holds a frame that was sent and has not been delivered whole."""
 
     __slots__ = ("header", "judged", "moved", "payload", "token")
 
@@ -38,7 +30,7 @@ class PipeFrame:
         self.payload = payload if payload is not None and payload.nbytes else None
         self.token = token
         self.moved = 0
-        self.judged = False
+        self.judged = False  # whether a pipe with faults has decided on it
 
     @property
     def payload_bytes(self) -> int:

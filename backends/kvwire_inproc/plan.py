@@ -93,24 +93,14 @@ class FaultPlan:
 
 @dataclass(frozen=True, slots=True)
 class FaultDecision:
-    """Holds what happens to one frame.
-
-    Attributes:
-        faults: All that befalls it.
-        where: From 0 to 1: which bit a corruption flips.
-    """
+    """Holds what happens to one frame."""
 
     faults: Fault
-    where: float
+    where: float  # from 0 to 1: the bit that a corruption flips
 
 
 class Schedule:
-    """Draws the faults of the frames of one direction of one link, in order.
-
-    Args:
-        plan: What may happen.
-        direction: Names the direction among those of the plan, such as ``"0 out"``.
-    """
+    """Draws the faults of the frames of one direction of one link, in order."""
 
     def __init__(self, plan: FaultPlan, direction: str) -> None:
         self._plan = plan

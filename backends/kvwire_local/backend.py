@@ -50,10 +50,5 @@ class LocalBackend(Backend):
         return diagnosis.findings() if cls.availability().available else ()
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """Prepare a lane to a process that is hopefully on this host.
-
-        Raises:
-            BackendUnavailable: /proc does not say which host this is.
-            UsageError: A setting has no such value.
-        """
+        """Prepare a lane to a process that is hopefully on this host."""
         return LocalLane(context)

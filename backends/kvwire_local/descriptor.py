@@ -102,11 +102,7 @@ def encode_piece(kind: PlaceKind, arena: int, base: int, nbytes: int) -> bytes:
 
 
 def decode(descriptor: bytes, nbytes: int) -> DescribedPlace:
-    """Read a descriptor of the peer for a payload of ``nbytes`` bytes.
-
-    Raises:
-        ProtocolError: It is not what :func:`encode` makes for so many bytes.
-    """
+    """Read a descriptor of the peer for a payload of ``nbytes`` bytes."""
     if descriptor == LATER:
         return DescribedPlace(PlaceKind.LATER)
     if not _HEAD.size < len(descriptor) <= DESCRIPTOR_BYTES_MAX:

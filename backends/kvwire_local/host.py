@@ -29,11 +29,7 @@ class Host:
 
     @classmethod
     def here(cls) -> Self:
-        """Return where this process runs.
-
-        Raises:
-            BackendUnavailable: /proc does not say it.
-        """
+        """Return where this process runs."""
         try:
             boot_id = uuid.UUID(_BOOT_ID.read_text().strip()).bytes
             network = _NETWORK.stat().st_ino
@@ -49,11 +45,7 @@ class Host:
 
     @classmethod
     def decode(cls, bootstrap: bytes) -> Self:
-        """Read the bootstrap of a peer.
-
-        Raises:
-            BackendUnavailable: It is none.
-        """
+        """Read the bootstrap of a peer."""
         if len(bootstrap) != _BOOTSTRAP.size or bootstrap[:8] != _MAGIC:
             raise BackendUnavailable(
                 f"local: {len(bootstrap)} bytes from the peer are no bootstrap of "
@@ -63,11 +55,7 @@ class Host:
         return cls(boot_id, network)
 
     def require_same(self, other: Host) -> None:
-        """Do nothing if a socket can lead there.
-
-        Raises:
-            BackendUnavailable: The peer is elsewhere; the message says what differs.
-        """
+        """Do nothing if a socket can lead there."""
         if other.boot_id != self.boot_id:
             raise BackendUnavailable(
                 f"local: the peer is on another host (boot id "

@@ -27,16 +27,10 @@ ARENA_BODY: Final = struct.Struct("<I")
 
 
 class PeerMemory:
-    """Reads the memory of one lane's peer.
-
-    Args:
-        pid: As the kernel says; 0 if the peer is not visible from here.
-        cookie_address: Where the peer says that its cookie lies.
-        cookie: What lies there, if it is the peer.
-    """
+    """Reads the memory of one lane's peer."""
 
     def __init__(self, pid: int, cookie_address: int, cookie: bytes) -> None:
-        self.pid = pid
+        self.pid = pid  # as the kernel says; 0 if it is not visible from here
         self.cookie_address = cookie_address
         self.cookie = cookie
         self._maps: list[mmap.mmap] = []
@@ -77,11 +71,7 @@ class PeerMemory:
         self._addresses.append(address_of_map(mapping))  # bounded: ARENAS_MAX
 
     def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
-        """Return a payload's reader; None while its arena is not announced.
-
-        Raises:
-            ProtocolError: It does not lie in its arena.
-        """
+        """Return a payload's reader; None while its arena is not announced."""
         fragments = place.fragments
         assert fragments is not None
         if place.kind is PlaceKind.MEMORY:
@@ -104,20 +94,12 @@ class PeerMemory:
 
 
 class PeerRead:
-    """Copies one payload from the peer's memory into ours, step by step.
-
-    Attributes:
-        rest: Bytes still to come.
-    """
+    """Copies one payload from the peer's memory into ours, step by step."""
 
     rest: int
 
     def step(self, bytes_max: int) -> int:
-        """Read some more, at most so many bytes, and say how many.
-
-        Raises:
-            ConnectionLost: The peer's memory has gone.
-        """
+        """Read some more, at most so many bytes, and say how many."""
         raise NotImplementedError
 
 

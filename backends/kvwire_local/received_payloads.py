@@ -37,13 +37,7 @@ class _Arrival:
 
 
 class ReceivedPayloads:
-    """Queues the payloads that a lane is to receive.
-
-    Attributes:
-        peer: Whose memory is read; None until the lane is up.
-        received_bytes: Bytes of payloads that were read or dropped.
-        count: Payloads that were read or dropped.
-    """
+    """Queues the payloads that a lane is to receive."""
 
     def __init__(self) -> None:
         self.peer: PeerMemory | None = None
@@ -58,33 +52,18 @@ class ReceivedPayloads:
         return len(self._arrivals)
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """Queue one.
-
-        Raises:
-            ProtocolError: The descriptor is not one of this transport, or is for
-            another
-                number of bytes.
-        """
+        """Queue one."""
         place = decode(descriptor, landing.length)
         self._arrivals.append(_Arrival(landing, place))  # bounded: LANE_PAYLOADS_MAX
 
     def placed(self, descriptor: bytes) -> None:
-        """Note where the first unplaced payload lies, as the peer says.
-
-        Raises:
-            ProtocolError: It says more than it can have sent.
-        """
+        """Note where the first unplaced payload lies, as the peer says."""
         if len(self._placed) >= LANE_PAYLOADS_MAX:
             raise ProtocolError(RULE, "local: more descriptors than payloads")
         self._placed.append(descriptor)  # bounded: LANE_PAYLOADS_MAX
 
     def read(self) -> list[Landing]:
-        """Read one batch; returns what is whole.
-
-        Raises:
-            ConnectionLost: The peer's memory has gone.
-            ProtocolError: A place that cannot be.
-        """
+        """Read one batch; returns what is whole."""
         whole: list[Landing] = []
         budget = WAKEUP_BYTES
         end = time.perf_counter() + _BATCH_S

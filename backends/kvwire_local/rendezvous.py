@@ -51,25 +51,15 @@ _STRANGER_S: Final = LANE_TIMEOUT_S / 2
 
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
-    """Holds what a rendezvous has found out.
-
-    Attributes:
-        sock: The socket between the two.
-        peer: The other side.
-        is_read: How the other one reads this side.
-    """
+    """Holds what a rendezvous has found out."""
 
     sock: socket.socket
     peer: PeerMemory
-    is_read: ReadMethod
+    is_read: ReadMethod  # how the other one reads this side
 
 
 class Rendezvous:
-    """Runs one side of a rendezvous.
-
-    Attributes:
-        description: How this side reads the other one, once it has tried.
-    """
+    """Runs one side of a rendezvous."""
 
     def __init__(
         self,
@@ -91,11 +81,7 @@ class Rendezvous:
         self._cookie = np.frombuffer(bytearray(self._cookie_of(role)), np.uint8)
 
     def listen(self) -> socket.socket:
-        """Open the server's socket, which the client will connect to.
-
-        Raises:
-            BackendUnavailable: The name is taken, or sockets are not to be had.
-        """
+        """Open the server's socket, which the client will connect to."""
         try:
             sock = _socket()
         except OSError as exc:
@@ -123,12 +109,7 @@ class Rendezvous:
                 raise
 
     async def connect(self) -> RendezvousResult:
-        """Connect, as the client, to the server.
-
-        Raises:
-            BackendUnavailable: Nobody is there, or who is there knows no secret, or
-                the two cannot read each other in the way that is asked for.
-        """
+        """Connect, as the client, to the server."""
         loop = asyncio.get_running_loop()
         try:
             sock = _socket()
@@ -232,9 +213,6 @@ async def _accepted(listener: socket.socket) -> socket.socket:
 
     loop.sock_accept() of asyncio accepts a connection for a waiter that was cancelled
     in the same turn, fails with InvalidStateError, and leaves the socket open.
-
-    Raises:
-        OSError: There are no descriptors, or the socket cannot be used.
 
     Cancel safety: safe, what was not accepted waits in the socket.
     """

@@ -77,11 +77,7 @@ class SentPayloads:
         self.place_later()
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """Queue a payload of at least one byte; returns its descriptor.
-
-        Raises:
-            OSError: There is no memory for staging, or no descriptor.
-        """
+        """Queue a payload of at least one byte; returns its descriptor."""
         sent = _Sent(payload, token)
         self._unread.append(sent)  # bounded: LANE_PAYLOADS_MAX
         descriptor = None if self._later else self._descriptor(sent)
@@ -92,11 +88,7 @@ class SentPayloads:
         return descriptor
 
     def place_later(self) -> None:
-        """Tell the peer where payloads lie for which there is room now.
-
-        Raises:
-            OSError: There is no memory for staging, or no descriptor.
-        """
+        """Tell the peer where payloads lie for which there is room now."""
         while self._later:
             descriptor = self._descriptor(self._later[0])
             if descriptor is None:
@@ -107,11 +99,7 @@ class SentPayloads:
             self._wire.say(LocalMessageType.PLACED, descriptor)
 
     def read(self, body: bytes) -> list[object]:
-        """Note that the peer has read more; return the payloads' tokens.
-
-        Raises:
-            ProtocolError: It cannot have read so many, or fewer than before.
-        """
+        """Note that the peer has read more; return the payloads' tokens."""
         (count,) = _COUNT.unpack(body) if len(body) == _COUNT.size else (-1,)
         placed = len(self._unread) - len(self._later)
         if not 0 < count - self._read_count <= placed:

@@ -29,14 +29,7 @@ class _Span:
 
 
 class Staging:
-    """Manages the ring of one lane.
-
-    Args:
-        nbytes: Its size, as long as no payload is longer.
-
-    Attributes:
-        arena: Where it is; None before the first payload.
-    """
+    """Manages the ring of one lane."""
 
     def __init__(self, nbytes: int = STAGING_BYTES) -> None:
         self.arena: Arena | None = None
@@ -47,14 +40,7 @@ class Staging:
         self._base = 0
 
     def place(self, payload: Payload) -> int | None:
-        """Copy a payload into the ring.
-
-        Returns:
-            Where it lies in :attr:`arena`; None while there is no room.
-
-        Raises:
-            OSError: There is no memory for the ring.
-        """
+        """Copy a payload into the ring."""
         if payload.nbytes > self._nbytes or self.arena is None:
             if self._rooms:
                 return None  # the arena is in use; wait until it can be replaced

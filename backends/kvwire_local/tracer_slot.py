@@ -34,12 +34,7 @@ CHOICES: Final = ("one", "none", "any")
 
 
 class TracerSlot:
-    """Guards the one tracer that the kernel permits this process to name.
-
-    Args:
-        name: Puts a pid into it; 0 empties it. Says whether it did.
-        scope_file: Where the scope is read.
-    """
+    """Guards the one tracer that the kernel permits this process to name."""
 
     def __init__(
         self, name: Callable[[int], bool], scope_file: Path = SCOPE_FILE

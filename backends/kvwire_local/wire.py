@@ -59,11 +59,7 @@ class LocalMessage:
 
 
 class LocalWire:
-    """Owns one end of the socket, connected and non-blocking.
-
-    Args:
-        sock: The socket; closed with this object.
-    """
+    """Owns one end of the socket, connected and non-blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -115,9 +111,6 @@ class LocalWire:
         memory. So if the answer is yes, all bytes read before are those that were sent.
         It says nothing of that without ``all_of_it``, for who has read nothing: then it
         takes one system call, and the loop calls again if there is more.
-
-        Raises:
-            ProtocolError: The peer said what no lane says.
         """
         there = self._receive(all_of_it=all_of_it)
         records = []
@@ -126,11 +119,7 @@ class LocalWire:
         return records, there
 
     def take_fd(self) -> int:
-        """Return the descriptor of an ARENA message; close it after.
-
-        Raises:
-            ProtocolError: None came.
-        """
+        """Return the descriptor of an ARENA message; close it after."""
         if not self._fds:
             raise ProtocolError(RULE, "local: an arena without its descriptor")
         return self._fds.popleft()
@@ -188,9 +177,6 @@ def peer_pid(sock: socket.socket) -> int:
     """Return the pid at the other end; 0 if it is not visible here.
 
     It is the process that connected, or that listens.
-
-    Raises:
-        ConnectionLost: The socket is not connected any more.
     """
     try:
         found = sock.getsockopt(

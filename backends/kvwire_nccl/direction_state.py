@@ -63,19 +63,10 @@ class PayloadMove:
 
 @dataclass(slots=True, kw_only=True)
 class DirectionState:
-    """Decides what one direction does next.
-
-    Attributes:
-        start_timeout_s: How long it may take to come up.
-        move_timeout_s: How long it may take until the next of the jobs under way is
-            done.
-        waiting: Jobs that have not been handed over.
-        moving: Jobs that have, oldest first.
-        stage: How far it is.
-        error: Why it ended; None if it was asked to.
-    """
+    """Decides what one direction does next."""
 
     start_timeout_s: float
+    # Until the next of the jobs under way is done.
     move_timeout_s: float
     waiting: deque[PayloadMove] = field(default_factory=deque)
     moving: deque[PayloadMove] = field(default_factory=deque)

@@ -78,11 +78,7 @@ class NixlBackend(Backend):
         )
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`.
-
-        Raises:
-            BackendUnavailable: There is no NIXL, or the plug-in does not come up.
-        """
+        """See :class:`~kvwire.backend.Backend`."""
         lane = NixlLane(context, self._lanes.discard)
         self._lanes.add(lane)  # bounded: LANES_MAX for each connection
         return lane

@@ -58,22 +58,14 @@ _THEIRS: Final = 64
 
 
 class NixlRead:
-    """Is a payload of the peer's on its way here.
-
-    Attributes:
-        landing: Where it belongs.
-        place: Where it lies.
-        is_direct: NIXL may write to the landing itself.
-        slot: Where it goes first, if not.
-        handle: NIXL's name for it, once it is posted.
-    """
+    """Is a payload of the peer's on its way here."""
 
     __slots__ = ("handle", "is_direct", "landing", "place", "slot")
 
     def __init__(self, landing: Landing, place: NixlPlace, *, is_direct: bool) -> None:
         self.landing: Landing = landing
         self.place: NixlPlace = place
-        self.is_direct: bool = is_direct
+        self.is_direct: bool = is_direct  # NIXL may write to the landing itself
         self.slot: NixlSlot | None = None
         self.handle: int | None = None
 
@@ -150,11 +142,7 @@ class NixlDriver:
     # --- what the lane says -----------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to make the agent.
-
-        Raises:
-            RuntimeError: The system has no more threads.
-        """
+        """Begin to make the agent."""
         self._thread.start()
 
     def meet(self, peer: NixlBootstrap) -> None:
@@ -332,11 +320,7 @@ class NixlDriver:
         self.agent.post(self._word_handle, note)
 
     def _word_is_there(self) -> bool:
-        """Return whether the peer's word has been read.
-
-        Raises:
-            ConnectionLost: The peer has wiped it.
-        """
+        """Return whether the peer's word has been read."""
         assert self._word_handle is not None
         if not self.agent.is_done(self._word_handle):
             return False

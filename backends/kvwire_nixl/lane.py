@@ -48,35 +48,18 @@ _WINDOW_BYTES = 4 * _SPAN_BYTES
 
 
 class _Offer:
-    """Is a payload that the peer may read.
-
-    Attributes:
-        token: What the core knows it by; None once the core has it back.
-        payload: Its memory, kept alive.
-        slot: Where it was copied to, if it was.
-    """
+    """Is a payload that the peer may read."""
 
     __slots__ = ("payload", "slot", "token")
 
     def __init__(self, token: object, payload: Payload, slot: NixlSlot | None) -> None:
-        self.token: object = token
+        self.token: object = token  # None once the core has it back
         self.payload: Payload | None = payload
         self.slot: NixlSlot | None = slot
 
 
 class NixlLane(Lane):
-    """Implements one endpoint of a lane.
-
-    Args:
-        context: What the core says of it.
-        on_ended: Called when it touches no memory any more.
-
-    Attributes:
-        ended: Done then.
-
-    Raises:
-        BackendUnavailable: There is no NIXL.
-    """
+    """Implements one endpoint of a lane."""
 
     _ranges: Ranges
     _slots: NixlSlots
@@ -149,9 +132,6 @@ class NixlLane(Lane):
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See :class:`~kvwire.backend.lane.Lane`; a client reads the server's word.
-
-        Raises:
-            BackendUnavailable: The peer has another NIXL, or is not reached by it.
 
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
@@ -255,11 +235,7 @@ class NixlLane(Lane):
         return descriptor
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`.
-
-        Raises:
-            ProtocolError: The descriptor is not one that the peer's lane would make.
-        """
+        """See :class:`~kvwire.backend.lane.Lane`."""
         place = self._proofs.read_place(descriptor, landing.length)
         if self._ending:
             return

@@ -46,11 +46,7 @@ def installed() -> str:
 
 @lru_cache(maxsize=1)
 def version() -> str:
-    """Return the version of NIXL that is installed.
-
-    Raises:
-        BackendUnavailable: There is none.
-    """
+    """Return the version of NIXL that is installed."""
     if not installed():
         raise BackendUnavailable("NIXL is not installed")
     return metadata.version(installed().replace("_", "-"))
@@ -58,11 +54,7 @@ def version() -> str:
 
 @lru_cache(maxsize=1)
 def load() -> Any:
-    """Import the compiled module of NIXL.
-
-    Raises:
-        BackendUnavailable: There is none, or it cannot be loaded.
-    """
+    """Import the compiled module of NIXL."""
     name = installed()
     version()
     try:
@@ -75,11 +67,7 @@ def load() -> Any:
 
 
 def plugins() -> list[str]:
-    """Return the plug-ins that NIXL finds.
-
-    Raises:
-        BackendUnavailable: There is no NIXL.
-    """
+    """Return the plug-ins that NIXL finds."""
     bindings = load()
     found: list[str] = _bare_agent(bindings).getAvailPlugins()
     return found
@@ -94,15 +82,7 @@ def rows(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> 
 
 
 class NixlAgent:
-    """Wraps an agent with one plug-in; its calls may come from any thread.
-
-    Args:
-        settings: Which plug-in, and its parameters.
-        name: What the peer's agent knows it by.
-
-    Raises:
-        BackendUnavailable: There is no such plug-in, or it does not come up.
-    """
+    """Wraps an agent with one plug-in; its calls may come from any thread."""
 
     def __init__(self, settings: NixlSettings, name: str) -> None:
         self._bindings: Any = load()
@@ -133,11 +113,7 @@ class NixlAgent:
     # --- memory -----------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        """Make memory known to the plug-in.
-
-        Raises:
-            ConnectionLost: It refuses.
-        """
+        """Make memory known to the plug-in."""
         self._checked("registerMem", self._region(address, nbytes), self._plugin)
 
     def deregister(self, address: int, nbytes: int) -> None:
@@ -154,11 +130,7 @@ class NixlAgent:
         return bytes(said)
 
     def learn(self, said: bytes, name: str) -> None:
-        """Take in what the peer's agent of that name has described.
-
-        Raises:
-            ConnectionLost: It describes somebody else's memory, or is not readable.
-        """
+        """Take in what the peer's agent of that name has described."""
         heard = self._checked("loadRemoteMD", said)
         if heard.decode(errors="replace") != name:
             raise ConnectionLost("nixl: the peer describes memory of another agent")
@@ -181,20 +153,12 @@ class NixlAgent:
         return handle
 
     def post(self, handle: int, note: bytes = b"") -> bool:
-        """Begin to read; return whether that was all. The peer is told ``note`` after.
-
-        Raises:
-            ConnectionLost: The peer is gone, or its memory is.
-        """
+        """Begin to read, then tell the peer ``note``; return whether that was all."""
         state = self._checked("postXferReq", handle, note)
         return bool(state == self._bindings.NIXL_SUCCESS)
 
     def is_done(self, handle: int) -> bool:
-        """Return whether a read is over, and its note sent.
-
-        Raises:
-            ConnectionLost: It has failed.
-        """
+        """Return whether a read is over, and its note sent."""
         state = self._checked("getXferStatus", handle)
         return bool(state == self._bindings.NIXL_SUCCESS)
 
@@ -208,11 +172,7 @@ class NixlAgent:
         return [note for notes in heard.values() for note in notes]
 
     def tell(self, note: bytes) -> None:
-        """Send the peer a note by itself.
-
-        Raises:
-            ConnectionLost: The peer is gone, or was never known.
-        """
+        """Send the peer a note by itself."""
         self._checked("genNotif", self._peer, note, self._plugin)
 
     def close(self) -> None:

@@ -39,14 +39,7 @@ _SLOT_BYTES_MIN: Final = 64 * KIB
 
 
 class NixlRange:
-    """Is memory that the agent knows.
-
-    Attributes:
-        address: Where it begins.
-        nbytes: Its length.
-        is_told: The peer has been told of it.
-        owner: Is dead once the memory is free; None for our own.
-    """
+    """Is memory that the agent knows."""
 
     __slots__ = ("address", "is_told", "nbytes", "owner")
 
@@ -129,12 +122,7 @@ class Ranges:
 
 
 class NixlSlot:
-    """Is memory of the lane's own, for one payload at a time.
-
-    Attributes:
-        range: Where it lies, as the agent knows it.
-        memory: The same, to copy with.
-    """
+    """Is memory of the lane's own, for one payload at a time."""
 
     __slots__ = ("memory", "range")
 
@@ -145,23 +133,14 @@ class NixlSlot:
 
 
 class NixlSlots:
-    """Hands out registered slots, and keeps those that come back.
-
-    Args:
-        agent: Of one lane: what a peer may read is its own payloads alone.
-    """
+    """Hands out registered slots, and keeps those that come back."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._free: dict[int, list[NixlSlot]] = {}
 
     def take(self, nbytes: int) -> NixlSlot:
-        """Return a slot of at least so many bytes.
-
-        Raises:
-            OSError: There is no memory for it.
-            ConnectionLost: The agent does not take it.
-        """
+        """Return a slot of at least so many bytes."""
         size = max(_SLOT_BYTES_MIN, 1 << (nbytes - 1).bit_length())
         free = self._free.get(size)
         if free:

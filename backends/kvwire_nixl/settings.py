@@ -33,25 +33,14 @@ _STORAGE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
-    """Holds what an agent is made with.
-
-    Attributes:
-        plugin: The plug-in's name, such as "UCX", "LIBFABRIC" or "Mooncake".
-        params: Its parameters.
-        exposes_caches: The peer may read caches in place, and not staging alone.
-    """
+    """Holds what an agent is made with."""
 
     plugin: str
     params: Mapping[str, str]
     exposes_caches: bool
 
     def require_known(self, listed: Mapping[str, str]) -> None:
-        """Refuse a parameter that the plug-in does not have.
-
-        Raises:
-            UsageError: There is one; names the nearest. A plug-in that lists none is
-                believed to know its own.
-        """
+        """Refuse a parameter that the plug-in does not have."""
         known = {*listed, *(_UCX_UNLISTED if self.plugin == _UCX else ())}
         for name in self.params:
             if listed and name not in known:
@@ -62,11 +51,7 @@ class NixlSettings:
 
 
 def parse(given: Mapping[str, str]) -> NixlSettings:
-    """Return the settings that a user gave, with defaults for the rest.
-
-    Raises:
-        UsageError: A name or a value is none of ours, or the plug-in is for storage.
-    """
+    """Return the settings that a user gave, with defaults for the rest."""
     params = {
         name.removeprefix(PARAM): value
         for name, value in given.items()

@@ -44,28 +44,16 @@ _PIECE_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class NixlBootstrap:
-    """Holds what one half of a lane tells the other before anything moves.
-
-    Attributes:
-        version: Of NIXL.
-        plugin: What moves the bytes.
-        agent: The name of the half's agent.
-        word: Where the half's word of life lies; 0 if it is not known yet.
-        metadata: What NIXL needs to reach the agent and to read the word; likewise.
-    """
+    """Holds what one half of a lane tells the other before anything moves."""
 
     version: str
     plugin: str
     agent: str
-    word: int = 0
+    word: int = 0  # where the half's word of life lies; 0 if it is not known yet
     metadata: bytes = b""
 
     def encode(self) -> bytes:
-        """Encode it.
-
-        Raises:
-            BackendUnavailable: NIXL's part is longer than a bootstrap may be.
-        """
+        """Encode it."""
         texts = [text.encode() for text in (self.version, self.plugin, self.agent)]
         lengths = (*map(len, texts), len(self.metadata))
         size = _HEAD.size + sum(lengths)
@@ -80,11 +68,7 @@ class NixlBootstrap:
 
     @classmethod
     def decode(cls, raw: bytes) -> NixlBootstrap:
-        """Read what a peer has sent.
-
-        Raises:
-            BackendUnavailable: It is nothing that this version understands.
-        """
+        """Read what a peer has sent."""
         if not _HEAD.size <= len(raw) <= BOOTSTRAP_BYTES_MAX:
             raise _unreadable(f"{len(raw)} bytes")
         magic, word, *lengths = _HEAD.unpack_from(raw)
@@ -103,11 +87,7 @@ class NixlBootstrap:
         return cls(version, plugin, agent, word, parts[3])
 
     def require_same(self, own: NixlBootstrap) -> None:
-        """Refuse a peer whose NIXL may not understand ours.
-
-        Raises:
-            BackendUnavailable: It has another version or plug-in; names both.
-        """
+        """Refuse a peer whose NIXL may not understand ours."""
         theirs = f"NIXL {self.version} with {self.plugin}"
         ours = f"NIXL {own.version} with {own.plugin}"
         if (_minor(self.version), self.plugin) != (_minor(own.version), own.plugin):
@@ -119,14 +99,7 @@ class NixlBootstrap:
 
 @dataclass(frozen=True, slots=True)
 class NixlPlace:
-    """Says where a payload lies at its sender.
-
-    Attributes:
-        addresses: Of its pieces, in order.
-        lengths: Of each.
-        word: Where the sender's word of life lies.
-        news: Descriptions of registered memory, for a peer that has not heard them.
-    """
+    """Says where a payload lies at its sender."""
 
     addresses: Array
     lengths: Array
@@ -157,11 +130,7 @@ class LaneProofs:
         return raw + self._proof(b"place" + raw, False)
 
     def read_place(self, raw: bytes, nbytes: int) -> NixlPlace:
-        """Read a peer's descriptor of a payload of so many bytes.
-
-        Raises:
-            MalformedFrame: The peer's lane would not have made it.
-        """
+        """Read a peer's descriptor of a payload of so many bytes."""
         body, proof = raw[:-PROOF_BYTES], raw[-PROOF_BYTES:]
         if not _PLACE.size + PROOF_BYTES <= len(raw) <= DESCRIPTOR_BYTES_MAX:
             raise _malformed(f"a descriptor of {len(raw)} bytes")

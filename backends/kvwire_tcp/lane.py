@@ -52,14 +52,7 @@ Dial = Callable[[Address], Awaitable[tuple[Wire, Address]]]
 
 
 class TcpLane(Lane, PendingLane):
-    """Implements one endpoint of a lane.
-
-    Args:
-        context: What the core knows about it.
-        pending_lanes: Where its socket comes in, on the listener's side.
-        dial: How its socket is made, on the client's side.
-        loop: The running loop.
-    """
+    """Implements one endpoint of a lane."""
 
     _handler: LaneHandler
 

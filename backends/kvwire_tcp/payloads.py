@@ -25,12 +25,7 @@ _DROPPED_BYTES: Final = 64 * KIB
 
 
 class PayloadReader:
-    """Receives the payloads of one lane.
-
-    Args:
-        received: Is told when a payload is in place.
-        early: Is told when bytes are there that nobody expects.
-    """
+    """Receives the payloads of one lane."""
 
     # A lane that is paused does not listen.
     paused = waits = False
@@ -73,11 +68,7 @@ class PayloadReader:
         self._target = None
 
     def receive(self, wire: Wire) -> int:
-        """Receive once, into the payload that is next.
-
-        Returns:
-            Bytes received, to be passed to :meth:`deliver`; 0 at the end of the stream.
-        """
+        """Receive once, into the payload that is next."""
         if not self._expected:
             return self._look(wire)
         target, rest = self._target, self._rest

@@ -45,14 +45,7 @@ assert _FIELDS.size + hashlib.sha256().digest_size == PREAMBLE_BYTES
 def make_preamble(
     secret: bytes, number: int, nonce: bytes, binding: bytes = b""
 ) -> bytes:
-    """Return what the client sends first.
-
-    Args:
-        secret: Of the lane.
-        number: Of the lane.
-        nonce: ``NONCE_BYTES`` that were never used before.
-        binding: Of the TLS connection; b"" without TLS.
-    """
+    """Return what the client sends first."""
     fields = _FIELDS.pack(MAGIC, number, token_of(secret), nonce)
     return fields + _proof(secret, b"client", fields + binding)
 

@@ -113,11 +113,7 @@ class FrameReader:
         self._landing = self._target = None
 
     def receive(self, wire: Wire) -> int:
-        """Receive once, to wherever the next bytes belong.
-
-        Returns:
-            Bytes received, to be passed to :meth:`deliver`; 0 at the end of the stream.
-        """
+        """Receive once, to wherever the next bytes belong."""
         target, rest, ahead = self._target, self._rest, self._ahead
         if target is None:
             room = self._scratch[self._held : ahead]

@@ -217,12 +217,7 @@ class TlsWire:
     # --- receiving --------------------------------------------------------------------
 
     def recv_into(self, target: memoryview, /) -> int:
-        """See Wire.
-
-        Raises:
-            OSError: The connection is broken; BlockingIOError if nothing is there.
-            AuthenticationFailed: The peer is nobody we may talk to, or thinks so of us.
-        """
+        """See Wire."""
         if not self.opened:
             self.shake_hands()
         if self._ahead:

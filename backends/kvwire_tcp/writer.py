@@ -50,11 +50,7 @@ class SendQueue:
     def push(
         self, header: bytes, payload: Payload | None, token: object | None
     ) -> None:
-        """Queue one frame.
-
-        Raises:
-            UsageError: The payload is no view of bytes; nothing was queued.
-        """
+        """Queue one frame."""
         entries = self._entries
         if isinstance(payload, Fragments):
             payload = simplest(payload)
@@ -89,11 +85,7 @@ class SendQueue:
         self._tokens.append((self.sent_bytes + self.nbytes, token))
 
     def transmit(self, wire: Wire) -> int:
-        """Offer the head of the queue to the wire in one call.
-
-        Returns:
-            Bytes taken, to be passed to :meth:`taken`.
-        """
+        """Offer the head of the queue to the wire in one call."""
         entries = self._entries
         head = entries[0]
         if type(head) is Iovecs:

@@ -21,13 +21,7 @@ _numbers = itertools.count(1)
 
 @final
 class UcxEndpoint:
-    """Owns a UCX endpoint, which leads to a peer's worker.
-
-    Attributes:
-        handle: UCX's own; 0 when it is closed.
-        failed: It is of no use any more, and is to be closed.
-        gone: UCX has let go of it.
-    """
+    """Owns a UCX endpoint, which leads to a peer's worker."""
 
     def __init__(
         self, worker: Worker, peer: UcxBootstrap, on_failed: Callable[[int], None]

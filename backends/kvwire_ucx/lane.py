@@ -101,12 +101,7 @@ class _State(enum.Enum):
 
 
 class _MessageParts:
-    """Counts the messages of a payload under way.
-
-    Attributes:
-        what: The token of a send, the landing of a receive.
-        left: Messages that are not over.
-    """
+    """Counts the messages of a payload under way."""
 
     __slots__ = ("left", "what")
 
@@ -117,16 +112,7 @@ class _MessageParts:
 
 @final
 class UcxLane(Lane):
-    """Implements one endpoint of a lane.
-
-    Args:
-        worker: Whose turns move the bytes.
-        context: What the core says of the lane.
-        on_ended: Called when it touches no memory any more.
-
-    Attributes:
-        ended: Done then.
-    """
+    """Implements one endpoint of a lane."""
 
     bytes_min = BYTES_MIN
     window_bytes = WINDOW_BYTES

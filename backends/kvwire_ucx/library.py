@@ -97,9 +97,6 @@ def load() -> UcxLibrary:
     """Return the UCX of this process.
 
     Looked for once, also where there is none: who installs one starts anew.
-
-    Raises:
-        BackendUnavailable: There is none, it cannot be loaded, or it is too old.
     """
     found = answer()
     if isinstance(found, str):

@@ -143,18 +143,7 @@ class OneSided:
     def read(
         self, number: int, lent: list[LentFragment], payload: Payload, on_read: OnRead
     ) -> None:
-        """Read a payload of the peer's into memory of ours.
-
-        Args:
-            number: Of the message that it is instead of.
-            lent: Where it lies.
-            payload: As long.
-            on_read: Called when nothing writes to it any more.
-
-        Raises:
-            BackendUnavailable: UCX can do nothing with a key, or only the peer's side
-                reads by itself.
-        """
+        """Read a payload of the peer's into memory of ours."""
         if not self.reads:
             raise BackendUnavailable(
                 f"ucx: the peer lends memory, and nothing here reads it: UCX uses "

@@ -98,12 +98,7 @@ class Registration:
 
 @final
 class Registrations:
-    """Holds the ranges of one lane that are registered.
-
-    Args:
-        context: Of the lane's worker.
-        spare_max: Ranges that stay registered though nobody reads them.
-    """
+    """Holds the ranges of one lane that are registered."""
 
     def __init__(self, context: Context, spare_max: int) -> None:
         self._context = context
@@ -117,11 +112,7 @@ class Registrations:
         return len(self._by_range)
 
     def lend(self, fragments: Fragments) -> list[Registration]:
-        """Register each fragment, or find it registered; give them back later.
-
-        Raises:
-            BackendUnavailable: UCX refuses one of them; then none is lent.
-        """
+        """Register each fragment, or find it registered; give them back later."""
         lent: list[Registration] = []
         try:
             pairs = zip(

@@ -130,13 +130,7 @@ class Worker:
     def connect(
         self, address: bytes, number: int, on_failed: Callable[[int], None]
     ) -> int:
-        """Make an endpoint to a peer's worker; UCX comes up when it is used.
-
-        Args:
-            address: The peer's; UCX reads it without looking for its end.
-            number: Of the endpoint, never used before.
-            on_failed: Called once with the status if it fails.
-        """
+        """Make an endpoint to a peer's worker; UCX comes up when it is used."""
         params = binding.EndpointParams(
             field_mask=binding.EP_REMOTE_ADDRESS
             | binding.EP_ERR_MODE
@@ -163,14 +157,7 @@ class Worker:
     def disconnect(
         self, endpoint: int, number: int, on_done: OnDone, *, force: bool
     ) -> None:
-        """Close an endpoint; over when UCX has let go of it.
-
-        Args:
-            endpoint: UCX's handle.
-            number: As given to :meth:`connect`.
-            on_done: Called when it is gone.
-            force: At once, whatever is under way; else when that has been sent.
-        """
+        """Close an endpoint; over when UCX has let go of it."""
         self._endpoints.pop(number, None)
         request = self.requests.new(on_done)
         params = self._closing

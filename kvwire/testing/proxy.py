@@ -167,11 +167,7 @@ class _Connection:
 
 
 class _Way:
-    """One direction of a connection.
-
-    Attributes:
-        silent: Whether nothing arrives any more, and nobody is told.
-    """
+    """One direction of a connection."""
 
     def __init__(
         self,

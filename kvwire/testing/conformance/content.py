@@ -106,15 +106,7 @@ CUTS: Final[dict[str, Cut | None]] = {
 
 
 class Memory:
-    """Memory for one payload, in pieces that lie back to front, with gaps between them.
-
-    Args:
-        nbytes: Of the payload.
-        cut: Into which fragments; None makes a view.
-
-    Attributes:
-        payload: The memory as a link takes it.
-    """
+    """Memory of one payload, a view or pieces back to front with gaps between."""
 
     def __init__(self, nbytes: int, cut: Cut | None = None) -> None:
         self.nbytes = nbytes

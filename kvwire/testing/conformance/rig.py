@@ -37,13 +37,7 @@ _TURNS: Final = 20
 
 
 class JoinedRig(Generic[S]):
-    """Two backends and the sides of what joins them, on a loop that is watched.
-
-    Attributes:
-        near: The backend that connects, or has the clients.
-        far: The backend that listens, or has the servers.
-        sides: Those that have not been forgotten.
-    """
+    """Two backends and the sides of what joins them, on a loop that is watched."""
 
     moves: ClassVar[str]
     """What is sent: "frame" or "payload"."""

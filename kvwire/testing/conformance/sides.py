@@ -60,23 +60,7 @@ class Token:
 
 
 class Witness:
-    """One side of what is under test.
-
-    Args:
-        name: For messages.
-        subject: The link or the lane.
-        verdicts: Where broken promises go.
-
-    Attributes:
-        begun: Callbacks may come: the link was started, or the lane has joined.
-        arrived: Numbers of what arrived as it was sent, in order.
-        sent: Tokens given back, in order.
-        writable: How often it said that it is writable.
-        closed: What the last callback was told; one entry in the end.
-        on_sent: Called when a token has been given back.
-        on_writable: Called when it is writable.
-        on_closed: Called when it has closed.
-    """
+    """One side of what is under test."""
 
     kind: ClassVar[str]
     """What is under test: "link" or "lane"."""
@@ -237,20 +221,7 @@ class KitLanding(Landing):
 
 
 class LinkSide(Witness, LinkHandler):
-    """One side of a link, its handler and its caller.
-
-    Args:
-        name: For messages.
-        link: Not yet started.
-        verdicts: Where broken promises go.
-
-    Attributes:
-        link: The link.
-        queued: How many frames were sent.
-        land: Chooses the memory for a payload; None drops it.
-        on_header: Called within ``header_received``, before the landing is returned.
-        on_arrival: Called within ``body_received``.
-    """
+    """One side of a link, its handler and its caller."""
 
     kind = "link"
     begins_with = "start"
@@ -399,22 +370,7 @@ class LaneLanding(Landing):
 
 
 class LaneSide(Witness, LaneHandler):
-    """One side of a lane, its handler and its caller.
-
-    Args:
-        name: For messages.
-        lane: Not yet joined.
-        verdicts: Where broken promises go.
-
-    Attributes:
-        lane: The lane.
-        inbox: What the side across has sent and this side has not received.
-        holding: Whether parcels wait in the inbox until :meth:`take`.
-        trusting: Whether what arrives must be what an honest peer would have sent.
-        land: Chooses the memory for a payload; None drops it.
-        on_arrival: Called within ``payload_received``.
-        across: The other side; set by the rig.
-    """
+    """One side of a lane, its handler and its caller."""
 
     kind = "lane"
     begins_with = "join returned"

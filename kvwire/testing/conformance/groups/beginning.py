@@ -413,15 +413,7 @@ _SUSPENSIONS_MAX = 100
 
 
 class CancelAt(Generic[T]):
-    """Runs a coroutine and cancels its task when it waits for the n-th time.
-
-    Args:
-        coroutine: What to run.
-        suspension: Which wait, from 0.
-
-    Attributes:
-        reached: Whether it waited that often.
-    """
+    """Runs a coroutine and cancels its task when it waits for the n-th time."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], suspension: int) -> None:
         self.reached: bool = False

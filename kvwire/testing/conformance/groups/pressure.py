@@ -364,10 +364,6 @@ class Elsewhere:
     """A thread with a loop, where the other side of a link lives.
 
     Entered, it gives the side on this thread, started. Left, it waits for the thread.
-
-    Args:
-        rig: The near side's.
-        far: What the far side does with its link.
     """
 
     def __init__(self, rig: Rig, far: Far) -> None:
