@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,8 +29,7 @@ from kvwire.limits import KIB, MIB
 from tests.bench import cost as costs
 from tests.bench import iperf3, store
 from tests.bench import profile as profiles
-from tests.bench.fragment_claims import Rates, judge, targets
-from tests.bench.fragments import ALL_PEERS, joining
+from tests.bench.fragments import ALL_PEERS, Beside, joining
 from tests.bench.peer import PEERS, interpreters
 
 Pythons = Annotated[
@@ -41,18 +40,18 @@ Pythons = Annotated[
 app = App(name="python -m tests.bench", help=__doc__)
 
 
-def _with(run: Callable[..., Any], **given: Any) -> Callable[..., Any]:
-    """A command with arguments that are no options."""
+def _beside(run: Callable[..., int], join: Beside) -> Callable[..., int]:
+    """A command of kvwire with others who stand beside it."""
 
     @functools.wraps(run)
-    def command_with(**options: Any) -> Any:
-        return run(**options, **given)
+    def command(*, common: Common = COMMON, **options: Any) -> int:
+        return run(**options, common=replace(common, beside=join))
 
-    return command_with
+    return command
 
 
-app.command(_with(messages.command, others=iperf3.installed), name="messages")
-app.command(_with(stores.command, beside=store.beside), name="store")
+app.command(_beside(messages.command, iperf3.beside), name="messages")
+app.command(_beside(stores.command, store.beside), name="store")
 
 
 @app.command
@@ -67,7 +66,7 @@ def fragments(
     rounds: Rounds = 5,
     round_mib: Mebibytes = 64,
     common: Common = COMMON,
-) -> None:
+) -> int:
     """``kvwire bench fragments`` beside other libraries; see there for its options.
 
     Args:
@@ -83,21 +82,14 @@ def fragments(
         common: Options that every benchmark has.
     """
     names = {"all": ALL_PEERS, "none": ()}.get(peers, tuple(peers.split(",")))
-    ours.command(
+    return ours.command(
         transport=transport,
         sizes_kib=sizes_kib,
         verb=verb,
         layout=layout,
         round_mib=round_mib,
         rounds=rounds,
-        common=common,
-        join=joining(names, interpreters(peer_python)),
-        shown={
-            "below": lambda found: list(targets(judge(Rates(found)))),
-            "more": lambda found: {
-                "targets": [{**asdict(v), "met": v.met} for v in judge(Rates(found))]
-            },
-        },
+        common=replace(common, beside=joining(names, interpreters(peer_python))),
     )
 
 
@@ -156,8 +148,8 @@ def profile(
     """
     work = ours.work_of(verb, kib * KIB, cross_layer=cross_layer, round_bytes=mib * MIB)
     environment = ours.UCX[wire] if transport == "ucx" else {}
-    options = {"transport": transport, "loop": loop, "environment": environment}
-    for line in profiles.profile(work, rounds, top, **options):
+    options = {"transport": transport, "loop": loop, "pool_bytes": work.pool_bytes}
+    for line in profiles.profile(work, rounds, top, options, environment):
         print(line)
 
 

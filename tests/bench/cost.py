@@ -148,8 +148,7 @@ def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> Non
     contender = Contender(
         result.name,
         CostSide,
-        transport=transport,
-        pool_bytes=result.work.pool_bytes,
+        options={"transport": transport, "pool_bytes": result.work.pool_bytes},
     )
     try:
         with contender.start() as pair:

@@ -13,13 +13,13 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvwire import KVWireError
 from kvwire.cli.bench.pair import Contender, Work
 from kvwire.cli.bench.side import HOST, Side
-from kvwire.cli.bench.turns import Missing, Others
+from kvwire.cli.bench.turns import Benchmark, Missing
 from kvwire.limits import GIB, MIB
 
 INSTALL: Final = "apt-get install iperf3, or brew install iperf3"
@@ -43,12 +43,18 @@ def contender() -> Contender:
     return Contender("iperf3", Iperf3Side, alone=True, streams=True, note=note)
 
 
-def installed() -> Others:
-    """Return it as one who stands beside messages, or as one who is missing."""
-    absent = missing()
-    if absent:
-        return Others(missing=[absent])
-    return Others(movers={"messages": [contender()]})
+def beside(benchmark: Benchmark) -> Benchmark:
+    """Have it stand beside every rate of ``kvwire bench messages``, or name it."""
+    if absent := missing():
+        return replace(benchmark, missing=[*benchmark.missing, absent])
+    one = contender()
+    cases = [
+        case
+        if case.unit.less_is_better
+        else replace(case, contenders=[*case.contenders, one])
+        for case in benchmark.cases
+    ]
+    return replace(benchmark, cases=cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

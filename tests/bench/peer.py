@@ -23,18 +23,13 @@ _PROBE_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A library that does the same.
-
-    Attributes:
-        name: As it is asked for and shown; also of its program.
-        module: Its top-level module.
-        install: How to install it.
-        settings: Environments to run it with, by what is added to its name.
-    """
+    """A library that does the same; its program is called as it is."""
 
     name: str
+    # Its top-level one.
     module: str
     install: str
+    # Environments to run it with, by what is added to its name.
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {"": {}})
 
     def interpreter(self, candidates: Sequence[str]) -> str | None:
@@ -52,7 +47,7 @@ class Peer:
             environment=self.settings[setting],
             program=(interpreter, str(PROGRAMS / "__main__.py")),
             pauses=True,
-            pool_bytes=pool_bytes,
+            options={"pool_bytes": pool_bytes},
         )
 
     @property
@@ -99,11 +94,7 @@ PEERS: Final = {
 
 
 def interpreters(named: Sequence[Path]) -> list[str]:
-    """Those that the user named, then this one.
-
-    Raises:
-        BenchError: One of them is no Python.
-    """
+    """Those that the user named, then this one."""
     for path in named:
         if not _has(str(path), "json"):
             raise BenchError(f"--peer-python {path}: this is not a Python")

@@ -71,40 +71,36 @@ def functions(profiler: cProfile.Profile) -> list[tuple[str, int, float]]:
 
 
 def rounds_of(
-    work: FragmentWork, count: int, *, profiled: bool, **options: Any
+    work: FragmentWork,
+    count: int,
+    options: Mapping[str, object],
+    environment: Mapping[str, str],
 ) -> list[list[dict[str, Any]]]:
     """Return what both sides answer in ``count`` rounds; the first is no round."""
-    environment = options.pop("environment")
     contender = Contender(
-        "profile",
-        ProfiledSide,
-        environment=environment,
-        pool_bytes=work.pool_bytes,
-        profiled=profiled,
-        **options,
+        "profile", ProfiledSide, options=options, environment=environment
     )
     with contender.start() as pair:
         pair.check(work)
         return [pair.move(work) for _ in range(count + 1)][1:]
 
 
-def profile(work: FragmentWork, rounds: int, top: int, **options: Any) -> Iterator[str]:
-    """Yield lines: what a round costs each side, and its functions.
-
-    Args:
-        work: What is moved.
-        rounds: Plain ones; the figures are their medians.
-        top: Functions of each side, those that take longest first.
-        options: For both sides, and their ``environment``.
-    """
-    plain = rounds_of(work, rounds, profiled=False, **options)
+def profile(
+    work: FragmentWork,
+    rounds: int,
+    top: int,
+    options: Mapping[str, object],
+    environment: Mapping[str, str],
+) -> Iterator[str]:
+    """Yield lines: the medians of plain rounds for each side, and its top functions."""
+    plain = rounds_of(work, rounds, {**options, "profiled": False}, environment)
     rate = median(left["values"][0] for left, _ in plain)
     yield f"a round of {work.moved_bytes >> 20} MiB: {rate / 1e9:.2f} GB/s"
     for number, side in enumerate(SIDES):
         each = zip(*(answers[number]["spent"] for answers in plain), strict=True)
         medians = zip(COSTS, map(median, each), strict=True)
         yield f"{side}: " + ", ".join(f"{name} {value:.2f}" for name, value in medians)
-    (profiled,) = rounds_of(work, 1, profiled=True, **options)
+    (profiled,) = rounds_of(work, 1, {**options, "profiled": True}, environment)
     for side, answer in zip(SIDES, profiled, strict=True):
         found = answer["functions"]
         _, user_ms, kernel_ms, *_ = answer["spent"]

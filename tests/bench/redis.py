@@ -15,7 +15,7 @@ import time
 from typing import Any, Final
 
 from kvwire.cli.bench.side import HOST
-from kvwire.cli.bench.store import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
+from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
 from kvwire.cli.bench.turns import Missing
 from kvwire.store.namespace import DIGEST_BYTES
 from tests.bench.iperf3 import await_line, end, free_port

@@ -7,9 +7,22 @@ for the transfer, checksums; so the ratio is what that costs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.store import DISK, MEMORY, OBJECT, SERVER, StoreChoice
-from kvwire.cli.bench.turns import Others
+from kvwire.cli.bench.store_side import (
+    COLD_GET,
+    DISK,
+    FLUSHED_PUT,
+    MATCH,
+    MEMORY,
+    OBJECT,
+)
+from kvwire.cli.bench.turns import Benchmark, Case
 from tests.bench import redis
 from tests.bench.store_pairs import BlockSocketsSide, TransferSide
 from tests.bench.store_peers import CopySide, DictSide, FileSide, ObjectSide
@@ -21,30 +34,50 @@ NOTES = (
 )
 
 
-def beside(choice: StoreChoice) -> Others:
-    """Return everybody who is installed here."""
-    of, place = Contender, choice.directory
-    memcpy = of("memcpy", CopySide, alone=True)
-    objects = of("obstore", ObjectSide, alone=True, place=place / "objects" / "bare")
+def beside(benchmark: Benchmark) -> Benchmark:
+    """Have everybody take part who is installed here."""
     absent = redis.missing()
-    servers = [of("sockets", BlockSocketsSide)]
-    servers += [of("redis", redis.RedisSide, alone=True)] * (absent is None)
-    movers: dict[str, list[Contender]] = {
-        MEMORY: [memcpy],
-        DISK: [memcpy, of("file", FileSide, alone=True, place=place)],
-        OBJECT: [objects],
-    }
-    matchers = {MEMORY: [of("dict", DictSide, alone=True)]}
-    pool_bytes = max(work.transfer.pool_bytes for work in choice.works)
-    for transport in choice.transports:
-        transfer = of(
+    pool_bytes = max(case.work.transfer.pool_bytes for case in benchmark.cases)
+
+    @cache
+    def made(
+        name: str, role: type[Any], alone: bool = True, **options: Any
+    ) -> Contender:
+        return Contender(name, role, alone=alone, options=options)
+
+    def peers(case: Case) -> Sequence[Contender]:
+        ours, match = case.contenders[0].options, case.work.verb == MATCH
+        memcpy, place = made("memcpy", CopySide), Path(str(ours["place"]))
+        if case.group == MEMORY:
+            return [made("dict", DictSide) if match else memcpy]
+        if case.group == DISK:
+            file = made("file", FileSide, place=place.parent)
+            # A copy has nothing to flush, and never finds anything cold.
+            copies = case.work.verb not in (FLUSHED_PUT, COLD_GET)
+            return [] if match else [*[memcpy] * copies, file]
+        if case.group == OBJECT:
+            return [made("obstore", ObjectSide, place=place.parent / "bare")]
+        transport = case.group.rpartition(" ")[2]
+        transfer = made(
             f"transfer {transport}",
             TransferSide,
+            alone=False,
             transport=transport,
             pool_bytes=pool_bytes,
-            loop=choice.loop,
+            loop=ours["loop"],
         )
-        movers[f"{SERVER} over {transport}"] = [transfer, *servers]
-        matchers[f"{SERVER} over {transport}"] = servers
-    missing = [absent] if absent and SERVER in choice.tiers else []
-    return Others(movers=movers, matchers=matchers, missing=missing, notes=NOTES)
+        servers = [made("sockets", BlockSocketsSide, alone=False)]
+        servers += [made("redis", redis.RedisSide)] * (absent is None)
+        return servers if match else [transfer, *servers]
+
+    cases = [
+        replace(case, contenders=[*case.contenders, *peers(case)])
+        for case in benchmark.cases
+    ]
+    served = any(case.group.startswith("server") for case in cases)
+    return replace(
+        benchmark,
+        cases=cases,
+        missing=[*benchmark.missing, *([absent] if absent and served else [])],
+        notes=[*benchmark.notes, *NOTES],
+    )

@@ -14,7 +14,7 @@ from kvwire.cli.bench.fragments import FragmentsSide
 from kvwire.cli.bench.messages import SocketsSide
 from kvwire.cli.bench.pair import Work
 from kvwire.cli.bench.side import Side
-from kvwire.cli.bench.store import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork
+from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork
 from kvwire.store.namespace import DIGEST_BYTES
 
 # What a store server is asked for each hash, and what it answers.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvwire.cli.bench.side import Bytes, Side, require_same
-from kvwire.cli.bench.store import (
+from kvwire.cli.bench.store_side import (
     COLD_GET,
     FIRST_PUT,
     FLUSHED_PUT,
@@ -26,8 +26,8 @@ from kvwire.cli.bench.store import (
     PUTS,
     SETS,
     StoreWork,
+    drop,
 )
-from kvwire.cli.bench.store_side import drop
 from kvwire.limits import STORE_BATCH_BYTES, STORE_OBJECT_REQUESTS, STORE_TIMEOUT_S
 from kvwire.store.address import TierAddress
 from kvwire.store.tiers.object import bucket_of

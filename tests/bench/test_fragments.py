@@ -1,12 +1,12 @@
-"""Libraries beside ``kvwire bench fragments``.
+"""Libraries beside ``kvwire bench fragments``, and what is aimed at beside them.
 
 Peers are whatever is installed here; each that is not says why its test is skipped.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,45 +17,32 @@ import pytest
 from kvwire.cli.bench.fragments import (
     LEFT,
     RIGHT,
-    FragmentsChoice,
     FragmentWork,
     Pool,
     fragments,
+    work_of,
 )
 from kvwire.cli.bench.pair import BenchError, Contender, SideProcess
+from kvwire.cli.bench.turns import Case
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from tests.bench import iperf3
 from tests.bench.__main__ import app
-from tests.bench.fragments import ALL_PEERS, joining
+from tests.bench.fragments import ALL_PEERS, CLAIMS, joining, judge
 from tests.bench.peer import PEERS, interpreters
 from tests.bench.peers.serving import offsets
-from tests.cli.bench.test_fragments import WORKS, does_every_work
+from tests.cli.bench.contenders import Scripted, case, measured
+from tests.cli.bench.test_works import POOL_BYTES, WORKS, does_every_work
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
-
-CHOICE = FragmentsChoice(
-    transports=["tcp"], layer_bytes=[4 * KIB], round_bytes=1 * MIB, loop="asyncio"
-)
 
 
 def test_peers_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fragments", "--peers", "nixl,pigeons"], app) == CALLED_WRONG
     assert "--peers pigeons: there are nixl" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_targets_are_in_the_document(tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    arguments = ["--transport", "tcp", "--peers", "none", "--rounds", "1"]
-    arguments += ["--sizes-kib", "4", "1024", "--round-mib", "2", "--json", str(out)]
-    assert main(["fragments", *arguments], app) == 0
-    targets = json.loads(out.read_text())["targets"]
-    assert [(t["best"], t["verb"]) for t in targets] == [
-        ("kvwire tcp", "push"),
-        ("kvwire tcp", "pull"),
-    ]
+    assert main(["fragments", "--peer-python", "/no/python"], app) == 1
+    assert "/no/python: this is not a Python" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -65,9 +52,8 @@ def test_peers_move_the_same_fragments(name: str) -> None:
     interpreter = peer.interpreter(interpreters(named))
     if interpreter is None:
         pytest.skip(f"{name} is not installed: {peer.install}")
-    pool_bytes = max(work.pool_bytes for work in WORKS)
     for setting in peer.settings:
-        contender = peer.contender(setting, interpreter, pool_bytes)
+        contender = peer.contender(setting, interpreter, POOL_BYTES)
         assert len(does_every_work(contender)) == len(WORKS)
 
 
@@ -99,26 +85,28 @@ def forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Contender:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\n{name}\nVersion: 1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FORGED_STATUS", "0")
-    pool_bytes = max(work.pool_bytes for work in WORKS)
-    return PEERS["mooncake"].contender("", sys.executable, pool_bytes)
+    return PEERS["mooncake"].contender("", sys.executable, POOL_BYTES)
 
 
-def test_bytes_of_a_peer_that_do_not_arrive_are_found(forged: Contender) -> None:
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("0", "what arrived is not what was sent"),
+        ("-1", "a batch of 256 fragments returned -1"),
+    ],
+)
+def test_a_peer_that_does_not_do_its_work_is_found_and_stopped_between_rounds(
+    forged: Contender, monkeypatch: pytest.MonkeyPatch, status: str, said: str
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr(SideProcess, "signal", lambda _, one: signals.append(one))
+    monkeypatch.setenv("FORGED_STATUS", status)
     with forged.start() as pair:
         assert pair.facts == {"mooncake": "1"}
-        with pytest.raises(BenchError, match="what arrived is not what was sent"):
+        assert signals == [signal.SIGSTOP] * 2
+        with pytest.raises(BenchError, match=said):
             pair.check(WORKS[0])
-
-
-def test_a_peer_that_refuses_is_a_failure_with_its_reason(
-    forged: Contender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORGED_STATUS", "-1")
-    with (
-        forged.start() as pair,
-        pytest.raises(BenchError, match="a batch of 256 fragments returned -1"),
-    ):
-        pair.check(WORKS[0])
+    assert signals[2:4] == signals[-2:] == [signal.SIGCONT] * 2
 
 
 def test_a_peer_that_ends_says_why(forged: Contender, tmp_path: Path) -> None:
@@ -137,33 +125,13 @@ def test_peers_have_their_fragments_where_kvwire_has_them(
     assert offsets(asdict(work), side).tolist() == (pool.rows * work.nbytes).tolist()
 
 
-def test_a_peer_is_stopped_while_it_is_not_its_turn(
-    forged: Contender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    pause, resume = SideProcess.pause, SideProcess.resume
-
-    def paused(side: SideProcess) -> None:
-        said.append("pause")
-        pause(side)
-
-    def resumed(side: SideProcess) -> None:
-        said.append("resume")
-        resume(side)
-
-    monkeypatch.setattr(SideProcess, "pause", paused)
-    monkeypatch.setattr(SideProcess, "resume", resumed)
-    with forged.start() as pair:
-        pair.round(WORKS[0])
-    assert said == [*["pause"] * 2, *["resume"] * 2] * 2
-
-
 def test_what_is_not_installed_is_named_with_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("tests.bench.peer._has", lambda *_: False)
-    found = fragments(CHOICE, joining(ALL_PEERS, [sys.executable]))
+    join = joining(ALL_PEERS, [sys.executable])
+    found = join(fragments(["tcp"], WORKS, "asyncio"))
     names = [absent.name for absent in found.missing]
     assert names == [*PEERS, "iperf3"]
     assert all("install" in absent.remedy for absent in found.missing)
@@ -172,6 +140,32 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(
     assert set(names) == {"kvwire tcp", "memcpy"}
 
 
-def test_a_peer_python_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fragments", "--peer-python", "/no/python"], app) == 1
-    assert "/no/python: this is not a Python" in capsys.readouterr().err
+# --- what is aimed at -----------------------------------------------------------------
+
+
+def row(rates: dict[str, float], size: int, across: bool = False) -> Case:
+    """GB/s of everybody in one case."""
+    work = work_of("push", size, cross_layer=across, round_bytes=MIB)
+    everybody = [Scripted(name, [[rate * 1e9]]) for name, rate in rates.items()]
+    return case(*everybody, work=work)
+
+
+def test_targets_are_judged_by_medians_of_caches_with_a_tensor_a_layer() -> None:
+    """The best is the fastest of those that took part; no others are judged."""
+    found = measured(
+        row({"kvwire tcp": 3.0, "nixl tcp": 0.5, "iperf3": 0.25}, 4 * KIB),
+        row({"kvwire tcp": 4.0, "nixl tcp": 2.0, "iperf3": 5.0}, MIB),
+        row({"kvwire tcp": 3.6, "nixl tcp": 2.5}, 4 * KIB, across=True),
+        rounds=2,
+    )
+    verdicts = {
+        (v.claim.target, v.best): (round(v.ratio, 3), v.met) for v in judge(found)
+    }
+    assert verdicts == {
+        (1.0, "iperf3"): (0.8, False),
+        (5.0, "nixl tcp"): (6.0, True),
+        (0.6, "kvwire tcp"): (0.75, True),
+    }
+    for alone in ({"kvwire tcp": 3.0}, {"nixl tcp": 3.0}):
+        assert list(judge(measured(row(alone, 4 * KIB)))) == []
+    assert {claim.layer_bytes for claim in CLAIMS} == {4 * KIB, MIB}

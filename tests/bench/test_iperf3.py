@@ -6,61 +6,62 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvwire import KVWireError
-from kvwire.cli.bench.messages import messages
 from kvwire.cli.bench.pair import BenchError, Work
 from kvwire.cli.bench.side import HOST
+from kvwire.cli.bench.turns import MICROSECONDS
 from kvwire.limits import GIB, MIB
 from tests.bench import iperf3
+from tests.cli.bench.contenders import Scripted, benchmark, case
 
-REPORT = {
-    "end": {
-        "sum_received": {"bytes": 2 * GIB, "seconds": 0.5},
-        "cpu_utilization_percent": {"host_total": 90.0, "remote_total": 60.0},
+
+def report(nbytes: int) -> dict[str, Any]:
+    return {
+        "end": {
+            "sum_received": {"bytes": nbytes, "seconds": 0.5},
+            "cpu_utilization_percent": {"host_total": 90.0, "remote_total": 60.0},
+        }
     }
-}
 
 
 def test_a_report_is_read() -> None:
     # 150 % of half a second.
     expected = {"values": [4 * GIB], "moved_bytes": 2 * GIB, "cpu_s": 0.75}
-    assert iperf3.read_report(json.dumps(REPORT)) == expected
+    assert iperf3.read_report(json.dumps(report(2 * GIB))) == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "not json", "{}", "[]", '{"end": {}}', '{"end": null}']
+    ("text", "said"),
+    [
+        ("", "no report"),
+        ("{}", "no report"),
+        ('{"end": null}', "no report"),
+        ('{"error": "server busy"}', "iperf3: server busy"),
+        (json.dumps(report(0)), "nothing was received"),
+    ],
 )
-def test_no_report_is_an_error(text: str) -> None:
-    with pytest.raises(KVWireError, match="no report"):
+def test_what_is_no_report_is_an_error(text: str, said: str) -> None:
+    with pytest.raises(KVWireError, match=said):
         iperf3.read_report(text)
 
 
-def test_a_report_of_nothing_is_an_error() -> None:
-    report = {"end": {**REPORT["end"], "sum_received": {"bytes": 0, "seconds": 0.5}}}
-    with pytest.raises(KVWireError, match="nothing was received"):
-        iperf3.read_report(json.dumps(report))
-
-
-def test_what_iperf3_complains_about_is_passed_on() -> None:
-    with pytest.raises(KVWireError, match="iperf3: server busy"):
-        iperf3.read_report('{"error": "server busy"}')
-
-
-def test_if_it_is_missing_the_remedy_is_known(
+def test_it_stands_beside_rates_or_is_named_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    ours = Scripted("kvwire")
+    whole = benchmark(case(ours, unit=MICROSECONDS), case(ours))
+    monkeypatch.setattr(iperf3, "missing", lambda: None)
+    cases = iperf3.beside(whole).cases
+    names = [[one.name for one in case.contenders] for case in cases]
+    assert names == [["kvwire"], ["kvwire", "iperf3"]]
+    monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
-    absent = iperf3.missing()
-    assert absent is not None
+    (absent,) = iperf3.beside(whole).missing
     assert "apt-get install iperf3" in absent.remedy
-
-
-def test_a_server_that_does_not_start_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     fake = tmp_path / "iperf3"
     fake.write_text("#!/bin/sh\necho cannot bind\n")
     fake.chmod(0o755)
@@ -91,22 +92,3 @@ def test_the_real_one(verb: str) -> None:
     assert sample.moved_bytes >= MIB
     assert sample.values[0] > 0
     assert sum(sample.cpu_s) > 0
-
-
-def test_it_stands_beside_messages_or_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(iperf3, "missing", lambda: None)
-    found = messages(
-        transport="tcp", loop="uvloop", round_bytes=1, others=iperf3.installed()
-    )
-    assert [peer.name for peer in found.cases[1].contenders[1:]] == [
-        "bare sockets",
-        "iperf3",
-    ]
-    monkeypatch.undo()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    others = iperf3.installed()
-    found = messages(transport="tcp", loop="uvloop", round_bytes=1, others=others)
-    assert [absent.name for absent in found.missing] == ["iperf3"]
-    assert [peer.name for peer in found.cases[1].contenders[1:]] == ["bare sockets"]

@@ -1,55 +1,208 @@
-"""Who stands beside the tiers of a store."""
+"""Those who stand beside a store move the same bytes, and are found out otherwise."""
 
 from __future__ import annotations
 
-import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kvwire.cli.bench.store import store
-from kvwire.cli.main import main
-from tests.bench.__main__ import app
+from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.side import HOST, JoinedSide
+from kvwire.cli.bench.store import benchmark
+from kvwire.cli.bench.store_side import (
+    FIRST_PUT,
+    FLUSHED_PUT,
+    GET,
+    LOOKUPS,
+    MATCH,
+    ONE,
+    PUT,
+    SETS,
+    TIERS,
+    StoreWork,
+    work_of,
+)
+from kvwire.limits import MIB
+from tests.bench import redis
+from tests.bench.redis import PROGRAM, RedisSide
 from tests.bench.store import beside
-from tests.cli.bench.test_store import choice
+from tests.bench.store_pairs import BlockSocketsSide, TransferSide
+from tests.bench.store_peers import CopySide, DictSide, FileSide, ObjectSide, PeerSide
 
-BESIDE = {
-    "memory 64 KiB put": {"memcpy"},
-    "memory 4 KiB match": {"dict"},
-    "disk 64 KiB put": {"file", "memcpy"},
-    "disk 64 KiB put, flushed": {"file"},
-    "server over tcp 64 KiB get": {"transfer tcp", "sockets"},
-    "server over tcp 4 KiB match": {"sockets"},
-    "object 64 KiB get of one": {"obstore"},
+pytestmark = pytest.mark.timeout(120)
+
+HAS_OBSTORE = find_spec("obstore") is not None
+if HAS_OBSTORE:
+    import obstore.store
+
+    # Its threads start with the first request of a process, and stay.
+    obstore.put(obstore.store.MemoryStore(), "first", b"")
+
+MADE: dict[str, type[PeerSide]] = {
+    "memcpy": CopySide,
+    "file": FileSide,
+    "obstore": ObjectSide,
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_everybody_is_measured(tmp_path: Path) -> None:
-    """One round; whoever stands beside a tier has moved the same bytes."""
-    pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
-    out = tmp_path / "found.json"
-    arguments = ["--blocks", "small", "--rounds", "1", "--round-mib", "4"]
-    arguments += ["--transport", "tcp", "--json", str(out)]
-    assert main(["store", *arguments, "--directory", str(tmp_path)], app) == 0
-    cases = json.loads(out.read_text())["cases"]
-    assert not [case["failures"] for case in cases if case["failures"]]
-    found = {
-        f"{case['group']} {case['name']}": set(case["contenders"]) for case in cases
-    }
-    for name, others in BESIDE.items():
-        ours = {who for who in found[name] if who.startswith("kvwire ")}
-        assert len(ours) == 1
-        assert found[name] - ours - {"redis"} == others
+def work(verb: str, shape: str = "small") -> StoreWork:
+    return work_of("any", verb, shape, 4 * MIB)
 
 
-def test_both_transports_to_a_server_stand_beside_one_pair_of_sockets(
-    tmp_path: Path,
+@pytest.mark.skipif(not HAS_OBSTORE, reason="needs obstore: pip install obstore")
+def test_each_stands_beside_the_tiers_that_do_the_same_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = choice(tmp_path, tiers=["server"], transports=["tcp", "local"])
-    found = store(chosen, beside(chosen))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ours = benchmark(list(TIERS), ["tcp"], ["small"], tmp_path, 4 * MIB, "asyncio")
+    found = beside(ours)
+    assert [(m.name, m.remedy) for m in found.missing] == [(PROGRAM, redis.INSTALL)]
+    others = {
+        f"{case.group} {case.name}": [one.name for one in case.contenders[1:]]
+        for case in found.cases
+    }
+    for name, expected in {
+        "memory 64 KiB put": ["memcpy"],
+        "memory 4 KiB match": ["dict"],
+        "disk 64 KiB put": ["memcpy", "file"],
+        "disk 64 KiB put, flushed": ["file"],
+        "disk 4 KiB match": [],
+        "server over tcp 64 KiB get": ["transfer tcp", "sockets"],
+        "server over tcp 4 KiB match": ["sockets"],
+        "object 64 KiB get of one": ["obstore"],
+    }.items():
+        assert others[name] == expected
+    # Everybody has processes once, whatever they stand beside.
     everybody = {one for case in found.cases for one in case.contenders}
-    names = [contender.name for contender in everybody]
-    assert names.count("sockets") == 1
-    assert {"transfer tcp", "transfer local"} < set(names)
+    assert len(everybody) == len({one.name for one in everybody})
+
+
+@pytest.mark.parametrize("name", MADE)
+async def test_they_do_every_work(name: str, tmp_path: Path) -> None:
+    if name == "obstore" and not HAS_OBSTORE:
+        pytest.skip("obstore is not installed: pip install obstore")
+    peer = MADE[name]({"place": str(tmp_path)})
+    await peer.connect(None)
+    try:
+        for verb in (PUT, FIRST_PUT, FLUSHED_PUT, GET, ONE):
+            # An object for each block: few.
+            done = work(verb, "large" if name == "obstore" else "small")
+            await peer.use(done, None)
+            await peer.fill(done)
+            for _ in range(SETS + 1):
+                await peer.use(done, None)
+                values = (await peer.drive(done))["values"]
+                assert len(values) == (done.count if verb == ONE else 1)
+                await peer.verify(done)
+        if name == "file":
+            nbytes = (tmp_path / f"{done.nbytes}").stat().st_size
+            assert nbytes == SETS * done.set_bytes  # as a disk tier has
+        peer.flat(done).want[peer.flat(done).blocks(done)[-1]] ^= 1
+        with pytest.raises(RuntimeError, match="are not the bytes that were put"):
+            await peer.verify(done)
+    finally:
+        await peer.close()
+
+
+async def test_a_dict_finds_its_hashes() -> None:
+    table, done = DictSide({}), work(MATCH)
+    await table.use(done, None)
+    assert len((await table.drive(done))["values"]) == LOOKUPS
+
+
+@pytest.mark.parametrize("verb", [PUT, GET, ONE])
+async def test_transfers_do_every_work(verb: str) -> None:
+    done = work(verb)
+    options = {"transport": "tcp", "pool_bytes": str(done.transfer.pool_bytes)}
+    both = JoinedSide(TransferSide(options), TransferSide(options))
+    try:
+        await both.connect(None)
+        await both.use(done, None)
+        await both.fill(done)
+        found = await both.drive(done)
+        await both.digest(done)
+        assert len(found["values"]) == (done.count if verb == ONE else 1)
+        assert min(found["values"]) > 0
+    finally:
+        await both.close()
+
+
+def does_every_work(contender: Contender) -> bool:
+    with contender.start() as pair:
+        for verb in (PUT, GET, ONE, MATCH, PUT):
+            done = work(verb)
+            pair.check(done)
+            sample = pair.round(done)
+            expected = {ONE: done.count, MATCH: LOOKUPS}.get(verb, 1)
+            assert len(sample.values) == expected
+            assert min(sample.values) > 0
+            assert sum(sample.cpu_s) > 0
+    return True
+
+
+@pytest.mark.usefixtures("threads")
+def test_sockets_do_every_work() -> None:
+    """Each on a thread: they block their loops, which is why they are processes."""
+    assert does_every_work(Contender("sockets", BlockSocketsSide))
+
+
+def test_redis_does_every_work() -> None:
+    absent = redis.missing()
+    if absent is not None:
+        pytest.skip(f"{absent.name} is not installed: {absent.remedy}")
+    assert does_every_work(Contender("redis", RedisSide, alone=True))
+
+
+def test_a_redis_that_does_not_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / PROGRAM
+    program.write_text("#!/bin/sh\necho no room\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(BenchError, match="redis-server ended: no room"):
+        Contender("redis", RedisSide, alone=True).start()
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[int]:
+    """A server of one connection that answers this to whatever it is asked."""
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1024)
+            connection.sendall(answer)
+
+    with socket.create_server((HOST, 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"$-1\r\n-ERR\r\n", r"redis answers b'\$-1.* instead of b'\$65536"),
+        (b"$65", "redis has ended the connection"),
+    ],
+)
+async def test_a_block_that_redis_does_not_have_is_an_error(
+    answer: bytes, said: str
+) -> None:
+    with answering(answer) as port:
+        peer = RedisSide({})
+        peer._socket = socket.create_connection((HOST, port))
+        try:
+            done = work(ONE)
+            with pytest.raises((RuntimeError, ConnectionError), match=said):
+                await peer.get_one(done, peer.flat(done), 0)
+        finally:
+            await peer.close()

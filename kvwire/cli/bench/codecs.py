@@ -8,7 +8,7 @@ goes on from there, by itself and along the text.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -47,14 +47,10 @@ TEXTS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecWork(Work):
-    """Images of a set through a codec; ``verb`` says which way.
-
-    Attributes:
-        codec: Its name; empty for a copy.
-        images: The name of the set.
-    """
+    """Images of a set through a codec; ``verb`` says which way."""
 
     codec: str
+    # The name of the set.
     images: str
 
 
@@ -73,13 +69,9 @@ class CodecSide(Side[CodecWork]):
             DECODE: lambda at: decode_entry(
                 entries[at, : sizes[at]], form, into[at], work.codec
             ),
+            "copy": lambda at: np.copyto(into[at], images[at]),
         }
-        job = jobs[work.verb]
-        if "copy" in self.options:
-
-            def job(at: int) -> None:
-                into[at] = images[at]
-
+        job = jobs["copy" if "copy" in self.options else work.verb]
         into[:] = 1  # its pages are there
         began, cpu = time.perf_counter(), time.thread_time()
         for at in rows:
@@ -89,61 +81,17 @@ class CodecSide(Side[CodecWork]):
 
 
 class CodecFinding(NamedTuple):
-    """Says what a codec saves of the demo's KV, and what the model loses by it.
+    """Says what a codec saves of the demo's KV, and what the model loses by it."""
 
-    Attributes:
-        ratios: Bytes of the entries by those of the images, by set.
-        error: Root of the mean square, by that of the numbers.
-        perplexity: Of the text behind the prompts.
-        differing: Tokens that the model says otherwise, of ``said``.
-        said: Tokens that it says by itself.
-    """
-
+    # Bytes of the entries by those of the images, by set.
     ratios: dict[str, float]
+    # Root of the mean square, by that of the numbers.
     error: float
+    # Of the text behind the prompts.
     perplexity: float
+    # Tokens that the model says otherwise, of those that it says by itself.
     differing: int
     said: int
-
-
-def codecs(names: Sequence[str]) -> Benchmark:
-    """Make the benchmark.
-
-    Raises:
-        UsageError: There is no such codec.
-        ModuleNotFoundError: A library is missing; with the command to install it.
-    """
-    for name in names:
-        codec_named(name).require()
-    # Each a process, for all cases.
-    sides = (
-        Contender("kvwire", CodecSide, alone=True),
-        Contender("memcpy", CodecSide, alone=True, copy=1),
-    )
-    cases = []
-    for images in SETS:
-        found, form = images_of(images)
-        for name in names:
-            for verb in (ENCODE, DECODE):
-                work = CodecWork(
-                    verb=verb,
-                    nbytes=form.nbytes,
-                    count=len(found),
-                    codec=name,
-                    images=images,
-                )
-                title = f"{images}, {size_name(form.nbytes)}"
-                cases.append(
-                    Case(
-                        name=f"{name} {verb}",
-                        work=work,
-                        unit=GIGABYTES_PER_SECOND,
-                        contenders=sides,
-                        group=title,
-                    )
-                )
-    notes = ["One thread; bfloat16. Rates are of the images' bytes."]
-    return Benchmark(name="codecs", cases=cases, notes=notes)
 
 
 @cache
@@ -202,7 +150,7 @@ def through(name: str, exact: Floats) -> Floats:
     return np.moveaxis(blocks, 0, 2).reshape(exact.shape)
 
 
-def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) -> None:
+def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) -> int:
     """What codecs of KV blocks save, what they cost, and what a model loses by them.
 
     The KV is that of the demo's model, which knows its book by heart; and numbers of a
@@ -215,14 +163,38 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
         common: Options of every benchmark.
     """
     names = list(CODECS) if codec == "all" else codec.split(",")
-    benchmark = codecs(names)
+    for name in names:
+        codec_named(name).require()
     found = {name: measured(name) for name in ("", *names)}
-    common.run(
-        benchmark,
-        {"codec": names, "rounds": rounds},
+    # Each a process, for all cases.
+    ours = Contender("kvwire", CodecSide, alone=True)
+    memcpy = Contender("memcpy", CodecSide, alone=True, options={"copy": 1})
+    forms = {images: images_of(images) for images in SETS}
+    benchmark = Benchmark(
+        name="codecs",
+        cases=[
+            Case(
+                name=f"{name} {verb}",
+                work=CodecWork(
+                    verb=verb,
+                    nbytes=form.nbytes,
+                    count=len(rows),
+                    codec=name,
+                    images=images,
+                ),
+                unit=GIGABYTES_PER_SECOND,
+                contenders=[ours, memcpy],
+                group=f"{images}, {size_name(form.nbytes)}",
+            )
+            for images, (rows, form) in forms.items()
+            for name in names
+            for verb in (ENCODE, DECODE)
+        ],
+        notes=["One thread; bfloat16. Rates are of the images' bytes."],
         below=lambda _: [_table(found)],
         more=lambda _: {"codecs": {n: f._asdict() for n, f in found.items()}},
     )
+    return common.run(benchmark, codec=names, rounds=rounds)
 
 
 def _table(found: Mapping[str, CodecFinding]) -> Table:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -48,12 +48,7 @@ from kvwire.cli.bench.side import (
     paged,
     require_same,
 )
-from kvwire.cli.bench.turns import (
-    GIGABYTES_PER_SECOND,
-    Benchmark,
-    Case,
-    Missing,
-)
+from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case, Missing
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena
 from kvwire.types import MemoryKind
@@ -90,15 +85,11 @@ Kibibytes = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FragmentWork(Work):
-    """``count`` fragments of ``nbytes`` bytes; ``verb`` is ``"push"`` or ``"pull"``.
-
-    Attributes:
-        layers: Layers of the cache.
-        cross_layer: A block has all layers side by side, so that it is one fragment;
-            otherwise each layer of a block is one.
-    """
+    """``count`` fragments of ``nbytes`` bytes; ``verb`` is ``"push"`` or ``"pull"``."""
 
     layers: int
+    # A block has all layers side by side, so that it is one fragment; otherwise each
+    # layer of a block is one.
     cross_layer: bool = False
 
     @property
@@ -280,42 +271,6 @@ class MemcpySide(Side[FragmentWork]):
 # --- who takes part -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FragmentsChoice:
-    """What the user wants to see; layouts are true for blocks across layers."""
-
-    transports: Sequence[str]
-    layer_bytes: Sequence[int]
-    verbs: Sequence[str] = VERBS
-    layouts: Sequence[bool] = (False, True)
-    round_bytes: int
-    loop: str
-
-    @property
-    def works(self) -> list[FragmentWork]:
-        """Everything that is moved."""
-        return [
-            work_of(verb, nbytes, cross_layer=cross, round_bytes=self.round_bytes)
-            for nbytes in sorted(set(self.layer_bytes))
-            for cross in self.layouts
-            for verb in self.verbs
-            if not cross or nbytes <= CROSS_LAYER_BYTES_MAX
-        ]
-
-
-@dataclass(slots=True)
-class Team:
-    """Who takes part, by wire, and who could not."""
-
-    by_wire: dict[str, list[Contender]] = field(
-        default_factory=lambda: {wire: [] for wire in WIRES}
-    )
-    missing: list[Missing] = field(default_factory=list)
-
-
-Join = Callable[[Team, int], None]
-
-
 def why_not(transport: str) -> str:
     """Why a backend that is installed cannot take part here; "" if it can."""
     found = registry.availability(transport)
@@ -329,101 +284,92 @@ def why_not(transport: str) -> str:
     return ""
 
 
-def fragments(choice: FragmentsChoice, join: Join | None = None) -> Benchmark:
-    """Make the benchmark.
+def contenders(
+    transport: str, options: Mapping[str, object]
+) -> Iterator[tuple[str, Contender]]:
+    """Yield the ways of a transport, and the wire of each."""
+    name, options = f"kvwire {transport}", {"transport": transport, **options}
 
-    Args:
-        choice: What the user wants to see.
-        join: Adds those who stand beside kvwire to the team; the number is that of
-            bytes of the largest pool.
+    def side(
+        more: str = "", environment: Mapping[str, str] | None = None, **given: str
+    ) -> Contender:
+        return Contender(
+            name + more,
+            InprocSide if transport == "inproc" else FragmentsSide,
+            alone=transport == "inproc",
+            ours=True,
+            options={**options, **given},
+            environment=environment or {},
+        )
 
-    Raises:
-        UsageError: A transport that nobody knows.
-    """
-    works = choice.works
-    pool_bytes = max(work.pool_bytes for work in works)
-    team = Team()
-    for transport in choice.transports:
-        _add_transport(team, transport, choice.loop, pool_bytes)
-    if join is not None:
-        join(team, pool_bytes)
-    team.by_wire[SAME_HOST].append(
-        Contender(
-            MEMCPY,
-            MemcpySide,
-            alone=True,
-            streams=True,
-            note="memcpy is one copy of bytes side by side.",
-            pool_bytes=pool_bytes,
-        )
-    )
-    cases = [
-        Case(
-            name=f"{size_name(work.layer_bytes)} {work.verb}, {work.layout}",
-            work=work,
-            unit=GIGABYTES_PER_SECOND,
-            contenders=contenders,
-            group=wire,
-            essential=False,
-        )
-        for work in works
-        for wire in WIRES
-        # Bytes side by side have no layout: they are measured once.
-        if (
-            contenders := [
-                one
-                for one in team.by_wire[wire]
-                if not (work.cross_layer and one.streams)
-            ]
-        )
+    if transport in ("ucx", "nixl"):
+        yield TCP, side(" tcp", UCX["tcp"])
+        yield SAME_HOST, side(" shm", UCX["shm"])
+    else:
+        yield TCP if transport == "tcp" else SAME_HOST, side()
+    if transport == "ucx":
+        yield SAME_HOST, side(" one-sided", {**UCX["shm"], **ONE_SIDED})
+    if transport == "local":
+        yield SAME_HOST, side(f" {ARENA}", memory=ARENA)
+
+
+def fragments(
+    transports: Sequence[str], works: Sequence[FragmentWork], loop: str
+) -> Benchmark:
+    """Make the benchmark, with those of the transports that can run here."""
+    require_known(transports, processes=False)
+    reasons = {transport: why_not(transport) for transport in transports}
+    pool = {"pool_bytes": max(work.pool_bytes for work in works)}
+    team = [
+        one
+        for transport in transports
+        if not reasons[transport]
+        for one in contenders(transport, {"loop": loop, **pool})
     ]
-    notes = [one.note for wire in WIRES for one in team.by_wire[wire] if one.note]
-    return Benchmark(
+    note = "memcpy is one copy of bytes side by side."
+    memcpy = Contender(
+        MEMCPY, MemcpySide, alone=True, streams=True, note=note, options=pool
+    )
+    benchmark = Benchmark(
         name="fragments",
-        cases=cases,
-        missing=team.missing,
+        cases=[
+            Case(
+                name=f"{size_name(work.layer_bytes)} {work.verb}, {work.layout}",
+                work=work,
+                unit=GIGABYTES_PER_SECOND,
+                contenders=(),
+                group=wire,
+            )
+            for work in works
+            for wire in WIRES
+        ],
+        missing=[
+            Missing(f"kvwire {name}", reason, "cannot run here")
+            for name, reason in reasons.items()
+            if reason
+        ],
         notes=[
-            "CPU seconds are of both sides. Of these only kvwire checks what it moves.",
-            *dict.fromkeys(notes),
+            "CPU seconds are of both sides. Of these only kvwire checks what it moves."
         ],
     )
+    return joined(benchmark, [*team, (SAME_HOST, memcpy)])
 
 
-def _add_transport(team: Team, transport: str, loop: str, pool_bytes: int) -> None:
-    options: dict[str, Any] = {"transport": transport, "loop": loop}
-    options |= {"pool_bytes": pool_bytes, "ours": True}
-    name = f"kvwire {transport}"
-    require_known([transport], processes=False)
-    reason = why_not(transport)
-    if reason:
-        team.missing.append(Missing(name, reason, "cannot run here"))
-        return
-    tcp, same_host = team.by_wire[TCP], team.by_wire[SAME_HOST]
-    if transport == "inproc":
-        same_host.append(Contender(name, InprocSide, alone=True, **options))
-    elif transport in ("ucx", "nixl"):
-        for wire, found in (("tcp", tcp), ("shm", same_host)):
-            one = Contender(
-                f"{name} {wire}", FragmentsSide, environment=UCX[wire], **options
-            )
-            found.append(one)
-        if transport == "nixl":
-            return
-        environment = {**UCX["shm"], **ONE_SIDED}
-        one_sided = Contender(
-            f"{name} one-sided", FragmentsSide, environment=environment, **options
-        )
-        same_host.append(one_sided)
-    else:
-        found = tcp if transport == "tcp" else same_host
-        found.append(Contender(name, FragmentsSide, **options))
-    if transport == "local":
-        same_host.append(
-            Contender(f"{name} {ARENA}", FragmentsSide, memory=ARENA, **options)
-        )
+def joined(benchmark: Benchmark, team: Sequence[tuple[str, Contender]]) -> Benchmark:
+    """Have these take part too, each at its wire; a case that nobody does is left out.
 
-
-# --- the command ----------------------------------------------------------------------
+    Bytes side by side have no layout: they are measured once.
+    """
+    cases = []
+    for case in benchmark.cases:
+        beside = [
+            one
+            for wire, one in team
+            if wire == case.group and not (case.work.cross_layer and one.streams)
+        ]
+        cases.append(replace(case, contenders=[*case.contenders, *beside]))
+    notes = dict.fromkeys([*benchmark.notes, *(one.note for _, one in team)])
+    return replace(benchmark, cases=cases, notes=[*filter(None, notes)])
 
 
 def command(
@@ -433,8 +379,6 @@ def command(
     verb: Literal["push", "pull", "both"] = "both",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
     round_mib: Mebibytes = 64,
-    join: Annotated[Join | None, Parameter(parse=False)] = None,
-    shown: Annotated[Mapping[str, Any] | None, Parameter(parse=False)] = None,
     rounds: Rounds = 5,
     common: Common = COMMON,
 ) -> int:
@@ -449,32 +393,26 @@ def command(
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
             KiB a layer.
         round_mib: MiB that each moves in a round.
-        join: Adds who stands beside kvwire; no option of the command.
-        shown: More of it, for ``report.run``; no option of the command.
         rounds: How often everybody does their work; more rounds, firmer medians.
         common: Options of every benchmark.
-
-    Returns:
-        1 if a transport of kvwire that was asked for by name failed.
     """
+    transports = registered() if transport == "all" else transport.split(",")
     layouts = {"per-layer": (False,), "cross-layer": (True,), "both": (False, True)}
-    choice = FragmentsChoice(
-        transports=registered() if transport == "all" else transport.split(","),
-        layer_bytes=[kib * KIB for kib in sizes_kib],
-        verbs=VERBS if verb == "both" else (verb,),
-        layouts=layouts[layout],
-        round_bytes=round_mib * MIB,
-        loop=common.loop,
+    works = [
+        work_of(one, kib * KIB, cross_layer=cross, round_bytes=round_mib * MIB)
+        for kib in sorted(set(sizes_kib))
+        for cross in layouts[layout]
+        for one in (VERBS if verb == "both" else (verb,))
+        if not cross or kib * KIB <= CROSS_LAYER_BYTES_MAX
+    ]
+    if not works:
+        raise kvwire.UsageError("--layout cross-layer is for sizes of up to 64 KiB")
+    benchmark = fragments(transports, works, common.loop)
+    failed = common.run(
+        benchmark,
+        transport=transports,
+        sizes_kib=list(sizes_kib),
+        rounds=rounds,
+        round_mib=round_mib,
     )
-    benchmark = fragments(choice, join)
-    settings: dict[str, Any] = {
-        "transport": list(choice.transports),
-        "sizes_kib": list(sizes_kib),
-        "rounds": rounds,
-        "round_mib": round_mib,
-    }
-    found = common.run(benchmark, settings, **(shown or {}))
-    failed = any(
-        one.ours and one.name in f.failures for f in found for one in f.case.contenders
-    )
-    return int(transport != "all" and (failed or bool(benchmark.missing)))
+    return failed or int(transport != "all" and bool(benchmark.missing))

@@ -11,8 +11,10 @@ block is 64 KiB in 16 layers, so everything travels in fragments of 4 KiB.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final
 
@@ -24,17 +26,17 @@ from rich.text import Text
 
 import kvwire
 from kvwire.cli.bench import report
-from kvwire.cli.bench.pair import Contender, Sample, Work
-from kvwire.cli.bench.report import (
-    COMMON,
-    Common,
+from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds, size_name
+from kvwire.cli.bench.side import HOST, End, Side, digest, fill, mark_all, over, paged
+from kvwire.cli.bench.turns import (
+    MILLISECONDS,
+    Benchmark,
+    Case,
+    CaseResult,
     Findings,
-    Mebibytes,
-    Rounds,
-    size_name,
+    part_of,
 )
-from kvwire.cli.bench.side import HOST, Side, digest, fill, mark_all, over, paged
-from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Samples
 from kvwire.limits import KIB, MIB
 
 LAYERS: Final = 16
@@ -70,12 +72,8 @@ class ManyWork(Work):
     * ``at once``: all of them begin together, spread over all connections; ``nbytes``
       is the size of the largest;
     * ``one by one``: each of ``nbytes``, begun when the one before is over;
-    * ``beside``: likewise, and on the same connection others are always under way.
-
-    Attributes:
-        others: How many others there are.
-        other_bytes: Of each.
-        priority: Of those that are timed; that of the others is 0.
+    * ``beside``: likewise, and on the same connection ``others`` are always under way,
+      whose priority is 0.
     """
 
     others: int = 0
@@ -105,10 +103,9 @@ class ManyWork(Work):
         return self.sizes() if self.verb == AT_ONCE else [self.nbytes]
 
     def shares(self, *, publishes: bool) -> tuple[int, list[list[int]]]:
-        """Name the blocks that one side needs, and which transfer has which.
+        """Count the blocks that one side needs, and say which transfer has which.
 
-        Args:
-            publishes: The others have one share, instead of one each.
+        At the side that ``publishes`` the others have one share, instead of one each.
         """
         counts = [1, self.others] if publishes and self.others else [self.others, 1]
         sizes = self.distinct + [self.other_bytes] * counts[0]
@@ -134,7 +131,7 @@ class ManySide(Side[ManyWork]):
         # Whose blocks are which: those that are timed, then the others beside.
         self.shares: list[list[int]] = []
         self.memory = np.zeros(0, np.uint8)
-        # Ids are never used twice.
+        # Of rounds: ids are never used twice.
         self._number = 0
 
     async def listen(self) -> list[str]:
@@ -171,6 +168,52 @@ class ManySide(Side[ManyWork]):
         layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
         return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))
 
+    async def drive(self, work: ManyWork) -> dict[str, Any]:
+        """``values`` are seconds of each transfer, in their order."""
+        first, control, clock = self._next(), self._connections[0], time.perf_counter
+        await control.recv(_GO)
+
+        async def pulled(
+            id: str, blocks: Sequence[int], at: int, priority: int
+        ) -> float:
+            began = clock()
+            await over(self._pull(f"{first}-{id}", blocks, at=at, priority=priority))
+            return clock() - began
+
+        if work.verb == AT_ONCE:
+            each = (
+                pulled(f"{i}", blocks, i, 0) for i, blocks in enumerate(self.shares)
+            )
+            return {"values": await asyncio.gather(*each)}
+        own, *others = self.shares
+        async with self._beside(f"{first}-other", others, self._pull):
+            values = [
+                await pulled(f"{i}", own, 0, work.priority) for i in range(work.count)
+            ]
+            await control.send(_STOP, b"")
+        return {"values": values}
+
+    async def serve(self, work: ManyWork) -> dict[str, Any]:
+        first, control = self._next(), self._connections[0]
+        if work.verb == AT_ONCE:
+            shares = enumerate(self.shares)
+            published = [self._offer(f"{first}-{i}", b, at=i) for i, b in shares]
+            await control.send(_GO, b"")
+            await asyncio.gather(*map(over, published))
+            return {}
+        own, *others = self.shares
+        async with self._beside(f"{first}-other", others, self._offer):
+            ids = [f"{first}-{number}" for number in range(work.count)]
+            ahead = [self._offer(id, own) for id in ids[:_AHEAD]]
+            await control.send(_GO, b"")
+            for id in ids[_AHEAD:]:
+                await over(ahead.pop(0))
+                ahead.append(self._offer(id, own))
+            for outgoing in ahead:
+                await over(outgoing)
+            await control.recv(_STOP)
+        return {}
+
     async def close(self) -> None:
         for communicator in self._communicators:
             communicator.abort()
@@ -202,191 +245,55 @@ class ManySide(Side[ManyWork]):
         self._number += 1
         return self._number
 
-    # --- left -------------------------------------------------------------------------
+    def _pull(
+        self, id: str, blocks: Sequence[int], *, at: int = 0, priority: int = 0
+    ) -> kvwire.Incoming:
+        connection = self._connections[at % len(self._connections)]
+        return connection.pull(id, self._cache, blocks, priority=priority)
 
-    async def drive(self, work: ManyWork) -> dict[str, Any]:
-        """``values`` are seconds of each transfer, in their order."""
-        first, control = self._next(), self._connections[0]
-        await control.recv(_GO)
-        if work.verb == AT_ONCE:
-            began = time.perf_counter()
-            pulls = [
-                self._pull(f"{first}-{i}", blocks, began, index=i)
-                for i, blocks in enumerate(self.shares)
-            ]
-            return {"values": await asyncio.gather(*pulls)}
-        own, *others = self.shares
-        stop = asyncio.Event()
-        values = []
-        async with asyncio.TaskGroup() as group:
-            for index, blocks in enumerate(others):
-                group.create_task(self._keep_pulling(first, index, blocks, stop))
-            for i in range(work.count):
-                began, id = time.perf_counter(), f"{first}-{i}"
-                took_s = await self._pull(id, own, began, priority=work.priority)
-                values.append(took_s)
-            stop.set()
-            if others:
-                await control.send(_STOP, b"")
-        return {"values": values}
-
-    async def _pull(
-        self,
-        id: str,
-        blocks: Sequence[int],
-        began: float,
-        *,
-        index: int = 0,
-        priority: int = 0,
-    ) -> float:
-        connection = self._connections[index % len(self._connections)]
-        await over(connection.pull(id, self._cache, blocks, priority=priority))
-        return time.perf_counter() - began
-
-    async def _keep_pulling(
-        self, first: int, index: int, blocks: Sequence[int], stop: asyncio.Event
-    ) -> None:
-        """One after the other; the last is given up when it is not needed any more."""
-        number = 0
-        stopped = asyncio.ensure_future(stop.wait())
-        while not stop.is_set():
-            id = f"{first}-other-{index}-{number}"
-            incoming = self._connections[0].pull(id, self._cache, blocks)
-            ended = asyncio.ensure_future(incoming.drained())
-            await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
-            incoming.abort("the benchmark has what it needs")
-            await ended
-            number += 1
-
-    # --- right ------------------------------------------------------------------------
-
-    async def serve(self, work: ManyWork) -> dict[str, Any]:
-        first, control = self._next(), self._connections[0]
-        if work.verb == AT_ONCE:
-            published = [
-                self._offer(f"{first}-{i}", blocks, index=i)
-                for i, blocks in enumerate(self.shares)
-            ]
-            await control.send(_GO, b"")
-            await asyncio.gather(*map(over, published))
-            return {}
-        own, *others = self.shares
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._keep_publishing(first, index, blocks))
-                for index, blocks in enumerate(others)
-            ]
-            ids = [f"{first}-{number}" for number in range(work.count)]
-            ahead = [self._offer(id, own) for id in ids[:_AHEAD]]
-            await control.send(_GO, b"")
-            for id in ids[_AHEAD:]:
-                await over(ahead.pop(0))
-                ahead.append(self._offer(id, own))
-            for outgoing in ahead:
-                await over(outgoing)
-            if others:
-                await control.recv(_STOP)
-            for task in tasks:
-                task.cancel()
-        return {}
-
-    async def _keep_publishing(
-        self, first: int, index: int, blocks: Sequence[int]
-    ) -> None:
-        number = 0
-        while True:
-            outgoing = self._offer(f"{first}-other-{index}-{number}", blocks)
-            try:
-                await outgoing.drained()
-            except asyncio.CancelledError:
-                outgoing.abort("the benchmark has what it needs")
-                await outgoing.drained()
-                raise
-            number += 1
-
-    def _offer(
-        self, id: str, blocks: Sequence[int], *, index: int = 0
-    ) -> kvwire.Outgoing:
+    def _offer(self, id: str, blocks: Sequence[int], *, at: int = 0) -> kvwire.Outgoing:
         """Publish at whoever has that connection."""
-        number = index % len(self._connections) // self._endpoints
+        number = at % len(self._connections) // self._endpoints
         return mark_all(self._communicators[number].publish(id, self._cache, blocks))
 
+    @asynccontextmanager
+    async def _beside(
+        self,
+        name: str,
+        others: Sequence[Sequence[int]],
+        begin: Callable[[str, Sequence[int]], End],
+    ) -> AsyncIterator[None]:
+        """Keep one end of each of the others under way; the last ones are given up."""
 
-def many(
-    *,
-    transports: Sequence[str],
-    loop: str,
-    endpoints: int,
-    transfers: int,
-    others: int,
-    other_bytes: int,
-    large_bytes: int,
-) -> Benchmark:
-    """Make the benchmark: one alone, one beside others, and many at once.
+        async def keep(index: int, blocks: Sequence[int]) -> None:
+            for number in itertools.count():
+                end = begin(f"{name}-{index}-{number}", blocks)
+                try:
+                    await end.drained()
+                except asyncio.CancelledError:
+                    end.abort("the benchmark has what it needs")
+                    await end.drained()
+                    raise
 
-    Raises:
-        UsageError: A transport that does not join two processes, or that nobody knows.
-    """
-    report.require_known(transports)
-    pairs = [
-        Contender(
-            f"kvwire {name}", ManySide, transport=name, loop=loop, endpoints=endpoints
-        )
-        for name in transports
-    ]
-    medium = size_name(MEDIUM_BYTES)
-    crowd = f"beside {others} x {size_name(other_bytes)}"
-    alone = ManyWork(verb=ONE_BY_ONE, nbytes=MEDIUM_BYTES, count=TIMED)
-    beside = replace(alone, verb=BESIDE, others=others, other_bytes=other_bytes)
-    works = {
-        f"{medium} alone": alone,
-        f"{medium} {crowd}": beside,
-        f"{medium} {crowd}, priority {URGENT}": replace(beside, priority=URGENT),
-        f"{size_name(SMALL_BYTES)} alone": replace(alone, nbytes=SMALL_BYTES),
-        f"{transfers} at once": ManyWork(
-            verb=AT_ONCE, nbytes=large_bytes, count=transfers
-        ),
-    }
-    return Benchmark(
-        name="many",
-        cases=[
-            Case(
-                name=name,
-                work=work,
-                unit=MILLISECONDS,
-                contenders=pairs,
-                group=work.verb,
-                tail=True,
-                essential=False,
-            )
-            for name, work in works.items()
-        ],
-        notes=[f"{endpoints} x {endpoints} connections. From the call to the outcome."],
-    )
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(keep(*other)) for other in enumerate(others)]
+            yield
+            for task in tasks:
+                task.cancel()
 
 
-def by_size(finding: CaseResult) -> list[CaseResult]:
-    """Make a result for each size of transfers of one case."""
+def by_size(finding: CaseResult) -> Findings:
+    """Make a row of each size of transfers of one case."""
     if finding.case.group != AT_ONCE:
         return [finding]
     sizes = finding.case.work.sizes()
-    return [
-        CaseResult(
-            replace(finding.case, name=f"{finding.case.name}: {size_name(nbytes)}"),
-            {
-                name: Samples([_of_size(nbytes, sizes, one) for one in samples.rounds])
-                for name, samples in finding.samples.items()
-            },
-            finding.failures,
-            finding.facts,
-        )
-        for nbytes in sorted(set(sizes))
-    ]
 
+    def of(nbytes: int) -> CaseResult:
+        name = f"{finding.case.name}: {size_name(nbytes)}"
+        chosen = [size == nbytes for size in sizes]
+        return part_of(finding, name, lambda v: [*itertools.compress(v, chosen)])
 
-def _of_size(nbytes: int, sizes: Sequence[int], one: Sample) -> Sample:
-    pairs = zip(sizes, one.values, strict=True)
-    return replace(one, values=[value for size, value in pairs if size == nbytes])
+    return [of(nbytes) for nbytes in sorted(set(sizes))]
 
 
 def to_alone(findings: Findings) -> list[RenderableType]:
@@ -405,8 +312,8 @@ def to_alone(findings: Findings) -> list[RenderableType]:
                 ratio = samples.p99 / base
                 text = Text(
                     f"{name}, {finding.case.name}: p99 {ratio:.1f} times alone, "
+                    f"target <= {BESIDE_TARGET:g} "
                 )
-                text += f"target <= {BESIDE_TARGET:g} "
                 lines.append(text + report.verdict(ratio <= BESIDE_TARGET))
     return lines
 
@@ -436,27 +343,48 @@ def command(
         other_mib: MiB of each of them.
         rounds: How often everything is measured; percentiles are of all rounds.
         common: Options of every benchmark.
-
-    Returns:
-        1 if a transport failed.
     """
-    settings = {
-        "transport": transport.split(","),
-        "endpoints": endpoints,
-        "transfers": transfers,
-        "large_mib": large_mib,
-        "others": others,
-        "other_mib": other_mib,
-        "rounds": rounds,
+    transports = transport.split(",")
+    report.require_known(transports)
+    options = {"loop": common.loop, "endpoints": endpoints}
+    pairs = [
+        Contender(
+            f"kvwire {name}",
+            ManySide,
+            ours=True,
+            options={"transport": name, **options},
+        )
+        for name in transports
+    ]
+    medium = size_name(MEDIUM_BYTES)
+    crowd = f"beside {others} x {other_mib} MiB"
+    alone = ManyWork(verb=ONE_BY_ONE, nbytes=MEDIUM_BYTES, count=TIMED)
+    beside = replace(alone, verb=BESIDE, others=others, other_bytes=other_mib * MIB)
+    at_once = ManyWork(verb=AT_ONCE, nbytes=large_mib * MIB, count=transfers)
+    works = {
+        f"{medium} alone": alone,
+        f"{medium} {crowd}": beside,
+        f"{medium} {crowd}, priority {URGENT}": replace(beside, priority=URGENT),
+        f"{size_name(SMALL_BYTES)} alone": replace(alone, nbytes=SMALL_BYTES),
+        f"{transfers} at once": at_once,
     }
-    benchmark = many(
-        transports=transport.split(","),
-        loop=common.loop,
-        endpoints=endpoints,
-        transfers=transfers,
-        others=others,
-        other_bytes=other_mib * MIB,
-        large_bytes=large_mib * MIB,
+    benchmark = Benchmark(
+        name="many",
+        cases=[
+            Case(
+                name=name,
+                work=work,
+                unit=MILLISECONDS,
+                contenders=pairs,
+                group=work.verb,
+                tail=True,
+            )
+            for name, work in works.items()
+        ],
+        notes=[f"{endpoints} x {endpoints} connections. From the call to the outcome."],
+        split=by_size,
+        below=to_alone,
     )
-    found = common.run(benchmark, settings, below=to_alone, split=by_size)
-    return int(any(finding.failures for finding in found))
+    settings = {"endpoints": endpoints, "transfers": transfers, "large_mib": large_mib}
+    settings |= {"others": others, "other_mib": other_mib, "rounds": rounds}
+    return common.run(benchmark, transport=transports, **settings)

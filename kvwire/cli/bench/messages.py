@@ -7,9 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final
-
-from cyclopts import Parameter
+from typing import Any, Final
 
 import kvwire
 from kvwire.cli.bench.pair import Contender, Work
@@ -22,13 +20,7 @@ from kvwire.cli.bench.report import (
     size_name,
 )
 from kvwire.cli.bench.side import HOST, ConnectedSide, Side, digest, fill
-from kvwire.cli.bench.turns import (
-    GIGABYTES_PER_SECOND,
-    MICROSECONDS,
-    Benchmark,
-    Case,
-    Others,
-)
+from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, MICROSECONDS, Benchmark, Case
 from kvwire.limits import MIB
 
 PING_BYTES: Final = 64
@@ -91,8 +83,14 @@ class KVWireSide(ConnectedSide[Work]):
 
     async def drive(self, work: Work) -> dict[str, Any]:
         connection, room = self.connection, self._room(work)
+        clock, values = time.perf_counter, []
         if work.verb == ROUND_TRIP:
-            return {"values": await self._play(work, room.memory)}
+            for _ in range(work.count):
+                began = clock()
+                await connection.send(PING, room.memory)
+                await connection.recv(PONG, room.memory)
+                values.append(clock() - began)
+            return {"values": values}
         parts, grants = room.parts, room.grants
         begin: dict[str, Callable[[int], kvwire.Request[int]]] = {
             "send": lambda i: connection.send(DATA, parts[0]),
@@ -100,11 +98,11 @@ class KVWireSide(ConnectedSide[Work]):
             "get": lambda i: connection.get(grants[i], into=parts[i]),
         }
         await connection.recv(READY)
-        began = time.perf_counter()
+        began = clock()
         await _keep_busy(work, begin[work.verb])
         if work.verb == "send":
             await connection.recv(DONE)
-        elapsed_s = time.perf_counter() - began
+        elapsed_s = clock() - began
         if work.verb != "send":
             await connection.send(DONE, b"")
         return {"values": [work.moved_bytes / elapsed_s]}
@@ -123,15 +121,6 @@ class KVWireSide(ConnectedSide[Work]):
         else:
             await connection.recv(DONE)
         return {}
-
-    async def _play(self, work: Work, ball: bytearray) -> list[float]:
-        connection, clock, values = self.connection, time.perf_counter, []
-        for _ in range(work.count):
-            began = clock()
-            await connection.send(PING, ball)
-            await connection.recv(PONG, ball)
-            values.append(clock() - began)
-        return values
 
     def _room(self, work: Work) -> Room:
         if work.nbytes not in self._rooms:
@@ -272,15 +261,13 @@ class SocketsSide(Side[Work]):
 
     def send(self, work: Work) -> None:
         """Send the same part for each operation."""
-        part = self.parts(work)[0]
         for _ in range(work.count):
-            self.socket.sendall(part)
+            self.socket.sendall(self.parts(work)[0])
 
     def receive(self, work: Work) -> None:
         """Receive into one part after the other."""
-        parts = self.parts(work)
         for number in range(work.count):
-            self.receive_into(parts[number % len(parts)])
+            self.receive_into(self.parts(work)[number % work.in_flight])
 
     def parts(self, work: Work) -> list[memoryview]:
         """Return the memory of a work."""
@@ -302,22 +289,28 @@ class SocketsSide(Side[Work]):
         self.receive_into(memoryview(bytearray(1)))
 
 
-def messages(
-    *, transport: str, loop: str, round_bytes: int, others: Others | None = None
-) -> Benchmark:
-    """Make the benchmark.
+def command(
+    *,
+    transport: str = "tcp",
+    round_mib: Mebibytes = 256,
+    rounds: Rounds = 10,
+    common: Common = COMMON,
+) -> int:
+    """Round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
 
-    Raises:
-        UsageError: The transport does not join two processes.
+    Beside a ping-pong over bare streams of the same loop, and blocking sockets.
+
+    Args:
+        transport: The transport of kvwire.
+        round_mib: MiB that each contender of a rate moves in a round.
+        rounds: How often everybody does their work; more rounds, firmer medians.
+        common: Options of every benchmark.
     """
     require_known([transport])
-    ours = Contender("kvwire", KVWireSide, transport=transport, loop=loop)
-    streams = Contender(f"{loop} streams", StreamsSide, loop=loop)
-    others = others or Others()
-    beside = [
-        Contender("bare sockets", SocketsSide),
-        *others.movers.get("messages", ()),
-    ]
+    options = {"transport": transport, "loop": common.loop}
+    ours = Contender("kvwire", KVWireSide, options=options)
+    streams = Contender(f"{common.loop} streams", StreamsSide, options=options)
+    sockets = Contender("bare sockets", SocketsSide)
     ping = Case(
         name=f"{PING_BYTES} B {ROUND_TRIP}",
         work=Work(verb=ROUND_TRIP, nbytes=PING_BYTES, count=PINGS),
@@ -332,49 +325,20 @@ def messages(
             work=Work(
                 verb=verb,
                 nbytes=nbytes,
-                count=max(IN_FLIGHT, round_bytes // nbytes),
+                count=max(IN_FLIGHT, round_mib * MIB // nbytes),
                 in_flight=IN_FLIGHT,
             ),
             unit=GIGABYTES_PER_SECOND,
-            contenders=[ours, *beside],
+            contenders=[ours, sockets],
             target=RATE_TARGET,
         )
         for nbytes in SIZES
         for verb in ("send", "put", "get")
     ]
-    return Benchmark(
+    benchmark = Benchmark(
         name="messages",
         cases=[ping, *rates],
-        missing=others.missing,
         notes=[f"{IN_FLIGHT} operations in flight. Only kvwire checks what it moves."],
     )
-
-
-def command(
-    *,
-    transport: str = "tcp",
-    round_mib: Mebibytes = 256,
-    others: Annotated[Callable[[], Others], Parameter(parse=False)] = Others,
-    rounds: Rounds = 10,
-    common: Common = COMMON,
-) -> None:
-    """Round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
-
-    Beside a ping-pong over bare streams of the same loop, and blocking sockets.
-
-    Args:
-        transport: The transport of kvwire.
-        round_mib: MiB that each contender of a rate moves in a round.
-        others: Returns who stands beside kvwire as well; no option of the command.
-        rounds: How often everybody does their work; more rounds, firmer medians.
-        common: Options of every benchmark.
-    """
-    benchmark = messages(
-        transport=transport,
-        loop=common.loop,
-        round_bytes=round_mib * MIB,
-        others=others(),
-    )
-    common.run(
-        benchmark, {"transport": transport, "rounds": rounds, "round_mib": round_mib}
-    )
+    settings = {"transport": transport, "rounds": rounds, "round_mib": round_mib}
+    return common.run(benchmark, **settings)

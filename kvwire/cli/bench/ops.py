@@ -1,14 +1,24 @@
-"""``kvwire bench ops``: what one operation costs, and what it consists of."""
+"""``kvwire bench ops``: what one operation costs, and what it consists of.
+
+Calls of Python, frames and system calls are counted with both sides on one loop of this
+process, so nothing depends on whose turn it is on a CPU, and the counts of two runs are
+the same but for a wake-up more or less. What the loop itself does is not counted: it is
+another one in each engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import secrets
+import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Final
 
@@ -21,10 +31,11 @@ from kvwire.cli.bench import report
 from kvwire.cli.bench.fragments import LEFT, RIGHT, FragmentWork, Pool
 from kvwire.cli.bench.messages import StreamsSide
 from kvwire.cli.bench.pair import Contender, Work
-from kvwire.cli.bench.report import COMMON, Common, Findings, Rounds, size_name
+from kvwire.cli.bench.report import COMMON, Common, Rounds, size_name
 from kvwire.cli.bench.side import (
     ConnectedSide,
     End,
+    JoinedSide,
     digest,
     fill,
     mark_all,
@@ -33,8 +44,17 @@ from kvwire.cli.bench.side import (
     require_same,
     serve_store,
 )
-from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, CaseResult, compare
+from kvwire.cli.bench.turns import (
+    MICROSECONDS,
+    Benchmark,
+    Case,
+    CaseResult,
+    Findings,
+    compare,
+)
 from kvwire.limits import KIB, MIB
+from kvwire.proto.framing import Framing
+from kvwire.wire.header import FrameType
 
 PULL: Final = "pull"
 PUSH: Final = "push"
@@ -67,19 +87,26 @@ _GOT_BLOCKS: Final = 16
 _SERVED_BLOCKS: Final = 256
 _HASH_BYTES: Final = 32
 
+_SOCKET: Final = "of '_socket.socket' objects>"
+# Functions of ours that are one system call, by file and name.
+_CALLS: Final = {("iovec.py", "readv"), ("iovec.py", "writev"), ("cma.py", "read")}
+# Whose calls are not counted: the benchmark's own, and those of a loop in Python.
+_OUTSIDE: Final = (
+    str(Path(__file__).parent),
+    str(Path(asyncio.__file__).parent),
+    str(Path(selectors.__file__)),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpsWork(Work):
-    """``count`` operations of ``nbytes``, one after the other.
+    """``count`` operations of ``nbytes``, one after the other."""
 
-    Attributes:
-        layers: Layers of the cache; 0 where there is none.
-        blocks: Blocks of a transfer, that do not lie side by side.
-        fresh: Each on a connection of its own.
-    """
-
+    # Of the cache; 0 where there is none.
     layers: int = 0
+    # Of a transfer; they do not lie side by side.
     blocks: int = 1
+    # Each on a connection of its own.
     fresh: bool = False
 
     @property
@@ -150,9 +177,7 @@ class Meter:
 class OpsSide(ConnectedSide[OpsWork]):
     """Operations one by one: the left side does them, the right one is the other end.
 
-    Args:
-        options: As the contender has them.
-        meter: Makes what measures a round.
+    A ``meter`` is made to measure each round.
     """
 
     work_type: ClassVar[type[Work]] = OpsWork
@@ -368,16 +393,169 @@ class BareOpsSide(StreamsSide):
     work_type: ClassVar[type[Work]] = OpsWork
 
 
-def ops(*, transport: str, loop: str) -> Benchmark:
-    """Make the benchmark.
+# --- what is counted ------------------------------------------------------------------
 
-    Raises:
-        UsageError: A transport that nobody knows, or that joins no two processes.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Of one operation, both sides together."""
+
+    # Of Python functions; a generator that goes on is one more.
+    calls: float
+    # Of sockets and of vectored reads and writes; not the loop's own.
+    system_calls: float
+    # By name, on the wire.
+    frames: dict[str, float]
+
+
+class CountMeter(Meter):
+    """Counts in place of CPU seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profile = cProfile.Profile()
+        self._frames: Counter[int] = Counter()
+        self._counting = _count_frames(self._frames)
+
+    def start(self) -> None:
+        self._counting = _count_frames(self._frames)
+        self._counting.__enter__()
+        self._profile.enable()
+
+    def stop(self) -> None:
+        self._profile.disable()
+        self._counting.__exit__(None, None, None)
+
+    def counts(self, operations: int) -> Counts:
+        """Return what was counted, by operation."""
+        calls = system_calls = 0
+        for entry in self._profile.getstats():
+            code: Any = entry.code
+            if isinstance(code, str):
+                system_calls += entry.callcount * code.endswith(_SOCKET)
+            elif not code.co_filename.startswith(_OUTSIDE):
+                calls += entry.callcount
+                key = Path(code.co_filename).name, code.co_name
+                system_calls += entry.callcount * (key in _CALLS)
+        frames = sorted((FrameType(n).name, count) for n, count in self._frames.items())
+        return Counts(
+            calls=calls / operations,
+            system_calls=system_calls / operations,
+            frames={name: count / operations for name, count in frames},
+        )
+
+
+async def count(works: Sequence[OpsWork], transport: str) -> list[Counts]:
+    """Count each operation."""
+    options = {"transport": transport}
+    left = OpsSide(options, CountMeter)
+    both = JoinedSide(left, OpsSide(options))
+    found = []
+    try:
+        await both.connect(None)
+        for work in works:
+            await both.use(work, None)
+            await both.drive(work)  # warms up
+            values = (await both.drive(work))["values"]
+            assert isinstance(left.meter, CountMeter)
+            found.append(left.meter.counts(len(values)))
+    finally:
+        await both.close()
+    return found
+
+
+@contextmanager
+def _count_frames(into: Counter[int]) -> Iterator[None]:
+    """Count each frame of any connection of this process by its type."""
+    control, payload = Framing.control, Framing.payload
+
+    def counting(send: Callable[..., Any]) -> Any:
+        def counted(self: Framing, frame_type: int, *rest: Any, **named: Any) -> Any:
+            into[frame_type] += 1
+            return send(self, frame_type, *rest, **named)
+
+        return counted
+
+    Framing.control, Framing.payload = counting(control), counting(payload)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Framing.control, Framing.payload = control, payload  # type: ignore[method-assign]
+
+
+# --- the command ----------------------------------------------------------------------
+
+
+def sides_cpu_s(row: CaseResult) -> list[float] | None:
+    """CPU seconds of an operation, left and right.
+
+    With a connection for each, the other side's share of that is not known.
+    """
+    samples = row.samples.get(row.case.contenders[0].name)
+    if row.case.work.fresh or samples is None:
+        return None
+    each = zip(*(sample.cpu_s for sample in samples.rounds), strict=True)
+    return [median(side) / len(samples.rounds[0].values) for side in each]
+
+
+def table_of(findings: Findings, counted: Sequence[Counts]) -> RenderableType:
+    """Make a row for each operation, and the names of its frames below."""
+    columns = ("wall us", "CPU us", "CPU us", "calls", "system", "frames")
+    table = report.new_table("kvwire bench ops: one operation, medians", *columns)
+    alike: dict[str, list[str]] = {}
+    for row, counts in zip(findings, counted, strict=True):
+        case, sides = row.case, sides_cpu_s(row)
+        samples = row.samples.get(case.contenders[0].name)
+        figures = (counts.calls, counts.system_calls, sum(counts.frames.values()))
+        table.add_row(
+            case.name,
+            f"{1e6 * samples.median:.0f}" if samples else "failed",
+            *(["-", "-"] if sides is None else [f"{1e6 * s:.0f}" for s in sides]),
+            *(f"{figure:.0f}" for figure in figures),
+        )
+        alike.setdefault(_frames(counts.frames), []).append(case.name)
+        best, ratio = compare(row).best, compare(row).ratio
+        if best and ratio:
+            wall_us = 1e6 * row.samples[best].median
+            text = f"{report.short(ratio)} times that of {best}, {wall_us:.0f} us"
+            alike[text] = [case.name]
+    lines = [Text(f"{', '.join(names)}: {said}") for said, names in alike.items()]
+    return Group(table, Text(), *lines)
+
+
+def _frames(frames: Mapping[str, float]) -> str:
+    """Such as ``2 MESSAGE, 1 PUT``; what comes less than once in two is left out."""
+    whole = {name: round(number) for name, number in frames.items()}
+    return ", ".join(f"{number} {name}" for name, number in whole.items() if number)
+
+
+def command(
+    *,
+    transport: str = "tcp",
+    rounds: Rounds = 5,
+    common: Common = COMMON,
+) -> int:
+    """One operation: its time, the CPU of each side, its calls and its frames.
+
+    Transfers, the first on a connection and the next; one layer of many; messages, put
+    and get; a block into a store server and out of it.
+
+    Args:
+        transport: The transport of kvwire; of a store, what its server offers.
+        rounds: How often everything is measured.
+        common: Options of every benchmark.
     """
     report.require_known([transport])
-    ours = Contender(f"kvwire {transport}", OpsSide, transport=transport, loop=loop)
-    streams = Contender(f"{loop} streams", BareOpsSide, loop=loop)
-    return Benchmark(
+    options = {"transport": transport, "loop": common.loop}
+    ours = Contender(f"kvwire {transport}", OpsSide, options=options)
+    streams = Contender(f"{common.loop} streams", BareOpsSide, options=options)
+    counted = cache(lambda: asyncio.run(count(operations(), transport)))
+
+    def row(finding: CaseResult, counts: Counts) -> dict[str, Any]:
+        cpu_s = {ours.name: sides_cpu_s(finding)}
+        return {**report.row_of(finding), "cpu_s": cpu_s, "counts": asdict(counts)}
+
+    benchmark = Benchmark(
         name="ops",
         cases=[
             Case(
@@ -392,80 +570,7 @@ def ops(*, transport: str, loop: str) -> Benchmark:
             "CPU: of the side that asks, and of the other. Calls: of Python.",
             "System: calls of sockets, readv and writev, without the loop's own.",
         ],
+        table=lambda found: table_of(found, counted()),
+        more=lambda found: {"cases": list(map(row, found, counted()))},
     )
-
-
-def sides_cpu_s(row: Any) -> list[float] | None:
-    """CPU seconds of an operation, left and right.
-
-    With a connection for each, the other side's share of that is not known.
-    """
-    work, samples = row.case.work, row.samples[row.case.contenders[0].name]
-    if work.fresh:
-        return None
-    each = zip(*(sample.cpu_s for sample in samples.rounds), strict=True)
-    return [median(side) / len(samples.rounds[0].values) for side in each]
-
-
-def render(
-    benchmark: Benchmark, findings: Findings, counted: Sequence[Any]
-) -> RenderableType:
-    """Make a row for each operation, and the names of its frames below."""
-    columns = ("wall us", "CPU us", "CPU us", "calls", "system", "frames")
-    table = report.new_table("kvwire bench ops: one operation, medians", *columns)
-    alike: dict[str, list[str]] = {}
-    for row, counts in zip(findings, counted, strict=True):
-        case, sides = row.case, sides_cpu_s(row)
-        figures = (counts.calls, counts.system_calls, sum(counts.frames.values()))
-        table.add_row(
-            case.name,
-            f"{1e6 * row.samples[case.contenders[0].name].median:.0f}",
-            *(["-", "-"] if sides is None else [f"{1e6 * s:.0f}" for s in sides]),
-            *(f"{figure:.0f}" for figure in figures),
-        )
-        alike.setdefault(_frames(counts.frames), []).append(case.name)
-        best = compare(row).best
-        if best:
-            ratio, wall_us = compare(row).ratio or 0, 1e6 * row.samples[best].median
-            text = f"{report.short(ratio)} times that of {best}, {wall_us:.0f} us"
-            alike[text] = [case.name]
-    lines = [Text(f"{', '.join(names)}: {said}") for said, names in alike.items()]
-    return Group(table, Text(), *lines, *report.lines_below(benchmark, findings))
-
-
-def _frames(frames: Mapping[str, float]) -> str:
-    """Such as ``2 MESSAGE, 1 PUT``; what comes less than once in two is left out."""
-    whole = {name: round(number) for name, number in frames.items()}
-    return ", ".join(f"{number} {name}" for name, number in whole.items() if number)
-
-
-def command(
-    *,
-    transport: str = "tcp",
-    rounds: Rounds = 5,
-    common: Common = COMMON,
-) -> None:
-    """One operation: its time, the CPU of each side, its calls and its frames.
-
-    Transfers, the first on a connection and the next; one layer of many; messages, put
-    and get; a block into a store server and out of it.
-
-    Args:
-        transport: The transport of kvwire; of a store, what its server offers.
-        rounds: How often everything is measured.
-        common: Options of every benchmark.
-    """
-    from kvwire.cli.bench.ops_counts import count  # noqa: PLC0415 - it counts this
-
-    counted = cache(lambda: count(operations(), transport))
-    common.run(
-        ops(transport=transport, loop=common.loop),
-        {"transport": transport, "rounds": rounds},
-        table=lambda benchmark, found: render(benchmark, found, counted()),
-        more=lambda found: {"cases": list(map(_row, found, counted()))},
-    )
-
-
-def _row(finding: CaseResult, counts: Any) -> dict[str, Any]:
-    cpu_s = {finding.case.contenders[0].name: sides_cpu_s(finding)}
-    return {**report.row_of(finding), "cpu_s": cpu_s, "counts": asdict(counts)}
+    return common.run(benchmark, transport=transport, rounds=rounds)

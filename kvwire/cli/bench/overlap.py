@@ -26,7 +26,7 @@ import asyncio
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Annotated, Any, ClassVar, Final
 
@@ -39,9 +39,9 @@ from rich.text import Text
 import kvwire
 from kvwire.cli.bench import report
 from kvwire.cli.bench.pair import Contender, Work
-from kvwire.cli.bench.report import COMMON, Common, Findings, Rounds
+from kvwire.cli.bench.report import COMMON, Common, Rounds
 from kvwire.cli.bench.side import Bytes, ConnectedSide, digest, fill, paged
-from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult
+from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 
 LAYERS: Final = (8, 32, 80)
@@ -68,10 +68,16 @@ CONTROL_TARGET_S: Final = 0.5e-3
 EXPOSED: Final = "exposed"
 BULK: Final = "bulk"
 CONTROL: Final = "control"
+GROUPS: Final = {
+    EXPOSED: "exposed after the last mark",
+    BULK: "from the first mark",
+    CONTROL: "CPU of both sides",
+}
 # Each layer is marked when it is computed, all when the last one is, or that one alone.
 STREAMED: Final = "streamed"
 WHOLE: Final = "whole"
 ONE_LAYER: Final = "one layer"
+WAYS: Final = (STREAMED, WHOLE, ONE_LAYER)
 # Of one layer alone, since the first is not that of a socket in use.
 ALONE_REPEAT: Final = 5
 _GO: Final = 1
@@ -90,18 +96,15 @@ Layers = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapWork(Work):
-    """``count`` layers of ``nbytes`` bytes; ``verb`` is what is timed.
+    """``count`` layers of ``nbytes`` bytes; ``verb`` is what is timed."""
 
-    Attributes:
-        way: What is marked when.
-        compute_s: How long a layer takes to compute.
-        repeat: How many transfers a round has.
-        group_bytes: See ``publish``.
-    """
-
+    # What is marked when.
     way: str = STREAMED
+    # Of one layer.
     compute_s: float = 0.0
+    # Transfers of a round.
     repeat: int = 1
+    # See publish().
     group_bytes: int | None = None
 
 
@@ -201,14 +204,10 @@ class OverlapSide(ConnectedSide[OverlapWork]):
         return times[0], times[-1]
 
 
-def layer_s(
+def works(
     contender: Contender, layers: Sequence[int], layer_bytes: int, rounds: int
-) -> dict[int, float]:
-    """Measure the transfer of one layer, to choose the compute by.
-
-    Raises:
-        BenchError: It broke.
-    """
+) -> dict[str, OverlapWork]:
+    """Return everything that is measured; computes are multiples of one transfer."""
     found = {}
     with contender.start() as pair:
         for count in layers:
@@ -216,85 +215,29 @@ def layer_s(
                 verb=EXPOSED, nbytes=layer_bytes, count=count, way=ONE_LAYER
             )
             alone = [pair.round(work).values[0] for _ in range(rounds + 1)]
-            found[count] = median(alone[1:])
-    return found
-
-
-def overlap(
-    *, transport: str, loop: str, layers: Sequence[int], layer_bytes: int, rounds: int
-) -> Benchmark:
-    """Make the benchmark, for which the transfer of one layer is measured.
-
-    Raises:
-        BenchError: That broke.
-        UsageError: The transport does not join two processes.
-    """
-    report.require_known([transport])
-    streamed = Contender(
-        STREAMED, OverlapSide, ours=True, transport=transport, loop=loop
-    )
-    # What is exposed is judged by the efficiency, and the same bytes by this one.
-    whole, at_once = (
-        Contender(WHOLE, OverlapSide, ours=ours, beside=streamed, asks={"way": WHOLE})
-        for ours in (True, False)
-    )
-    # How long a layer's bytes take: no compute lets the CPUs fall asleep before them.
-    asks = {"way": ONE_LAYER, "compute_s": 0.0, "repeat": ALONE_REPEAT}
-    alone = Contender(ONE_LAYER, OverlapSide, ours=True, beside=streamed, asks=asks)
-    found = layer_s(streamed, layers, layer_bytes, rounds)
-    works = {
-        f"{count} layers, {name}": OverlapWork(
-            verb=EXPOSED,
-            nbytes=layer_bytes,
-            count=count,
-            compute_s=factor * found[count],
-        )
-        for count in layers
-        for name, factor in FACTORS.items()
-    }
-    works["a short prompt"] = OverlapWork(
+            for name, factor in FACTORS.items():
+                found[f"{count} layers, {name}"] = replace(
+                    work, way=STREAMED, compute_s=factor * median(alone[1:])
+                )
+    found["a short prompt"] = OverlapWork(
         verb=EXPOSED,
         nbytes=BLOCK_BYTES,
         count=SHORT_LAYERS,
         compute_s=SHORT_COMPUTE_S,
     )
-    cases = [_case(name, work, streamed, whole, alone) for name, work in works.items()]
     for count in layers:
         bulk = OverlapWork(verb=BULK, nbytes=layer_bytes, count=count)
-        name = f"{count} layers, no compute"
-        cases.append(_case(name, bulk, streamed, at_once, target=BULK_TARGET))
-    for name, count, group_bytes in (
-        ("1 tiny layer", 1, None),
-        (f"{CONTROL_LAYERS} of them", CONTROL_LAYERS, None),
-        (f"{CONTROL_LAYERS}, each sent by itself", CONTROL_LAYERS, 1),
-    ):
-        tiny = OverlapWork(
-            verb=CONTROL,
-            nbytes=CONTROL_LAYER_BYTES,
-            count=count,
-            repeat=CONTROL_REPEAT,
-            group_bytes=group_bytes,
-        )
-        cases.append(_case(name, tiny, streamed))
-    return Benchmark(name="overlap", cases=cases)
-
-
-def _case(
-    name: str, work: OverlapWork, *ways: Contender, target: float | None = None
-) -> Case:
-    group = {
-        EXPOSED: "exposed after the last mark",
-        BULK: "from the first mark",
-        CONTROL: "CPU of both sides",
-    }[work.verb]
-    return Case(
-        name=name,
-        work=work,
-        unit=MILLISECONDS,
-        contenders=ways,
-        target=target,
-        group=group,
+        found[f"{count} layers, no compute"] = bulk
+    one = OverlapWork(
+        verb=CONTROL, nbytes=CONTROL_LAYER_BYTES, count=1, repeat=CONTROL_REPEAT
     )
+    many = replace(one, count=CONTROL_LAYERS)
+    return {
+        **found,
+        "1 tiny layer": one,
+        f"{CONTROL_LAYERS} of them": many,
+        f"{CONTROL_LAYERS}, each sent by itself": replace(many, group_bytes=1),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +253,7 @@ class Efficiency:
 
 def efficiency(finding: CaseResult) -> Efficiency:
     """Compare what stays exposed with what no schedule can hide."""
-    streamed_s, whole_s, alone_s = (
-        finding.samples[way].median for way in (STREAMED, WHOLE, ONE_LAYER)
-    )
+    streamed_s, whole_s, alone_s = (finding.samples[way].median for way in WAYS)
     work = finding.case.work
     ideal_s = max(alone_s, whole_s - (work.count - 1) * work.compute_s)
     hideable_s = whole_s - ideal_s
@@ -323,11 +264,8 @@ def efficiency(finding: CaseResult) -> Efficiency:
 
 def efficiencies(findings: Findings) -> list[Efficiency]:
     """Judge everything that is exposed."""
-    return [
-        efficiency(f)
-        for f in findings
-        if f.case.work.verb == EXPOSED and len(f.samples) == 3
-    ]
+    exposed = (f for f in findings if f.case.work.verb == EXPOSED)
+    return [efficiency(f) for f in exposed if len(f.samples) == len(WAYS)]
 
 
 def judged(findings: Findings) -> list[RenderableType]:
@@ -348,14 +286,14 @@ def judged(findings: Findings) -> list[RenderableType]:
             f"efficiency >= {EFFICIENCY_TARGET}."
         ),
     ]
-    tiny = [f.samples[STREAMED].median for f in findings if f.case.work.verb == CONTROL]
-    if len(tiny) == 3:
-        added_s = tiny[1] - tiny[0]
-        text = (
-            f"{CONTROL_LAYERS - 1} more tiny layers add {added_s * 1e3:.2f} ms of CPU"
+    tiny = [f.samples for f in findings if f.case.work.verb == CONTROL]
+    if all(tiny):
+        one_s, many_s, _ = (found[STREAMED].median for found in tiny)
+        line = Text(
+            f"{CONTROL_LAYERS - 1} more tiny layers add {(many_s - one_s) * 1e3:.2f} "
+            f"ms of CPU, target <= {CONTROL_TARGET_S * 1e3:g} ms: "
         )
-        target = f", target <= {CONTROL_TARGET_S * 1e3:g} ms: "
-        lines.append(Text(text + target) + report.verdict(added_s <= CONTROL_TARGET_S))
+        lines.append(line + report.verdict(many_s - one_s <= CONTROL_TARGET_S))
     return lines
 
 
@@ -366,7 +304,7 @@ def command(
     layer_kib: Kibibytes = LAYER_BYTES // KIB,
     rounds: Rounds = 15,
     common: Common = COMMON,
-) -> None:
+) -> int:
     """How much of a transfer hides behind the compute that makes its bytes.
 
     Compute is simulated by timers, since a GPU does not use the CPU. Exposed is the
@@ -385,22 +323,38 @@ def command(
         raise kvwire.UsageError(
             f"--layer-kib {layer_kib}: a multiple of 64, one block's KiB"
         )
-    benchmark = overlap(
-        transport=transport,
-        loop=common.loop,
-        layers=layers,
-        layer_bytes=layer_kib * KIB,
-        rounds=rounds,
+    report.require_known([transport])
+    options = {"transport": transport, "loop": common.loop}
+    streamed = Contender(STREAMED, OverlapSide, ours=True, options=options)
+    # What is exposed is judged by the efficiency, and the same bytes by this one.
+    whole, at_once = (
+        Contender(WHOLE, OverlapSide, ours=ours, beside=streamed, asks={"way": WHOLE})
+        for ours in (True, False)
     )
-    settings = {
-        "transport": transport,
-        "layers": list(layers),
-        "layer_kib": layer_kib,
-        "rounds": rounds,
-    }
-    common.run(
-        benchmark,
-        settings,
+    # How long a layer's bytes take: no compute lets the CPUs fall asleep before them.
+    asks = {"way": ONE_LAYER, "compute_s": 0.0, "repeat": ALONE_REPEAT}
+    alone = Contender(ONE_LAYER, OverlapSide, ours=True, beside=streamed, asks=asks)
+    ways = {EXPOSED: [whole, alone], BULK: [at_once], CONTROL: []}
+    benchmark = Benchmark(
+        name="overlap",
+        cases=[
+            Case(
+                name=name,
+                work=work,
+                unit=MILLISECONDS,
+                contenders=[streamed, *ways[work.verb]],
+                target=BULK_TARGET if work.verb == BULK else None,
+                group=GROUPS[work.verb],
+            )
+            for name, work in works(streamed, layers, layer_kib * KIB, rounds).items()
+        ],
         below=judged,
         more=lambda found: {"efficiencies": [asdict(e) for e in efficiencies(found)]},
+    )
+    return common.run(
+        benchmark,
+        transport=transport,
+        layers=list(layers),
+        layer_kib=layer_kib,
+        rounds=rounds,
     )

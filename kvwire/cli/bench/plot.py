@@ -5,10 +5,9 @@ The thin line of each goes from the smallest sample to the 99th percentile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvwire.cli.bench.turns import Benchmark, CaseResult, Samples, Unit
+from kvwire.cli.bench.turns import Benchmark, CaseResult, Findings, Samples, Unit
 from kvwire.cli.plot import add_legend, colors, new_figure
 
 if TYPE_CHECKING:
@@ -22,41 +21,29 @@ _PANEL_IN: Final = 0.7
 _AROUND_IN: Final = 0.8
 
 
-def draw(benchmark: Benchmark, findings: Sequence[CaseResult]) -> dict[str, Figure]:
-    """Draw a picture of rates and one of times, by what is added to the file's name."""
-    rates = [f for f in findings if f.samples and not f.case.unit.less_is_better]
-    times = [f for f in findings if f.samples and f.case.unit.less_is_better]
-    names = list(dict.fromkeys(name for f in findings for name in f.samples))
-    shades, title = colors(names), f"kvwire bench {benchmark.name}"
-    if not rates:
-        return {"": _draw(title, times, shades)}
-    pictures = {"": _draw(title, rates, shades)}
-    return {**pictures, "-times": _draw(title, times, shades)} if times else pictures
-
-
-def _draw(title: str, rows: Sequence[CaseResult], shades: dict[str, str]) -> Figure:
-    """Draw a panel for each group, in which everybody has a colour."""
-    groups = list(dict.fromkeys(row.case.group for row in rows))
-    panels = [[row for row in rows if row.case.group == group] for group in groups]
+def draw(benchmark: Benchmark, findings: Findings) -> Figure:
+    """Draw a panel for each group and unit, in which everybody has a colour."""
+    panels: dict[str, list[CaseResult]] = {}
+    for row in findings:
+        if row.samples:
+            title = f"{row.case.group} {row.case.unit.name}".strip()
+            panels.setdefault(title, []).append(row)
     heights = [
         _PANEL_IN + _BAR_IN * sum(len(row.samples) + 1 for row in panel)
-        for panel in panels
+        for panel in panels.values()
     ]
+    shades = colors(list(dict.fromkeys(name for f in findings for name in f.samples)))
     figure = new_figure(_WIDTH_IN, _AROUND_IN + sum(heights))
-    figure.suptitle(f"{title}: medians, lines from min to p99")
+    figure.suptitle(f"kvwire bench {benchmark.name}: medians, lines from min to p99")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for one, group, panel in zip(axes[:, 0], groups, panels, strict=True):
-        unit = panel[0].case.unit
-        one.set_title(f"{group} {unit.name}".strip(), loc="left")
-        _draw_panel(one, panel, unit, shades)
-    present = {name for row in rows for name in row.samples}
-    add_legend(figure, {n: shade for n, shade in shades.items() if n in present})
+    for one, (title, panel) in zip(axes[:, 0], panels.items(), strict=True):
+        one.set_title(title, loc="left")
+        _draw_panel(one, panel, panel[0].case.unit, shades)
+    add_legend(figure, shades)
     return figure
 
 
-def _draw_panel(
-    axes: Axes, rows: Sequence[CaseResult], unit: Unit, shades: dict[str, str]
-) -> None:
+def _draw_panel(axes: Axes, rows: Findings, unit: Unit, shades: dict[str, str]) -> None:
     """Draw a group of lines for each row, with its name beside the middle one."""
     ticks, y = [], 0
     for row in rows:

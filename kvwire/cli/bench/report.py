@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -27,19 +27,23 @@ from kvwire.cli.bench.turns import (
     Benchmark,
     Case,
     CaseResult,
-    Samples,
+    Findings,
     compare,
     steps,
     take_turns,
 )
 from kvwire.cli.plot import Plot, save
 
-Findings = Sequence[CaseResult]
 Loop = Literal["uvloop", "asyncio"]
 Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
 Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 # "-" is a file name here, and no option.
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
+
+# At most; a file or a pipe is as wide.
+WIDTH: Final = 80
+# What its columns of contenders share: a cell is "12.34 0.45".
+_CELL: Final = 10
 
 
 @Parameter(name="*")
@@ -50,31 +54,48 @@ class Common:
     Attributes:
         loop: The event loop of kvwire, and of bare streams beside it.
         json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture to this file: .svg, .png or .pdf. Rates and times are two:
-            found.svg and found-times.svg. Needs matplotlib.
+        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
+        beside: Adds who stands beside kvwire as well; no option of the command.
     """
 
     loop: Loop = "uvloop"
     json: Output = None
     plot: Plot = None
+    beside: Annotated[Callable[[Benchmark], Benchmark], Parameter(parse=False)] = (
+        lambda benchmark: benchmark
+    )
 
-    def run(
-        self, benchmark: Benchmark, settings: Mapping[str, Any], **shown: Any
-    ) -> Findings:
-        """Measure a benchmark and show what was found; see :func:`run`."""
-        whole = {**settings, "loop": self.loop}
-        return run(benchmark, whole, json=self.json, plot=self.plot, **shown)
+    def run(self, benchmark: Benchmark, **settings: Any) -> int:
+        """Measure a benchmark and show what was found; 1 if kvwire failed somewhere.
+
+        The settings are how the command was called; ``rounds`` is one of them.
+        """
+        benchmark, rounds = self.beside(benchmark), settings["rounds"]
+        cases = [case for case in benchmark.cases if case.contenders]
+        benchmark = replace(benchmark, cases=cases)
+        with progress_bar(steps(benchmark, rounds)) as progress:
+            measured = take_turns(benchmark, rounds, progress)
+        found = [row for one in measured for row in benchmark.split(one)]
+        whole = benchmark.table(found) if benchmark.table else render(benchmark, found)
+        lines = lines_below(benchmark, found)
+        show(
+            Group(whole, *lines, *benchmark.below(found)),
+            lambda: document(benchmark, found, {**settings, "loop": self.loop}),
+            json=self.json,
+        )
+        if self.plot is not None:
+            save(draw(benchmark, found), self.plot)
+        return int(
+            any(
+                one.name in row.failures
+                for row in found
+                for one in row.case.contenders
+                if one.ours or one is row.case.contenders[0]
+            )
+        )
 
 
 COMMON: Final = Common()
-
-
-# At most; a file or a pipe is as wide.
-WIDTH: Final = 80
-MET: Final = Text("met", style="green")
-MISSED: Final = Text("missed", style="red")
-# What its columns of contenders share: a cell is "12.34 0.45".
-_CELL: Final = 10
 
 
 def size_name(nbytes: int) -> str:
@@ -94,11 +115,7 @@ def registered() -> list[str]:
 
 
 def require_known(transports: Sequence[str], *, processes: bool = True) -> None:
-    """Refuse transports that nobody can measure.
-
-    Raises:
-        UsageError: One is not installed, or does not join two ``processes``.
-    """
+    """Refuse transports that are not installed, or do not join two ``processes``."""
     known = [name for name in registered() if not processes or name != "inproc"]
     for name in transports:
         why = ": no such backend is installed"
@@ -130,7 +147,7 @@ def new_table(title: str | None, *columns: str) -> Table:
 
 
 def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
-    """Make a table for each group, a column for everybody, and the lines below them."""
+    """Make a table for each group, with a column for everybody, as wide as there is."""
     parts: list[RenderableType] = []
     for group in dict.fromkeys(f.case.group for f in findings):
         rows = [f for f in findings if f.case.group == group and f.samples]
@@ -146,7 +163,7 @@ def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
     head = Text(
         "Medians; behind a rate CPU s/GiB of both sides, behind a time its p99."
     )
-    return Group(*parts, head, *lines_below(benchmark, findings))
+    return Group(*parts, head)
 
 
 def _table(rows: Findings, names: Sequence[str]) -> Table:
@@ -186,7 +203,7 @@ def _cell(row: CaseResult, name: str) -> str:
 
 def verdict(met: bool) -> Text:
     """Say met or missed."""
-    return MET if met else MISSED
+    return Text("met", style="green") if met else Text("missed", style="red")
 
 
 def lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
@@ -233,6 +250,7 @@ def document(
         "contenders": {name: facts.get(name, {}) for name in everybody},
         "missing": [asdict(absent) for absent in benchmark.missing],
         "notes": list(benchmark.notes),
+        **benchmark.more(findings),
     }
 
 
@@ -246,22 +264,12 @@ def row_of(finding: CaseResult) -> dict[str, Any]:
         "unit": "s" if case.unit.less_is_better else "B/s",
         "target": case.target,
         **asdict(compare(finding)),
-        "contenders": {n: samples_of(s) for n, s in finding.samples.items()},
+        "contenders": {n: s.document() for n, s in finding.samples.items()},
         "failures": finding.failures,
     }
 
 
-def samples_of(samples: Samples) -> dict[str, Any]:
-    """Return what one contender did in one case."""
-    return {
-        **samples.summary(),
-        "cpu_s_per_gib": samples.cpu_s_per_gib,
-        "sides_cpu_s_per_gib": samples.sides_cpu_s_per_gib,
-        "rounds": [list(sample.values) for sample in samples.rounds],
-    }
-
-
-# --- running --------------------------------------------------------------------------
+# --- beside it ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -286,56 +294,10 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
         yield progress
 
 
-def run(
-    benchmark: Benchmark,
-    settings: Mapping[str, Any],
-    *,
-    json: Path | None,
-    plot: Path | None = None,
-    below: Callable[[Findings], Sequence[RenderableType]] = lambda _: (),
-    more: Callable[[Findings], Mapping[str, Any]] = lambda _: {},
-    split: Callable[[CaseResult], Sequence[CaseResult]] = lambda found: [found],
-    table: Callable[[Benchmark, Findings], RenderableType] | None = None,
-) -> Findings:
-    """Measure a benchmark and show what was found.
-
-    Args:
-        benchmark: What to run.
-        settings: How the command was called; ``rounds`` is how often.
-        json: Where the document goes; - is the output.
-        plot: Where the pictures go: of rates, and ``-times`` of times.
-        below: Makes what is shown below the table.
-        more: Makes more keys of the document.
-        split: Makes several rows of one case.
-        table: Makes another table than :func:`render`.
-
-    Raises:
-        BenchError: It cannot be run.
-        UsageError: A file cannot be written.
-    """
-    rounds = settings["rounds"]
-    with progress_bar(steps(benchmark, rounds)) as progress:
-        measured = take_turns(benchmark, rounds, progress)
-    findings = [row for found in measured for row in split(found)]
-    show(
-        Group((table or render)(benchmark, findings), *below(findings)),
-        lambda: {**document(benchmark, findings, settings), **more(findings)},
-        json=json,
-    )
-    if plot is not None:
-        for added, figure in draw(benchmark, findings).items():
-            save(figure, plot.with_stem(plot.stem + added))
-    return findings
-
-
 def show(
     table: RenderableType, document: Callable[[], object], *, json: Path | None
 ) -> None:
-    """Print a table, and write a document if a file is named; - is the output.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+    """Print a table, and write a document if a file is named; - is the output."""
     to_output = json == Path("-")
     # With the document on the output, the table is for whoever watches.
     Console(stderr=to_output, highlight=False).print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +21,14 @@ from kvwire.cli.bench.side import (
     over,
     paged,
 )
-from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case
+from kvwire.cli.bench.turns import (
+    MICROSECONDS,
+    Benchmark,
+    Case,
+    CaseResult,
+    Findings,
+    part_of,
+)
 from kvwire.limits import KIB
 
 # What a round makes of each.
@@ -52,8 +59,17 @@ class SetupSide(ConnectedSide[Work]):
         return digest(self._memory)
 
     async def drive(self, work: Work) -> dict[str, Any]:
-        column = COLUMNS.index(work.verb)
-        return {"values": [(await self._once())[column] for _ in range(work.count)]}
+        clock, values = time.perf_counter, []
+        for _ in range(work.count):
+            times = [clock()]
+            connection = await self.one_more()
+            times.append(clock())
+            for _ in COLUMNS[1:]:
+                await over(connection.pull(self.next_id(), self._cache, [0]))
+                times.append(clock())
+            await connection.close()
+            values += np.diff(times).tolist()
+        return {"values": values}
 
     async def serve(self, work: Work) -> dict[str, Any]:
         """Publish everything before it is pulled."""
@@ -62,16 +78,6 @@ class SetupSide(ConnectedSide[Work]):
         for end in [mark_all(publish(id, self._cache, [0])) for id in ids]:
             await over(end)
         return {}
-
-    async def _once(self) -> list[float]:
-        times = [time.perf_counter()]
-        connection = await self.one_more()
-        times.append(time.perf_counter())
-        for _ in range(2):
-            await over(connection.pull(self.next_id(), self._cache, [0]))
-            times.append(time.perf_counter())
-        await connection.close()
-        return np.diff(times).tolist()
 
 
 class BareSetupSide(StreamsSide):
@@ -89,15 +95,26 @@ class BareSetupSide(StreamsSide):
         self._port = address
         return {}
 
-    async def fill(self, work: Work) -> None:
-        """Nothing: its bytes are zeros."""
-
     async def serve(self, work: Work) -> dict[str, Any]:
         return {}
 
     async def drive(self, work: Work) -> dict[str, Any]:
-        column = COLUMNS.index(work.verb)
-        return {"values": [(await self._once())[column] for _ in range(work.count)]}
+        clock, values = time.perf_counter, []
+        for _ in range(work.count):
+            times = [clock()]
+            reader, writer = await asyncio.open_connection(HOST, self._port)
+            times.append(clock())
+            for _ in COLUMNS[1:]:
+                writer.write(b"!")
+                await reader.readexactly(TRANSFER_BYTES)
+                times.append(clock())
+            writer.close()
+            await writer.wait_closed()
+            values += np.diff(times).tolist()
+        return {"values": values}
+
+    async def digest(self, work: Work) -> str:
+        return ""
 
     async def take(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -106,49 +123,15 @@ class BareSetupSide(StreamsSide):
             writer.write(bytes(TRANSFER_BYTES))
         writer.close()
 
-    async def _once(self) -> list[float]:
-        times = [time.perf_counter()]
-        reader, writer = await asyncio.open_connection(HOST, self._port)
-        times.append(time.perf_counter())
-        for _ in range(2):
-            writer.write(b"!")
-            await reader.readexactly(TRANSFER_BYTES)
-            times.append(time.perf_counter())
-        writer.close()
-        await writer.wait_closed()
-        return np.diff(times).tolist()
 
+def by_column(found: CaseResult) -> Findings:
+    """Make a row of each thing that is timed."""
 
-def setup(*, transports: Sequence[str], loop: str) -> Benchmark:
-    """Make the benchmark.
+    def row(at: int, name: str) -> CaseResult:
+        whole = f"{found.case.name} {name}"
+        return part_of(found, whole, lambda values: values[at :: len(COLUMNS)])
 
-    Raises:
-        UsageError: A transport that nobody knows.
-    """
-    require_known(transports)
-    streams = Contender(f"{loop} streams", BareSetupSide, loop=loop)
-    pairs = {
-        name: Contender(f"kvwire {name}", SetupSide, transport=name, loop=loop)
-        for name in transports
-    }
-    return Benchmark(
-        name="setup",
-        cases=[
-            Case(
-                name=f"{name} {column}",
-                work=Work(verb=column, nbytes=TRANSFER_BYTES, count=CONNECTIONS),
-                unit=MICROSECONDS,
-                contenders=[pair, streams],
-                tail=True,
-            )
-            for column in COLUMNS
-            for name, pair in pairs.items()
-        ],
-        notes=[
-            f"A transfer is a pull of one block, {size_name(TRANSFER_BYTES)}.",
-            "The streams connect and send as many bytes, and nothing else.",
-        ],
-    )
+    return [row(at, name) for at, name in enumerate(COLUMNS)]
 
 
 def command(
@@ -156,7 +139,7 @@ def command(
     transport: str = "tcp",
     rounds: Rounds = 5,
     common: Common = COMMON,
-) -> None:
+) -> int:
     """The handshake of a connection, its first transfer and its second.
 
     Args:
@@ -165,5 +148,30 @@ def command(
         common: Options of every benchmark.
     """
     transports = transport.split(",")
-    benchmark = setup(transports=transports, loop=common.loop)
-    common.run(benchmark, {"transport": transports, "rounds": rounds})
+    require_known(transports)
+    loop = {"loop": common.loop}
+    streams = Contender(f"{common.loop} streams", BareSetupSide, options=loop)
+    benchmark = Benchmark(
+        name="setup",
+        cases=[
+            Case(
+                name=name,
+                work=Work(verb="connect", nbytes=TRANSFER_BYTES, count=CONNECTIONS),
+                unit=MICROSECONDS,
+                contenders=[
+                    Contender(
+                        f"kvwire {name}", SetupSide, options={"transport": name, **loop}
+                    ),
+                    streams,
+                ],
+                tail=True,
+            )
+            for name in transports
+        ],
+        notes=[
+            f"A transfer is a pull of one block, {size_name(TRANSFER_BYTES)}.",
+            "The streams connect and send as many bytes, and nothing else.",
+        ],
+        split=by_column,
+    )
+    return common.run(benchmark, transport=transports, rounds=rounds)

@@ -42,10 +42,8 @@ class Side(Generic[W]):
 
     The order of calls is listen, accept and connect; then any number of rounds. A round
     is prepare and use, drive and serve at the same time, and verify; before the first
-    one of a work there is one more, with fill before and digest after it.
-
-    Args:
-        options: As the contender has them.
+    one of a work there is one more, with fill before and digest after it. Only drive
+    and serve are timed.
     """
 
     work_type: ClassVar[type[Work]] = Work
@@ -64,10 +62,10 @@ class Side(Generic[W]):
         return {}
 
     async def prepare(self, work: W) -> Any:
-        """Right: get ready; the answer is given to :meth:`use`. Costs nothing."""
+        """Right: get ready; the answer is given to :meth:`use`."""
 
     async def use(self, work: W, given: Any) -> None:
-        """Left: get ready. Costs nothing."""
+        """Left: get ready."""
 
     async def fill(self, work: W) -> None:
         """Have random bytes in the memory of a work, which the next round replaces."""
@@ -85,11 +83,7 @@ class Side(Generic[W]):
         return ""
 
     async def verify(self, work: W) -> None:
-        """Left: look at what the last round has moved. Costs nothing.
-
-        Raises:
-            RuntimeError: It is not what it should be.
-        """
+        """Left: raise if what the last round has moved is not what it should be."""
 
     async def cpu(self) -> float:
         """Return CPU seconds of this process, the kernel's on its behalf included."""
@@ -195,21 +189,13 @@ class ConnectedSide(Side[W]):
 
 
 async def over(end: End) -> None:
-    """Wait for the outcome of a transfer, and until its memory is free.
-
-    Raises:
-        RuntimeError: It is not complete.
-    """
+    """Wait for the outcome of a transfer, which is complete, and for its memory."""
     require_complete(await end)
     await end.drained()
 
 
 def require_complete(outcome: kvwire.Outcome) -> None:
-    """Refuse an outcome that lacks something.
-
-    Raises:
-        RuntimeError: With what is missing, and why.
-    """
+    """Refuse an outcome that lacks something."""
     if not outcome.complete:
         reasons = "; ".join(outcome.missing.reasons)
         raise RuntimeError(f"{len(outcome.missing)} blocks are missing: {reasons}")
@@ -235,11 +221,7 @@ def paged(
 ) -> kvwire.PagedCache:
     """Make a cache of memory: blocks of 16 tokens, or of one if they are tiny.
 
-    Args:
-        memory: All of it.
-        layers: How many.
-        blocks: How many.
-        cross_layer: A block has all layers side by side.
+    In one that is ``cross_layer`` a block has all layers side by side.
     """
     nbytes = memory.size // (layers * blocks)
     tokens, heads = (
@@ -280,11 +262,7 @@ async def fill(memory: bytearray | memoryview | Bytes) -> None:
 
 
 def require_same(left: object, right: object) -> None:
-    """Compare what has arrived with what was sent.
-
-    Raises:
-        RuntimeError: They differ.
-    """
+    """Compare what has arrived with what was sent."""
     if left != right:
         raise RuntimeError(f"what arrived ({left}) is not what was sent ({right})")
 

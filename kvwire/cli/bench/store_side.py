@@ -1,4 +1,11 @@
-"""A store of kvwire with one tier that is measured, and a server that can be one."""
+"""A store of kvwire with one tier that is measured, and a server that can be one.
+
+A *set* is the blocks of one call. Its memory is a pool in which they lie scattered, as
+in ``kvwire bench fragments``. A tier has room for more than two sets and the memory in
+front of it for one, and what is got is the one of the last two sets that was used
+longer ago: so it comes from that tier each time, and the store is in its steady state,
+in which everything that comes in takes the room of something older.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, ClassVar, Final
@@ -18,33 +26,110 @@ from typing import IO, Any, ClassVar, Final
 import numpy as np
 
 import kvwire
-from kvwire.cli.bench.fragments import LEFT, RIGHT, Pool
+from kvwire.cli.bench.fragments import LEFT, RIGHT, FragmentWork, Pool
 from kvwire.cli.bench.pair import Work
 from kvwire.cli.bench.side import Side, fill, require_complete, serve_store
-from kvwire.cli.bench.store import (
-    COLD_GET,
-    DISK,
-    FIRST_PUT,
-    FLUSHED_PUT,
-    HASH_BYTES,
-    LOOKUPS,
-    MATCH,
-    MEMORY,
-    OBJECT,
-    ONE,
-    PUTS,
-    SERVER,
-    SETS,
-    StoreWork,
-)
-from kvwire.limits import MIB
+from kvwire.limits import KIB, MIB, STORE_SLOTS_MAX
 
+MEMORY: Final = "memory"
+DISK: Final = "disk"
+SERVER: Final = "server"
+OBJECT: Final = "object"
+
+PUT: Final = "put"
+FIRST_PUT: Final = "put, new memory"
+FLUSHED_PUT: Final = "put, flushed"
+GET: Final = "get"
+COLD_GET: Final = "get, cold"
+ONE: Final = "get of one"
+MATCH: Final = "match"
+PUTS: Final = (PUT, FIRST_PUT, FLUSHED_PUT)
+# In their order; a match is of blocks of a size of its own.
+TIERS: Final = {
+    MEMORY: (PUT, FIRST_PUT, GET, ONE),
+    DISK: (PUT, FLUSHED_PUT, GET, COLD_GET, ONE),
+    SERVER: (PUT, GET, ONE),
+    OBJECT: (PUT, GET, ONE),
+}
+# Layers of a block and bytes of one: 64 KiB a token in 32 layers, and 4 KiB a token in
+# 16, as on one of many shards, or of a small model.
+SHAPES: Final = {"large": (32, 32 * KIB), "small": (16, 4 * KIB)}
+
+# What is matched, and how often in a round.
+HASHES: Final = 1000
+HASH_BYTES: Final = 32
+LOOKUPS: Final = 50
+# A prompt's hashes are asked for without its bytes: the blocks under them are tiny.
+MATCH_LAYER_BYTES: Final = 4 * KIB
+# Enough for a 99th percentile of all rounds, and not minutes where one takes some ms.
+ONE_BY_ONE_MAX: Final = 64
+# A tier holds more than the two sets that are got, so that a put takes older room.
+SETS: Final = 3
+# Of a set, at least; a set of few blocks has few in a slab.
+_SLABS: Final = 4
 # The file of a disk tier, in its directory.
 _IMAGES: Final = "images"
 # The kernel keeps a page that something else holds just now, such as its own writing.
 _DROPS_MAX: Final = 20
 _DROP_AGAIN_S: Final = 0.05
 _TRIAL_BYTES: Final = 1 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreWork(Work):
+    """``count`` blocks of ``nbytes`` into a tier or out of it; see the verbs above."""
+
+    tier: str
+    # Of a block.
+    layers: int
+    # Of a set; ``count`` of them are moved.
+    set_blocks: int
+
+    @property
+    def set_bytes(self) -> int:
+        """Bytes of a set."""
+        return self.nbytes * self.set_blocks
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a fragment."""
+        return self.nbytes // self.layers
+
+    @property
+    def transfer(self) -> FragmentWork:
+        """The set as a transfer between two caches."""
+        return FragmentWork(
+            verb="push" if self.verb in PUTS else "pull",
+            nbytes=self.layer_bytes,
+            count=self.set_blocks * self.layers,
+            layers=self.layers,
+        )
+
+    def room(self, sets: int) -> tuple[int, int]:
+        """Bytes of so many sets and not of a block more, and of a slab of them."""
+        slab_blocks = min(self.set_blocks // _SLABS, STORE_SLOTS_MAX)
+        return sets * self.set_bytes, slab_blocks * self.nbytes
+
+
+def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
+    """Make a work of about ``round_bytes`` of blocks of a shape."""
+    layers, layer_bytes = SHAPES[shape]
+    blocks = max(_SLABS, round_bytes // (layers * layer_bytes))
+    # A set has whole slabs.
+    blocks -= blocks % (
+        _SLABS if blocks < _SLABS * STORE_SLOTS_MAX else STORE_SLOTS_MAX
+    )
+    count = min(blocks, ONE_BY_ONE_MAX) if verb == ONE else blocks
+    if verb == MATCH:
+        layers, layer_bytes, count, blocks = 1, MATCH_LAYER_BYTES, HASHES, HASHES
+    return StoreWork(
+        verb=verb,
+        nbytes=layers * layer_bytes,
+        count=count,
+        tier=tier,
+        layers=layers,
+        set_blocks=blocks,
+    )
 
 
 class StoreServerSide(Side[StoreWork]):
@@ -228,11 +313,7 @@ class Stock:
         return values
 
     def compare(self, count: int) -> None:
-        """Compare the first blocks of the wanted cache with what was put.
-
-        Raises:
-            RuntimeError: They differ.
-        """
+        """Compare the first blocks of the wanted cache with what was put."""
         shape = (self._work.layers, self._work.set_blocks, self._work.layer_bytes)
         have, want = (
             pool.fragments().reshape(shape)[:, :count]
@@ -267,11 +348,7 @@ def _memory(work: StoreWork, sets: int) -> str:
 
 
 def drop(path: Path) -> None:
-    """Write a file to the disk, and forget its pages, so that reading it reads that.
-
-    Raises:
-        RuntimeError: They stay, or nobody says whether they do.
-    """
+    """Write a file to the disk, and forget its pages, so that reading it reads that."""
     with path.open("rb") as file:
         for _ in range(_DROPS_MAX):
             os.fsync(file.fileno())

@@ -5,7 +5,7 @@ at once: in each round every contender of every case does a little, one after th
 and who begins changes from round to round.
 
 A contender that fails is out of that case, with its reason, and is started anew before
-its next one. If the case says nothing without it, the benchmark ends.
+its next one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
+
+from rich.console import RenderableType
 
 from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample
 from kvwire.limits import GIB
-
-T = TypeVar("T")
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +37,19 @@ GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, less_is_better=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row of the table.
-
-    Attributes:
-        name: What the row says.
-        work: A work of its benchmark.
-        unit: How its samples are read.
-        contenders: The first is judged by the best of the others.
-        target: The ratio aimed at: at most that for times, at least that for rates;
-            None for none.
-        tail: Whether the 99th percentile of the samples means anything.
-        group: What rows that are shown together have alike.
-        essential: It says nothing without the first contender.
-    """
+    """One row of the table; its first contender is judged by the best of the others."""
 
     name: str
+    # Of a subclass of Work.
     work: Any
     unit: Unit
     contenders: Sequence[Contender]
+    # The ratio aimed at: at most that for times, at least that for rates.
     target: float | None = None
+    # Whether the 99th percentile of the samples means anything.
     tail: bool = False
+    # What rows that are shown together have alike.
     group: str = ""
-    essential: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +62,6 @@ class Missing:
 
     def __str__(self) -> str:
         return f"{self.name} {self.reason} and was left out: {self.remedy}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Others:
-    """Who moves bytes or looks up hashes, by what of kvwire they stand beside."""
-
-    movers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
-    matchers: Mapping[str, Sequence[Contender]] = field(default_factory=dict)
-    missing: Sequence[Missing] = ()
-    notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Benchmark:
-    """A named list of cases, who is missing, and notes for a reader of the table."""
-
-    name: str
-    cases: Sequence[Case]
-    missing: Sequence[Missing] = ()
-    notes: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -127,8 +97,8 @@ class Samples:
         """Likewise of both sides together."""
         return median(sum(r.cpu_s) * GIB / r.moved_bytes for r in self.rounds)
 
-    def summary(self) -> dict[str, float]:
-        """Many values in few; mad is the median absolute deviation from the median."""
+    def document(self) -> dict[str, Any]:
+        """Return all of it; mad is the median absolute deviation from the median."""
         values, middle = self.values, self.median
         return {
             "count": len(values),
@@ -137,6 +107,9 @@ class Samples:
             "mad": median(abs(value - middle) for value in values),
             "low": min(values),
             "high": max(values),
+            "cpu_s_per_gib": self.cpu_s_per_gib,
+            "sides_cpu_s_per_gib": self.sides_cpu_s_per_gib,
+            "rounds": [list(sample.values) for sample in self.rounds],
         }
 
 
@@ -148,6 +121,25 @@ class CaseResult:
     samples: dict[str, Samples]
     failures: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+Findings = Sequence[CaseResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A named list of cases, who is missing, and notes for a reader of the table."""
+
+    name: str
+    cases: Sequence[Case]
+    missing: Sequence[Missing] = ()
+    notes: Sequence[str] = ()
+    # Makes several rows of one case.
+    split: Callable[[CaseResult], Findings] = lambda found: [found]
+    # Makes another table, what is shown below it, and more keys of the document.
+    table: Callable[[Findings], RenderableType] | None = None
+    below: Callable[[Findings], Sequence[RenderableType]] = lambda _: ()
+    more: Callable[[Findings], Mapping[str, Any]] = lambda _: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +159,8 @@ class Comparison:
 
 def compare(finding: CaseResult) -> Comparison:
     """Judge a case by its medians."""
-    case, less, samples = (
-        finding.case,
-        finding.case.unit.less_is_better,
-        finding.samples,
-    )
-    first, *others = case.contenders
+    case, samples = finding.case, finding.samples
+    less, (first, *others) = case.unit.less_is_better, case.contenders
     beside = {
         one.name: samples[one.name].median
         for one in others
@@ -191,30 +179,28 @@ def compare(finding: CaseResult) -> Comparison:
     return Comparison(best=best, ratio=ratio, low=min(each), high=max(each), met=met)
 
 
+def part_of(
+    found: CaseResult, name: str, part: Callable[[Sequence[float]], Sequence[float]]
+) -> CaseResult:
+    """Make a row of a part of the values of each round."""
+    samples = {
+        who: Samples([replace(one, values=part(one.values)) for one in these.rounds])
+        for who, these in found.samples.items()
+    }
+    return replace(found, case=replace(found.case, name=name), samples=samples)
+
+
 def steps(plan: Benchmark, rounds: int) -> int:
     """How often :func:`take_turns` reports progress, unless somebody fails."""
     return (rounds + 1) * sum(len(case.contenders) for case in plan.cases)
 
 
-def in_turn(everybody: Sequence[T], number: int) -> list[T]:
-    """Who begins changes from round to round."""
-    first = number % len(everybody)
-    return [*everybody[first:], *everybody[:first]]
+def take_turns(
+    plan: Benchmark, rounds: int, progress: Callable[[str], None]
+) -> list[CaseResult]:
+    """Run a benchmark: so many rounds, after one that checks and does not count.
 
-
-def take_turns(plan: Benchmark, rounds: int, progress: Progress) -> list[CaseResult]:
-    """Run a benchmark.
-
-    Args:
-        plan: What to run.
-        rounds: How often each contender of each case does its work, after one time
-            that does not count.
-        progress: Called before each step with what it is.
-
-    Raises:
-        BenchError: It cannot be run, or bytes were damaged.
-        KeyboardInterrupt: Nobody has done anything yet. Later it ends the benchmark
-            with what there is.
+    Ctrl-C ends it with what there is, and is raised where there is nothing yet.
     """
     findings = [
         CaseResult(case, {one.name: Samples() for one in case.contenders})
@@ -224,12 +210,19 @@ def take_turns(plan: Benchmark, rounds: int, progress: Progress) -> list[CaseRes
     try:
         for number in range(-1, rounds):
             for finding in findings:
-                for contender in in_turn(finding.case.contenders, number):
+                everybody = finding.case.contenders
+                first = number % len(everybody)
+                for contender in [*everybody[first:], *everybody[:first]]:
                     if contender.name not in finding.failures:
                         progress(f"{finding.case.name}: {contender.name}")
                         team.take_turn(finding, contender, number)
     except KeyboardInterrupt:
-        _require_samples(findings)
+        for finding in findings:
+            for name in [n for n, s in finding.samples.items() if not s.rounds]:
+                del finding.samples[name]
+                finding.failures[name] = "it was interrupted before its first round"
+        if not any(finding.samples for finding in findings):
+            raise
     finally:
         team.stop()
     return findings
@@ -243,21 +236,19 @@ class _Team:
         self._unable: dict[Contender, BenchError] = {}
 
     def take_turn(self, finding: CaseResult, contender: Contender, number: int) -> None:
-        case = finding.case
+        owner = contender.beside or contender
         try:
-            pair = self._ready(contender.owner)
+            pair = self._ready(owner)
             finding.facts[contender.name] = pair.facts
-            work = replace(case.work, **contender.asks)
+            work = replace(finding.case.work, **contender.asks)
             if number < 0:
                 pair.check(work)
             sample = pair.round(work)
             if number >= 0:
                 finding.samples[contender.name].rounds.append(sample)
         except BenchError as exc:
-            if running := self._running.pop(contender.owner, None):
+            if running := self._running.pop(owner, None):
                 running.stop()
-            if case.essential and contender is case.contenders[0]:
-                raise BenchError(f"{case.name}: {exc}") from exc
             del finding.samples[contender.name]
             finding.failures[contender.name] = str(exc)
 
@@ -275,16 +266,3 @@ class _Team:
                 self._unable[contender] = exc
                 raise
         return self._running[contender]
-
-
-def _require_samples(findings: Sequence[CaseResult]) -> None:
-    """After an interrupt, who has done nothing is a failure like any other."""
-    for finding in findings:
-        for name in [n for n, s in finding.samples.items() if not s.rounds]:
-            del finding.samples[name]
-            finding.failures[name] = "it was interrupted before its first round"
-        case = finding.case
-        if case.essential and case.contenders[0].name in finding.failures:
-            raise KeyboardInterrupt
-    if not any(finding.samples for finding in findings):
-        raise KeyboardInterrupt

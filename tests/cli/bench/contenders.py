@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample, Work
-from kvwire.cli.bench.report import Findings
 from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
     Benchmark,
     Case,
-    Unit,
+    Findings,
     take_turns,
 )
 
@@ -35,66 +34,54 @@ class Scripted(Contender):
         ours: bool = False,
     ) -> None:
         super().__init__(name, "", ours=ours)
-        self.rounds = list(rounds)
-        self.log: Log = [] if log is None else log
-        self.failing = failing
+        script = ScriptedPair(name, list(rounds), [] if log is None else log, failing)
+        object.__setattr__(self, "script", script)
 
     def start(self) -> Pair:
-        self.done("start")
-        return cast(Pair, ScriptedPair(self))
-
-    def done(self, call: str) -> None:
-        self.log.append((self.name, call))
-        if call == self.failing:
-            raise BenchError(f"{self.name} failed to {call}")
+        script: ScriptedPair = vars(self)["script"]
+        script.done("start")
+        return cast(Pair, script)
 
 
 class ScriptedPair:
     """Answers the samples of its contender, and notes what was asked of it."""
 
-    def __init__(self, contender: Scripted) -> None:
-        self._contender = contender
-        self.facts: dict[str, Any] = {"version": f"{contender.name} 1"}
+    def __init__(
+        self, name: str, rounds: list[Sequence[float]], log: Log, failing: str
+    ) -> None:
+        self._name = name
+        self._rounds = rounds
+        self._log = log
+        self._failing = failing
+        self.facts: dict[str, Any] = {"version": f"{name} 1"}
 
     def check(self, work: Work) -> None:
-        self._contender.done("check")
+        self.done("check")
 
     def round(self, work: Work) -> Sample:
-        self._contender.done("round")
-        rounds = self._contender.rounds
+        self.done("round")
+        rounds = self._rounds
         values = rounds.pop(0) if len(rounds) > 1 else rounds[0]
         if not values:
             raise KeyboardInterrupt
         return Sample(values, work.moved_bytes, [0.2, 0.3])
 
     def stop(self) -> None:
-        self._contender.log.append((self._contender.name, "stop"))
+        self._log.append((self._name, "stop"))
+
+    def done(self, call: str) -> None:
+        self._log.append((self._name, call))
+        if call == self._failing:
+            raise BenchError(f"{self._name} failed to {call}")
 
 
-def case(
-    *contenders: Contender,
-    name: str = "1 KiB send",
-    work: Work = WORK,
-    unit: Unit = GIGABYTES_PER_SECOND,
-    target: float | None = 0.9,
-    tail: bool = False,
-    essential: bool = True,
-    group: str = "",
-) -> Case:
-    return Case(
-        name=name,
-        work=work,
-        unit=unit,
-        contenders=contenders,
-        target=target,
-        tail=tail,
-        essential=essential,
-        group=group,
-    )
+def case(*contenders: Contender, **changed: Any) -> Case:
+    given = {"name": "1 KiB send", "work": WORK, "unit": GIGABYTES_PER_SECOND}
+    return Case(contenders=contenders, **{**given, **changed})
 
 
-def benchmark(*cases: Case) -> Benchmark:
-    return Benchmark(name="scripted", cases=cases)
+def benchmark(*cases: Case, **changed: Any) -> Benchmark:
+    return Benchmark(name="scripted", cases=cases, **changed)
 
 
 def measured(*cases: Case, rounds: int = 1) -> Findings:

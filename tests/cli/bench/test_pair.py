@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from kvwire.cli.bench import pair
-from kvwire.cli.bench.messages import KVWireSide, SocketsSide, StreamsSide
+from kvwire.cli.bench.messages import KVWireSide, SocketsSide
 from kvwire.cli.bench.pair import BenchError, Contender, SideProcess, Work
 from kvwire.limits import KIB, MIB
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(60)
 
-SOCKETS = "kvwire.cli.bench.messages:SocketsSide"
 PING = Work(verb="round trip", nbytes=64, count=3)
 BULK = [
     Work(verb=verb, nbytes=nbytes, count=6, in_flight=4)
@@ -26,26 +24,16 @@ BULK = [
 
 @pytest.fixture
 def side() -> Iterator[SideProcess]:
-    found = SideProcess(SOCKETS, {})
+    found = SideProcess(Contender("it", SocketsSide), SocketsSide)
     yield found
     found.stop()
 
 
-@pytest.mark.parametrize(
-    ("role", "options", "works"),
-    [
-        (KVWireSide, {"transport": "tcp", "loop": "uvloop"}, [PING, *BULK]),
-        # Both take part in `bench messages`, which is tested with threads as well.
-        pytest.param(StreamsSide, {}, [PING], marks=pytest.mark.slow),
-        pytest.param(SocketsSide, {}, BULK, marks=pytest.mark.slow),
-    ],
-)
-def test_each_role_does_its_works(
-    role: type[Any], options: dict[str, Any], works: list[Work]
-) -> None:
+def test_two_processes_do_every_work() -> None:
     """Checked, then timed twice; what a round reports is plausible."""
-    with Contender("it", role, **options).start() as found:
-        for work in works:
+    options = {"transport": "tcp", "loop": "uvloop"}
+    with Contender("it", KVWireSide, options=options).start() as found:
+        for work in [PING, *BULK]:
             found.check(work)
             for _ in range(2):
                 sample = found.round(work)
@@ -54,9 +42,8 @@ def test_each_role_does_its_works(
                 assert min(sample.values) > 0
                 assert sample.moved_bytes == work.nbytes * work.count
                 assert min(sample.cpu_s) >= 0 < sum(sample.cpu_s)
-        if role is KVWireSide:
-            assert found.facts["loop"] == "uvloop"
-            assert "tcp: taken" in found.facts["transport"]
+        assert found.facts["loop"] == "uvloop"
+        assert "tcp: taken" in found.facts["transport"]
 
 
 @pytest.mark.usefixtures("threads")
@@ -78,15 +65,9 @@ def test_bytes_that_change_on_the_way_are_found(
 def test_what_fails_over_there_is_told_here(side: SideProcess) -> None:
     with pytest.raises(BenchError, match="connect: ConnectionRefusedError"):
         side.call("connect", address=1)
-
-
-@pytest.mark.parametrize("call", ["__init__", "close", "work_type", "parts"])
-def test_only_the_calls_of_a_side_can_be_made(side: SideProcess, call: str) -> None:
-    with pytest.raises(BenchError, match=f"there is no call '{call}'"):
-        side.call(call)
-
-
-def test_a_process_that_ends_is_an_error(side: SideProcess) -> None:
+    for call in ("__init__", "close", "work_type", "parts"):
+        with pytest.raises(BenchError, match=f"there is no call '{call}'"):
+            side.call(call)
     side._process.kill()
     with pytest.raises(BenchError, match="ended with status -9"):
         side.call("cpu")
@@ -103,15 +84,11 @@ def test_a_process_that_is_stuck_is_an_error(
         side.answer()
 
 
-def test_an_unknown_role_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    found = SideProcess("kvwire.cli.bench.messages:CarrierPigeons", {})
-    with pytest.raises(BenchError, match="ended with status 1"):
-        found.call("listen")
-    found.stop()
-    assert "CarrierPigeons" in capfd.readouterr().err
-
-
-def test_a_pair_that_cannot_start_leaves_no_process() -> None:
-    contender = Contender("it", KVWireSide, transport="carrier")
+def test_a_pair_that_cannot_start_leaves_no_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(BenchError, match="carrier"):
-        contender.start()
+        Contender("it", KVWireSide, options={"transport": "carrier"}).start()
+    with pytest.raises(BenchError, match="ended with status 1"):
+        Contender("it", "kvwire.cli.bench.messages:CarrierPigeons").start()
+    assert "CarrierPigeons" in capfd.readouterr().err

@@ -1,10 +1,11 @@
-"""The table, the document, numbers worked out by hand, and where all of it goes."""
+"""The table, the document, the picture; numbers worked out by hand."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from rich.console import Console
 
 import kvwire
 from kvwire.cli.bench.pair import Sample
-from kvwire.cli.bench.report import document, progress_bar, render, show
+from kvwire.cli.bench.plot import draw
+from kvwire.cli.bench.report import Common, render, show
 from kvwire.cli.bench.turns import (
     MICROSECONDS,
     Benchmark,
@@ -25,25 +27,25 @@ from kvwire.cli.bench.turns import (
 )
 from tests.cli.bench.contenders import Scripted, benchmark, case, measured
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
 
 
 @given(SOME)
-def test_a_summary_is_as_numpy_has_it(values: list[float]) -> None:
-    found = Samples([Sample(values, 1, [0.0])]).summary()
+def test_samples_are_summed_up_as_numpy_does(values: list[float]) -> None:
+    # A fifth and three tenths of a second for 4 KiB.
+    found = Samples([Sample(values, 4096, [0.2, 0.3])]).document()
     middle = np.median(values)
     assert found["median"] == pytest.approx(middle)
     assert found["p99"] == np.percentile(values, 99, method="inverted_cdf")
     assert found["mad"] == pytest.approx(np.median(np.abs(np.array(values) - middle)))
     assert (found["low"], found["high"]) == (min(values), max(values))
     assert found["count"] == len(values)
-
-
-def test_cpu_seconds_are_for_a_gib() -> None:
-    # A fifth and three tenths of a second for 4 KiB, as the contender says.
-    samples = Samples([Sample([1.0], 4096, [0.2, 0.3])])
-    assert samples.cpu_s_per_gib == 0.5 * 2**30 / 4096
-    assert samples.sides_cpu_s_per_gib == [0.2 * 2**30 / 4096, 0.3 * 2**30 / 4096]
+    assert found["rounds"] == [values]
+    assert found["cpu_s_per_gib"] == 0.5 * 2**30 / 4096
+    assert found["sides_cpu_s_per_gib"] == [0.2 * 2**30 / 4096, 0.3 * 2**30 / 4096]
 
 
 def test_a_rate_is_compared_with_the_highest() -> None:
@@ -78,36 +80,25 @@ def shown(whole: Benchmark) -> list[str]:
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
-def cells(lines: list[str], first: str) -> list[str]:
-    return next(line for line in lines if line.startswith(first))[len(first) :].split()
-
-
-def test_a_rate_has_its_cpu_and_its_verdict() -> None:
-    ours, other = Scripted("kvwire", [[4.5e9]]), Scripted("iperf3", [[5.0e9]])
-    found = cells(shown(benchmark(case(ours, other))), "1 KiB send, GB/s")
+def test_a_rate_has_its_cpu_a_time_its_tail_and_both_a_verdict() -> None:
+    rates = Scripted("kvwire", [[4.5e9]]), Scripted("iperf3", [[5.0e9]])
+    tail = [2e-6] * 98 + [7e-6, 8e-6]
+    times = Scripted("kvwire", [tail]), Scripted("streams", [[1e-6]])
+    lines = shown(
+        benchmark(
+            case(*rates, group="x", target=0.9),
+            case(*times, group="y", target=1.3, unit=MICROSECONDS, tail=True),
+        )
+    )
+    cells = [line.split() for line in lines]
+    assert ["what", "kvwire", "iperf3", "ratio", "target"] in cells
     # 0.5 s for 4 KiB are 131,072 s for a GiB.
-    assert found == ["4.50", "131072", "5.00", "131072", "0.90", ">=", "0.9", "met"]
-
-
-def test_a_time_has_its_tail() -> None:
-    times = [2e-6] * 98 + [7e-6, 8e-6]
-    ours, other = Scripted("kvwire", [times]), Scripted("streams", [[1e-6]])
-    row = case(ours, other, unit=MICROSECONDS, target=1.3, tail=True)
-    found = cells(shown(benchmark(row)), "1 KiB send, us")
-    assert found == ["2.00", "7.00", "1.00", "1.00", "2.00", "<=", "1.3", "missed"]
-
-
-def test_groups_have_tables_and_a_column_for_everybody() -> None:
-    a, b = Scripted("a", [[1e9]]), Scripted("b", [[2e9]])
-    rows = [case(a, name="one", group="x", target=None)]
-    rows += [case(b, name="two", group="y", target=None)]
-    lines = shown(benchmark(*rows))
-    heads = [line.split() for line in lines if line.startswith("what")]
-    assert heads == [["what", "a"], ["what", "b"]]
-    assert [line for line in lines if "kvwire bench" in line] == [
-        "kvwire bench scripted x",
-        "kvwire bench scripted y",
-    ]
+    rate = ["4.50", "131072", "5.00", "131072", "0.90", ">=", "0.9", "met"]
+    assert ["1", "KiB", "send,", "GB/s", *rate] in cells
+    time = ["2.00", "7.00", "1.00", "1.00", "2.00", "<=", "1.3", "missed"]
+    assert ["1", "KiB", "send,", "us", *time] in cells
+    titles = [line for line in lines if line.startswith("kvwire bench")]
+    assert titles == ["kvwire bench scripted x", "kvwire bench scripted y"]
 
 
 def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
@@ -132,62 +123,71 @@ def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
     assert sum(name in line for line in lines for name in names) >= len(names)
 
 
-def test_who_failed_or_is_missing_is_named_with_the_reason() -> None:
-    whole = Benchmark(
-        name="x",
-        cases=[case(Scripted("kvwire"), Scripted("a", failing="round"))] * 2,
-        missing=[Missing("iperf3", "apt-get install iperf3")],
-        notes=["One operation in flight."],
-    )
-    lines = shown(whole)
-    assert "One operation in flight." in lines
-    assert "a failed, 1 KiB send and 1 more: a failed to round" in lines
-    assert "iperf3 is not installed and was left out: apt-get install iperf3" in lines
-
-
 # --- the document, and where it goes --------------------------------------------------
 
 
-def test_everything_is_in_the_document() -> None:
-    ours = Scripted("kvwire", [[0.0], [1.0, 3.0], [2.0]])
-    theirs = Scripted("other", [[4.0]])
-    whole = Benchmark(
-        name="x",
-        cases=[case(ours, theirs, target=0.5)],
+def test_a_run_shows_and_writes_everything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = Scripted("kvwire", [[0.0], [0.0], [1.0, 3.0], [2.0]])
+    peers = Scripted("other", [[4.0]]), Scripted("broken", failing="round")
+    whole = benchmark(
+        case(ours, *peers, target=0.5),
+        case(ours, peers[1]),
+        case(),
         missing=[Missing("iperf3", "install it")],
         notes=["a note"],
+        below=lambda _: ["below"],
+        more=lambda _: {"more": 1},
     )
-    findings = take_turns(whole, 2, lambda _: None)
-    found = json.loads(json.dumps(document(whole, findings, {"loop": "uvloop"})))
+    out = tmp_path / "found.json"
+    common = Common(json=out, loop="asyncio")
+    assert common.run(whole, rounds=2) == 0
 
-    assert (found["benchmark"], found["kvwire"]) == ("x", kvwire.__version__)
-    assert found["settings"] == {"loop": "uvloop"}
-    assert len(found["machine"]["load"]) == 3
-    assert found["contenders"] == {
-        "kvwire": {"version": "kvwire 1"},
-        "other": {"version": "other 1"},
-    }
-    assert found["missing"] == [
-        {"name": "iperf3", "remedy": "install it", "reason": "is not installed"}
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "a note",
+        "broken failed, 1 KiB send and 1 more: broken failed to round",
+        "iperf3 is not installed and was left out: install it",
+        "below",
     ]
-    assert found["notes"] == ["a note"]
-    (only,) = found["cases"]
-    assert (only["unit"], only["target"]) == ("B/s", 0.5)
-    assert (only["best"], only["ratio"], only["met"]) == ("other", 0.5, True)
-    assert only["work"]["nbytes"] == 1024
-    mine = only["contenders"]["kvwire"]
-    assert mine["rounds"] == [[1.0, 3.0], [2.0]]
-    assert (mine["count"], mine["median"], mine["mad"]) == (3, 2.0, 1.0)
-    assert mine["cpu_s_per_gib"] == 131072.0
+    found = json.loads(out.read_text())
+    machine = found.pop("machine")
+    assert len(machine["load"]) == 3
+    only, _ = found.pop("cases")
+    assert found == {
+        "benchmark": "scripted",
+        "kvwire": kvwire.__version__,
+        "settings": {"loop": "asyncio", "rounds": 2},
+        "contenders": {
+            name: {"version": f"{name} 1"} for name in ("kvwire", "other", "broken")
+        },
+        "missing": [
+            {"name": "iperf3", "remedy": "install it", "reason": "is not installed"}
+        ],
+        "notes": ["a note"],
+        "more": 1,
+    }
+    assert only.pop("contenders")["kvwire"]["rounds"] == [[1.0, 3.0], [2.0]]
+    assert only == {
+        "name": "1 KiB send",
+        "group": "",
+        "work": {"verb": "send", "nbytes": 1024, "count": 4, "in_flight": 1},
+        "unit": "B/s",
+        "target": 0.5,
+        "best": "other",
+        "ratio": 0.5,
+        "low": 0.5,
+        "high": 0.5,
+        "met": True,
+        "failures": {"broken": "broken failed to round"},
+    }
+    # Only what is measured decides whether the command has failed, not who is beside.
+    assert common.run(benchmark(case(peers[1], peers[0])), rounds=1) == 1
 
 
 def test_a_document_goes_to_a_file_or_alone_to_the_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "found.json"
-    show("a table", lambda: {"met": True}, json=file)
-    assert json.loads(file.read_text()) == {"met": True}
-    assert capsys.readouterr() == ("a table\n", "")
     show("a table", lambda: {"met": True}, json=Path("-"))
     captured = capsys.readouterr()
     assert (json.loads(captured.out), captured.err) == ({"met": True}, "a table\n")
@@ -196,8 +196,42 @@ def test_a_document_goes_to_a_file_or_alone_to_the_output(
         show("a table", dict, json=missing)
 
 
-def test_the_bar_is_drawn_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar(2) as progress:
-        progress("the first")
-        progress("the second")
-    assert capsys.readouterr().out == ""
+# --- the picture ----------------------------------------------------------------------
+
+
+def drawn(whole: Benchmark, rounds: int = 2) -> list[Axes]:
+    return draw(whole, take_turns(whole, rounds, lambda _: None)).axes
+
+
+def bars(axes: Axes) -> list[float]:
+    widths = [container.datavalues for container in axes.containers]  # type: ignore[attr-defined]
+    return [float(width) for bar in widths for width in bar]
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_rates_are_bars_with_a_line_from_the_smallest_to_the_99th_percentile() -> None:
+    ours, broken = Scripted("kvwire", [[1e9, 2e9, 3e9]]), Scripted("c", failing="round")
+    (axes,) = drawn(benchmark(case(ours, Scripted("b", [[4e9]]), broken)))
+    assert bars(axes) == pytest.approx([2.0, 4.0])
+    assert texts(axes) == ["2", "4"]
+    assert axes.get_xlim()[0] == 0
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1 KiB send"]
+    assert axes.get_title(loc="left") == "GB/s"
+    assert np.asarray(axes.lines[0].get_xdata()).tolist() == pytest.approx([1.0, 3.0])
+
+
+def test_times_are_points_on_a_logarithmic_axis_in_a_panel_of_their_own() -> None:
+    """From 20 us to 20 ms no bar could be compared with another."""
+    slow, fast = Scripted("kvwire", [[2e-2]]), Scripted("b", [[2e-5]])
+    rates = case(Scripted("kvwire", [[1e9]]), Scripted("b", [[1e9]]))
+    first, axes = drawn(benchmark(rates, case(slow, fast, unit=MICROSECONDS)))
+    assert axes.get_xscale() == "log"
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    found = np.concatenate([point.get_xdata() for point in points])
+    assert found.tolist() == pytest.approx([2e4, 20.0])
+    assert texts(axes) == ["2e+04", "20"]
+    # Everybody has one colour in both.
+    assert len(first.patches) == len(points) == 2

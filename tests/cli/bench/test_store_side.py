@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import kvwire
-from kvwire.cli.bench.store import (
+from kvwire.cli.bench.store import filesystem
+from kvwire.cli.bench.store_side import (
     DISK,
     FIRST_PUT,
     FLUSHED_PUT,
@@ -22,14 +23,12 @@ from kvwire.cli.bench.store import (
     ONE,
     PUT,
     SERVER,
-    StoreWork,
-    work_of,
-)
-from kvwire.cli.bench.store_side import (
     StoreServerSide,
     StoreSide,
+    StoreWork,
     can_drop,
     drop,
+    work_of,
 )
 from kvwire.kv.blocks import Ids
 from kvwire.limits import MIB
@@ -209,3 +208,22 @@ def test_where_nobody_can_tell_nothing_is_dropped(
 ) -> None:
     monkeypatch.delattr(os, "posix_fadvise")
     assert not can_drop(tmp_path)
+
+
+def test_the_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
+    """Of two at one place the later one hides the other."""
+    inner, mounts = tmp_path / "kv store", tmp_path / "mounts"
+    inner.mkdir()
+    assert "not name" in filesystem(tmp_path, tmp_path / "missing")
+    mounts.write_text("\n")
+    assert "unknown" in filesystem(tmp_path, mounts)
+    escaped = str(inner).replace(" ", r"\040")
+    found = [
+        f"/dev/nvme0n1 {escaped} xfs rw",
+        "/dev/vda / ext3 rw",
+        "/dev/vda / ext4 rw",
+        f"none {escaped}er tmpfs rw",
+    ]
+    mounts.write_text("\n".join(found) + "\n")
+    assert filesystem(inner, mounts) == "xfs on /dev/nvme0n1"
+    assert filesystem(tmp_path, mounts) == "ext4 on /dev/vda"

@@ -10,12 +10,12 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import uvloop
 
-from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, PROGRAM, SideProcess
+from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, Contender, SideProcess
 from kvwire.cli.bench.side import Side, answer, make
 
 _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
@@ -27,26 +27,17 @@ _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
 class ThreadSide(SideProcess):
     """A side on a loop of its own; see SideProcess."""
 
-    def __init__(
-        self,
-        role: str,
-        options: Mapping[str, str],
-        *,
-        program: Sequence[str] = PROGRAM,
-        environment: Mapping[str, str] | None = None,
-        quiet: bool = False,
-    ) -> None:
-        assert program == PROGRAM, "a peer is a program of its own"
-        assert not quiet, "nothing is written to a standard error"
+    def __init__(self, contender: Contender, role: type[Any] | str) -> None:
+        assert isinstance(role, type), "a peer is a program of its own"
         # Undone by the fixture; all sides of one test get the same.
-        os.environ.update(environment or {})
-        self.role = role
-        self._options = options
+        os.environ.update(contender.environment)
+        self.role = f"{role.__module__}:{role.__qualname__}"
+        self._options = {name: str(v) for name, v in contender.options.items()}
         self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._asked: asyncio.Queue[bytes] = asyncio.Queue()
         self._stopped = asyncio.Event()
-        self._loop = _LOOPS[options.get("loop", "asyncio")]()
-        self._thread = threading.Thread(target=self._run, name=f"side {role}")
+        self._loop = _LOOPS[self._options.get("loop", "asyncio")]()
+        self._thread = threading.Thread(target=self._run, name=f"side {self.role}")
         self._thread.start()
 
     def ask(self, name: str, **arguments: Any) -> None:
@@ -57,7 +48,7 @@ class ThreadSide(SideProcess):
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join()
 
-    def _line(self) -> bytes:
+    def line(self) -> bytes:
         return self._answers.get(timeout=ANSWER_TIMEOUT_S)
 
     def _run(self) -> None:

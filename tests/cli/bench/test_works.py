@@ -1,0 +1,217 @@
+"""What the sides of benchmarks do: blocks that lie apart, the bytes of works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwire.cli.bench import many, overlap
+from kvwire.cli.bench.fragments import (
+    ARENA,
+    LAYERS_MAX,
+    LEFT,
+    RIGHT,
+    FragmentsSide,
+    FragmentWork,
+    Pool,
+    contenders,
+    work_of,
+)
+from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManySide, ManyWork
+from kvwire.cli.bench.overlap import OverlapSide, OverlapWork, efficiency
+from kvwire.cli.bench.pair import Contender, Sample
+from kvwire.cli.bench.side import JoinedSide
+from kvwire.limits import KIB, MIB
+from kvwire.memory.arena import arena_of
+from kvwire.memory.copy import as_fragments
+from tests.cli.bench.contenders import Scripted, case, measured
+
+# --- fragments ------------------------------------------------------------------------
+
+WORKS = [
+    work_of(verb, 4 * KIB, cross_layer=cross, round_bytes=1 * MIB)
+    for verb in ("push", "pull")
+    for cross in (False, True)
+]
+POOL_BYTES = max(work.pool_bytes for work in WORKS)
+
+
+def does_every_work(contender: Contender) -> list[Sample]:
+    """Checked, then timed; what a round reports is plausible."""
+    samples = []
+    with contender.start() as pair:
+        for work in WORKS:
+            pair.check(work)
+            samples.append(pair.round(work))
+    for work, sample in zip(WORKS, samples, strict=True):
+        assert min(sample.values) > 0
+        assert sample.moved_bytes == work.nbytes * work.count
+        assert sum(sample.cpu_s) > 0
+    return samples
+
+
+@pytest.mark.slow
+def test_local_moves_fragments_between_processes_with_and_without_arenas() -> None:
+    both = [one for _, one in contenders("local", {"pool_bytes": POOL_BYTES})]
+    assert [one.name for one in both] == ["kvwire local", "kvwire local arena"]
+    for one in both:
+        assert len(does_every_work(one)) == len(WORKS)
+
+
+@pytest.mark.parametrize("in_arena", [False, True])
+async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
+    options = {"transport": "local", "pool_bytes": str(POOL_BYTES)}
+    side = FragmentsSide(options | {"memory": ARENA} if in_arena else options)
+    pool = Pool(side.memory, WORKS[0], LEFT)
+    assert (arena_of(as_fragments(pool.memory.data)) is not None) is in_arena
+    side.memory = np.empty(0, np.uint8)
+    del pool
+    await side.close()
+
+
+works = st.builds(
+    work_of,
+    st.sampled_from(["push", "pull"]),
+    st.sampled_from([4 * KIB, 64 * KIB, 1 * MIB, 4 * MIB]),
+    cross_layer=st.booleans(),
+    round_bytes=st.sampled_from([1 * MIB, 10 * MIB]),
+)
+
+
+@given(works, st.sampled_from([LEFT, RIGHT]))
+def test_no_two_fragments_meet_or_follow_each_other(
+    work: FragmentWork, side: int
+) -> None:
+    assert work.nbytes * work.count == work.blocks * work.layers * work.layer_bytes
+    assert 1 <= work.layers <= LAYERS_MAX
+    pool = Pool(np.empty(work.pool_bytes, np.uint8), work, side)
+    places = np.sort(pool.rows)
+    assert len(places) == work.count
+    assert 0 <= places[0] <= places[-1] < work.pool_bytes // work.nbytes
+    assert np.all(np.diff(places) > 1)
+
+
+@pytest.mark.parametrize("work", WORKS[:2], ids=lambda work: work.layout)
+def test_rows_are_where_the_cache_has_its_blocks(work: FragmentWork) -> None:
+    """What kvwire reads off its tensors, and where the bytes are compared."""
+    pool, other = (
+        Pool(np.zeros(work.pool_bytes, np.uint8), work, side) for side in (LEFT, RIGHT)
+    )
+    assert pool.blocks != other.blocks
+    group = pool.cache.groups["kv"]
+    starts = group.bases[:, 0][:, None] + np.array(pool.blocks) * group.strides["block"]
+    if work.cross_layer:
+        starts = starts[:1]
+    expected = pool.rows * work.nbytes + pool.memory.ctypes.data
+    assert starts.ravel().tolist() == expected.tolist()
+
+
+# --- many -----------------------------------------------------------------------------
+
+
+def test_the_sizes_of_a_mix_are_shares_of_all() -> None:
+    work = ManyWork(verb=AT_ONCE, nbytes=4 * MIB, count=1000)
+    sizes = work.sizes()
+    counts = [sizes.count(s) for s in (many.SMALL_BYTES, many.MEDIUM_BYTES, 4 * MIB)]
+    assert counts == [800, 180, 20]
+    assert work.moved_bytes == sum(sizes)
+    for publishes in (False, True):
+        blocks, shares = work.shares(publishes=publishes)
+        assert blocks * BLOCK_BYTES == sum(sizes)
+        assert [len(share) * BLOCK_BYTES for share in shares] == sizes
+
+
+def test_who_publishes_has_the_blocks_of_the_others_once() -> None:
+    work = ManyWork(verb=BESIDE, nbytes=MIB, count=9, others=3, other_bytes=2 * MIB)
+    assert work.moved_bytes == 9 * MIB
+    blocks, (own, *others) = work.shares(publishes=True)
+    assert blocks * BLOCK_BYTES == 3 * MIB
+    assert others == [others[0]] * 3
+    assert sorted(own + others[0]) == list(range(blocks))
+    blocks, shares = work.shares(publishes=False)
+    assert blocks * BLOCK_BYTES == 7 * MIB
+    assert sorted(block for share in shares for block in share) == list(range(blocks))
+
+
+async def test_memory_of_two_works_is_never_there_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side = ManySide({"transport": "tcp", "endpoints": "1"})
+    work = ManyWork(verb=BESIDE, nbytes=MIB, count=1, others=1, other_bytes=MIB)
+    await side.use(work, None)
+    kept: list[int] = []
+    ones = np.ones
+
+    def watched(nbytes: int, dtype: type[np.uint8]) -> npt.NDArray[np.uint8]:
+        kept.append(side.memory.size)
+        return ones(nbytes, dtype)
+
+    monkeypatch.setattr(np, "ones", watched)
+    await side.use(replace(work, priority=1), None)
+    assert kept == []
+    await side.use(replace(work, others=2), None)
+    assert kept == [0]
+
+
+# --- overlap --------------------------------------------------------------------------
+
+MS = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("compute_ms", "streamed_ms", "whole_ms", "ideal_ms", "expected", "met"),
+    [
+        (4.0, 2.0, 20.0, 2.0, 1.0, True),
+        (4.0, 20.0, 20.0, 2.0, 0.0, False),
+        (4.0, 11.0, 20.0, 2.0, 0.5, False),
+        # Little more than one layer, of much that could be hidden: still too late.
+        (100.0, 3.5, 200.0, 2.0, 196.5 / 198, False),
+        # The compute of the other nine layers hides 9 ms and no more.
+        (1.0, 11.0, 20.0, 11.0, 1.0, True),
+        # Nothing can be hidden of a transfer that takes as long as one layer.
+        (4.0, 2.0, 2.0, 2.0, 0.0, False),
+    ],
+)
+def test_the_efficiency_is_what_was_hidden_of_what_could_be(
+    compute_ms: float,
+    streamed_ms: float,
+    whole_ms: float,
+    ideal_ms: float,
+    expected: float,
+    met: bool,
+) -> None:
+    work = OverlapWork(
+        verb=overlap.EXPOSED, nbytes=64 * KIB, count=10, compute_s=compute_ms * MS
+    )
+    times = zip(overlap.WAYS, (streamed_ms, whole_ms, 2.0), strict=True)
+    ways = [Scripted(way, [[ms * MS]]) for way, ms in times]
+    (finding,) = measured(case(*ways, work=work))
+    found = efficiency(finding)
+    assert found.ideal_s == pytest.approx(ideal_ms * MS)
+    assert found.efficiency == pytest.approx(expected)
+    assert found.met == met
+
+
+@pytest.mark.parametrize("way", overlap.WAYS)
+@pytest.mark.parametrize(("layers", "nbytes"), [(2, 4), (3, 192 * KIB)])
+async def test_every_way_moves_its_bytes(way: str, layers: int, nbytes: int) -> None:
+    """Real blocks, and those of a toy model of which the payload is next to nothing."""
+    options: dict[str, Any] = {"transport": "tcp"}
+    both = JoinedSide(OverlapSide(options), OverlapSide(options))
+    work = OverlapWork(
+        verb=overlap.EXPOSED, nbytes=nbytes, count=layers, repeat=2, way=way
+    )
+    try:
+        await both.connect(None)
+        await both.fill(work)
+        assert len((await both.drive(work))["values"]) == 2
+        if way != overlap.ONE_LAYER:
+            assert await both.digest(work)
+    finally:
+        await both.close()
