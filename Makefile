@@ -116,7 +116,8 @@ test-mooncake: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mooncake]'
 	$(BIN)/python -m pytest -m '' tests/store/tiers -k mooncake $(ARGS)
 
-# Tensors of actors and a directory, on a local Ray: 450 MB with torch. Ray has no build for every Python.
+# Tensors of actors, a directory and an application of Serve on a local Ray: 500 MB with
+# torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed
 	$(RAY_VENV)/bin/python -m pytest -m '' tests/integrations/ray \
 	  tests/directory/test_ray.py $(ARGS)
@@ -182,7 +183,8 @@ $(S3_VENV)/.installed: | $(S3_VENV)/bin/python
 	@touch $@
 
 $(RAY_VENV)/.installed: pyproject.toml | $(RAY_VENV)/bin/python
-	$(RAY_VENV)/bin/python $(PIP_INSTALL) --quiet -e '.[ray,test]' $(TORCH)
+	$(RAY_VENV)/bin/python $(PIP_INSTALL) --quiet -e '.[ray,test]' 'ray[serve]' \
+	  $(TORCH)
 	@touch $@
 
 $(TORCH_STAMP): pyproject.toml | $(TORCH_VENV)/bin/python

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import os
 import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
 import kvwire
 from kvwire.extras import needed_by
+from kvwire.integrations.ray import listen_address
 from kvwire.integrations.ray.exchange import Bytes, TensorExchange
 
 with needed_by("kvwire.integrations.ray", extra="ray"):
@@ -27,9 +27,6 @@ with needed_by("kvwire.integrations.ray", extra="ray"):
     from ray.experimental.rdt.util import get_tensor_transport_manager
 
 NAME: Final = "KVWIRE"
-# Where an actor's exchange listens; by default at the node's address, or on loopback
-# where there is neither a key nor certificates.
-LISTEN: Final = "KVWIRE_RAY_LISTEN"
 
 
 def register() -> None:
@@ -102,7 +99,7 @@ class KvwireTensorTransport(TensorTransportManager):
         """Return this process's exchange, opened at its first use."""
         with self._lock:
             if self._exchange is None:
-                self._exchange = TensorExchange(_listen(), name=_name())
+                self._exchange = TensorExchange(listen_address(), name=_name())
             return self._exchange
 
     # --- the actor that has an object -------------------------------------------------
@@ -230,13 +227,6 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     flat = tensor.contiguous().reshape(-1)
     found: Bytes = flat.view(torch.uint8).numpy()
     return found
-
-
-def _listen() -> str:
-    if listen := os.environ.get(LISTEN):
-        return listen
-    is_open = kvwire.Config.load().trust == "loopback"
-    return "127.0.0.1:0" if is_open else f"{ray.util.get_node_ip_address()}:0"
 
 
 def _name() -> str:

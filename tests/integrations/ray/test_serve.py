@@ -1,0 +1,45 @@
+"""examples/ray_serve.py on a local Ray: replicas that come, go and are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import free_port
+from tests.support.tree import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_texts_are_whole_while_replicas_come_go_and_are_killed(tmp_path: Path) -> None:
+    """The example compares each text with one process alone."""
+    for name in ("ray.serve", "torch"):
+        pytest.importorskip(name, reason=f"{name} is not installed; `make test-ray`")
+    program = [sys.executable, str(ROOT / "examples" / "ray_serve.py")]
+    done = subprocess.run(
+        [*program, "--kill", "4", "--requests", "32", "--http", str(free_port())],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=380,
+        cwd=tmp_path,
+        env=os.environ | {"RAY_AUTH_MODE": "disabled"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout
+    assert "32 texts, each as one process alone says" in said
+    assert "killed one" in said
+    counts = [int(one) for one in re.findall(r"replicas of prefill: (\d)", said)]
+    assert max(counts) > 1  # it has grown
+    assert counts[-1] == 1  # and shrunk
+    moved = re.search(r"(\d+) tokens received, (\d+) computed by decode", said)
+    assert moved
+    received, computed = map(int, moved.groups())
+    assert received + computed == 32 * 399  # each once, by one side or the other
+    # The first is killed with prompts under way.
+    assert re.search(r"[1-9]\d* prompts came in part", said), said
