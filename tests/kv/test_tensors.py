@@ -125,7 +125,9 @@ def test_what_numpy_exports(
             array.shape, found.strides, array.strides, strict=True
         )
     ]
-    assert replace(found, owner=array, strides=tuple(steps)) == expected
+    assert replace(found, owner=None, strides=tuple(steps)) == replace(
+        expected, owner=None
+    )
 
 
 def test_dlpack_keeps_the_memory_and_does_not_synchronise() -> None:
