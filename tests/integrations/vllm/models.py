@@ -52,6 +52,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 WINDOWS = {"window": 1, "gemma": 2}
 """Layers with a window to each one that sees everything."""
 
+# A chat's tokens are those of its words.
+TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
+
 
 def make_model(kind: str, folder: Path) -> Path:
     """Write a model and a tokenizer whose words are ``w0``, ``w1``, ..."""
@@ -66,7 +69,11 @@ def make_model(kind: str, folder: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="w0", bos_token="w1", eos_token="w2"
+        tokenizer_object=tokenizer,
+        unk_token="w0",
+        bos_token="w1",
+        eos_token="w2",
+        chat_template=TEMPLATE,
     ).save_pretrained(path)
     return path
 

@@ -30,7 +30,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
 FETCHED = "vllm:external_prefix_cache_hits_total"
-TOKENS = 48
+TOKENS = 128
 
 
 @dataclass(slots=True)
@@ -41,12 +41,17 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
     usage: dict[str, int] = field(default_factory=dict)
+    chat: bool = False
+    prompt: list[int] = field(default_factory=list)
 
     def read(self, url: str, ids: list[int], at: int, then: Callable[[], None]) -> None:
         """Read it all; do something, in a thread of its own, at a token."""
-        body = {
+        asked: dict[str, Any] = {"prompt": ids}
+        if self.chat:
+            text = " ".join(f"w{one}" for one in ids)
+            asked = {"messages": [{"role": "user", "content": text}]}
+        body = asked | {
             "model": "m",
-            "prompt": ids,
             "max_tokens": TOKENS,
             "temperature": 0,
             "ignore_eos": True,
@@ -55,8 +60,9 @@ class Stream:
             "stream_options": {"include_usage": True},
         }
         doing = threading.Thread(target=then)
+        path = "v1/chat/completions" if self.chat else "v1/completions"
         with httpx.stream(
-            "POST", f"{url}/v1/completions", json=body, timeout=ANSWERS_WITHIN_S
+            "POST", f"{url}/{path}", json=body, timeout=ANSWERS_WITHIN_S
         ) as said:
             for line in said.iter_lines():
                 event = line.removeprefix("data: ")
@@ -73,8 +79,12 @@ class Stream:
         self.id = said["id"]
         self.usage = said.get("usage") or self.usage
         for choice in said["choices"]:
-            self.tokens += choice["token_ids"]
-            self.at += [time.monotonic()] * len(choice["token_ids"])
+            assert ("delta" in choice) == self.chat
+            holder = said if self.chat else choice
+            self.prompt += holder.get("prompt_token_ids") or []
+            ids = choice.get("token_ids") or []
+            self.tokens += ids
+            self.at += [time.monotonic()] * len(ids)
 
     @property
     def pause(self) -> float:
@@ -103,14 +113,18 @@ class Two:
         ]
         return next(one for one in self.engines if one.url in busy)
 
-    def right(self, ids: list[int], at: int, then: Callable[[], None]) -> Stream:
+    def right(
+        self, ids: list[int], at: int, then: Callable[[], None], *, chat: bool = False
+    ) -> Stream:
         """Check that a stream is that of one engine alone, whatever is done."""
-        one = Stream()
+        one = Stream(chat=chat)
         one.read(self.proxy.url, ids, at, then)
         alone = next(one for one in self.engines if one.running is not None)
-        want = tokens_of(alone.generate(ids, TOKENS, cache_salt=f"alone {ids[:4]}"))
+        salt = f"alone {ids[:4]}"
+        want = tokens_of(alone.generate(one.prompt, TOKENS, cache_salt=salt))
         assert one.tokens == want
-        assert one.usage["prompt_tokens"] == len(ids)
+        assert chat or one.prompt == ids
+        assert one.usage["prompt_tokens"] == len(one.prompt)
         assert one.usage["completion_tokens"] == TOKENS
         return one
 
@@ -149,6 +163,16 @@ def test_a_request_moves_there_and_back(two: Two) -> None:
         assert fetched >= length
         print(f"{length} tokens: longest pause {said.pause:.1f} decode steps")
     assert eventually(lambda: all(one.idle for one in two.engines))
+
+
+def test_a_chat_moves(two: Two) -> None:
+    """It goes on as a completion, of the same tokens."""
+
+    def move() -> None:
+        said = two.post("/migrate", engine=two.at_work().url)
+        assert said.status_code == 200, said.text
+
+    two.right(prompt(900, 150), 12, move, chat=True)
 
 
 def test_a_drained_engine_is_empty_before_its_request_is_over(two: Two) -> None:

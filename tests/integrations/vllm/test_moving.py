@@ -53,6 +53,7 @@ class Decoder:
         self.steps = asyncio.Semaphore(steps)
         self.dies = dies
         self.silent = -1  # the place of a token that has no text of its own
+        self.thinks = False  # its parser says what of an answer is thought
 
     async def __call__(self, body: dict[str, Any]) -> EngineResponse:
         params = body.get("kv_transfer_params") or {}
@@ -68,7 +69,15 @@ class Decoder:
                 await asyncio.sleep(0)
 
     async def parts(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        prompt = tokens = list(body["prompt"])
+        """As a completion, or as a chat: of that, the first event says whose it is."""
+        chat = "messages" in body
+        prompt = tokens = PROMPT if chat else list(body["prompt"])
+        named = {"id": f"cmpl-{id(self)}", "created": 1, "object": "completion"}
+        if chat:
+            named["object"] = "chat"
+            who = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            said = named | {"choices": [who], "prompt_token_ids": prompt}
+            yield f"data: {json.dumps(said)}\n\n".encode()
         for i in range(body["max_tokens"]):
             if self.dies and self.steps.locked():
                 raise Unanswered("reset")
@@ -80,11 +89,14 @@ class Decoder:
                 choice["text"] = ""
             if body.get("return_token_ids"):
                 choice["token_ids"] = [token]
-                if not i:
+                if not i and not chat:
                     choice["prompt_token_ids"] = prompt
+            if chat:
+                field = "reasoning" if self.thinks else "content"
+                choice["delta"] = {field: choice.pop("text")}
             if i + 1 == body["max_tokens"]:
                 choice["finish_reason"] = "length"
-            said = {"id": f"cmpl-{id(self)}", "created": 1, "choices": [choice]}
+            said = named | {"choices": [choice]}
             # An event in two parts, as a socket may give it.
             event = f"data: {json.dumps(said)}\n\n".encode()
             yield event[:9]
@@ -98,7 +110,7 @@ class Client:
     """Reads a stream, event by event."""
 
     def __init__(self, application: Starlette, **more: Any) -> None:
-        self.parts = streamed(application, max_tokens=COUNT, **more)
+        self.parts = streamed(application, **{"max_tokens": COUNT} | more)
         self.events: list[dict[str, Any]] = []
         self.done = False
 
@@ -122,10 +134,13 @@ class Client:
     def right(self) -> None:
         """Check that it is what one engine alone says, as of one engine."""
         assert self.done
-        assert len({one["id"] for one in self.events}) == 1
+        assert len({(one["id"], one.get("object")) for one in self.events}) == 1
         choices = [c for one in self.events for c in one["choices"]]
-        assert "".join(c["text"] for c in choices).split() == list(map(str, whole()))
-        assert not any("token_ids" in c or "prompt_token_ids" in c for c in choices)
+        chat = self.events[0].get("object") == "chat"
+        texts = [c["delta"]["content"] if chat else c["text"] for c in choices]
+        assert "".join(texts).split() == list(map(str, whole()))
+        for one in (*choices, *self.events):
+            assert not {"token_ids", "prompt_token_ids"} & one.keys()
         usage = self.events[-1]["usage"]
         assert usage == {"prompt_tokens": 3, "completion_tokens": COUNT}
 
@@ -170,6 +185,50 @@ async def test_a_stream_moves(path: str) -> None:
     assert source["remote"] == list(D1.remote)
     page = await call(application, "GET", "/metrics")
     assert 'kvwire_proxy_moves_total{outcome="moved"} 1.0' in page.text
+
+
+CHAT = {
+    "path": "/v1/chat/completions",
+    "prompt": None,
+    "messages": [{"role": "user", "content": "hello"}],
+}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_chat_moves(dies: bool) -> None:
+    """It goes on as a completion, and the client gets the events of a chat."""
+    first, second = Decoder(3, dies=dies), Decoder()
+    application, network = front(d1=first, d2=second)
+    client = Client(application, **CHAT)
+    await client.read(4)
+    if not dies:
+        moving = asyncio.ensure_future(post(application, "/migrate", engine=D1.url))
+        stepping = asyncio.ensure_future(first.step())
+    await client.read()
+    client.right()
+    if not dies:
+        stepping.cancel()
+        assert (await moving)[1]["requests"] == [
+            {"request": client.id, "moved": D2.url}
+        ]
+    asked = next(body for host, body in reversed(network.asked) if host == "d2")
+    assert asked["prompt"][:3] == PROMPT
+    assert "messages" not in asked
+
+
+async def test_a_chat_that_is_parsed_stays() -> None:
+    """What a parser has seen of an answer is not in its tokens."""
+    first = Decoder(3)
+    first.thinks = True
+    application, _ = front(d1=first)
+    client = Client(application, **CHAT)
+    await client.read(3)
+    status, said = await post(application, "/migrate", request=client.id)
+    assert (status, said["requests"][0]["stayed"]) == (
+        409,
+        "its engine parses the answer",
+    )
+    await client.parts.aclose()
 
 
 async def test_a_target_that_fails_changes_nothing() -> None:
@@ -290,4 +349,23 @@ async def test_only_whoever_may_drain_moves() -> None:
 )
 def test_what_keeps_a_request(field: str, value: Any, kept: str) -> None:
     assert kept_by("/v1/completions", {**ASK, "stream": True, field: value}) == kept
-    assert kept_by("/v1/chat/completions", {**ASK, "stream": True}) == "messages"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kept"),
+    [
+        ("max_tokens", None, ""),
+        ("max_completion_tokens", 7, ""),
+        ("chat_template_kwargs", {"thinking": False}, ""),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], ""),
+        ("messages", [{"role": "user", "content": [{"type": "image"}]}], "messages"),
+        ("messages", ["hello"], "messages"),
+        ("messages", None, "messages"),
+        ("tools", [{"type": "function"}], "tools"),
+        ("echo", True, "echo"),
+        ("max_tokens", "many", "max_tokens"),
+    ],
+)
+def test_what_keeps_a_chat(field: str, value: Any, kept: str) -> None:
+    asked = {"model": "m", "messages": CHAT["messages"], "stream": True}
+    assert kept_by("/v1/chat/completions", {**asked, field: value}) == kept

@@ -41,7 +41,7 @@ D1 = VllmServer("http://d1", ("d1:1", "d1:2"))
 D2 = VllmServer("http://d2", ("d2:1",))
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
-SCOPE = {
+SCOPE: dict[str, Any] = {
     "type": "http",
     "asgi": {"spec_version": "2.4"},
     "method": "POST",
@@ -116,7 +116,9 @@ def breaks_off(headers: dict[str, str]) -> Handler:
     return handler
 
 
-async def streamed(application: Starlette, **more: Any) -> AsyncGenerator[bytes]:
+async def streamed(
+    application: Starlette, *, path: str = SCOPE["path"], **more: Any
+) -> AsyncGenerator[bytes]:
     """The parts of an answer as they are sent; httpx's own transport joins them."""
     parts: asyncio.Queue[bytes] = asyncio.Queue()
     body = json.dumps({**ASK, "stream": True, **more}).encode()
@@ -132,7 +134,7 @@ async def streamed(application: Starlette, **more: Any) -> AsyncGenerator[bytes]
         if message["type"] == "http.response.body":
             await parts.put(message["body"])
 
-    running = asyncio.ensure_future(application(SCOPE, receive, send))
+    running = asyncio.ensure_future(application(SCOPE | {"path": path}, receive, send))
     try:
         while part := await parts.get():
             yield part

@@ -11,7 +11,8 @@
 Until the hand-over nothing is given up: whatever fails, the engine's stream is read on
 from where it was left. An engine that dies costs the target a prefill of all tokens.
 No token is passed on twice or never, because what is asked of the target are the very
-tokens that the client has, by their ids.
+tokens that the client has, by their ids. So a chat goes on as a completion, of which
+the client gets the events of a chat.
 """
 
 from __future__ import annotations
@@ -58,10 +59,19 @@ _EXACT: Final = frozenset(
         *("truncate_prompt_tokens", "truncation_side"),
     )
 )
+_COMPLETIONS: Final = "/v1/completions"
+# What a chat has in the place of a prompt, and a newer name.
+_OF_CHATS: Final = (
+    *("messages", "add_generation_prompt", "continue_final_message"),
+    *("chat_template_kwargs", "max_completion_tokens"),
+)
 # Of what is said there, what has been done and is not done again.
-_DONE: Final = ("truncate_prompt_tokens", "truncation_side", "request_id")
+_DONE: Final = frozenset(
+    ("truncate_prompt_tokens", "truncation_side", "request_id", *_OF_CHATS)
+)
 _ENDED: Final = "it has ended"
-_OF_ANSWER: Final = ("id", "created", "model")
+_PARSED: Final = "its engine parses the answer"
+_OF_ANSWER: Final = ("id", "object", "created", "model")
 _QUOTED_CHARS: Final = 500
 _USUAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0}
 # One character of UTF-8 is at most so many tokens.
@@ -70,19 +80,39 @@ _HELD_TOKENS_MAX: Final = 4
 
 def kept_by(path: str, body: Mapping[str, Any]) -> str:
     """Name the field for which a request stays where it is; "" if it can move."""
-    if path != "/v1/completions":
+    chat = path != _COMPLETIONS
+    if chat and not _is_text(body.get("messages")):
         return "messages"
     if body.get("stream") is not True:
         return "stream"
-    if type(body.get("max_tokens")) is not int:
+    # Without a limit, the end of a chat is that of its engine's context.
+    if type(_limit(body)) is not int and not (chat and _limit(body) is None):
         return "max_tokens"
     if body.get("seed") is not None and body.get("temperature") != 0:
         return "seed"
     for name, value in body.items():
         unused = value is None or value is False or value in ([], {}, "")
-        if name not in _EXACT and not unused and _USUAL.get(name) != value:
+        known = name in _EXACT or (chat and name in _OF_CHATS)
+        if not known and not unused and _USUAL.get(name) != value:
             return name
     return "" if is_for_two(dict(body)) else "prompt"
+
+
+def _limit(body: Mapping[str, Any]) -> Any:
+    """Return how many tokens a request wants at most; None if it does not say."""
+    newer = body.get("max_completion_tokens")
+    return body.get("max_tokens") if newer is None else newer
+
+
+def _is_text(messages: Any) -> bool:
+    """Tell whether a chat has text only; of a picture, tokens are not all there is."""
+    if not isinstance(messages, list):
+        return False
+    contents = [one.get("content") for one in messages if isinstance(one, dict)]
+    parts = [part for one in contents if isinstance(one, list) for part in one]
+    return len(contents) == len(messages) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in parts
+    )
 
 
 class MovableStream:
@@ -103,6 +133,11 @@ class MovableStream:
         self._tokens: list[int] = []
         self._before = 0
         self._first: dict[str, Any] = {}
+        # A parser of thoughts or tools has a state, which tokens do not tell: it can be
+        # known from its answer, which is more than content, or none in the beginning.
+        self._chat = asked.path != _COMPLETIONS
+        self._plain = not self._chat
+        self._parsed = False
         self._over = False
         self._moving = False
         self._order: tuple[VllmEngine, asyncio.Future[str]] | None = None
@@ -133,6 +168,8 @@ class MovableStream:
         here = self._asked.decode
         if self._moving or here is None or not self._prompt:
             return "it is moving already" if self._moving else "it has no token yet"
+        if not self._can_move:
+            return _PARSED
         if to is None:
             to = self._fleet.pick(DECODE, self._asked.body, {here}, here.model)
         if to is None or to is here or to.model != here.model:
@@ -151,6 +188,10 @@ class MovableStream:
             return "no token of it is passed on"
         finally:
             self._moving, self._order = False, None
+
+    @property
+    def _can_move(self) -> bool:
+        return bool(self._prompt) and self._plain and not self._parsed
 
     # --- the client's task ------------------------------------------------------------
 
@@ -195,18 +236,20 @@ class MovableStream:
         if "error" in said:
             raise Unanswered(f"it reports {said['error']}"[:_QUOTED_CHARS])
         complete = not said.get("choices")
+        shown = self._asked.body.get("return_token_ids")
         for choice in said.get("choices", ()):
-            ids = choice.get("token_ids") or []
-            self._held_ids += ids
-            prompt = choice.pop("prompt_token_ids", None)
+            self._held_ids += choice.get("token_ids") or []
+            # Of a chat it is beside the choices.
+            holder = said if "delta" in choice else choice
+            prompt = holder.pop("prompt_token_ids", None)
             if not self._prompt and prompt:
                 self._prompt = prompt
-                if self._asked.body.get("return_token_ids"):
-                    choice["prompt_token_ids"] = prompt
-            if not self._asked.body.get("return_token_ids"):
+                if shown:
+                    holder["prompt_token_ids"] = prompt
+            if not shown:
                 choice.pop("token_ids", None)
             self._over = self._over or choice.get("finish_reason") is not None
-            complete = complete or self._over or bool(choice.get("text"))
+            complete = self._told(choice) or complete or self._over
         if usage := said.get("usage"):
             usage["prompt_tokens"] -= self._before
             usage["completion_tokens"] += self._before
@@ -217,6 +260,17 @@ class MovableStream:
             return self._all_held(out)
         self._held.append(out)
         return b""
+
+    def _told(self, choice: dict[str, Any]) -> bool:
+        """Make a choice of the client's kind; whether it tells the client anything."""
+        if not self._chat:
+            return bool(choice.get("text"))
+        if "text" in choice:
+            choice["delta"] = {"content": choice.pop("text")}
+        told = {name for name, value in choice["delta"].items() if value}
+        self._plain = self._plain or "content" in told
+        self._parsed = self._parsed or not told <= {"role", "content"}
+        return bool(told)
 
     def _all_held(self, last: bytes) -> bytes:
         out = b"".join((*self._held, last))
@@ -235,7 +289,7 @@ class MovableStream:
     async def _recovered(self, error: Unanswered) -> bool:
         """Go on elsewhere because the engine has died; whether that was possible."""
         here, body = self._asked.decode, self._asked.body
-        if here is None or not self._prompt:
+        if here is None or not self._can_move:
             return False
         logger.warning("%s broke off its answer: %s", here.url, error)
         here.failed += 1
@@ -253,7 +307,7 @@ class MovableStream:
     async def _moved(self, to: VllmEngine, source: VllmEngine | None) -> str:
         """Go on at another engine, with KV of this one; why not, or ""."""
         asked = self._rest()
-        if asked.body["max_tokens"] < 1:
+        if asked.body["max_tokens"] == 0:
             return _ENDED
         async with AsyncExitStack() as attempt:
             try:
@@ -290,11 +344,13 @@ class MovableStream:
         asked, done = self._asked, len(self._tokens)
         body = {key: value for key, value in asked.body.items() if key not in _DONE}
         body["prompt"] = [*self._prompt, *self._tokens]
-        body["max_tokens"] -= done
+        if (limit := _limit(asked.body)) is not None:
+            limit = max(0, limit - done)
+        body["max_tokens"] = limit
         if type(body.get("min_tokens")) is int:
             body["min_tokens"] = max(0, body["min_tokens"] - done)
         body["return_token_ids"] = True
-        return ClientRequest(asked.path, body, asked.headers, asked.since)
+        return ClientRequest(_COMPLETIONS, body, asked.headers, asked.since)
 
     def _end(self) -> None:
         self._over = True
