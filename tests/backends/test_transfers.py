@@ -30,6 +30,7 @@ from tests.backends.transfers import (
     cache,
     pair,
 )
+from tests.support.lanes import NEVER_S, raise_again_after
 from tests.support.pairs import until
 
 CANARY = 0x7B
@@ -153,6 +154,7 @@ async def test_the_control_link_takes_over_when_the_lane_breaks(
         return lane
 
     monkeypatch.setattr(cls, "open_lane", noted)
+    raise_again_after(monkeypatch, NEVER_S)  # one that is up again did not fail
     async with pair(over.backend, over.settings()) as both:
         lanes[0]._end(ConnectionLost("planted"))
         await until(lambda: both.ab.transport == "tcp")
