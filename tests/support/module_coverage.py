@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.tree import ROOT
@@ -23,71 +22,55 @@ REQUIRED_PERCENT = 100
 LAYERS = ("wire", "proto")
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A module and the only test files that count for it."""
-
-    module: Path
-    tests: tuple[Path, ...]
-
-
-def pairs(root: Path) -> Iterator[Pair]:
-    """Every module of the core; ``__init__`` files hold nothing but a docstring."""
+def pairs() -> Iterator[tuple[Path, list[Path]]]:
+    """Every module of the core, and the only test files that count for it."""
     for layer in LAYERS:
-        modules = sorted((root / "kvwire" / layer).glob("*.py"))
-        folder = root / "tests" / layer
+        modules = sorted((ROOT / "kvwire" / layer).glob("[!_]*.py"))
+        folder = ROOT / "tests" / layer
         own = {folder / f"test_{module.name}" for module in modules}
         for module in modules:
-            if module.name != "__init__.py":
-                more = set(folder.glob(f"test_{module.stem}_*.py")) - own
-                yield Pair(module, (folder / f"test_{module.name}", *sorted(more)))
+            more = set(folder.glob(f"test_{module.stem}_*.py")) - own
+            yield module, [folder / f"test_{module.name}", *sorted(more)]
 
 
-def shortfall(pair: Pair, root: Path) -> str:
-    """What the pair lacks, in the words of pytest or coverage; "" if nothing."""
-    if not pair.tests[0].is_file():
-        return f"{pair.tests[0].relative_to(root)} does not exist"
+def shortfall(module: Path, tests: list[Path]) -> str:
+    """What a module lacks, in the words of pytest or coverage; "" if nothing."""
     with tempfile.TemporaryDirectory() as folder:
         data = f"--data-file={folder}/coverage"
-        include = f"--include={pair.module}"
+        include = f"--include={module}"
         ran = _run(
-            root,
             *("-m", "coverage", "run", "--branch", data, include),
-            *("-m", "pytest", "-q", "-m", "", *map(str, pair.tests)),
+            *("-m", "pytest", "-q", "-m", "", *map(str, tests)),
         )
         if ran.returncode:
             return ran.stdout + ran.stderr
         told = _run(
-            root,
             *("-m", "coverage", "report", data, include, "--show-missing"),
             f"--fail-under={REQUIRED_PERCENT}",
         )
         return told.stdout + told.stderr if told.returncode else ""
 
 
-def _run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=root,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def main(root: Path = ROOT) -> int:
-    """Check every pair, as many at once as there are cores; return an exit status."""
-    every = list(pairs(root))
-    if not every:
-        print(f"no module of {LAYERS} in {root / 'kvwire'}")
-        return 1
+def main() -> int:
+    """Check every module, as many at once as there are cores; return an exit status."""
+    every = list(pairs())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        lacks = list(pool.map(lambda pair: shortfall(pair, root), every))
-    for pair, lack in zip(every, lacks, strict=True):
-        print(f"{'FAIL' if lack else 'ok'}  {pair.module.relative_to(root)}")
+        lacks = list(pool.map(lambda pair: shortfall(*pair), every))
+    for (module, _), lack in zip(every, lacks, strict=True):
+        print(f"{'FAIL' if lack else 'ok'}  {module.relative_to(ROOT)}")
         if lack:
             print(lack)
-    return int(any(lacks))
+    return int(any(lacks) or not every)
 
 
 if __name__ == "__main__":

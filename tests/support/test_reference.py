@@ -9,7 +9,6 @@ import pytest
 
 import kvwire
 from tests.support.reference import FOLDER, PAGES
-from tests.support.reference.words import attributes, markdown, table
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -30,25 +29,6 @@ def test_every_public_name_has_its_place() -> None:
     assert set(kvwire.__all__) - elsewhere <= placed
 
 
-def test_a_section_of_attributes() -> None:
-    class Described:
-        """Something.
-
-        Attributes:
-            first: One line.
-            second: Two lines, of which :class:`~kvwire.Engine` and ``code``
-                stand in the second.
-
-        Raises:
-            third: No attribute.
-        """
-
-    assert attributes(Described) == {
-        "first": "One line.",
-        "second": "Two lines, of which `kvwire.Engine` and `code` stand in the second.",
-    }
-
-
 def test_only_bytes_have_binary_units() -> None:
     """1024 messages are no KiB of them."""
     rows = [line.split(" | ") for line in PAGES["configuration.md"]().splitlines()]
@@ -58,10 +38,3 @@ def test_only_bytes_have_binary_units() -> None:
     assert cells["window_messages"] == ["`1024`", "1 to 1,048,576"]
     assert cells["chunk_bytes"] == ["`1048576` (1 MiB)", "64 KiB to 16 MiB"]
     assert cells["lease_s"] == ["`30`", "above 0, at most 86,400"]
-
-
-def test_words() -> None:
-    assert markdown("See\n    :meth:`pull`.") == "See `pull`."
-    assert (
-        table(("a", "b"), [("x|y", "z")]) == "| a | b |\n| --- | --- |\n| x\\|y | z |"
-    )

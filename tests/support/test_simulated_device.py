@@ -86,29 +86,3 @@ def test_work_is_queued_and_not_done(device: SimulatedDevice, stream: Stream) ->
     event.synchronize()
     assert event.query()
     assert bytes(host) == bytes([7]) * 4
-
-
-def test_a_stream_waits_for_an_event(device: SimulatedDevice, stream: Stream) -> None:
-    other, order = device.stream(), list[str]()
-    device.hold()
-    other.call(lambda: order.append("first"))
-    stream.wait(other.record())
-    stream.call(lambda: order.append("second"))  # type: ignore[attr-defined]
-    event = stream.record()
-    device.release()
-    event.synchronize()
-    assert order == ["first", "second"]
-    other.close()
-
-
-def test_an_error_stays(device: SimulatedDevice, stream: Stream) -> None:
-    before = stream.record()
-    before.synchronize()
-    device.fail("the device fell off the bus")
-    stream.to_host(stream.buffer(8), device.pinned(8))
-    event = stream.record()
-    with pytest.raises(RuntimeError, match="fell off"):
-        event.synchronize()
-    with pytest.raises(RuntimeError, match="fell off"):
-        event.query()
-    assert before.query()

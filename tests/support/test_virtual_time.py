@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 
 import pytest
 
-import kvwire
-from tests.scenarios.world import Memory
 from tests.support.virtual_time import (
     LONGEST_S,
     START_S,
     Deadlock,
-    VirtualTimeLoop,
     pass_time,
     run,
 )
@@ -59,40 +55,3 @@ def test_timers_alone_do_not_go_on_for_ever() -> None:
 
     with pytest.raises(Deadlock, match=f"{LONGEST_S:g} s of virtual time"):
         run(main())
-
-
-def test_a_thread_may_call_in() -> None:
-    async def main() -> str:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        loop.waits_for_threads = True
-        called: asyncio.Future[str] = loop.create_future()
-        thread = threading.Thread(
-            target=loop.call_soon_threadsafe, args=(called.set_result, "called")
-        )
-        thread.start()
-        try:
-            return await called
-        finally:
-            thread.join()
-
-    assert run(main()) == "called"
-
-
-async def test_real_time_is_not_waited_for() -> None:
-    with pytest.raises(RuntimeError, match="real time"):
-        await pass_time(1.0)
-
-
-def test_a_lease_of_kvwire_ends_on_time() -> None:
-    """What the loop is for: nobody asks, and 30 s later the blocks are free."""
-
-    async def main() -> float:
-        async with kvwire.open(name="alone", lease_s=30.0) as comm:
-            out = comm.publish("t", Memory().cache, [1, 2])
-            outcome = await out
-            await out.drained()
-            assert not outcome.complete
-            return _now()
-
-    assert run(main()) == pytest.approx(START_S + 30)
