@@ -6,7 +6,6 @@ What it has in common with every backend is in test_conformance.py.
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ from kvwire.backend import Landing, Link, LinkHandler, Listener
 from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES
 from kvwire.memory.copy import as_fragments
-from kvwire.testing.faults import FaultPlan, injected
+from kvwire.testing.faults import FaultPlan
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
-from kvwire_inproc.plan import Fault, Schedule, injected_plan
+from kvwire_inproc.plan import Fault, Schedule
 from tests.support.pairs import until
 
 ANY = Address("inproc", "")
@@ -134,41 +133,6 @@ def test_the_name_of_a_closed_loop_is_free() -> None:
 
     orphan = asyncio.run(listen())
     asyncio.run(after())
-
-
-def test_a_link_to_a_loop_that_is_gone_ends() -> None:
-    where: list[Address] = []
-    connected, gone = threading.Event(), threading.Event()
-
-    async def other() -> None:
-        accepted: list[Link] = []
-        listener = await InprocBackend().listen(ANY, accepted.append)
-        where.append(listener.address)
-        connected.set()
-        await until(lambda: accepted)
-        await listener.close()
-
-    async def here() -> list[Exception | None]:
-        connected.wait(5)
-        link = await InprocBackend().connect(where[0])
-        ear = Ear()
-        link.start(ear)
-        gone.wait(5)
-        link.send(header(0))
-        link.flush()
-        await until(lambda: ear.closed)
-        return ear.closed
-
-    def run_other() -> None:
-        asyncio.run(other())
-        gone.set()
-
-    thread = threading.Thread(target=run_other)
-    thread.start()
-    closed = asyncio.run(here())
-    thread.join()
-    assert isinstance(closed[0], ConnectionLost)
-    assert "loop is closed" in str(closed[0])
 
 
 # --- the contract, where it is stricter than a stream can be --------------------------
@@ -300,16 +264,6 @@ async def test_reorder_lets_others_overtake() -> None:
     await joined.end()
 
 
-async def test_an_overtaken_frame_comes_before_the_end() -> None:
-    joined = await pair(FaultPlan(seed=0, reorder=1.0, delay_s=0.001))
-    joined.send(3)
-    joined.left.close()
-    await until(lambda: joined.far.closed and joined.near.closed)
-    assert joined.far.numbers == [0, 1, 2]
-    assert joined.far.closed == [None]
-    await joined.end()
-
-
 async def test_memory_is_lent_while_a_frame_is_held_back() -> None:
     joined = await pair(FaultPlan(seed=0, reorder=1.0, duplicate=1.0, delay_s=0.001))
     memory = [bytearray([n]) * LENGTH for n in range(4)]
@@ -355,47 +309,4 @@ async def test_kill() -> None:
     await joined.end()
 
 
-async def test_each_side_sends_by_its_own_plan() -> None:
-    joined = await pair(None, FaultPlan(seed=0, drop=1.0))
-    joined.send(1)
-    joined.right.send(header(7), memoryview(bytes(LENGTH)), 7)
-    joined.right.flush()
-    await until(lambda: joined.far.payloads and joined.far.sent)
-    assert joined.far.numbers == [0]
-    assert not joined.near.headers
-    await joined.end()
-
-
 # --- how a plan gets to a backend -----------------------------------------------------
-
-
-def test_a_plan_is_given_to_backends_made_inside() -> None:
-    outer, inner = FaultPlan(seed=1), FaultPlan(seed=2)
-    assert injected_plan() is None
-    with injected(outer) as given_plan:
-        assert given_plan is injected_plan() is outer
-        with injected(inner):
-            assert injected_plan() is inner
-        assert injected_plan() is outer
-    assert injected_plan() is None
-
-
-async def test_a_backend_keeps_the_plan_it_was_made_with() -> None:
-    with injected(FaultPlan(seed=0, drop=1.0)):
-        backend = InprocBackend()
-        own = InprocBackend(FaultPlan(seed=0))
-    accepted: list[Link] = []
-    listener = await InprocBackend().listen(ANY, accepted.append)
-    ears = []
-    for sender in (backend, own):
-        link = await sender.connect(listener.address)
-        await until(lambda: accepted)
-        joined = Pair(listener, link, accepted.pop())
-        joined.send(1)
-        await until(lambda: joined.near.sent)  # noqa: B023
-        ears.append(joined.far.numbers)
-        joined.left.abort()
-        joined.right.abort()
-    await listener.close()
-    await turns()
-    assert ears == [[], [0]]

@@ -180,16 +180,6 @@ async def test_a_link_made_for_transfers_is_closed_when_they_are_over(w: World) 
     assert not w.p.live_connections
 
 
-@scenario("inproc", lease_s=LEASE_S)
-async def test_it_stays_while_a_transfer_uses_it(w: World) -> None:
-    out, inc = await half_way(w)
-    w.cut()
-    await virtual_time.pass_time(5 * LEASE_S)
-    out.ready(layers=slice(2, 4))
-    out.finish()
-    assert (await inc).complete
-
-
 @scenario("inproc", resume=False)
 async def test_without_resume_a_lost_link_ends_its_transfers(w: World) -> None:
     out, inc = await half_way(w)

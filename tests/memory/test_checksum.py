@@ -77,14 +77,3 @@ def test_of_nothing(kind: str) -> None:
     empty = memoryview(b"")
     payload = empty if kind == "view" else as_fragments(empty)
     assert checksum(payload) == xxhash.xxh3_64_intdigest(b"") & 0xFFFF_FFFF
-
-
-def test_neighbours_swapped_change_it() -> None:
-    whole = cut(bytes(range(8)), {4})
-    swapped = Fragments(
-        whole.addresses[::-1].copy(),
-        whole.lengths[::-1].copy(),
-        owner=whole.owner,
-        writable=True,
-    )
-    assert checksum(swapped) != checksum(whole)

@@ -142,26 +142,12 @@ def test_view_into_fragments_and_back(way: str) -> None:
     assert content(fragments) == data.tobytes() == bytes(back)
 
 
-def test_view_into_view() -> None:
-    data = random_bytes(70_000)
-    back = bytearray(data.size)
-    copy(data.data, memoryview(back))
-    assert bytes(back) == data.tobytes()
-
-
 def test_nothing_beside_the_destination_is_touched(way: str) -> None:
     source, memory = scattered([100] * 50, 1)
     memory[:] = 1
     destination, around = scattered([250] * 20, 2, gap=7)
     copy(source, destination)
     assert int(around.sum()) == 5000
-
-
-def test_read_only_source_is_enough(way: str) -> None:
-    data = random_bytes(4096).tobytes()
-    destination, _ = scattered([512] * 8, 2)
-    copy(memoryview(data), destination)
-    assert content(destination) == data
 
 
 def test_nothing_to_copy() -> None:
@@ -182,15 +168,6 @@ def test_read_only_destination(kind: str) -> None:
     destination = view if kind == "view" else as_fragments(view)
     with pytest.raises(UsageError, match="destination is read-only"):
         copy(memoryview(b"xyz"), destination)
-
-
-def test_as_fragments_keeps_memory_alive() -> None:
-    view = memoryview(bytearray(b"abc"))
-    fragments = as_fragments(view)
-    assert fragments.owner is view
-    assert fragments.writable
-    assert content(fragments) == b"abc"
-    assert as_fragments(fragments) is fragments
 
 
 @pytest.mark.parametrize("to", ["view", "fragments"])

@@ -89,29 +89,6 @@ async def test_payloads_go_to_another_process(way: str) -> None:
         assert there.handler.sent == list(range(len(CUTS)))
 
 
-@one_loop
-async def test_a_server_sends_before_it_has_heard_the_client_out() -> None:
-    """The last greeting may be unread when the core says that the lane is up."""
-    left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
-    handlers = LaneRecorder(), LaneRecorder()
-    await right.join(left.bootstrap, handlers[1])
-    memory, landed = Memory(MIB), Memory(MIB)
-    memory.fill(pattern(1, MIB))
-    descriptor = right.send(memory.payload, "early")
-    assert right.queued_bytes == MIB
-    await left.join(right.bootstrap, handlers[0])
-    right.flush()
-    left.receive(descriptor, Landing(MIB, landed.payload))
-    await handlers[0].moved(received=1)
-    assert landed.differs_at(pattern(1, MIB)) is None
-    await handlers[1].moved(sent=1)
-    assert handlers[1].writable == 1
-    left.abort()
-    right.abort()
-    for handler in handlers:
-        await handler.end()
-
-
 async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
     left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
     handlers = LaneRecorder(), LaneRecorder()
@@ -308,26 +285,3 @@ async def test_no_payload_is_torn_whenever_the_sender_reuses_memory(way: str) ->
                 assert memories[number].differs_at(pattern(number, MIB // 2)) is None
             arrived += len(there.handler.received)
         assert arrived > 0
-
-
-@one_loop
-async def test_a_pid_that_is_another_process_now_is_noticed() -> None:
-    left, right = open_lane(Role.CLIENT, way="cma"), open_lane(Role.SERVER)
-    handlers = LaneRecorder(), LaneRecorder()
-    await right.join(left.bootstrap, handlers[1])
-    await left.join(right.bootstrap, handlers[0])
-    assert isinstance(right, LocalLane)
-    memory, landed = Memory(MIB), Memory(MIB)
-    descriptor = right.send(memory.payload, 0) if right._wire else b""
-    while not descriptor:
-        await right._rendezvous_task  # type: ignore[misc]
-        descriptor = right.send(memory.payload, 0) if right._wire else b""
-    # What another process has at the address of the cookie.
-    right._rendezvous._cookie[:] = 0
-    left.receive(descriptor, Landing(MIB, landed.payload))
-    left.flush()
-    await handlers[0].end()
-    assert "is no longer the peer" in str(handlers[0].closed[0])
-    assert handlers[0].received == []
-    right.abort()
-    await handlers[1].end()

@@ -42,26 +42,6 @@ def drain(inc: ReceivedPayloads) -> list[list[Landing]]:
     return batches
 
 
-def test_nothing_is_read_before_the_peer_is_known() -> None:
-    inc = ReceivedPayloads()
-    memory = np.ones(100, np.uint8)
-    inc.receive(descriptor_of(memory), landing(100))
-    assert not inc.can_read
-    assert inc.read() == []
-    assert len(inc) == 1
-
-
-def test_a_batch_is_bounded() -> None:
-    inc = incoming()
-    memory = np.ones(MIB, np.uint8)
-    count = 3 * WAKEUP_BYTES // MIB
-    for _ in range(count):
-        inc.receive(descriptor_of(memory), landing(MIB))
-    batches = drain(inc)
-    assert sum(map(len, batches)) == count
-    assert max(map(len, batches)) <= WAKEUP_BYTES // MIB
-
-
 @pytest.mark.parametrize(
     ("fragment_bytes", "steps"),
     [(16 * KIB, [MIB] * 8), (64 * KIB, [WAKEUP_BYTES] * 2)],
@@ -127,11 +107,3 @@ def test_more_places_than_payloads_are_refused() -> None:
         inc.placed(LATER)
     with pytest.raises(ProtocolError, match="more descriptors than payloads"):
         inc.placed(LATER)
-
-
-def test_at_the_end_it_holds_nothing() -> None:
-    inc = incoming()
-    inc.receive(descriptor_of(np.ones(9, np.uint8)), landing(9))
-    inc.close()
-    assert len(inc) == 0
-    assert inc.peer is None

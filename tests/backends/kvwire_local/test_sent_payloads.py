@@ -94,17 +94,6 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
     arena.close()
 
 
-def test_an_arena_is_announced_once(
-    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads
-) -> None:
-    outgoing.come_up(ends[0], BOTH)
-    with Arena(4 * MIB) as arena:
-        for _ in range(3):
-            outgoing.send(arena.buffer(MIB).data, None)
-        outgoing.close()
-    assert len(ends[1].hear()[0]) == 1
-
-
 def test_beyond_so_many_arenas_memory_is_ordinary(
     ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads
 ) -> None:
@@ -158,11 +147,3 @@ def test_what_cannot_have_been_read_is_refused(
 def test_an_acknowledgement_is_8_bytes(outgoing: SentPayloads, body: bytes) -> None:
     with pytest.raises(ProtocolError, match="payloads read"):
         outgoing.read(body)
-
-
-def test_a_payload_whose_place_is_not_told_cannot_have_been_read(
-    outgoing: SentPayloads,
-) -> None:
-    outgoing.send(memoryview(bytearray(100)), 0)
-    with pytest.raises(ProtocolError, match="payloads read"):
-        outgoing.read(read_so_far(1))

@@ -46,15 +46,6 @@ def assert_holds(ring: Staging, begin: int, expected: memoryview) -> None:
     assert ring._view[first : first + len(expected)] == expected
 
 
-def test_an_empty_ring_takes_what_fills_it() -> None:
-    ring = Staging(_RING)
-    assert ring.place(payload(1, _RING)) == MID_PAGE_BYTES
-    assert ring.place(payload(2, 1)) is None
-    ring.give_back()
-    assert ring.place(payload(3, 1)) == MID_PAGE_BYTES
-    ring.close()
-
-
 def test_a_longer_payload_waits_for_a_larger_ring() -> None:
     ring = Staging(_RING)
     assert ring.place(payload(1, 100)) == MID_PAGE_BYTES

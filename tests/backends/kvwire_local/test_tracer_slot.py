@@ -8,8 +8,6 @@ import pytest
 
 from kvwire_local.tracer_slot import TracerSlot, tracers
 
-_ANY = 2**64 - 1
-
 
 class Prctl:
     """What was put into the place."""
@@ -43,17 +41,6 @@ def test_one_peer_has_the_place_until_its_last_lane_ends(scope: Path) -> None:
     assert prctl.calls == [100, 0]
     assert place.permit(200, "one")
     assert prctl.calls == [100, 0, 200]
-
-
-def test_any_is_for_all(scope: Path) -> None:
-    prctl = Prctl()
-    place = TracerSlot(prctl, scope)
-    assert place.permit(100, "any")
-    assert place.permit(200, "any")
-    place.withdraw(100, "any")
-    assert prctl.calls == [_ANY]
-    place.withdraw(200, "any")
-    assert prctl.calls == [_ANY, 0]
 
 
 def test_none_and_pids_that_are_not_visible_get_nothing(scope: Path) -> None:

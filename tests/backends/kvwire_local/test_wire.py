@@ -107,20 +107,6 @@ def test_descriptors_that_nobody_takes_are_closed(
     assert len(open_descriptors()) < before + 1
 
 
-def test_the_end_is_seen_after_what_was_said(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
-    left, right, _ = ends
-    left.say(LocalMessageType.READ, b"last")
-    left.close()
-    records, there = right.hear()
-    assert [record.body for record in records] == [b"last"]
-    assert not there
-    assert right.hear() == ([], False)
-    right.say(LocalMessageType.READ, b"to nobody")
-    assert not right.has_unsaid
-
-
 def test_an_end_with_unread_records_is_an_end(
     ends: tuple[LocalWire, LocalWire, socket.socket],
 ) -> None:

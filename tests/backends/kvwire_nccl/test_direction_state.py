@@ -58,14 +58,6 @@ def test_a_movement_that_takes_too_long() -> None:
     assert "moved nothing for 5 s" in str(made.error)
 
 
-def test_rest_is_no_delay() -> None:
-    made = up()
-    assert made.step(1000) is DirectionStep.WAIT
-    made.submit(job())
-    made.next_job(1000)
-    assert made.step(1005) is DirectionStep.WATCH
-
-
 def test_what_nccl_does_not_move() -> None:
     cuda = frozenset({MemoryKind.CUDA})
     on_gpu = Fragments(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -63,18 +62,3 @@ async def test_a_link_is_never_connected_to_itself(
     monkeypatch.setattr(socket, "socket", Bound)
     with pytest.raises(ConnectionRefusedError):
         await TcpBackend().connect(Address("tcp", *address))
-
-
-@pytest.mark.parametrize("method", ["connect", "listen"])
-async def test_cancelled_while_a_name_is_resolved(method: str) -> None:
-    backend, address = TcpBackend(), Address("tcp", "localhost", 0)
-    calls: dict[str, Callable[[], Any]] = {
-        "connect": lambda: backend.connect(address),
-        "listen": lambda: backend.listen(address, Link.abort),
-    }
-    task = asyncio.ensure_future(calls[method]())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await backend.aclose()

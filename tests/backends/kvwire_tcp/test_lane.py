@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -16,7 +15,7 @@ from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import BOOTSTRAP
-from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
+from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, make_preamble
 from tests.backends.kvwire_tcp.lanes import BodyRecorder, Ends, House, house, raised
 from tests.backends.kvwire_tcp.recorder import (
     ANYWHERE,
@@ -122,25 +121,6 @@ async def test_a_wrong_proof_leaves_the_lane_waiting(home: House, number: int) -
     client.abort()
     assert isinstance(await at_server.end(), ConnectionLost)
     assert await at_client.end() is None
-
-
-async def test_a_preamble_may_come_byte_by_byte(home: House) -> None:
-    server, handler = home.lane(Role.SERVER, SECRET), BodyRecorder()
-    await server.join(BOOTSTRAP, handler)
-    preamble = make_preamble(SECRET, 1, bytes(NONCE_BYTES))
-    reader, writer = await asyncio.open_connection(home.address.host, home.address.port)
-    writer.get_extra_info("socket").setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )
-    for i in range(len(preamble)):
-        writer.write(preamble[i : i + 1])
-        await asyncio.sleep(0)
-    assert await reader.readexactly(ANSWER_BYTES) == answer_to(preamble, SECRET)
-    server.abort()
-    assert await handler.end() is None
-    with pytest.raises(ConnectionResetError):
-        await reader.read()
-    writer.close()
 
 
 # --- what cannot be -------------------------------------------------------------------

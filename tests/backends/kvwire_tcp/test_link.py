@@ -138,22 +138,6 @@ async def test_a_wrong_destination_is_refused_before_a_byte_is_written(
         assert pair.at_far.frames == []
 
 
-async def test_read_only_fragments_are_refused_as_a_destination() -> None:
-    async with linked() as pair:
-        take = pair.at_far.header_received
-
-        def wrong(link: Link, header: memoryview) -> Landing:
-            landing = take(link, header)
-            assert landing.payload is not None
-            landing.payload.writable = False  # type: ignore[union-attr]
-            return landing
-
-        pair.at_far.header_received = wrong  # type: ignore[method-assign]
-        pair.near.send(header(MIB, 0, PIECES), memoryview(bytes(MIB)), 1)
-        pair.near.flush()
-        assert isinstance(await pair.at_far.end(), UsageError)
-
-
 # --- how links end --------------------------------------------------------------------
 
 

@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from kvwire_tcp import options
-from kvwire_tcp.options import reset_on_close, tune
+from kvwire_tcp.options import tune
 from tests.backends.kvwire_tcp.recorder import linked
-from tests.support.sockets import tcp_sockets
 
 EXPECTED = {
     "TCP_NODELAY": 1,
@@ -76,22 +75,3 @@ def test_congestion_control_is_chosen_on_loopback_only(
         tune(sock, host)
         expected = options.LOOPBACK_CONGESTION if chosen else default
         assert congestion(sock) == expected
-
-
-@needs_congestion
-def test_a_congestion_control_that_is_not_there_leaves_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(options, "LOOPBACK_CONGESTION", b"no such")
-    with socket.socket() as sock:
-        default = congestion(sock)
-        tune(sock, "127.0.0.1")
-        assert congestion(sock) == default
-
-
-def test_reset_on_close_resets() -> None:
-    client, accepted = tcp_sockets()
-    reset_on_close(client)
-    client.close()
-    with accepted, pytest.raises(ConnectionResetError):
-        accepted.recv(1)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import hmac
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.errors import ProtocolError
-from kvwire.limits import HEADER_BYTES
-from kvwire.wire.header import decode_header
 from kvwire_tcp.preamble import (
-    ANSWER_BYTES,
     MAGIC,
     NONCE_BYTES,
     PREAMBLE_BYTES,
@@ -20,30 +15,15 @@ from kvwire_tcp.preamble import (
     is_preamble,
     is_proof,
     make_preamble,
-    token_in,
-    token_of,
 )
 
 SECRET, NONCE = bytes(range(32)), bytes(range(100, 100 + NONCE_BYTES))
 PREAMBLE = make_preamble(SECRET, 3, NONCE)
 
 
-def test_it_is_as_long_as_a_handshake_message_and_no_frame() -> None:
-    assert len(PREAMBLE) == PREAMBLE_BYTES == 256
-    assert is_preamble(memoryview(PREAMBLE))
-    with pytest.raises(ProtocolError):
-        decode_header(PREAMBLE[:HEADER_BYTES])
-
-
 @given(st.binary(min_size=8, max_size=32))
 def test_other_bytes_are_none(header: bytes) -> None:
     assert is_preamble(memoryview(header)) == (header[:8] == MAGIC)
-
-
-def test_it_names_its_lane_and_does_not_tell_the_secret() -> None:
-    assert token_in(PREAMBLE) == token_of(SECRET)
-    assert SECRET not in PREAMBLE
-    assert token_of(SECRET) not in SECRET
 
 
 def test_it_proves_one_lane_only() -> None:
@@ -57,15 +37,6 @@ def test_every_bit_of_it_is_covered(bit: int) -> None:
     changed = bytearray(PREAMBLE)
     changed[bit // 8] ^= 1 << bit % 8
     assert not is_proof(bytes(changed), SECRET, 3)
-
-
-def test_the_answer_is_no_echo_and_depends_on_the_nonce() -> None:
-    answer = answer_to(PREAMBLE, SECRET)
-    assert len(answer) == ANSWER_BYTES
-    assert answer not in PREAMBLE
-    other = make_preamble(SECRET, 3, bytes(NONCE_BYTES))
-    assert answer != answer_to(other, SECRET)
-    assert answer != answer_to(PREAMBLE, bytes(32))
 
 
 def test_the_layout_is_that_of_the_protocol_page() -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvwire_tcp.waiting import hands_shaken, heard, said
+from kvwire_tcp.waiting import hands_shaken, said
 from kvwire_tcp.wire import PlainWire, Wire
 
 
@@ -64,14 +64,3 @@ async def test_a_wire_that_never_opens(ends: Ends) -> None:
     with pytest.raises(ConnectionResetError, match="without a word"):
         await hands_shaken(as_wire(Narrow(ends[0])), asyncio.get_running_loop())
     await hands_shaken(PlainWire(ends[0]), asyncio.get_running_loop())
-
-
-async def test_a_cancelled_wait_leaves_the_socket_to_others(ends: Ends) -> None:
-    loop = asyncio.get_running_loop()
-    hearing = asyncio.create_task(heard(PlainWire(ends[0]), 1, loop))
-    await asyncio.sleep(0)
-    hearing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await hearing
-    assert not loop.remove_reader(ends[0])
-    assert not loop.remove_writer(ends[0])

@@ -80,15 +80,3 @@ async def test_a_payload_of_another_length_ends_the_lane(length: int) -> None:
     assert f"bytes and not {length}" in str(error)
     assert not right.arrived
     await test.aclose()
-
-
-async def test_descriptors_come_in_their_order() -> None:
-    test = rig()
-    left, right = await test.pair()
-    right.holding = True
-    left.send(100 * KIB)
-    left.send(100 * KIB)
-    right.inbox.reverse()
-    with pytest.raises(ProtocolError, match="a descriptor for message 3, not 2"):
-        right.take()
-    await test.aclose()

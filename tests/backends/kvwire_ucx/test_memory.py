@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 
@@ -26,16 +24,6 @@ def fragments(
         writable=True,
         device=device,
     )
-
-
-def test_more_are_a_list_of_pieces_in_their_order() -> None:
-    arena = bytearray(100)
-    memory = MemoryHandles(fragments(arena, (50, 7), (0, 9), (20, 1)))
-    assert (memory.count, memory.nbytes) == (3, 17)
-    assert memory.datatype == binding.DATATYPE_IOV
-    table = (ctypes.c_uint64 * 6).from_address(memory.address)
-    base = address_of(arena)
-    assert list(table) == [base + 50, 7, base, 9, base + 20, 1]
 
 
 @pytest.mark.parametrize("pieces", [[(0, 9)], [(0, 9), (20, 9)]])

@@ -11,18 +11,6 @@ from kvwire_ucx.settings import DEFAULTS, DEFAULTS_OF_OLD, OLD, parse
 NEW = (1, 22, 0)
 
 
-def test_without_any_the_defaults_hold() -> None:
-    settings = parse({}, NEW, {})
-    assert settings.ucx == DEFAULTS
-    assert not settings.named
-    assert not settings.require_rdma
-
-
-def test_shared_memory_and_dead_peers_go_together() -> None:
-    assert DEFAULTS["MM_ERROR_HANDLING"] == DEFAULTS["CMA_MEMORY_INVALIDATE"] == "y"
-    assert DEFAULTS["KEEPALIVE_INTERVAL"] == "2s"
-
-
 @pytest.mark.parametrize("key", ["TLS", "UCX_TLS"])
 def test_the_users_win_over_defaults_with_and_without_prefix(key: str) -> None:
     settings = parse({key: "tcp", "RNDV_THRESH": "1k"}, NEW, {})
@@ -43,11 +31,6 @@ def test_an_old_library_sends_copies() -> None:
     assert parse({}, before, {}).ucx == {**DEFAULTS, **DEFAULTS_OF_OLD}
     assert parse({}, since, {}).ucx == DEFAULTS
     assert parse({"ZCOPY_THRESH": "0"}, before, {}).ucx["ZCOPY_THRESH"] == "0"
-
-
-@pytest.mark.parametrize(("text", "expected"), [("yes", True), ("OFF", False)])
-def test_rdma_can_be_required(text: str, expected: bool) -> None:
-    assert parse({"require_rdma": text}, NEW, {}).require_rdma is expected
 
 
 def test_one_sided_is_off_until_it_is_asked_for() -> None:
