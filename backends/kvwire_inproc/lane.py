@@ -76,7 +76,6 @@ class InprocLane(Lane):
 
     @property
     def description(self) -> str:
-        """See Lane."""
         return "a copy within the process"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -96,7 +95,6 @@ class InprocLane(Lane):
             self._peer, self._handler = peer, handler
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See Lane."""
         if self._ended or self._closing:
             return b""
         descriptor = next(self._descriptors)
@@ -104,7 +102,6 @@ class InprocLane(Lane):
         return descriptor.to_bytes(_NUMBER_BYTES, "little")
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See Lane."""
         if len(descriptor) != _NUMBER_BYTES:
             raise MalformedFrame(
                 "KVW-LN-07", f"a descriptor of {len(descriptor)} bytes"
@@ -114,7 +111,6 @@ class InprocLane(Lane):
             self._awaited.append((int.from_bytes(descriptor, "little"), landing))
 
     def flush(self) -> None:
-        """See Lane."""
         with _lock:
             self._offers |= self._queue
             self._queue.clear()
@@ -125,24 +121,20 @@ class InprocLane(Lane):
             peer._wake()  # noqa: SLF001 - the other endpoint
 
     def close(self) -> None:
-        """See Lane."""
         self._closing = True
         self.flush()
 
     def abort(self) -> None:
-        """See Lane."""
         self._end(None)
 
     @property
     def queued_bytes(self) -> int:
-        """See Lane."""
         with _lock:
             waiting = [*self._queue.values(), *self._offers.values()]
         return sum(payload.nbytes for payload, _ in waiting)
 
     @property
     def received_bytes(self) -> int:
-        """See Lane."""
         return self._received_bytes
 
     # --- the turns of this endpoint's loop

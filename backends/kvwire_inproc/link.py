@@ -66,7 +66,6 @@ class InprocLink(Link):
     # --- the contract -----------------------------------------------------------------
 
     def start(self, handler: LinkHandler) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         assert self._handler is None, "a link is started once"
         self._handler = handler
         self.wake()
@@ -77,7 +76,6 @@ class InprocLink(Link):
         payload: Payload | None = None,
         token: object | None = None,
     ) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         assert len(header) == HEADER_BYTES, "a header has a fixed length"
         if self._closing or self._ending is not None or self._ended:
             return
@@ -91,7 +89,6 @@ class InprocLink(Link):
         self._unflushed_bytes += frame.nbytes
 
     def flush(self) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         if not self._unflushed:
             return
         frames = self._take_unflushed()
@@ -103,7 +100,6 @@ class InprocLink(Link):
         self.wake_peer()
 
     def close(self) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         if self._closing:
             return
         self.flush()
@@ -114,7 +110,6 @@ class InprocLink(Link):
         self.wake_peer()
 
     def abort(self) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         if self._ending is not None or self._ended:
             return
         self._ending = PipeEnd(ConnectionLost("the link was aborted on this side"))
@@ -126,27 +121,22 @@ class InprocLink(Link):
         self.wake()
 
     def pause(self) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         self._paused = True
 
     def resume(self) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         self._paused = False
         self.wake()
 
     @property
     def queued_bytes(self) -> int:
-        """See :class:`~kvwire.backend.Link`."""
         return self._unflushed_bytes + self._out.queued_bytes
 
     @property
     def received_bytes(self) -> int:
-        """See :class:`~kvwire.backend.Link`."""
         return self._received_bytes
 
     @property
     def remote_address(self) -> Address | None:
-        """See :class:`~kvwire.backend.Link`."""
         return self._remote
 
     # --- turns ------------------------------------------------------------------------

@@ -112,7 +112,6 @@ class LocalLane(Lane):
         return self._rendezvous.description
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See Lane."""
         try:
             if self._ended:
                 raise BackendUnavailable("local: the lane was aborted")
@@ -166,7 +165,6 @@ class LocalLane(Lane):
     # --- moving -----------------------------------------------------------------------
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See Lane."""
         if self._ended or self._closing:
             return b""
         try:
@@ -177,22 +175,18 @@ class LocalLane(Lane):
             return b""
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See Lane."""
         if not self._ended:
             self._incoming.receive(descriptor, landing)
 
     def flush(self) -> None:
-        """See Lane."""
         self._kept = self._kept or bool(self._outgoing.queued_bytes)
         self._run(self._move)
 
     def close(self) -> None:
-        """See Lane."""
         self._closing = True
         self._loop.call_soon(self._run, self._go_on)
 
     def abort(self) -> None:
-        """See Lane."""
         self._end(None)
 
     @property
@@ -202,7 +196,6 @@ class LocalLane(Lane):
 
     @property
     def received_bytes(self) -> int:
-        """See Lane."""
         return self._incoming.received_bytes
 
     # --- the loop's turns -------------------------------------------------------------

@@ -123,7 +123,6 @@ class MemoryReading(PeerRead):
         self.rest = source.nbytes
 
     def step(self, bytes_max: int) -> int:
-        """See Reading."""
         remote = self._remote.window(bytes_max, self._tails[0])
         local = self._local.window(bytes_max, self._tails[1])
         try:
@@ -148,7 +147,6 @@ class MappedReading(PeerRead):
         self.rest = source.nbytes
 
     def step(self, bytes_max: int) -> int:
-        """See Reading."""
         done = self._source.nbytes - self.rest
         length = min(self.rest, bytes_max)
         if length == self._source.nbytes:

@@ -37,7 +37,6 @@ class NcclBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """See :class:`~kvwire.backend.Backend`."""
         return _RANK
 
     @classmethod
@@ -52,7 +51,6 @@ class NcclBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """See :class:`~kvwire.backend.Backend`."""
         return tuple(
             Finding(name=name, state="ok", text="there is one")
             if there()
@@ -61,7 +59,6 @@ class NcclBackend(Backend):
         )
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`."""
         return NcclLane(context, self.library(context))
 
     def library(self, context: LaneContext) -> CollectiveLibrary:

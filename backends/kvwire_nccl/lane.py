@@ -60,22 +60,18 @@ class NcclLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._own.encode()
 
     @property
     def description(self) -> str:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._library.version
 
     @property
     def queued_bytes(self) -> int:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._queued_bytes
 
     @property
     def received_bytes(self) -> int:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -104,7 +100,6 @@ class NcclLane(Lane):
         self._inbound.start()
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         if self._ended or self._closing:
             return b""
         reason = refusal(payload, self.memory_kinds)
@@ -118,7 +113,6 @@ class NcclLane(Lane):
         return b""
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         if descriptor:
             raise ProtocolError(
                 "KVW-LN-07",
@@ -135,7 +129,6 @@ class NcclLane(Lane):
         )
 
     def flush(self) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         if self._ended or self._outbound is None or self._inbound is None:
             return
         sending, self._sending = self._sending, []
@@ -147,7 +140,6 @@ class NcclLane(Lane):
             self._inbound.submit(receiving)
 
     def close(self) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         self.flush()
         self._closing = True
         if self._outbound is None or self._inbound is None:
@@ -159,7 +151,6 @@ class NcclLane(Lane):
         self._inbound.close()
 
     def abort(self) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         self._end(None)
 
     # --- inside -----------------------------------------------------------------------

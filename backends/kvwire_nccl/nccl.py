@@ -52,7 +52,6 @@ class Nccl(CollectiveLibrary):
             raise BackendUnavailable(f"NCCL gives no unique id: {exc}") from exc
 
     def open(self, name: bytes, sends: bool) -> Pipe:
-        """See CollectiveLibrary."""
         try:
             unique_id = self.core.UniqueId.from_bytes(name)
         except Exception as exc:
@@ -88,7 +87,6 @@ class NcclPipe(Pipe):
         self._stream: Stream | None = None
 
     def begin(self) -> None:
-        """See Pipe."""
         from cuda.core import Device as CudaDevice  # noqa: PLC0415 - comes with nccl4py
 
         core = self._library.core
@@ -101,7 +99,6 @@ class NcclPipe(Pipe):
         self._comm.initialize(2, rank, self._unique_id, config)
 
     def is_up(self) -> bool:
-        """See Pipe."""
         return self.taken()
 
     def taken(self) -> bool:
@@ -112,7 +109,6 @@ class NcclPipe(Pipe):
         return state == _SUCCESS
 
     def move(self, payload: Payload | None, nbytes: int) -> Move:
-        """See Pipe."""
         assert self._stream is not None
         assert not isinstance(payload, memoryview), "refused before"
         move = NcclMove(self, self._stream, payload, nbytes, sends=self._sends)
@@ -124,11 +120,9 @@ class NcclPipe(Pipe):
         return move
 
     def check(self) -> None:
-        """See Pipe."""
         self.taken()
 
     def abort(self) -> None:
-        """See Pipe."""
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.abort()
@@ -163,7 +157,6 @@ class NcclMove(Move):
             stream.gather(payload, self.packed)
 
     def progress(self) -> MoveProgress:
-        """See Move."""
         if self._event is None:
             if not self._pipe.taken():
                 return MoveProgress.QUEUED

@@ -44,7 +44,6 @@ class NixlBackend(Backend):
 
     @classmethod
     def rank(cls) -> int:
-        """See :class:`~kvwire.backend.Backend`."""
         return _RANK
 
     @classmethod
@@ -78,7 +77,6 @@ class NixlBackend(Backend):
         )
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`."""
         lane = NixlLane(context, self._lanes.discard)
         self._lanes.add(lane)  # bounded: LANES_MAX for each connection
         return lane

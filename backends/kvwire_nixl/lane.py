@@ -127,7 +127,6 @@ class NixlLane(Lane):
 
     @property
     def description(self) -> str:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         return f"NIXL {self._own.version}: {self._own.plugin}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -180,11 +179,9 @@ class NixlLane(Lane):
 
     @property
     def received_bytes(self) -> int:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         return self._received_bytes
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         if self._ending or self._closing:
             return b""
         try:
@@ -235,7 +232,6 @@ class NixlLane(Lane):
         return descriptor
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         place = self._proofs.read_place(descriptor, landing.length)
         if self._ending:
             return
@@ -246,7 +242,6 @@ class NixlLane(Lane):
         )
 
     def flush(self) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         if self._ending:
             return
         if self._copied:
@@ -284,7 +279,6 @@ class NixlLane(Lane):
     # --- ending -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         if self._handler is None:
             self.abort()
             return
@@ -293,7 +287,6 @@ class NixlLane(Lane):
         self._driver.close()
 
     def abort(self) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`."""
         self._end(None)
 
     def _tell(self, call: Callable[..., None], what: object) -> None:

@@ -52,7 +52,6 @@ class TcpBackend(Backend):
         self._buffers: Buffers | None = None
 
     def use_tls(self, files: TlsFiles) -> None:
-        """See :class:`~kvwire.backend.Backend`."""
         self._files = files
         self._buffers = Buffers()
 
@@ -63,7 +62,6 @@ class TcpBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """See :class:`~kvwire.backend.Backend`."""
         missing = [name for name in _REQUIRED if not hasattr(socket.socket, name)]
         if missing:
             return Availability(
@@ -115,7 +113,6 @@ class TcpBackend(Backend):
         return TcpLink(wire, remote, asyncio.get_running_loop())
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`."""
         remote = context.remote_address
         if remote is None or remote.scheme != self.scheme:
             raise BackendUnavailable(

@@ -77,22 +77,18 @@ class TcpLane(Lane, PendingLane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See Lane."""
         return BOOTSTRAP
 
     @property
     def description(self) -> str:
-        """See Lane."""
         return "a socket of its own"
 
     @property
     def queued_bytes(self) -> int:
-        """See Lane."""
         return self._queue.nbytes if self._socket is None else self._socket.queued_bytes
 
     @property
     def received_bytes(self) -> int:
-        """See Lane."""
         return self.reader.received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -117,13 +113,11 @@ class TcpLane(Lane, PendingLane):
         self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See Lane."""
         if not self._ending:
             self._queue.lend(payload, token)
         return b""
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See Lane."""
         if descriptor:
             raise ProtocolError(
                 "KVW-LN-07",
@@ -136,12 +130,10 @@ class TcpLane(Lane, PendingLane):
             self._socket.resume()
 
     def flush(self) -> None:
-        """See Lane."""
         if self._socket is not None:
             self._socket.flush()
 
     def close(self) -> None:
-        """See Lane."""
         if self._socket is None:
             self.abort()
         elif not self._ending:
@@ -149,7 +141,6 @@ class TcpLane(Lane, PendingLane):
             self._socket.close()
 
     def abort(self) -> None:
-        """See Lane."""
         ending, self._ending, self._aborted = self._ending, True, True
         if self._socket is not None:
             self._socket.abort()
@@ -163,7 +154,6 @@ class TcpLane(Lane, PendingLane):
     # --- coming up --------------------------------------------------------------------
 
     def admits(self, wire: Wire, preamble: bytes) -> bool:
-        """See Guest."""
         try:
             binding = _binding(wire)
         except AuthenticationFailed:
@@ -172,7 +162,6 @@ class TcpLane(Lane, PendingLane):
         return is_proof(preamble, secret, number, binding)
 
     def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
-        """See Guest."""
         # Its send buffer is empty. If the peer is gone already, we hear of that next.
         with contextlib.suppress(OSError):
             wire.send(answer_to(preamble, self._context.secret, _binding(wire)))

@@ -42,20 +42,16 @@ class TcpLink(Duplex, Link):
 
     @property
     def remote_address(self) -> Address | None:
-        """See :class:`~kvwire.backend.Link`."""
         return self._remote
 
     @property
     def beginning(self) -> bytes:
-        """See :class:`~kvwire.backend.Link`."""
         return self._frames.beginning if self._started else b""
 
     def proven(self) -> PeerIdentity | None:
-        """See :class:`~kvwire.backend.Link`."""
         return self._wire.proven()
 
     def start(self, handler: LinkHandler) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         assert not self._started, "a link is started once"
         assert not self._ended, "a closed link is not started"
         self._handler = handler
@@ -71,7 +67,6 @@ class TcpLink(Duplex, Link):
         payload: Payload | None = None,
         token: object | None = None,
     ) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         if not self._closing:
             self._queue.push(header, payload, token)
 
@@ -107,14 +102,12 @@ class TcpLink(Duplex, Link):
             self._wait_for_room()
 
     def pause(self) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         self._frames.paused = True
         if self._resuming is not None:
             self._resuming.cancel()
             self._resuming = None
 
     def resume(self) -> None:
-        """See :class:`~kvwire.backend.Link`."""
         if self._resuming is None and not self._ended:
             self._resuming = self._loop.call_soon(self._go_on)
 
@@ -163,7 +156,6 @@ class FirstHeader(FrameHandler):
         self._preamble: bytearray | None = None
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """See FrameHandler."""
         if not is_preamble(header):
             self._link.is_link()
             return self._handler.header_received(link, header)
@@ -173,7 +165,6 @@ class FirstHeader(FrameHandler):
         return Landing(len(rest), rest)
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """See FrameHandler."""
         if self._preamble is None:
             self._handler.body_received(link, landing)
         else:

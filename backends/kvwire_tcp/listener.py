@@ -56,7 +56,6 @@ class TcpListener(Listener):
 
     @property
     def address(self) -> Address:
-        """See :class:`~kvwire.backend.Listener`."""
         return self._address
 
     async def close(self) -> None:

@@ -100,12 +100,10 @@ class TlsWire:
 
     @property
     def unsent(self) -> int:
-        """See Wire."""
         return len(self._unsent) + self._outgoing.pending
 
     @property
     def more(self) -> bool:
-        """See Wire."""
         return (
             self._kernel_has_more
             or self._end_heard
@@ -116,7 +114,6 @@ class TlsWire:
         )
 
     def proven(self) -> PeerIdentity | None:
-        """See Wire."""
         refused = self._refused
         if refused is not None:
             raise AuthenticationFailed(str(refused), fields=refused.fields)
@@ -169,7 +166,6 @@ class TlsWire:
     # --- sending ----------------------------------------------------------------------
 
     def send(self, data: Bytes, /) -> int:
-        """See Wire."""
         self.flush()
         count = self._tls.write(memoryview(data)[:PIECE_BYTES])
         with contextlib.suppress(BlockingIOError):
@@ -190,13 +186,11 @@ class TlsWire:
         return self.send(payload[:filled])
 
     def send_list(self, part: Iovecs) -> int:
-        """See Wire."""
         self.flush()  # before the fragments are gathered in vain
         payload = self._buffers.payload
         return self.send(payload[: part.gather(payload)])
 
     def flush(self) -> None:
-        """See Wire."""
         while True:
             while self._unsent:
                 self._unsent = self._unsent[self.sock.send(self._unsent) :]
@@ -205,7 +199,6 @@ class TlsWire:
             self._unsent = memoryview(self._outgoing.read())
 
     def say_end(self) -> None:
-        """See Wire."""
         if self._end_said or not self.opened:
             return
         self._end_said = True
@@ -217,7 +210,6 @@ class TlsWire:
     # --- receiving --------------------------------------------------------------------
 
     def recv_into(self, target: memoryview, /) -> int:
-        """See Wire."""
         if not self.opened:
             self.shake_hands()
         if self._ahead:
@@ -239,7 +231,6 @@ class TlsWire:
         return self.recv_into(target)
 
     def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
-        """See Wire."""
         payload = self._buffers.payload[: part.rest]
         part.asked = len(payload)
         count = self.recv_into(payload)
@@ -248,7 +239,6 @@ class TlsWire:
         return count
 
     def look(self) -> bool:
-        """See Wire."""
         if not self._ahead:
             byte = memoryview(bytearray(1))
             self._ahead = byte[: self.recv_into(byte)]

@@ -105,26 +105,21 @@ class PlainWire:
         self.recv_into: Callable[[Any], int] = sock.recv_into
 
     def proven(self) -> PeerIdentity | None:
-        """See Wire."""
         return None
 
     def shake_hands(self) -> None:
         """See Wire: there is nothing to do."""
 
     def send_list(self, part: Iovecs) -> int:
-        """See Wire."""
         return writev(self.sock.fileno(), part.window(WAKEUP_BYTES))
 
     def recv_two(self, target: memoryview, behind: memoryview) -> int:
-        """See Wire."""
         return self.sock.recvmsg_into((target, behind))[0]
 
     def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
-        """See Wire."""
         return readv(self.sock.fileno(), part.window(WAKEUP_BYTES, behind))
 
     def look(self) -> bool:
-        """See Wire."""
         return bool(self.sock.recv(1, socket.MSG_PEEK))
 
     def flush(self) -> None:

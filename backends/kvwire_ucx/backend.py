@@ -55,11 +55,9 @@ class UcxBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """See :class:`~kvwire.backend.Backend`."""
         return diagnosis.findings()
 
     def open_lane(self, context: LaneContext) -> Lane:
-        """See :class:`~kvwire.backend.Backend`."""
         loop = asyncio.get_running_loop()
         worker = Worker(self._context(context.settings), loop)
         try:

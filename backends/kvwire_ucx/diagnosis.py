@@ -68,7 +68,7 @@ def summary(library: UcxLibrary) -> str:
 
 
 def findings() -> tuple[Finding, ...]:
-    """See :meth:`kvwire.backend.Backend.diagnose`."""
+    """Return what `kvwire doctor` shows of UCX."""
     try:
         load()
         return tuple(_findings())

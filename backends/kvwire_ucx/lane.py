@@ -161,7 +161,6 @@ class UcxLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See :class:`~kvwire.backend.Lane`."""
         return self._bootstrap
 
     @property
@@ -254,11 +253,9 @@ class UcxLane(Lane):
 
     @property
     def received_bytes(self) -> int:
-        """See :class:`~kvwire.backend.Lane`."""
         return self._received_bytes
 
     def send(self, payload: Payload, token: object) -> bytes:
-        """See :class:`~kvwire.backend.Lane`."""
         if self._state is not _State.UP:
             return b""
         assert self._endpoint is not None
@@ -289,7 +286,6 @@ class UcxLane(Lane):
         return said
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.Lane`."""
         if self._one_sided is not None and is_lent(descriptor):
             self._read(self._one_sided, descriptor, landing)
             return
@@ -381,7 +377,6 @@ class UcxLane(Lane):
     # --- ending -----------------------------------------------------------------------
 
     def close(self) -> None:
-        """See :class:`~kvwire.backend.Lane`."""
         if self._state is _State.UP:
             self._state = _State.DRAINING
             self._loop.call_soon(self._check_drained)
@@ -389,7 +384,6 @@ class UcxLane(Lane):
             self.abort()
 
     def abort(self) -> None:
-        """See :class:`~kvwire.backend.Lane`."""
         self._end(None)
 
     @property

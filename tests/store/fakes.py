@@ -42,16 +42,13 @@ class FakeTier(Tier):
 
     @property
     def taking(self) -> bool:
-        """See Tier."""
         return not self.refusing
 
     async def find(self, keys: Keys) -> Orders:
-        """See Tier."""
         found = [self.orders.get(key, ABSENT) for key in keys.tolist()]
         return np.array(found, np.uint8)
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """See Tier."""
         self.moving.append(batch.images)
         try:
             if self.before is not None:
@@ -67,28 +64,23 @@ class FakeTier(Tier):
         return np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
 
     def touch(self, keys: Keys) -> None:
-        """See Tier."""
         if keys.size:
             self.touched.append(keys.tolist())
 
     async def delete(self, keys: Keys) -> None:
-        """See Tier."""
         for key in keys.tolist():
             self.orders.pop(key, None)
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """See Tier."""
         self.orders = {k: v for k, v in self.orders.items() if k[:16] != digest}
 
     def stats(self) -> TierStats:
-        """See Tier."""
         return TierStats(blocks=len(self.orders))
 
     async def flush(self) -> None:
         """See Tier."""
 
     async def close(self) -> None:
-        """See Tier."""
         self.closes += 1
         if self.closing is not None:
             await self.closing.wait()

@@ -23,22 +23,18 @@ class Scripted(File):
     hook: Hook
 
     def preadv(self, views: Views, offset: int) -> int:
-        """See File."""
         self._ask("preadv", views, offset)
         return super().preadv(views, offset)
 
     def pwritev(self, views: Views, offset: int) -> int:
-        """See File."""
         self._ask("pwritev", views, offset)
         return super().pwritev(views, offset)
 
     def sync(self) -> None:
-        """See File."""
         self._ask("sync", None, 0)
         super().sync()
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """See File."""
         self._ask("allocate", None, offset)
         super().allocate(offset, nbytes)
 

@@ -104,7 +104,6 @@ class FarTier(FakeTier):
     asks = True
 
     async def find(self, keys: Keys) -> BlockResults:
-        """See Tier."""
         raise AssertionError(keys)
 
 

@@ -68,7 +68,6 @@ class SimulatedDevice(DeviceOps):
     # --- DeviceOps --------------------------------------------------------------------
 
     def stream(self) -> SimulatedStream:
-        """See DeviceOps."""
         return SimulatedStream(self)
 
     def record_current(self) -> SimulatedEvent:
@@ -81,7 +80,6 @@ class SimulatedDevice(DeviceOps):
         return event
 
     def pinned(self, nbytes: int) -> memoryview:
-        """See DeviceOps."""
         with self._lock:
             if self._pinned_bytes + nbytes > self.pinned_bytes_max:
                 raise BackendUnavailable(
@@ -91,7 +89,6 @@ class SimulatedDevice(DeviceOps):
         return np.zeros(nbytes, np.uint8).data
 
     def owns(self, event: object) -> bool:
-        """See DeviceOps."""
         return isinstance(event, SimulatedEvent) and event.device is self
 
     # --- memory -----------------------------------------------------------------------
@@ -217,13 +214,11 @@ class SimulatedEvent(Event):
         self._error = ""
 
     def query(self) -> bool:
-        """See Event."""
         if self._error:
             raise RuntimeError(self._error)
         return self._fired.is_set()
 
     def synchronize(self) -> None:
-        """See Event."""
         self._fired.wait()
         self.query()
 
@@ -249,41 +244,33 @@ class SimulatedStream(Stream):
 
     @property
     def pointer(self) -> int:
-        """See Stream."""
         return 0
 
     def wait(self, event: object) -> None:
-        """See Stream."""
         own = event.native if isinstance(event, Event) else event
         assert isinstance(own, SimulatedEvent), "an event of another device"
         self._work.put(own.passed)
 
     def record(self) -> SimulatedEvent:
-        """See Stream."""
         event = SimulatedEvent(self._device)
         self._work.put(event.fire)
         return event
 
     def buffer(self, nbytes: int) -> Fragments:
-        """See Stream."""
         device = self._device
         return contiguous(device.allocate(nbytes), nbytes, device, device.device)
 
     def gather(self, source: Fragments, into: Fragments) -> None:
-        """See Stream."""
         reach = self._device.reach
         self.call(lambda: copy(reach(source), reach(into)))
 
     def scatter(self, source: Fragments, into: Fragments) -> None:
-        """See Stream."""
         self.gather(source, into)
 
     def to_host(self, source: Fragments, into: memoryview) -> None:
-        """See Stream."""
         self.call(lambda: copy(self._device.reach(source), into))
 
     def to_device(self, source: memoryview, into: Fragments) -> None:
-        """See Stream."""
         self.call(lambda: copy(source, self._device.reach(into)))
 
     def call(self, work: Callable[[], None]) -> None:
@@ -291,7 +278,6 @@ class SimulatedStream(Stream):
         self._work.put(lambda: self._device.step(work))
 
     def close(self) -> None:
-        """See Stream."""
         self._work.put(None)
 
     def _run(self) -> None:

@@ -50,11 +50,9 @@ class Splitter:
         return frames
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """See FrameHandler."""
         return _Body(bytes(header), self._body_bytes_max)
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """See FrameHandler."""
         assert isinstance(landing, _Body)
         body = b"" if landing.payload is None else bytes(landing.memory)
         self._frames.append(Frame(landing.header, landing.raw, body))

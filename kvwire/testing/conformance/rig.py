@@ -324,7 +324,6 @@ class Rig(JoinedRig[LinkSide]):
         return await self.pair(start_right=False)
 
     async def ends(self, side: LinkSide) -> None:
-        """See JoinedRig."""
         await self.closes(side)
 
     @property
@@ -352,7 +351,6 @@ class Rig(JoinedRig[LinkSide]):
         self._links = [link for link in self._links if id(link) not in gone]
 
     async def stop_listening(self) -> None:
-        """See Joined."""
         for listener in self._listeners:
             await self.within(listener.close(), "listener.close")
         self._links.clear()
@@ -437,12 +435,10 @@ class LaneRig(JoinedRig[LaneSide]):
         )
 
     def abort_all(self) -> None:
-        """See Joined."""
         for side in self.sides:
             side.abort()
 
     async def stop_listening(self) -> None:
-        """See Joined."""
         if self._listener is not None:
             await self.within(self._listener.close(), "the listener's close")
 

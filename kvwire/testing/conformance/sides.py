@@ -291,7 +291,6 @@ class LinkSide(Witness, LinkHandler):
     # --- what the link does -----------------------------------------------------------
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """See :class:`~kvwire.backend.LinkHandler`."""
         with self._told("header_received", link):
             if self._landing is not None:
                 self.wrong("header_received before the body of the frame before")
@@ -306,7 +305,6 @@ class LinkSide(Witness, LinkHandler):
             return self._landing
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.LinkHandler`."""
         with self._told("body_received", link):
             expected, self._landing = self._landing, None
             if landing is not expected or expected is None:
@@ -319,18 +317,15 @@ class LinkSide(Witness, LinkHandler):
             self.on_arrival(expected)
 
     def frame_sent(self, link: Link, token: object) -> None:
-        """See :class:`~kvwire.backend.LinkHandler`."""
         with self._told("frame_sent", link):
             self._given_back("frame_sent", token)
 
     def link_writable(self, link: Link) -> None:
-        """See :class:`~kvwire.backend.LinkHandler`."""
         with self._told("link_writable", link):
             self.writable += 1
             self.on_writable()
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
-        """See :class:`~kvwire.backend.LinkHandler`."""
         with self._told("link_closed", link):
             self.closed.append(error)
             self.on_closed()
@@ -471,12 +466,10 @@ class LaneSide(Witness, LaneHandler):
     # --- what the lane does -----------------------------------------------------------
 
     def payload_sent(self, lane: Lane, token: object) -> None:
-        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("payload_sent", lane):
             self._given_back("payload_sent", token)
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
-        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("payload_received", lane):
             if not isinstance(landing, LaneLanding) or landing not in self._landings:
                 self.wrong(f"payload_received for {landing!r}, which is not awaited")
@@ -495,7 +488,6 @@ class LaneSide(Witness, LaneHandler):
             self.on_arrival(landing)
 
     def lane_writable(self, lane: Lane) -> None:
-        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("lane_writable", lane):
             self.writable += 1
             if lane.queued_bytes:
@@ -503,7 +495,6 @@ class LaneSide(Witness, LaneHandler):
             self.on_writable()
 
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        """See :class:`~kvwire.backend.lane.LaneHandler`."""
         with self._told("lane_closed", lane):
             self.closed.append(error)
             self.on_closed()

@@ -9,11 +9,10 @@ import pytest
 
 from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
-from kvwire.kv.fragments import Fragments
-from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX, WAKEUP_BYTES
+from kvwire.limits import LANE_PAYLOADS_MAX
 from kvwire.memory.iovec import address_of
-from kvwire_local.descriptor import LATER, PlaceKind, encode, encode_piece
-from kvwire_local.peer import MemoryReading, PeerMemory
+from kvwire_local.descriptor import LATER, PlaceKind, encode_piece
+from kvwire_local.peer import PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads
 
 COOKIE = b"fedcba9876543210"
@@ -40,36 +39,6 @@ def drain(inc: ReceivedPayloads) -> list[list[Landing]]:
     while inc.can_read:
         batches.append(inc.read())
     return batches
-
-
-@pytest.mark.parametrize(
-    ("fragment_bytes", "steps"),
-    [(16 * KIB, [MIB] * 8), (64 * KIB, [WAKEUP_BYTES] * 2)],
-)
-def test_long_fragments_are_read_in_long_steps(
-    monkeypatch: pytest.MonkeyPatch, fragment_bytes: int, steps: list[int]
-) -> None:
-    memory = np.random.default_rng(1).integers(0, 256, SPAN_BYTES_MAX, np.uint8)
-    firsts = np.arange(0, SPAN_BYTES_MAX, fragment_bytes)[::-1]
-    lengths = np.full(firsts.size, fragment_bytes, np.uint64)
-    addresses = firsts.astype(np.uint64) + np.uint64(memory.ctypes.data)
-    scattered = Fragments(addresses, lengths, owner=memory, writable=False)
-    descriptor = encode(PlaceKind.MEMORY, 0, scattered)
-    assert descriptor is not None
-    taken: list[int] = []
-    step = MemoryReading.step
-
-    def counted(reading: MemoryReading, bytes_max: int) -> int:
-        taken.append(step(reading, bytes_max))
-        return taken[-1]
-
-    monkeypatch.setattr(MemoryReading, "step", counted)
-    inc = incoming()
-    arrived = bytearray(SPAN_BYTES_MAX)
-    inc.receive(descriptor, Landing(SPAN_BYTES_MAX, memoryview(arrived)))
-    drain(inc)
-    assert taken == steps
-    assert arrived == memory.reshape(-1, fragment_bytes)[::-1].tobytes()
 
 
 def test_what_was_put_off_waits_for_its_place() -> None:

@@ -60,14 +60,12 @@ class Gloo(CollectiveLibrary):
         return f"{self._store.port}/{secrets.token_hex(8)}".encode()
 
     def open(self, name: bytes, sends: bool) -> Pipe:
-        """See Library."""
         port, _, prefix = name.decode("ascii", "replace").partition("/")
         if not port.isdecimal() or not 0 < int(port) < 2**16:
             raise BackendUnavailable("the peer's name of a direction is none of gloo's")
         return GlooPipe(self, int(port), prefix, sends=sends)
 
     def close(self) -> None:
-        """See Library."""
         self._store = None
 
 
@@ -105,11 +103,9 @@ class GlooPipe(Pipe):
         self._waiter.start()
 
     def is_up(self) -> bool:
-        """See OneWay."""
         return self._group is not None
 
     def move(self, payload: Payload | None, nbytes: int) -> Move:
-        """See OneWay."""
         packed = memoryview(bytearray(nbytes))
         if self._sends and payload is not None:
             copy(payload, packed)
@@ -165,7 +161,6 @@ class GlooMove(Move):
         self._into = into
 
     def progress(self) -> MoveProgress:
-        """See Move."""
         if not self.over.is_set():
             return MoveProgress.LAUNCHED
         if self.error:

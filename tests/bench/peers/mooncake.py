@@ -34,11 +34,9 @@ class Program(Peer):
         self._lists: tuple[list[int], list[int], list[int]] = ([], [], [])
 
     def listen(self) -> Any:
-        """See Peer."""
         return {"where": f"{HOST}:{self._engine.get_rpc_port()}", "base": self.base}
 
     def connect(self, address: Any) -> dict[str, Any]:
-        """See Peer."""
         self._remote, self._remote_base = address["where"], address["base"]
         name = "mooncake-transfer-engine-non-cuda"
         return {"mooncake": importlib.metadata.version(name)}
@@ -50,7 +48,6 @@ class Program(Peer):
         self._lists = (ours.tolist(), there.tolist(), lengths)
 
     def move(self) -> None:
-        """See Peer."""
         ours, theirs, lengths = self._lists
         engine = self._engine
         push = self.work["verb"] == "push"

@@ -34,12 +34,10 @@ class Program(Peer):
         self._lists: tuple[Any, ...] = ()
 
     def listen(self) -> Any:
-        """See Peer."""
         metadata = self._agent.get_agent_metadata().hex()
         return {"metadata": metadata, "base": self.base}
 
     def connect(self, address: Any) -> dict[str, Any]:
-        """See Peer."""
         metadata = bytes.fromhex(address["metadata"])
         self._remote = self._agent.add_remote_agent(metadata)
         self._remote_base = address["base"]
@@ -49,7 +47,6 @@ class Program(Peer):
         }
 
     def ready(self, theirs: Offsets) -> None:
-        """See Peer."""
         for old in self._lists[:2]:
             self._agent.release_dlist_handle(old)
         places = ((self.offsets, self.base, ""), (theirs, self._remote_base, "remote"))
@@ -64,7 +61,6 @@ class Program(Peer):
         self._lists = (*prepared, np.arange(self.work["count"], dtype=np.int32))
 
     def move(self) -> None:
-        """See Peer."""
         ours, theirs, every = self._lists
         operation = _OPERATIONS[self.work["verb"]]
         agent = self._agent

@@ -32,8 +32,6 @@ class Program(Peer):
         self._met = asyncio.Event()
 
     def listen(self) -> Any:
-        """See Peer."""
-
         async def listen() -> None:
             self._listener = ucxx.create_listener(self._accepted)
 
@@ -41,12 +39,9 @@ class Program(Peer):
         return self._listener.port
 
     def accept(self) -> None:
-        """See Peer."""
         self._loop.run_until_complete(self._met.wait())
 
     def connect(self, address: Any) -> dict[str, Any]:
-        """See Peer."""
-
         async def connect() -> None:
             self._endpoint = await ucxx.create_endpoint(HOST, address)
 
@@ -70,8 +65,6 @@ class Program(Peer):
         self._loop.run_until_complete(push() if self.work["verb"] == "push" else pull())
 
     def serve(self, work: dict[str, Any]) -> dict[str, Any]:
-        """See Peer."""
-
         async def expect() -> None:
             await self._receive()
             await self._endpoint.send(self._signal)

@@ -136,24 +136,20 @@ class PointedFile(Scripted):
     """The file of images, whose calls are points."""
 
     def pwritev(self, views: Views, offset: int) -> int:
-        """See File."""
         if POINTS.ask(lambda: self.tear(views, offset)):
             return self.tear(views, offset)
         return File.pwritev(self, views, offset)
 
     def preadv(self, views: Views, offset: int) -> int:
-        """See File."""
         POINTS.ask(None, reads=True)
         return File.preadv(self, views, offset)
 
     def sync(self) -> None:
-        """See File."""
         POINTS.ask(None)
         File.sync(self)
         POINTS.synced(self.path)
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        """See File."""
         POINTS.ask(None)
         File.allocate(self, offset, nbytes)
 

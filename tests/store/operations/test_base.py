@@ -30,13 +30,11 @@ class Broken(FakeTier):
         self.orders = {NAMESPACE.digest + one: 0 for one in chain(COUNT, "there")}
 
     async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """See Tier."""
         self.asked += 1
         await self.go.wait()
         raise ValueError("a bug")
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """See Tier."""
         return await self.read(namespace, batch)
 
 
