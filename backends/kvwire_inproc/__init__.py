@@ -6,6 +6,6 @@ contract on purpose and by a seed, so that what stands above can show that it no
 """
 
 from kvwire_inproc.backend import InprocBackend
-from kvwire_inproc.plan import FaultPlan, injected
+from kvwire_inproc.faults import FaultPlan, injected
 
 __all__ = ["FaultPlan", "InprocBackend", "injected"]

@@ -13,11 +13,10 @@ from typing import ClassVar
 from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.types import Address
-from kvwire_inproc.faults import FaultyPipe
+from kvwire_inproc.faults import FaultPlan, FaultyPipe, injected_plan
 from kvwire_inproc.lane import InprocLane
 from kvwire_inproc.link import InprocLink, join
 from kvwire_inproc.pipe import InprocPipe
-from kvwire_inproc.plan import FaultPlan, injected_plan
 
 _log = logging.getLogger("kvwire.inproc")
 
@@ -27,7 +26,7 @@ class InprocBackend(Backend):
 
     Args:
         faults: What befalls the frames that this side sends; by default the plan of
-            :func:`~kvwire_inproc.plan.injected`, if one is in force.
+            :func:`~kvwire_inproc.faults.injected`, if one is in force.
     """
 
     scheme: ClassVar[str] = "inproc"

@@ -62,7 +62,6 @@ from kvwire_ucx.bootstrap import (
 )
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
-from kvwire_ucx.memory import MemoryHandles
 from kvwire_ucx.one_sided import OneSided
 from kvwire_ucx.pieces import (
     RULE,
@@ -73,7 +72,7 @@ from kvwire_ucx.pieces import (
     read_descriptor,
     read_lent,
 )
-from kvwire_ucx.requests import UcxRequest
+from kvwire_ucx.requests import MemoryHandles, UcxRequest
 from kvwire_ucx.worker import Worker
 
 # A rendezvous costs two messages more than the payload: below this the control link is

@@ -19,7 +19,7 @@ from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.descriptor import decode as decode_place
 from kvwire_local.host import Host
-from kvwire_nccl.bootstrap import NcclBootstrap
+from kvwire_nccl.lane import NcclBootstrap
 from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
 from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap
 from kvwire_ucx.bootstrap import parse as parse_ucx

@@ -18,7 +18,7 @@ from kvwire.memory.copy import as_fragments
 from kvwire.testing.faults import FaultPlan
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
-from kvwire_inproc.plan import Fault, Schedule
+from kvwire_inproc.faults import Fault, Schedule
 from tests.support.pairs import until
 
 ANY = Address("inproc", "")

@@ -28,7 +28,7 @@ from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context
 from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
-from kvwire_ucx.memory import MemoryHandles
+from kvwire_ucx.requests import MemoryHandles
 from kvwire_ucx.worker import Worker
 
 WAYS: Final = ("eager", "payload", "pipe")

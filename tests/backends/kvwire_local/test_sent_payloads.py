@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena
+from kvwire.memory.copy import MID_PAGE_BYTES
 from kvwire_local.descriptor import LATER, PlaceKind, decode
-from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
-from kvwire_local.staging import STAGING_BYTES
+from kvwire_local.sent_payloads import (
+    STAGING_BYTES,
+    ReadMethod,
+    SentPayloads,
+    Staging,
+    read_so_far,
+)
 from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
 
 BOTH = ReadMethod.MEMORY | ReadMethod.ARENA
@@ -147,3 +156,53 @@ def test_what_cannot_have_been_read_is_refused(
 def test_an_acknowledgement_is_8_bytes(outgoing: SentPayloads, body: bytes) -> None:
     with pytest.raises(ProtocolError, match="payloads read"):
         outgoing.read(body)
+
+
+_RING = 1 << 16
+
+
+def payload(number: int, nbytes: int) -> memoryview:
+    return np.full(nbytes, number % 251 + 1, np.uint8).data
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(1, _RING)), max_size=60))
+def test_placed_payloads_keep_their_bytes(steps: list[int | None]) -> None:
+    """None gives the oldest room back; a number is a payload of so many bytes."""
+    ring = Staging(_RING)
+    placed: deque[tuple[int, int, int]] = deque()
+    try:
+        for number, step in enumerate(steps):
+            if step is None:
+                if placed:
+                    placed.popleft()
+                    ring.give_back()
+                continue
+            begin = ring.place(payload(number, step))
+            if begin is not None:
+                placed.append((number, begin, step))
+            elif not placed:
+                raise AssertionError("an empty ring has no room")
+            for which, at, nbytes in placed:
+                assert_holds(ring, at, payload(which, nbytes))
+    finally:
+        ring.close()
+
+
+def assert_holds(ring: Staging, begin: int, expected: memoryview) -> None:
+    first = begin - MID_PAGE_BYTES
+    assert ring._view[first : first + len(expected)] == expected
+
+
+def test_a_longer_payload_waits_for_a_larger_ring() -> None:
+    ring = Staging(_RING)
+    assert ring.place(payload(1, 100)) == MID_PAGE_BYTES
+    first = ring.arena
+    assert ring.place(payload(2, _RING + 1)) is None
+    ring.give_back()
+    assert ring.place(payload(2, _RING + 1)) == MID_PAGE_BYTES
+    assert ring.arena is not first
+    assert first is not None
+    assert first.closed
+    ring.close()
+    assert ring.arena is None
+    ring.close()

@@ -13,8 +13,7 @@ from kvwire.backend import Landing
 from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.types import MemoryKind, Role
-from kvwire_nccl.bootstrap import NcclBootstrap
-from kvwire_nccl.lane import NcclLane
+from kvwire_nccl.lane import NcclBootstrap, NcclLane
 from tests.backends.kvwire_nccl.fake import FakeLibrary, Faults
 from tests.backends.lane_recorder import LaneRecorder
 from tests.support.pairs import until
@@ -188,3 +187,9 @@ def _no_wire_is_left() -> Iterator[None]:
 
     yield
     fake._wires.clear()
+
+
+def test_a_name_that_is_no_text() -> None:
+    raw = NcclBootstrap("x", b"", b"").encode()[:-1] + b"\xff"
+    with pytest.raises(BackendUnavailable, match="a name that is no text"):
+        NcclBootstrap.decode(raw)

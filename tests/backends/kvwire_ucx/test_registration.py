@@ -11,9 +11,13 @@ import pytest
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
+from kvwire.memory.iovec import address_of
+from kvwire.types import Device, MemoryKind
+from kvwire_ucx import binding
 from kvwire_ucx.context import Context
 from kvwire_ucx.pieces import KEY_BYTES_MAX
 from kvwire_ucx.registration import Registration, Registrations
+from kvwire_ucx.requests import MemoryHandles
 from tests.backends.kvwire_ucx.support import needs_ucx
 
 pytestmark = needs_ucx
@@ -91,3 +95,24 @@ def test_what_ucx_refuses_is_told_and_nothing_stays(
     with pytest.raises(BackendUnavailable, match=r"4096 bytes cannot be registered"):
         held.lend(ranges(2))
     assert len(held) == 0
+
+
+def fragments(
+    arena: bytearray, *pieces: tuple[int, int], device: Device | None = None
+) -> Fragments:
+    """Pieces of an arena, as (offset, length)."""
+    table = np.array(pieces, np.uint64)
+    return Fragments(
+        np.uint64(address_of(arena)) + table[:, 0],
+        table[:, 1].copy(),
+        owner=arena,
+        writable=True,
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("pieces", [[(0, 9)], [(0, 9), (20, 9)]])
+def test_memory_of_a_device_is_named(pieces: list[tuple[int, int]]) -> None:
+    arena = bytearray(100)
+    memory = MemoryHandles(fragments(arena, *pieces, device=Device(MemoryKind.CUDA, 0)))
+    assert memory.memory_type == binding.MEMORY_CUDA

@@ -12,7 +12,7 @@ import pytest
 
 from kvwire.testing.conformance.rig import LaneRig
 from kvwire_ucx import UcxBackend, worker
-from kvwire_ucx.sockets import SAME_HOST_CONGESTION, unpace
+from kvwire_ucx.worker import SAME_HOST_CONGESTION, unpace
 from tests.backends.kvwire_ucx.support import TCP, needs_ucx
 
 pytestmark = pytest.mark.skipif(

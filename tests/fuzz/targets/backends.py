@@ -18,7 +18,7 @@ from kvwire_local.descriptor import PlaceKind, decode, encode
 from kvwire_local.host import Host
 from kvwire_local.sent_payloads import SentPayloads
 from kvwire_local.wire import LocalMessageType, LocalWire
-from kvwire_nccl.bootstrap import NcclBootstrap
+from kvwire_nccl.lane import NcclBootstrap
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble, is_proof, token_in
 from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.pieces import PIECES_MAX, descriptor, read_descriptor
