@@ -12,7 +12,7 @@ import kvwire
 from kvwire import Communicator, Connection
 from kvwire.backend import Payload
 from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.limits import MIB, SPAN_PIECES_MAX, WAKEUP_BYTES
+from kvwire.limits import MIB, SPAN_PIECES_MAX
 from kvwire.memory.arena import Arena
 from kvwire.proto.connection import ConnectionCore
 from kvwire_local.lane import LocalLane
@@ -128,4 +128,4 @@ async def test_small_fragments_travel_many_at_once(
     await out.drained()
     assert np.array_equal(have[0][blocks], want[0][places])
     assert sent == [SPAN_PIECES_MAX * 4096] * 2
-    assert max(in_turn) <= WAKEUP_BYTES
+    assert max(in_turn) <= SPAN_PIECES_MAX * 4096

@@ -244,12 +244,12 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 
 @pressure.lanes("fair-loop", "While a lane moves much, others have their turns")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    left.queue_many(16, 4 * MIB)
+    left.queue_many(64, MIB)
     left.flush()
     right.take()
     # The first flush may have moved one budget before the first turn.
     most = await _most_in_a_turn(right)
-    await rig.arrives(right, 16)
+    await rig.arrives(right, 64)
     require(
         most <= 3 * WAKEUP_BYTES,
         f"{most} bytes arrived in one turn of the loop; WAKEUP_BYTES is {WAKEUP_BYTES}",
