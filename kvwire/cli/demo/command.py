@@ -17,9 +17,8 @@ from kvwire import UsageError
 from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
 from kvwire.cli.demo.llama import CONTEXT, blocks_for
 from kvwire.cli.demo.progress import Bars
-from kvwire.cli.demo.report import print_report, summary
 from kvwire.cli.demo.run import DemoRequest, run
-from kvwire.cli.demo.show import draw, trace
+from kvwire.cli.demo.show import draw, print_report, summary, trace
 from kvwire.cli.plot import Plot, save
 from kvwire.extras import install_command
 

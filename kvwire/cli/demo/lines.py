@@ -63,12 +63,7 @@ class LayerSpan(msgspec.Struct, array_like=True):
 
 
 class Prefilled(msgspec.Struct, tag=True):
-    """The prefill process is done with a prompt.
-
-    Attributes:
-        spans: Compute, layer by layer.
-        marked: For each layer when its last block was marked ready.
-    """
+    """The prefill process is done with a prompt, and marked each layer ready when."""
 
     request: str
     spans: list[LayerSpan]
@@ -84,31 +79,20 @@ class LayerLanded(msgspec.Struct, tag=True):
 
 
 class Arrived(msgspec.Struct, tag=True):
-    """The transfer has ended.
-
-    Attributes:
-        blocks: Blocks it was to bring.
-        missing: Positions of those that it did not bring.
-        why: The reason, of the first of them.
-        tokens: Tokens it was to bring.
-        usable_tokens: Leading tokens that need not be computed again.
-        to_prefill: The token ranges that the plan gives to this process.
-        nbytes: Payload bytes that landed.
-        wire_s: From the first to the last of them.
-        commit_s: From the last of them to the end.
-        layers_grouped: Layers that moved together.
-        transport: What carried them.
-    """
+    """The transfer has ended, which was to bring so many blocks and tokens."""
 
     request: str
     at: float
     blocks: int
+    tokens: int
+    # Positions of the blocks that it did not bring, and why not the first of them.
     missing: list[int]
     why: str
-    tokens: int
+    # Leading tokens that need not be computed again, and ranges that this process will.
     usable_tokens: int
     to_prefill: list[tuple[int, int]]
     nbytes: int
+    # From the first to the last byte, and from that one to the end.
     wire_s: float
     commit_s: float
     layers_grouped: int
@@ -141,9 +125,14 @@ class Single(msgspec.Struct, tag=True):
 Event = Up | Prefilled | LayerLanded | Arrived | Recomputed | NewToken | Single
 
 
+def encode(said: Order | Event) -> bytes:
+    """Write a line."""
+    return msgspec.json.encode(said) + b"\n"
+
+
 def say(event: Event) -> None:
     """Write one line to standard output."""
-    sys.stdout.buffer.write(_ENCODER.encode(event) + b"\n")
+    sys.stdout.buffer.write(encode(event))
     sys.stdout.buffer.flush()
 
 
@@ -163,13 +152,7 @@ async def events(reader: asyncio.StreamReader) -> AsyncIterator[Event]:
         yield _EVENTS.decode(line)
 
 
-def encode(order: Order) -> bytes:
-    """Write the line of an order."""
-    return _ENCODER.encode(order) + b"\n"
-
-
 # A prompt of 500 tokens is 3 kB as JSON.
 LINE_BYTES_MAX: Final = 1 << 20
-_ENCODER: Final = msgspec.json.Encoder()
 _ORDERS: Final = msgspec.json.Decoder(Order)
 _EVENTS: Final = msgspec.json.Decoder(Event)

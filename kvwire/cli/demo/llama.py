@@ -31,24 +31,16 @@ def blocks_for(tokens: int) -> int:
 
 
 class Forward(NamedTuple):
-    """What a forward pass gave.
-
-    Attributes:
-        token: The most likely next one.
-        spans: When each layer was computed.
-    """
+    """The most likely next token, and when each layer was computed."""
 
     token: int
     spans: list[LayerSpan]
 
 
 class Llama(ABC):
-    """A model with a pool of KV blocks; forward passes of one sequence at a time.
+    """A model with a pool of KV blocks; forward passes of one sequence at a time."""
 
-    Attributes:
-        cache: The pool, as kvwire sees it.
-    """
-
+    # The pool, as kvwire sees it.
     cache: kvwire.PagedCache
 
     @abstractmethod
@@ -59,23 +51,15 @@ class Llama(ABC):
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> Any:
-        """Make a sequence whose KV lies in these blocks.
+        """Make a sequence whose KV lies in these blocks, of ``length`` tokens already.
 
-        Args:
-            blocks: Of the pool, in token order.
-            length: Leading tokens whose KV is there already.
-            on_written: Called from within the forward pass after each layer's write, so
-                before the layer's attention.
+        ``on_written`` is called from within the forward pass after each layer's write,
+        so before the layer's attention.
         """
 
     @abstractmethod
     def forward(self, tokens: list[int], sequence: Any) -> Forward:
-        """Compute the KV of some tokens, and which token would follow.
-
-        Args:
-            tokens: Those behind what the sequence holds.
-            sequence: Where their KV goes, and that of the tokens before lies.
-        """
+        """Compute the KV of the tokens behind a sequence, and what would follow."""
 
     @abstractmethod
     def generate(self, tokens: list[int], new: int) -> list[int]:
@@ -87,12 +71,7 @@ class Llama(ABC):
 
 
 def load(library: str, num_blocks: int) -> Llama:
-    """Load the model in a library.
-
-    Args:
-        library: ``numpy`` or ``torch``.
-        num_blocks: Blocks of its pool.
-    """
+    """Load the model in ``numpy`` or ``torch``, with a pool of so many blocks."""
     if library == "torch":
         from kvwire.cli.demo.torch_llama import TorchLlama  # noqa: PLC0415 - heavy
 

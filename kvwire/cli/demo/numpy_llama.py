@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +26,11 @@ from kvwire.cli.demo.llama import (
     OnWritten,
 )
 
-if TYPE_CHECKING:
-    from kvwire.kv.paged import PagedCache
-
 Floats = npt.NDArray[np.float32]
 
 
 class NumpyLlama(Llama):
-    """See Llama."""
+    """Computes by NumPy alone."""
 
     def __init__(self, num_blocks: int) -> None:
         self._config = json.loads((CHECKPOINT / "config.json").read_text())
@@ -59,7 +56,7 @@ class NumpyLlama(Llama):
         )
         shape = (num_blocks, 2, BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
         self._pool = [np.zeros(shape, np.float32) for _ in self._layers]
-        self.cache: PagedCache = kvwire.PagedCache(spec, self._pool, layout="NHD")
+        self.cache = kvwire.PagedCache(spec, self._pool, layout="NHD")
 
     def sequence(
         self,
@@ -68,20 +65,16 @@ class NumpyLlama(Llama):
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> BlockSequence:
-        """See Llama."""
+        """Make one whose attention reads its blocks."""
         return BlockSequence(self._pool, blocks, length, on_written)
 
     def forward(self, tokens: list[int], sequence: BlockSequence | Plain) -> Forward:
-        """See Llama."""
+        """Compute as :class:`Llama` says."""
         x, spans = self._computed(tokens, sequence)
         return Forward(int(np.argmax(self._scored(x[-1:]))), spans)
 
     def scores(self, tokens: list[int], sequence: BlockSequence | Plain) -> Floats:
-        """Compute the KV of some tokens, and the log probability of each next one.
-
-        Returns:
-            Shape (tokens, vocabulary).
-        """
+        """Compute their KV, and log probabilities of what follows each, by token."""
         found = self._scored(self._computed(tokens, sequence)[0])
         found -= found.max(axis=-1, keepdims=True)
         found -= np.log(np.exp(found).sum(axis=-1, keepdims=True))
@@ -111,7 +104,7 @@ class NumpyLlama(Llama):
         return out
 
     def generate(self, tokens: list[int], new: int) -> list[int]:
-        """See Llama."""
+        """Continue a prompt with KV in arrays that grow."""
         sequence = Plain(len(self._layers))
         said = [self.forward(tokens, sequence).token]
         while len(said) < new:
@@ -176,14 +169,7 @@ class NumpyLlama(Llama):
 class BlockSequence:
     """The KV of one sequence in blocks of a pool: what attention reads lies there.
 
-    Args:
-        pool: An array a layer, of (block, key or value, token, head, element).
-        blocks: The sequence's, in token order.
-        length: Leading tokens that are there already.
-        on_written: See Llama.
-
-    Attributes:
-        length: Tokens whose KV is there in every layer.
+    The pool has an array a layer, of (block, key or value, token, head, element).
     """
 
     def __init__(
@@ -213,12 +199,7 @@ class BlockSequence:
 
 
 class Plain:
-    """The KV of one sequence in arrays that grow, for the run in a single process.
-
-    Attributes:
-        length: Tokens whose KV is there in every layer.
-        kv: Keys and values of each layer.
-    """
+    """The KV of one sequence in arrays that grow, for the run in a single process."""
 
     def __init__(self, layers: int) -> None:
         self.length = 0

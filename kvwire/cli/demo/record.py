@@ -20,18 +20,11 @@ from kvwire.cli.demo.lines import (
 
 
 class Bar(NamedTuple):
-    """What is drawn of a request.
+    """What is drawn of a request: from when to when, and of how many tokens."""
 
-    Attributes:
-        row: The layer, "sent" for layers that moved together, or the token.
-        kind: Computed by prefill, moved, computed by decode because it was lost, or
-            generated.
-        start: When it began.
-        stop: When it ended.
-        tokens: How many tokens were computed.
-    """
-
+    # The layer, "sent" for layers that moved together, or the token.
     row: str
+    # Computed by prefill, moved, computed by decode because it was lost, or generated.
     kind: Literal["prefill", "transfer", "recompute", "decode"]
     start: float
     stop: float
@@ -40,24 +33,18 @@ class Bar(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """One request.
-
-    Attributes:
-        request: Its name.
-        spans: Compute in the prefill process, layer by layer.
-        marked: When each layer was marked ready.
-        landed: When each layer was in the decode process; empty if blocks were lost.
-        recomputed: Compute of what did not arrive, in the decode process.
-        tokens: What was generated, and when.
-        single: What one process alone generates.
-    """
+    """One request."""
 
     request: str
+    # Compute in the prefill process, and when each layer was marked ready.
     spans: list[LayerSpan] = field(default_factory=list)
     marked: list[float] = field(default_factory=list)
+    # When each layer was in the decode process; empty if blocks were lost.
     landed: dict[int, float] = field(default_factory=dict)
+    # Compute of what did not arrive, in the decode process.
     recomputed: list[LayerSpan] = field(default_factory=list)
     tokens: list[NewToken] = field(default_factory=list)
+    # What one process alone generates.
     single: list[int] = field(default_factory=list)
     _arrived: Arrived | None = None
 

@@ -105,15 +105,7 @@ async def publish(
 
 
 class TimedMarks:
-    """Passes marks on, notes when, and keeps some blocks back on purpose.
-
-    Args:
-        out: The transfer.
-        lose: Positions, first to before last, that are never marked.
-
-    Attributes:
-        at: For each layer when it was marked.
-    """
+    """Passes marks on, notes when, and keeps some blocks back on purpose."""
 
     def __init__(self, out: kvwire.Outgoing, lose: tuple[int, int]) -> None:
         self._out = out
@@ -183,11 +175,7 @@ class DecodeRole:
     async def fetch(
         self, request: str, tokens: int, blocks: list[int]
     ) -> tuple[kvwire.Outcome, list[tuple[int, int]]]:
-        """Pull the KV of a prompt into blocks of this process, and plan the rest.
-
-        Returns:
-            How the transfer ended, and the token ranges that are left to compute.
-        """
+        """Pull the KV of a prompt; its outcome, and token ranges left to compute."""
         pulled = blocks[: blocks_for(tokens)]
         inc = self._conn.pull(request, self._llama.cache, pulled, tokens=tokens)
         watching = asyncio.create_task(watch(inc, request, self._llama.cache))

@@ -42,18 +42,12 @@ _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """A prompt to continue.
-
-    Attributes:
-        name: For people, and the id of its transfer.
-        tokens: The prompt.
-        new: How many tokens to generate.
-        lose: Block positions, first to before last, that prefill keeps back.
-    """
+    """A prompt to continue by ``new`` tokens; its name is the id of its transfer."""
 
     name: str
     tokens: list[int]
     new: int
+    # Block positions, first to before last, that prefill keeps back.
     lose: tuple[int, int] = (0, 0)
 
 
@@ -70,15 +64,8 @@ async def run(
 ) -> list[RequestTimes]:
     """Prefill in one process, decode in another, and compare with a third.
 
-    Args:
-        requests: Served all at once.
-        on_event: Called with everything the processes say, as it happens.
-        library: What computes: ``numpy`` or ``torch``.
-        wire_gbit: Between the two, a wire of so many gigabits a second; None for the
-            machine's loopback as it is.
-
-    Raises:
-        RoleFailed: A process ended early, or they take longer than anyone waits.
+    Everything that the processes say is passed to ``on_event`` as it happens. Between
+    the two is a wire of so many gigabits a second, or the loopback as it is.
     """
     try:
         async with asyncio.timeout(_RUN_S):
@@ -100,6 +87,7 @@ async def _run(
             records[event.request].note(event)
         on_event(event)
 
+    tokens = sum(request.new for request in requests)
     async with role("single", library) as single:
         async with (
             role("prefill", library) as prefill,
@@ -109,29 +97,20 @@ async def _run(
             async with wire(up.address, wire_gbit) as address:
                 decode.give([Connect(address)])
                 await decode.until(Up, 1, note)
-                await _disaggregated(requests, prefill, decode, note)
+                prefill.give(Prefill(r.name, r.tokens, r.lose) for r in requests)
+                decode.give(Decode(r.name, r.tokens, r.new) for r in requests)
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        prefilled = prefill.until(Prefilled, len(requests), note)
+                        group.create_task(prefilled)
+                        group.create_task(decode.until(NewToken, tokens, note))
+                except* RoleFailed as failed:
+                    raise failed.exceptions[0] from None
         # Alone on the machine, after everything that is timed.
         await single.until(Up, 1, note)
         single.give(Decode(r.name, r.tokens, r.new) for r in requests)
         await single.until(Single, len(requests), note)
     return list(records.values())
-
-
-async def _disaggregated(
-    requests: list[DemoRequest],
-    prefill: RoleProcess,
-    decode: RoleProcess,
-    note: Callable[[Event], None],
-) -> None:
-    prefill.give(Prefill(r.name, r.tokens, r.lose) for r in requests)
-    decode.give(Decode(r.name, r.tokens, r.new) for r in requests)
-    tokens = sum(request.new for request in requests)
-    try:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(prefill.until(Prefilled, len(requests), note))
-            group.create_task(decode.until(NewToken, tokens, note))
-    except* RoleFailed as failed:
-        raise failed.exceptions[0] from None
 
 
 @contextlib.asynccontextmanager
@@ -191,7 +170,7 @@ async def role(name: str, library: str) -> AsyncIterator[RoleProcess]:
     """Run a process in a role for as long as the context is open."""
     # asyncio's way to do it logs a warning if the process ends while it is started.
     process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own program; a millisecond
-        (*_ROLE, name, "--library", library),
+        (*_ROLE, name, library),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
@@ -20,12 +20,9 @@ from kvwire.cli.demo.llama import (
 )
 from kvwire.integrations.transformers import PagedSequence, TensorPool, kv_spec
 
-if TYPE_CHECKING:
-    from kvwire.kv.paged import PagedCache
-
 
 class TorchLlama(Llama):
-    """See Llama."""
+    """Computes by transformers, with its KV in blocks of a pool."""
 
     def __init__(self, num_blocks: int) -> None:
         # Two processes that compute at once share what is often two cores.
@@ -41,7 +38,7 @@ class TorchLlama(Llama):
             fingerprint="kvwire demo",
         )
         self._pool = TensorPool(spec, num_blocks)
-        self.cache: PagedCache = self._pool.cache
+        self.cache = self._pool.cache
 
     def sequence(
         self,
@@ -50,18 +47,18 @@ class TorchLlama(Llama):
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> PagedSequence:
-        """See Llama."""
+        """Make one whose attention reads its blocks."""
         return PagedSequence(self._pool, blocks, length=length, on_written=on_written)
 
     def forward(self, tokens: list[int], sequence: PagedSequence) -> Forward:
-        """See Llama."""
+        """Compute as :class:`Llama` says."""
         ids = torch.tensor([tokens])
         with torch.inference_mode():
             logits = self._model(ids, past_key_values=sequence, logits_to_keep=1).logits
         return Forward(int(logits[0, -1].argmax()), self._clock.take())
 
     def generate(self, tokens: list[int], new: int) -> list[int]:
-        """See Llama; transformers' own cache and loop."""
+        """Continue a prompt with transformers' own cache and loop."""
         ids = torch.tensor([tokens])
         options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
         mask = torch.ones_like(ids)

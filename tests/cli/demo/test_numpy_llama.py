@@ -1,4 +1,4 @@
-"""The model in NumPy: what it says, where its KV lies, and that transformers agrees."""
+"""The model in NumPy, its tokens and its KV; and that the libraries agree."""
 
 from __future__ import annotations
 
@@ -9,11 +9,37 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvwire.cli.demo.book import Tokenizer, passages
-from kvwire.cli.demo.llama import CHECKPOINT, load
+from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
+from kvwire.cli.demo.llama import CHECKPOINT, CONTEXT, load
 from kvwire.cli.demo.numpy_llama import NumpyLlama, read_safetensors
 
 _WHY = "not installed here; `make test-torch` installs torch and transformers"
+
+
+def test_text_comes_back_from_its_tokens() -> None:
+    tokenizer = Tokenizer()
+    for name, text in passages(len(ANCHORS)).items():
+        # Longer than the model can read.
+        assert text.startswith(ANCHORS[name])
+        assert len(tokenizer.encode(text)) > CONTEXT
+    for text in (*passages(len(ANCHORS)).values(), "  two\n\n\n(It's 42!)_", ""):
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert len(tokens) <= len(text)
+
+
+def test_words_are_cut_where_pairs_were_merged() -> None:
+    """Ranks decide, not the order of the letters."""
+    tokenizer = Tokenizer()
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("Alice's rabbit")]
+    assert pieces == ["Alice", "'s", " r", "abbit"]
+
+
+def test_tokens_are_those_of_the_library() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason=f"tokenizers: {_WHY}")
+    library = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    text = (CHECKPOINT / "alice.txt").read_text(encoding="ascii")
+    assert Tokenizer().encode(text) == library.encode(text).ids
 
 
 @pytest.fixture(scope="module")
