@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from kvwire.backend import Finding, registry
 from kvwire.backend.selection import check_transports
-from kvwire.cli.doctor import findings, machine, process
-from kvwire.cli.doctor.machine import Machine
-from kvwire.cli.doctor.process import Process
+from kvwire.cli.doctor import findings
+from kvwire.cli.doctor.facts import Machine, Process, machine_at, process_at
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.security.keys import load_keys
@@ -36,20 +35,14 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Holds what was found on one host.
-
-    Attributes:
-        machine: The facts of the machine.
-        process: Those of the process that was looked at.
-        transports: Every installed backend.
-        findings: What follows from the facts.
-        asked: What the configuration asks for.
-    """
+    """Holds what was found on one host."""
 
     machine: Machine
     process: Process
     transports: tuple[Transport, ...]
+    # What follows from the facts.
     findings: tuple[Finding, ...]
+    # What the configuration asks for.
     asked: tuple[Finding, ...]
 
     @property
@@ -63,15 +56,10 @@ class Examination:
 
 
 def examine(config: Config, pid: int = 0) -> Examination:
-    """Look at this host.
-
-    Args:
-        config: What is asked for.
-        pid: The process to look at; 0 for this one.
-    """
+    """Look at this host, and at one of its processes; 0 is this one."""
     # First: it loads the libraries that the process is then seen to have.
     backends = installed()
-    host, seen = machine.look_at(), process.look_at(pid)
+    host, seen = machine_at(), process_at(pid)
     return Examination(
         machine=host,
         process=seen,

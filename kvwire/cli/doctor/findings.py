@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import Final
 
 from kvwire.backend import Finding
-from kvwire.cli.doctor.machine import Machine
-from kvwire.cli.doctor.process import (
+from kvwire.cli.doctor.facts import (
     CAP_IPC_LOCK,
     CAP_SYS_PTRACE,
     UNLIMITED,
+    Machine,
     Process,
 )
 from kvwire.limits import LANES_MAX, MIB
@@ -34,15 +34,11 @@ _ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def judged(machine: Machine, process: Process) -> tuple[Finding, ...]:
-    """Make every finding, in the order they are shown."""
-    return tuple(judged_by(name, machine, process) for name in _JUDGES)
-
-
-def judged_by(name: str, machine: Machine, process: Process) -> Finding:
-    """Make one finding: what has a remedy is a warning."""
-    text, remedy = _JUDGES[name](machine, process)
-    return Finding(
-        name=name, state="warn" if remedy else "ok", text=text, remedy=remedy
+    """Make every finding, in their order: what has a remedy is a warning."""
+    return tuple(
+        Finding(name=name, state="warn" if remedy else "ok", text=text, remedy=remedy)
+        for name, judge in _JUDGES.items()
+        for text, remedy in (judge(machine, process),)
     )
 
 

@@ -69,59 +69,40 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast one verb moved fragments of one size.
-
-    Attributes:
-        verb: ``"put"`` is to the peer, ``"get"`` from it.
-        fragment_bytes: Contiguous bytes, at both ends.
-        bytes_per_s: Of the median pass.
-        passes: How many were measured.
-    """
+    """How fast a put to the peer, or a get from it, moved fragments of one size."""
 
     verb: Literal["put", "get"]
+    # Contiguous, at both ends.
     fragment_bytes: int
+    # Of the median of so many passes.
     bytes_per_s: float
     passes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One connection, and what it did.
+    """One connection, and what it did."""
 
-    Attributes:
-        asked: The transport that was required; "" for the configured choice.
-        candidates: Every transport that was considered, and why it was taken or not.
-        round_trip_s: Median time of 64 B there and back; None if not measured.
-        rates: What was measured.
-        damaged: What arrived otherwise than it was sent; must be empty.
-        error: Why there is no more; "" if all was measured.
-    """
-
+    # The transport that was required; "" for the configured choice.
     asked: str = ""
+    # Every transport that was considered, and why it was taken or not.
     candidates: tuple[Candidate, ...] = ()
+    # Median time of 64 B there and back; None if not measured.
     round_trip_s: float | None = None
     rates: tuple[Rate, ...] = ()
+    # What arrived otherwise than it was sent.
     damaged: tuple[str, ...] = ()
+    # Why there is no more; "" if all was measured.
     error: str = ""
-
-    @property
-    def taken(self) -> str:
-        """The transport that was taken; "" if it came to none."""
-        return next((c.name for c in self.candidates if c.taken), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReport:
-    """Two hosts and what went on between them.
+    """Two hosts and what went on between them."""
 
-    Attributes:
-        address: Where the attendant listens.
-        here: The host of the prober.
-        there: That of the attendant; None if it never said.
-        trials: One for each connection.
-    """
-
+    # Where the attendant listens.
     address: str
+    # The prober's host, and the attendant's if it said.
     here: Examination
     there: Examination | None
     trials: tuple[Trial, ...]
@@ -137,14 +118,10 @@ class PeerReport:
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What an attendant says first.
-
-    Attributes:
-        examination: What its host is like.
-        grants: For the fragments of each size of ``FRAGMENT_BYTES``.
-    """
+    """What an attendant says first."""
 
     examination: Examination
+    # For the fragments of each size of FRAGMENT_BYTES.
     grants: tuple[bytes, ...]
 
 
@@ -153,10 +130,6 @@ class ProbeMemory:
 
     At each size every second slot is a fragment. What lies between them must never
     change, which shows that a transport writes what it should and nothing beside it.
-
-    Args:
-        pass_bytes: Bytes of all fragments of one size.
-        seed: Determines what is in it, fragments or not.
     """
 
     def __init__(self, pass_bytes: int, seed: int) -> None:
@@ -192,11 +165,7 @@ async def attend(
 ) -> None:
     """Serve one connection after the other, until the communicator is closed.
 
-    Args:
-        communicator: It listens already.
-        examination: What to tell of this host.
-        heard: Called with each connection that is over, and its report if it sent one.
-        lend: Makes the memory for one of them.
+    ``heard`` is called with each that is over, and its report if it sent one.
     """
     async for connection in communicator.connections():
         memory = lend()
@@ -239,11 +208,7 @@ async def _answer(
 
 
 def decoded(connection: Connection, said: bytes, kind: type[T]) -> T:
-    """Read what another doctor said.
-
-    Raises:
-        KVWireError: It is of another version.
-    """
+    """Read what another doctor said, who must be of this version."""
     try:
         return msgspec.json.decode(said, type=kind)
     except msgspec.DecodeError as exc:
@@ -262,17 +227,10 @@ async def try_out(
     *,
     transport: str = "",
 ) -> tuple[Trial, Examination | None]:
-    """Connect and measure.
+    """Connect and measure; without sizes, the choice of transport alone.
 
-    Args:
-        communicator: To connect with.
-        address: Where the peer listens.
-        sizes: Fragment sizes to measure; none for the choice of transport alone.
-        transport: Require this one.
-
-    Returns:
-        What was found, also what went wrong; and what the peer's host is like, if it is
-        a doctor's.
+    What went wrong is found as well. The second is what the peer's host is like, if it
+    is a doctor's.
     """
     trial, there = Trial(asked=transport), None
     try:
@@ -306,14 +264,7 @@ async def examine_peer(
     here: Examination,
     progress: Callable[[str], None],
 ) -> PeerReport:
-    """Try every transport that both sides can use, and give the peer the report too.
-
-    Args:
-        communicator: To connect with.
-        address: Where the peer listens.
-        here: What this host is like.
-        progress: Told in a line what happens now.
-    """
+    """Try every transport that both sides can use, and give the peer the report too."""
     progress("what both sides choose")
     choice, there = await try_out(communicator, address, ())
     trials = [choice]

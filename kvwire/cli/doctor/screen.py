@@ -1,13 +1,12 @@
 """The doctor's output: a screen of 80 columns and 40 rows, and the report of a trial.
 
 What is in order is said in as few words as the screen needs; what is not keeps its
-reason and its remedy. A peer's words are shown only where they cannot do anything to a
-terminal.
+reason and its remedy, whatever room they take. A peer's words are shown only where they
+cannot do anything to a terminal.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -27,34 +26,21 @@ _MARK_COLUMNS: Final = 7
 _NAME_COLUMNS: Final = 15
 
 
-class Detail(enum.IntEnum):
-    """How much is said of one host; each says less than the one before."""
-
-    FULL = enum.auto()
-    # Only the names of what is in order.
-    BRIEF = enum.auto()
-    # Each text ends with its row.
-    CUT = enum.auto()
-    # No remedies.
-    BARE = enum.auto()
-
-
 def fitting(examination: Examination, console: Console) -> RenderableType:
-    """One host, in the fullest way that fits ``ROWS_MAX`` rows of this console."""
-    for detail in Detail:
-        shown = host(examination, detail)
-        if len(console.render_lines(shown, pad=False)) <= ROWS_MAX:
-            break
-    return shown
+    """One host in full if that fits ``ROWS_MAX`` rows of this console, or in brief."""
+    shown = host(examination)
+    if len(console.render_lines(shown, pad=False)) <= ROWS_MAX:
+        return shown
+    return host(examination, brief=True)
 
 
-def host(examination: Examination, detail: Detail = Detail.FULL) -> RenderableType:
-    """One host, with as much detail as is asked for."""
+def host(examination: Examination, *, brief: bool = False) -> RenderableType:
+    """One host; in brief, what is in order has only its name."""
     machine = examination.machine
     versions = "  ".join(f"{k} {v}" for k, v in machine.versions.items())
     container = f"  in a {machine.container} container" if machine.container else ""
     pid = examination.process.pid
-    transports, facts, asked = _Rows(detail), _Rows(detail), _Rows(detail)
+    transports, facts, asked = _Rows(brief), _Rows(brief), _Rows(brief)
     for transport in examination.transports:
         transports.add_transport(transport)
     facts.add_findings(examination.findings)
@@ -68,14 +54,13 @@ def host(examination: Examination, detail: Detail = Detail.FULL) -> RenderableTy
         facts.table,
         Text("config", style="bold"),
         asked.table,
-        *_hints(detail),
         _verdict(examination),
     )
 
 
 def negotiated(trial: Trial) -> RenderableType:
     """One trial: the choice, and what was measured."""
-    table = _table(cut=False)
+    table = _table()
     for candidate in trial.candidates:
         if trial.asked not in ("", candidate.name):
             continue  # ruled out by what was asked
@@ -100,10 +85,9 @@ def written(report: PeerReport) -> RenderableType:
 class _Rows:
     """A table of findings: state, name, text; the remedy in a row of its own."""
 
-    def __init__(self, detail: Detail) -> None:
-        self.table = _table(cut=detail >= Detail.CUT)
-        self._brief = detail >= Detail.BRIEF
-        self._bare = detail >= Detail.BARE
+    def __init__(self, brief: bool) -> None:
+        self.table = _table()
+        self._brief = brief
 
     def add_transport(self, transport: Transport) -> None:
         state = "ok" if transport.available else "missing"
@@ -128,22 +112,17 @@ class _Rows:
     def _add(self, state: str, name: str, text: str, remedy: str = "") -> None:
         mark = Text(state, style=_MARK_STYLES[state])
         self.table.add_row(mark, _line(name), _line(text))
-        if remedy and not self._bare:
+        if remedy:
             self.table.add_row("", "", _line(f"-> {remedy}"))
 
 
-def _table(cut: bool) -> Table:
+def _table() -> Table:
     # With a ratio, only the last column gives way where a row is too long.
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(width=_MARK_COLUMNS)
     table.add_column(width=_NAME_COLUMNS)
-    table.add_column(ratio=1, no_wrap=cut, overflow="ellipsis" if cut else "fold")
+    table.add_column(ratio=1, overflow="fold")
     return table
-
-
-def _hints(detail: Detail) -> Iterator[Text]:
-    if detail >= Detail.CUT:
-        yield _line("this is not all: kvwire doctor --json", "bold")
 
 
 def _verdict(examination: Examination) -> Text:

@@ -47,10 +47,6 @@ def test_one_of_what_is_asked_for_is_enough(
     assert one.remedy == (UCX.remedy if state == "missing" else "")
 
 
-def test_without_any_transport() -> None:
-    assert asked_of(kvwire.Config())["transports"].state == "missing"
-
-
 def test_a_name_that_nobody_offers() -> None:
     one = asked_of(kvwire.Config(forbid=("ucxx",)), TCP, UCX)["names"]
     assert one.state == "missing"
@@ -98,13 +94,10 @@ class Broken(TcpBackend):
         raise ZeroDivisionError("who would have thought")
 
 
-def test_what_is_installed() -> None:
+def test_a_backend_tells_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {transport.name: transport for transport in installed()}
     assert {"inproc", "tcp"} <= set(found)
     assert found["tcp"].available
-
-
-def test_a_backend_tells_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "names", lambda: ("tcp",))
     monkeypatch.setattr(registry, "load", lambda _: Chatty)
     (transport,) = installed()

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from kvwire.cli.doctor import findings
-from kvwire.cli.doctor.machine import Machine
-from kvwire.cli.doctor.process import (
+from kvwire.cli.doctor.facts import (
     CAP_IPC_LOCK,
     CAP_SYS_PTRACE,
     UNLIMITED,
+    Machine,
     Process,
 )
 from kvwire.limits import GIB, MIB

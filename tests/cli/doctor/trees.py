@@ -8,8 +8,7 @@ from typing import Any
 
 from kvwire.backend import Finding
 from kvwire.cli.doctor.examination import Examination, Transport
-from kvwire.cli.doctor.machine import Machine, RdmaPort
-from kvwire.cli.doctor.process import Process
+from kvwire.cli.doctor.facts import Machine, Process, RdmaPort
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
