@@ -49,8 +49,8 @@ MESSAGE_BYTES: Final = 256 * MIB
 # Bulk bytes that a connection hands to one link before it waits for that link: two
 # chunks keep the wire busy, and a third would only delay a more urgent one.
 LINK_QUEUE_BYTES: Final = 2 * MIB
-# Bytes one wake-up of the loop may move before other connections get their turn: a
-# chunk with what goes before it, in a quarter of a millisecond. 4 MiB are no faster.
+# Bytes a link may move in one wake-up of the loop before others get their turn: a chunk
+# with what goes before it, in a quarter of a millisecond. 4 MiB are no faster.
 WAKEUP_BYTES: Final = CHUNK_BYTES + 64 * KIB
 
 # --- lanes ----------------------------------------------------------------------------
@@ -66,6 +66,8 @@ BOOTSTRAP_BYTES_MAX: Final = 8 * KIB
 # What names a payload to the receiver's lane. Where it lies, on the same host: one
 # chunk of 1 MiB in fragments of 512 bytes at 16 bytes each.
 DESCRIPTOR_BYTES_MAX: Final = 32 * KIB
+# Bytes a lane may move in one wake-up: half a millisecond, since it copies once.
+LANE_WAKEUP_BYTES: Final = 4 * MIB
 # Payloads that one lane has and the receiver has not taken yet.
 LANE_PAYLOADS_MAX: Final = 256
 # One payload on a lane where a chunk is smaller: 8 MiB pay for what a payload costs

@@ -22,7 +22,7 @@ from kvwire.errors import (
     MalformedFrame,
     UsageError,
 )
-from kvwire.limits import WAKEUP_BYTES
+from kvwire.limits import LANE_WAKEUP_BYTES
 from kvwire.memory.copy import copy
 
 _PREFIX: Final = b"inproc lane "
@@ -184,7 +184,7 @@ class InprocLane(Lane):
         moved_bytes = 0
         while self._awaited and not self._ended:
             descriptor, landing = self._awaited[0]
-            if moved_bytes and moved_bytes + landing.length > WAKEUP_BYTES:
+            if moved_bytes and moved_bytes + landing.length > LANE_WAKEUP_BYTES:
                 self._wake()
                 return
             with _lock:

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
-from kvwire.limits import LANE_PAYLOADS_MAX, WAKEUP_BYTES
+from kvwire.limits import LANE_PAYLOADS_MAX, LANE_WAKEUP_BYTES
 from kvwire.memory.copy import as_fragments
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
 from kvwire_local.peer import PeerMemory, PeerRead
@@ -60,7 +60,7 @@ class ReceivedPayloads:
     def read(self) -> list[Landing]:
         """Read one batch; returns what is whole."""
         whole: list[Landing] = []
-        budget = WAKEUP_BYTES
+        budget = LANE_WAKEUP_BYTES
         end = time.perf_counter() + _BATCH_S
         while self._arrivals and budget > 0 and time.perf_counter() < end:
             arrival = self._arrivals[0]

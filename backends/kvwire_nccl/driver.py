@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvwire.limits import WAKEUP_BYTES
+from kvwire.limits import LANE_WAKEUP_BYTES
 from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
 from kvwire_nccl.library import Move, MoveProgress, Pipe
 
@@ -169,7 +169,7 @@ class Driver:
     def _deliver(self) -> None:
         """Tell of what is done, and let the loop do something else in between."""
         moved: list[PayloadMove] = []
-        budget = WAKEUP_BYTES
+        budget = LANE_WAKEUP_BYTES
         with self._changed:
             while self._done and budget > 0:
                 moved.append(self._done.popleft())

@@ -33,7 +33,7 @@ import numpy as np
 
 from kvwire.backend import Landing
 from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
-from kvwire.limits import WAKEUP_BYTES
+from kvwire.limits import LANE_WAKEUP_BYTES
 from kvwire.memory.copy import as_fragments, copy
 from kvwire_nixl.library import NixlAgent, Rows, rows
 from kvwire_nixl.ranges import NixlSlot, NixlSlots
@@ -393,7 +393,7 @@ class NixlDriver:
     def _deliver(self) -> None:
         """Tell of what is in place, and let the loop do something else in between."""
         landings: list[Landing] = []
-        budget = WAKEUP_BYTES
+        budget = LANE_WAKEUP_BYTES
         with self._changed:
             while self._outbox and budget > 0:
                 landings.append(self._outbox.popleft().landing)

@@ -157,7 +157,7 @@ def swallows_errors_of_handlers(patch: pytest.MonkeyPatch) -> None:
 
 @caught_by("pressure.fair-loop", "pressure.fair-lane")
 def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lane_module, "WAKEUP_BYTES", 1 << 40)
+    patch.setattr(lane_module, "LANE_WAKEUP_BYTES", 1 << 40)
 
 
 @caught_by("pressure.received-rises")

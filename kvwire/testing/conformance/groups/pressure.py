@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 
-from kvwire.limits import HEADER_BYTES, KIB, MIB, WAKEUP_BYTES
+from kvwire.limits import HEADER_BYTES, KIB, LANE_WAKEUP_BYTES, MIB
 from kvwire.testing.conformance.check import CheckFailed, Group, require
 from kvwire.testing.conformance.content import CUTS, Head, Memory, poison
 from kvwire.testing.conformance.rig import LaneRig, Rig
@@ -251,8 +251,8 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     most = await _most_in_a_turn(right)
     await rig.arrives(right, 64)
     require(
-        most <= 3 * WAKEUP_BYTES,
-        f"{most} bytes arrived in one turn of the loop; WAKEUP_BYTES is {WAKEUP_BYTES}",
+        most <= 3 * LANE_WAKEUP_BYTES,
+        f"{most} bytes arrived in one turn; LANE_WAKEUP_BYTES is {LANE_WAKEUP_BYTES}",
     )
 
 
