@@ -14,7 +14,7 @@ from typing import Final
 
 from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
-from kvwire.limits import LANE_PAYLOADS_MAX, LANE_WAKEUP_BYTES
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, LANE_WAKEUP_BYTES, MIB
 from kvwire.memory.copy import as_fragments
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
 from kvwire_local.peer import PeerMemory, PeerRead
@@ -22,6 +22,10 @@ from kvwire_local.peer import PeerMemory, PeerRead
 # Reading blocks the loop. A budget of bytes alone would not bound that: fragments of
 # 256 bytes are read at a twentieth of the rate of 1 MiB.
 _BATCH_S: Final = 0.001
+# What is read between two looks at the clock: more where fragments are so long that
+# this takes less than a batch. A step costs about 20 us.
+_STEP_BYTES: Final = 1 * MIB
+_LONG_FRAGMENT_BYTES: Final = 64 * KIB
 
 
 @dataclass(slots=True)
@@ -67,7 +71,8 @@ class ReceivedPayloads:
             if not self._is_ready(arrival):
                 break
             if arrival.reading is not None:
-                budget -= arrival.reading.step(budget)
+                step_bytes = min(_step_bytes(arrival.place), budget)
+                budget -= arrival.reading.step(step_bytes)
                 if arrival.reading.rest:
                     continue
             self._arrivals.popleft()
@@ -106,3 +111,10 @@ class ReceivedPayloads:
             arrival.reading = self.peer.reading(arrival.place, destination)
             return arrival.reading is not None
         return True
+
+
+def _step_bytes(place: DescribedPlace) -> int:
+    fragments = place.fragments
+    assert fragments is not None
+    long = fragments.nbytes >= _LONG_FRAGMENT_BYTES * len(fragments)
+    return LANE_WAKEUP_BYTES if long else _STEP_BYTES
