@@ -10,8 +10,8 @@ import time
 from dataclasses import replace
 from typing import Any, Final
 
+from kvwire.cli.bench.bare import SocketsSide
 from kvwire.cli.bench.fragments import FragmentsSide
-from kvwire.cli.bench.messages import SocketsSide
 from kvwire.cli.bench.pair import Work
 from kvwire.cli.bench.side import Side
 from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork

@@ -117,7 +117,6 @@ class OverlapSide(ConnectedSide[OverlapWork]):
     the other.
     """
 
-    by_link = True
     work_type: ClassVar[type[Work]] = OverlapWork
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -324,7 +323,7 @@ def command(
             f"--layer-kib {layer_kib}: a multiple of 64, one block's KiB"
         )
     report.require_known([transport])
-    options = {"transport": transport, "loop": common.loop}
+    options = {"transport": transport, "loop": common.loop, "by_link": 1}
     streamed = Contender(STREAMED, OverlapSide, ours=True, options=options)
     # What is exposed is judged by the efficiency, and the same bytes by this one.
     whole, at_once = (

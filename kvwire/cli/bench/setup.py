@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 
-from kvwire.cli.bench.messages import StreamsSide
-from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.bare import StreamsSide
+from kvwire.cli.bench.operations import SETUP, OpsSide, OpsWork
+from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known, size_name
-from kvwire.cli.bench.side import (
-    HOST,
-    ConnectedSide,
-    digest,
-    fill,
-    mark_all,
-    over,
-    paged,
-)
+from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.turns import (
     MICROSECONDS,
     Benchmark,
@@ -39,47 +31,6 @@ TRANSFER_BYTES: Final = 64 * KIB
 _LAYERS: Final = 16
 
 
-class SetupSide(ConnectedSide[Work]):
-    """``work.count`` connections, each with two transfers that the left side pulls."""
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        self._memory = np.ones(TRANSFER_BYTES, np.uint8)
-        self._cache = paged(self._memory, _LAYERS, 1)
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        facts = await super().connect(address)
-        await self.connection.close()
-        return facts
-
-    async def fill(self, work: Work) -> None:
-        await fill(self._memory)
-
-    async def digest(self, work: Work) -> str:
-        return digest(self._memory)
-
-    async def drive(self, work: Work) -> dict[str, Any]:
-        clock, values = time.perf_counter, []
-        for _ in range(work.count):
-            times = [clock()]
-            connection = await self.one_more()
-            times.append(clock())
-            for _ in COLUMNS[1:]:
-                await over(connection.pull(self.next_id(), self._cache, [0]))
-                times.append(clock())
-            await connection.close()
-            values += np.diff(times).tolist()
-        return {"values": values}
-
-    async def serve(self, work: Work) -> dict[str, Any]:
-        """Publish everything before it is pulled."""
-        ids = [self.next_id() for _ in range(2 * work.count)]
-        publish = self.communicator.publish
-        for end in [mark_all(publish(id, self._cache, [0])) for id in ids]:
-            await over(end)
-        return {}
-
-
 class BareSetupSide(StreamsSide):
     """The streams of asyncio: a connection, and a byte that is answered with as many.
 
@@ -95,10 +46,10 @@ class BareSetupSide(StreamsSide):
         self._port = address
         return {}
 
-    async def serve(self, work: Work) -> dict[str, Any]:
+    async def serve(self, work: OpsWork) -> dict[str, Any]:
         return {}
 
-    async def drive(self, work: Work) -> dict[str, Any]:
+    async def drive(self, work: OpsWork) -> dict[str, Any]:
         clock, values = time.perf_counter, []
         for _ in range(work.count):
             times = [clock()]
@@ -113,7 +64,7 @@ class BareSetupSide(StreamsSide):
             values += np.diff(times).tolist()
         return {"values": values}
 
-    async def digest(self, work: Work) -> str:
+    async def digest(self, work: OpsWork) -> str:
         return ""
 
     async def take(
@@ -150,17 +101,24 @@ def command(
     transports = transport.split(",")
     require_known(transports)
     loop = {"loop": common.loop}
+    work = OpsWork(
+        verb=SETUP,
+        nbytes=TRANSFER_BYTES,
+        count=CONNECTIONS,
+        layers=_LAYERS,
+        fresh=len(COLUMNS) - 1,
+    )
     streams = Contender(f"{common.loop} streams", BareSetupSide, options=loop)
     benchmark = Benchmark(
         name="setup",
         cases=[
             Case(
                 name=name,
-                work=Work(verb="connect", nbytes=TRANSFER_BYTES, count=CONNECTIONS),
+                work=work,
                 unit=MICROSECONDS,
                 contenders=[
                     Contender(
-                        f"kvwire {name}", SetupSide, options={"transport": name, **loop}
+                        f"kvwire {name}", OpsSide, options={"transport": name, **loop}
                     ),
                     streams,
                 ],

@@ -139,9 +139,6 @@ class JoinedSide(Side[W]):
 class ConnectedSide(Side[W]):
     """A side with one communicator of kvwire, and one connection."""
 
-    # The transport is that of the link, instead of a lane beside one over TCP.
-    by_link: ClassVar[bool] = False
-
     communicator: kvwire.Communicator
     connection: kvwire.Connection
 
@@ -154,7 +151,8 @@ class ConnectedSide(Side[W]):
 
     async def listen(self) -> str:
         self.communicator = await kvwire.open(name="bench-right")
-        scheme = self.transport if self.by_link else "tcp"
+        # The transport is that of the link, or a lane beside one over TCP.
+        scheme = self.transport if "by_link" in self.options else "tcp"
         where = "inproc://" if self.transport == "inproc" else f"{scheme}://{HOST}:0"
         return str(await self.communicator.listen(where))
 

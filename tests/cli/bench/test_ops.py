@@ -8,7 +8,8 @@ from typing import Final
 
 import pytest
 
-from kvwire.cli.bench.ops import OpsWork, count, operations
+from kvwire.cli.bench.operations import OpsWork
+from kvwire.cli.bench.ops import count, operations
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)

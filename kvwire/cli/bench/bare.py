@@ -1,0 +1,167 @@
+"""What stands beside messages of kvwire: the streams of asyncio, and bare sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from kvwire.cli.bench.operations import OpsWork
+from kvwire.cli.bench.pair import Work
+from kvwire.cli.bench.side import HOST, Side, digest, fill
+
+
+class StreamsSide(Side[OpsWork]):
+    """The streams of asyncio, bare: a round trip with which nothing else is done."""
+
+    work_type: ClassVar[type[Work]] = OpsWork
+    _server: asyncio.Server
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._joined = asyncio.Event()
+        self._ball = b""
+
+    async def listen(self) -> int:
+        self._server = await asyncio.start_server(self.take, HOST, 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def accept(self) -> None:
+        await self._joined.wait()
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        await self.take(*await asyncio.open_connection(HOST, address))
+        return {"loop": type(asyncio.get_running_loop()).__module__.partition(".")[0]}
+
+    async def fill(self, work: OpsWork) -> None:
+        ball = bytearray(work.nbytes)
+        await fill(ball)
+        self._ball = bytes(ball)
+
+    async def digest(self, work: OpsWork) -> str:
+        return digest(self._ball)
+
+    async def drive(self, work: OpsWork) -> dict[str, Any]:
+        reader, writer = self._reader, self._writer
+        nbytes, ball = work.nbytes, self._ball
+        clock, values = time.perf_counter, []
+        for _ in range(work.count):
+            began = clock()
+            writer.write(ball)
+            ball = await reader.readexactly(nbytes)
+            values.append(clock() - began)
+        self._ball = ball
+        return {"values": values}
+
+    async def serve(self, work: OpsWork) -> dict[str, Any]:
+        reader, writer, nbytes = self._reader, self._writer, work.nbytes
+        for _ in range(work.count):
+            self._ball = await reader.readexactly(nbytes)
+            writer.write(self._ball)
+        return {}
+
+    async def close(self) -> None:
+        if self._joined.is_set():
+            self._writer.close()
+        if hasattr(self, "_server"):
+            self._server.close()
+
+    async def take(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Use a connection that was made or accepted."""
+        self._reader, self._writer = reader, writer
+        self._joined.set()
+
+
+class SocketsSide(Side[Work]):
+    """Blocking sockets and nothing else: as fast as one stream of Python gets.
+
+    The receiving side goes through as many buffers as operations are in flight
+    elsewhere, since one that stays in the cache is not what anybody receives into.
+    """
+
+    work_type: ClassVar[type[Work]] = OpsWork
+    _listener: socket.socket
+    socket: socket.socket
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        # Not made anew, so that no round has to fault them in.
+        self._parts: dict[int, list[memoryview]] = {}
+
+    async def listen(self) -> int:
+        self._listener = socket.create_server((HOST, 0))
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    async def accept(self) -> None:
+        self.socket, _ = self._listener.accept()
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        self.socket = socket.create_connection((HOST, address))
+        return {}
+
+    async def fill(self, work: Work) -> None:
+        await fill(self.parts(work)[0])
+
+    async def digest(self, work: Work) -> str:
+        return digest(self.parts(work)[0])
+
+    async def drive(self, work: Work) -> dict[str, Any]:
+        self.wait()
+        began = time.perf_counter()
+        if work.verb == "get":
+            self.receive(work)
+        else:
+            self.send(work)
+            self.wait()
+        return {"values": [work.moved_bytes / (time.perf_counter() - began)]}
+
+    async def serve(self, work: Work) -> dict[str, Any]:
+        self.socket.sendall(b"!")
+        if work.verb == "get":
+            self.send(work)
+        else:
+            self.receive(work)
+            self.socket.sendall(b"!")
+        return {}
+
+    async def close(self) -> None:
+        for name in ("socket", "_listener"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+
+    def send(self, work: Work) -> None:
+        """Send the same part for each operation."""
+        for _ in range(work.count):
+            self.socket.sendall(self.parts(work)[0])
+
+    def receive(self, work: Work) -> None:
+        """Receive into one part after the other."""
+        for number in range(work.count):
+            self.receive_into(self.parts(work)[number % work.in_flight])
+
+    def parts(self, work: Work) -> list[memoryview]:
+        """Return the memory of a work."""
+        if work.nbytes not in self._parts:
+            self._parts[work.nbytes] = [
+                memoryview(bytearray(work.nbytes)) for _ in range(work.in_flight)
+            ]
+        return self._parts[work.nbytes]
+
+    def receive_into(self, part: memoryview) -> None:
+        """Fill memory from the socket."""
+        have = 0
+        while have < len(part):
+            count = self.socket.recv_into(part[have:])
+            if not count:
+                raise ConnectionError("the other side has ended")
+            have += count
+
+    def wait(self) -> None:
+        """Wait for a byte, which says that the other side is there too."""
+        self.receive_into(memoryview(bytearray(1)))
