@@ -6,74 +6,65 @@ beside it: what counts are the bounds.
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench.fragments import FragmentWork, work_of
+from kvwire.cli.bench.fragments import (
+    LEFT,
+    RIGHT,
+    FragmentsSide,
+    FragmentWork,
+    work_of,
+)
 from kvwire.cli.bench.pair import BenchError, Contender
 from kvwire.cli.bench.report import head, new_table, size_name, verdict
+from kvwire.cli.bench.side import End
 from kvwire.limits import GIB, KIB
-from tests.bench.cost_side import (
-    CPU,
-    IDLE,
-    OPEN,
-    PEAK,
-    STALLS,
-    CostSide,
-    CostWork,
-)
 
-CONNECTIONS: Final = 128
-TRANSFERS: Final = 256
-MOVED_TRANSFERS: Final = 8
+IDLE: Final = "idle"
+OPEN: Final = "open"
+PEAK: Final = "peak"
+STALLS: Final = "stalls"
+CPU: Final = "cpu"
+# In the order in which they are done, with how many of each.
+MEASURES: Final = {IDLE: 128, OPEN: 256, PEAK: 1, CPU: 8, STALLS: 8}
 LAYER_BYTES: Final = 4 * KIB
 # One idle connection, and one callback while bytes move.
 IDLE_TARGET_BYTES: Final = 64 * KIB
-STALL_TARGET_S: Final = 10e-3
-# In the order in which they are done, with how many of each.
-MEASURES: Final = {
-    IDLE: CONNECTIONS,
-    OPEN: TRANSFERS,
-    PEAK: 1,
-    CPU: MOVED_TRANSFERS,
-    STALLS: MOVED_TRANSFERS,
-}
-
-Both: TypeAlias = tuple[float, float]
+STALL_S: Final = 10e-3
+_GO: Final = 1
+# Made before any is counted: imports, caches and pools of the allocator.
+_WARM_UP: Final = 16
 
 
 @dataclass(slots=True)
 class Cost:
-    """What one transport costs.
-
-    Attributes:
-        name: As it is shown.
-        work: What its transfers move.
-        answers: By measure, what the left and the right side said, by round.
-        failure: Why there is no more of it; "" if there is.
-        facts: For the JSON document.
-    """
+    """What one transport costs; the answers are of the left and the right side."""
 
     name: str
     work: FragmentWork
-    answers: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = field(
+    answers: dict[str, list[list[dict[str, Any]]]] = field(
         default_factory=lambda: {measure: [] for measure in MEASURES}
     )
+    # Why there is no more of it.
     failure: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def median(self, measure: str, key: str) -> Both | None:
-        """Of all rounds, at the left and at the right side; None if it failed."""
-        answers = self.answers[measure]
-        if not answers:
-            return None
-        left, right = (median(a[side][key] for a in answers) for side in (0, 1))
-        return left, right
+    def median(self, measure: str, key: str) -> list[float]:
+        """Of all rounds, at the left and at the right side; empty if it failed."""
+        sides = zip(*self.answers[measure], strict=True)
+        return [median(one[key] for one in side) for side in sides]
 
 
 def steps(transports: Sequence[str], rounds: int) -> int:
@@ -87,38 +78,60 @@ def cost(
     rounds: int,
     progress: Callable[[str], None],
 ) -> list[Cost]:
-    """Measure every transport, in a new pair of processes in each round.
-
-    Raises:
-        KeyboardInterrupt: Nothing has been measured yet. Later it ends the benchmark
-            with what there is.
-    """
+    """Measure every transport, in a new pair of processes in each round."""
     work = work_of("pull", LAYER_BYTES, cross_layer=False, round_bytes=round_bytes)
     found = [Cost(f"kvwire {name}", work) for name in transports]
-    try:
-        for _ in range(rounds):
-            for transport, result in zip(transports, found, strict=True):
-                if not result.failure:
-                    _round(transport, result, progress)
-    except KeyboardInterrupt:
-        if not any(answers for result in found for answers in result.answers.values()):
-            raise
+    for _ in range(rounds):
+        for transport, result in zip(transports, found, strict=True):
+            if not result.failure:
+                _round(transport, result, progress)
     return found
+
+
+def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
+    options = {"transport": transport, "pool_bytes": result.work.pool_bytes}
+    try:
+        with Contender(result.name, CostSide, options=options).start() as pair:
+            result.facts = pair.facts
+            for measure, count in MEASURES.items():
+                progress(f"{result.name}: {measure}")
+                said = {**asdict(result.work), "measure": measure, "repeat": count}
+                result.answers[measure].append(pair.move(CostWork(**said)))
+    except BenchError as exc:
+        result.failure = str(exc)
 
 
 def render(found: Sequence[Cost]) -> RenderableType:
     """A row for each transport and measure; both sides, and what is aimed at."""
     table = new_table("cost: medians", "measure", "left", "right")
     table.add_column("target", no_wrap=True)
-    for result in found:
-        for name, values, unit, bound in _rows(result):
-            shown = [f"{value:.2f} {unit}" for value in values]
-            target = Text()
-            if bound is not None:
-                target = Text(f"<= {bound:g} ")
-                target += verdict(max(values) <= bound)
-            table.add_row(result.name, name, *shown, target)
     work = found[0].work
+    moved_gib = work.moved_bytes * MEASURES[CPU] / GIB
+    for result in found:
+        for name, measure, key, scale, unit, bound in (
+            ("idle connection", IDLE, "bytes", KIB, "KiB", IDLE_TARGET_BYTES),
+            ("open transfer", OPEN, "bytes", KIB, "KiB", None),
+            ("peak of a transfer", PEAK, "bytes", KIB, "KiB", None),
+            ("CPU for a GiB", CPU, "cpu_s", moved_gib, "s", None),
+            ("callback, CPU, p99.9", STALLS, "cpu_p999_s", 1e-3, "ms", STALL_S),
+            ("callback, CPU, longest", STALLS, "cpu_max_s", 1e-3, "ms", None),
+            (
+                "callback, wall, p99.9",
+                STALLS,
+                "wall_p999_s",
+                1e-3,
+                "ms",
+                STALL_S,
+            ),
+        ):
+            values = result.median(measure, key)
+            target = Text()
+            if bound is not None and values:
+                target = Text(f"<= {bound / scale:g} ")
+                target += verdict(max(values) <= bound)
+            shown = [f"{value / scale:.2f} {unit}" for value in values]
+            if values:
+                table.add_row(result.name, name, *shown, target)
     size, fragment = size_name(work.moved_bytes), size_name(work.nbytes)
     lines = [
         f"Left pulls, right publishes: {size} in fragments of {fragment}.",
@@ -144,37 +157,148 @@ def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
-    contender = Contender(
-        result.name,
-        CostSide,
-        options={"transport": transport, "pool_bytes": result.work.pool_bytes},
-    )
+# --- a side ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostWork(FragmentWork):
+    """A transfer, and what of it is measured; see :class:`CostSide`."""
+
+    measure: str
+    repeat: int
+
+
+class CostSide(FragmentsSide):
+    """One measure at a time, at both sides together.
+
+    * ``idle``: ``repeat`` more connections, and what memory each of them takes;
+    * ``open``: ``repeat`` transfers of one block, of which nothing is ready;
+    * ``peak``: the most memory that a transfer takes besides its payload;
+    * ``cpu``: CPU seconds of ``repeat`` transfers one after the other;
+    * ``stalls``: likewise, and how long every callback took.
+    """
+
+    work_type = CostWork
+
+    async def drive(self, work: FragmentWork) -> dict[str, Any]:
+        return await self._measure(work, LEFT)
+
+    async def serve(self, work: FragmentWork) -> dict[str, Any]:
+        return await self._measure(work, RIGHT)
+
+    async def _measure(self, work: FragmentWork, side: int) -> dict[str, Any]:
+        assert isinstance(work, CostWork)
+        self.have(work, side)
+        measure, count = work.measure, work.repeat
+        if measure == IDLE:
+            return await self._idle(count, side)
+        if measure == OPEN:
+            return await self._open_transfers(side, count)
+        await self._move(work, side)  # a warm-up
+        if measure == PEAK:
+            gc.collect()
+            with _traced() as taken:
+                await self._move(work, side)
+                return {"bytes": taken()[1]}
+        before_s = time.process_time()
+        with watched(on=measure == STALLS) as found:
+            for _ in range(count):
+                await self._move(work, side)
+        return {"cpu_s": time.process_time() - before_s} if measure == CPU else found()
+
+    async def _idle(self, count: int, side: int) -> dict[str, Any]:
+        more = self.communicator.accept if side == RIGHT else self.one_more
+        kept = [await more() for _ in range(_WARM_UP)]
+        before = resident_bytes()
+        kept += [await more() for _ in range(count)]
+        after = resident_bytes()
+        await self._meet()
+        for connection in kept:
+            connection.abort()
+        return {"bytes": (after - before) / count}
+
+    async def _open_transfers(self, side: int, count: int) -> dict[str, Any]:
+        """Each side begins its ends; they are matched, and nothing is ever ready."""
+        ends = [self._begin(side) for _ in range(_WARM_UP)]
+        await self._meet()
+        gc.collect()
+        with _traced() as taken:
+            ends += [self._begin(side) for _ in range(count)]
+            await self._meet()
+            gc.collect()
+            open_bytes = taken()[0]
+        await self._meet()
+        for end in ends:
+            end.abort("the benchmark has what it needs")
+            await end.drained()
+        return {"bytes": open_bytes / count}
+
+    def _begin(self, side: int) -> End:
+        number, cache, block = self.next_id(), self.pool.cache, self.pool.blocks[:1]
+        if side == LEFT:
+            return self.connection.pull(number, cache, block)
+        return self.communicator.publish(number, cache, block)
+
+    async def _move(self, work: FragmentWork, side: int) -> None:
+        await (self.ask if side == LEFT else self.offer)(work, self.pool.blocks)
+
+    async def _meet(self) -> None:
+        """Both sides are here."""
+        sent = asyncio.ensure_future(self._send_go())
+        await self.connection.recv(_GO)
+        await sent
+
+    async def _send_go(self) -> None:
+        await self.connection.send(_GO, b"")
+
+
+@contextmanager
+def _traced() -> Iterator[Callable[[], tuple[int, int]]]:
+    """What Python and NumPy have allocated since, now and at most."""
+    tracemalloc.start()
     try:
-        with contender.start() as pair:
-            result.facts = pair.facts
-            for measure, count in MEASURES.items():
-                progress(f"{result.name}: {measure}")
-                said = {**asdict(result.work), "measure": measure, "repeat": count}
-                left, right = pair.move(CostWork(**said))
-                result.answers[measure].append((left, right))
-    except BenchError as exc:
-        result.failure = str(exc)
+        yield tracemalloc.get_traced_memory
+    finally:
+        tracemalloc.stop()
 
 
-def _rows(result: Cost) -> Iterator[tuple[str, Both, str, float | None]]:
-    """Name, left and right, unit, and the bound in that unit."""
-    moved_gib = result.work.moved_bytes * MOVED_TRANSFERS / GIB
-    for name, measure, key, scale, unit, bound in (
-        ("idle connection", IDLE, "bytes", KIB, "KiB", IDLE_TARGET_BYTES),
-        ("open transfer", OPEN, "bytes", KIB, "KiB", None),
-        ("peak of a transfer", PEAK, "bytes", KIB, "KiB", None),
-        ("CPU for a GiB", CPU, "cpu_s", moved_gib, "s", None),
-        ("callback, CPU, p99.9", STALLS, "cpu_p999_s", 1e-3, "ms", STALL_TARGET_S),
-        ("callback, CPU, longest", STALLS, "cpu_max_s", 1e-3, "ms", None),
-        ("callback, wall, p99.9", STALLS, "wall_p999_s", 1e-3, "ms", STALL_TARGET_S),
-    ):
-        values = result.median(measure, key)
-        if values is not None:
-            scaled = (values[0] / scale, values[1] / scale)
-            yield name, scaled, unit, None if bound is None else bound / scale
+def resident_bytes() -> int:
+    """Memory of this process that lies in RAM, after the garbage has been collected."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * KIB
+
+
+@contextmanager
+def watched(*, on: bool = True) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Time every callback of this process's asyncio loops until the end.
+
+    The wall time includes what other processes take of the CPU, the CPU time does not.
+    A loop of uvloop runs its handles in C; what they call is the same code.
+    """
+    walls, cpus = [0.0], [0.0]
+    handle: Any = asyncio.Handle
+    run = handle._run
+
+    def timed(self: asyncio.Handle) -> None:
+        wall_s, cpu_s = time.perf_counter(), time.thread_time()
+        run(self)
+        cpus.append(time.thread_time() - cpu_s)
+        walls.append(time.perf_counter() - wall_s)
+
+    handle._run = timed if on else run
+    try:
+        yield lambda: {
+            "callbacks": len(walls) - 1,
+            "wall_p999_s": _p999(walls),
+            "wall_max_s": max(walls),
+            "cpu_p999_s": _p999(cpus),
+            "cpu_max_s": max(cpus),
+        }
+    finally:
+        handle._run = run
+
+
+def _p999(values: list[float]) -> float:
+    return sorted(values)[-(-999 * len(values) // 1000) - 1]

@@ -26,11 +26,7 @@ Beside = Callable[[Benchmark], Benchmark]
 
 
 def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
-    """Let each of these take part that is installed in one of the interpreters.
-
-    Raises:
-        UsageError: A peer that nobody knows.
-    """
+    """Let each of these take part that is installed in one of the interpreters."""
     for name in names:
         if name not in (*ALL_PEERS, MEMCPY):
             raise UsageError(f"--peers {name}: there are {', '.join(ALL_PEERS)}")

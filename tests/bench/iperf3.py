@@ -103,11 +103,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def read_report(text: str) -> dict[str, Any]:
-    """Read what ``iperf3 -J`` prints: the receiver's rate, and both sides' CPU.
-
-    Raises:
-        KVWireError: It reports an error, or is no such report.
-    """
+    """Read what ``iperf3 -J`` prints: the receiver's rate, and both sides' CPU."""
     try:
         report = json.loads(text)
         if "error" in report:
@@ -127,11 +123,7 @@ def read_report(text: str) -> dict[str, Any]:
 
 
 def await_line(command: Sequence[str], ready: str) -> subprocess.Popen[str]:
-    """Start a server, and wait until it says that it is ready.
-
-    Raises:
-        KVWireError: It has ended.
-    """
+    """Start a server, and wait until it says that it is ready."""
     server = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -160,9 +152,6 @@ def free_port() -> int:
 
     None of those that the kernel gives to connections: one of them would have it before
     the program that is told to listen there.
-
-    Raises:
-        KVWireError: All that were tried are taken.
     """
     for _ in range(_TRIES):
         port = _PORTS[secrets.randbelow(len(_PORTS))]

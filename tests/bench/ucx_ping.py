@@ -40,14 +40,7 @@ _NEVER: Final = "inf"
 
 
 class Player:
-    """One of two: sends to the other, and waits for what that sends.
-
-    Args:
-        sock: To the other process.
-        way: Of :data:`WAYS`.
-        wire: Of :data:`WIRES`.
-        nbytes: Of a message.
-    """
+    """One of two: sends to the other, and waits for what that sends."""
 
     def __init__(self, sock: socket.socket, way: str, wire: str, nbytes: int) -> None:
         self._sock = sock

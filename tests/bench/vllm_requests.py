@@ -52,14 +52,7 @@ def ask_in_sequence(prefill: Engine, decode: Engine, ids: list[int]) -> Sample:
 def ask_at_once(
     prefill: Engine, decode: Engine, ids: list[int], *, pushes: bool
 ) -> Sample:
-    """Ask both together.
-
-    Args:
-        prefill: The engine that computes the prompt.
-        decode: The other one.
-        ids: The prompt.
-        pushes: Prefill has to know where decode listens.
-    """
+    """Ask both together."""
     name = os.urandom(8).hex()
     sends = _sends() | {"transfer_id": name}
     if pushes:

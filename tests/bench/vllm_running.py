@@ -65,17 +65,7 @@ def running(
     wire: str = "",
     placement: Placement = PLACEMENTS["bound"],
 ) -> Iterator[list[Turn]]:
-    """Run a group's servers, and one without a connector, until the end of the block.
-
-    Args:
-        group: Contenders that run at the same time.
-        shape: Of the model.
-        wire: A rate between two hosts; "" for none.
-        placement: Which processes and cores an engine has.
-
-    Yields:
-        The contenders and the server without a connector, in the order of their turns.
-    """
+    """Run a group's servers, and one without a connector, until the block ends."""
     # Servers are process groups of their own: they would outlive a bench that is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as stack:

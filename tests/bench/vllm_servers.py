@@ -146,17 +146,7 @@ def server(
     host: Host = HERE,
     placement: Placement = PLACEMENTS["bound"],
 ) -> Engine:
-    """A server of a model, not started.
-
-    Args:
-        contender: Which connector it has; None for none.
-        role: ``kv_producer`` or ``kv_consumer``.
-        core: Which it computes on.
-        model: Its folder.
-        folder: Where its output goes.
-        host: Where it runs.
-        placement: Which processes and cores it has.
-    """
+    """A server of a model, not started."""
     port, kv = free_port(), free_port()
     core %= os.cpu_count() or 1
     bound = ("taskset", "-c", str(core)) if placement.bound else ()

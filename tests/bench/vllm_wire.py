@@ -54,12 +54,7 @@ HERE: Final = Host("127.0.0.1", "127.0.0.1")
 
 @contextmanager
 def two_hosts(rate: str, folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by a wire, until the end of the block.
-
-    Args:
-        rate: As ``tc`` reads it, such as ``1gbit``.
-        folder: Where the key that both know is kept.
-    """
+    """Two hosts joined by a wire, until the end of the block."""
     key = folder / "key"
     write_key_file(key)
     names = [f"kvwire-{os.getpid()}-{side}" for side in "lr"]

@@ -15,9 +15,10 @@ from rich.console import Console
 
 from kvwire import UsageError
 from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
+from kvwire.cli.demo.lines import Prompt
 from kvwire.cli.demo.llama import CONTEXT, blocks_for
 from kvwire.cli.demo.progress import Bars
-from kvwire.cli.demo.run import DemoRequest, run
+from kvwire.cli.demo.run import run
 from kvwire.cli.demo.show import draw, print_report, summary, trace
 from kvwire.cli.plot import Plot, save
 from kvwire.extras import install_command
@@ -95,9 +96,7 @@ def command(
     return 1 if faults else 0
 
 
-def _requests(
-    tokenizer: Tokenizer, count: int, prompt: int, new: int
-) -> list[DemoRequest]:
+def _requests(tokenizer: Tokenizer, count: int, prompt: int, new: int) -> list[Prompt]:
     requests = []
     for index, (name, text) in enumerate(passages(count).items()):
         tokens = tokenizer.encode(text)[:prompt]
@@ -105,5 +104,5 @@ def _requests(
         third = blocks_for(prompt - 1) // 3
         unlucky = index == min(_UNLUCKY, count - 1)
         lose = (third, 2 * third) if unlucky else (0, 0)
-        requests.append(DemoRequest(name, tokens, new, lose))
+        requests.append(Prompt(name, tokens, new, lose))
     return requests

@@ -27,23 +27,21 @@ class Connect(msgspec.Struct, tag=True):
     address: str
 
 
-class Prefill(msgspec.Struct, tag=True):
-    """Order: compute the KV of a prompt and publish it, but the blocks in ``lose``."""
+class Prompt(msgspec.Struct, tag=True):
+    """Order: compute the KV of a prompt and publish it, or fetch it and go on.
 
-    request: str
+    Its name is for people, and the id of its transfer.
+    """
+
+    name: str
     tokens: list[int]
-    lose: tuple[int, int]
-
-
-class Decode(msgspec.Struct, tag=True):
-    """Order: fetch the KV of a prompt, and generate ``new`` tokens."""
-
-    request: str
-    tokens: list[int]
+    # How many tokens decode generates.
     new: int
+    # Block positions, first to before last, that prefill keeps back.
+    lose: tuple[int, int] = (0, 0)
 
 
-Order = Connect | Prefill | Decode
+Order = Connect | Prompt
 
 
 class Up(msgspec.Struct, tag=True):

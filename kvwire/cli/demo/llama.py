@@ -81,24 +81,10 @@ def load(library: str, num_blocks: int) -> Llama:
     return NumpyLlama(num_blocks)
 
 
-class FreeList:
-    """Holds the free blocks of a pool, shuffled.
+def scattered(num_blocks: int, seed: int) -> list[int]:
+    """Return the free blocks of a pool, as they are in an engine after an hour.
 
-    So is the pool of an engine after an hour: the blocks of a request lie
-    scattered, and elsewhere on the other side.
+    The blocks of a request lie apart, and elsewhere on the other side.
     """
-
-    def __init__(self, num_blocks: int, seed: int) -> None:
-        order = np.random.default_rng(seed).permutation(num_blocks)
-        self._free: list[int] = order.tolist()
-
-    def take(self, count: int) -> list[int]:
-        """Take any ``count`` free blocks."""
-        if count > len(self._free):
-            raise MemoryError(f"{count} blocks wanted, {len(self._free)} are free")
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def give_back(self, blocks: list[int]) -> None:
-        """Take them back: they are free again."""
-        self._free.extend(blocks)
+    order: list[int] = np.random.default_rng(seed).permutation(num_blocks).tolist()
+    return order

@@ -13,10 +13,10 @@ from kvwire.cli.demo.lines import (
     LayerLanded,
     NewToken,
     Prefilled,
+    Prompt,
     Single,
     Up,
 )
-from kvwire.cli.demo.run import DemoRequest
 
 _UP = {
     "prefill": "prefill has loaded the model and listens on {address}",
@@ -27,9 +27,7 @@ _UP = {
 class Bars(Progress):
     """Shows events as they come; a context manager."""
 
-    def __init__(
-        self, console: Console, requests: list[DemoRequest], library: str
-    ) -> None:
+    def __init__(self, console: Console, requests: list[Prompt], library: str) -> None:
         super().__init__(
             "{task.description}",
             BarColumn(bar_width=24),

@@ -19,11 +19,10 @@ from kvwire.cli.demo.lines import (
     PATIENCE_S,
     Arrived,
     Connect,
-    Decode,
     LayerLanded,
     NewToken,
-    Prefill,
     Prefilled,
+    Prompt,
     Recomputed,
     Single,
     Up,
@@ -33,10 +32,10 @@ from kvwire.cli.demo.lines import (
 from kvwire.cli.demo.llama import (
     BLOCK_TOKENS,
     Forward,
-    FreeList,
     Llama,
     blocks_for,
     load,
+    scattered,
 )
 from kvwire.integrations.marks import LayerMarks
 
@@ -49,15 +48,15 @@ async def single(library: str) -> None:
     llama = load(library, num_blocks=2)
     say(Up("single"))
     async for order in orders():
-        assert isinstance(order, Decode)
-        say(Single(order.request, llama.generate(order.tokens, order.new)))
+        assert isinstance(order, Prompt)
+        say(Single(order.name, llama.generate(order.tokens, order.new)))
 
 
 async def prefill(library: str) -> None:
     """Compute prompts, and publish their KV."""
     llama = load(library, NUM_BLOCKS)
     llama.warm_up()
-    free = FreeList(NUM_BLOCKS, seed=1)
+    free = scattered(NUM_BLOCKS, seed=1)
     # One prompt at a time: two at once on one core would only make both late.
     with ThreadPoolExecutor(1) as compute:
         async with (
@@ -66,15 +65,15 @@ async def prefill(library: str) -> None:
         ):
             say(Up("prefill", str(await comm.listen("127.0.0.1:0"))))
             async for order in orders():
-                assert isinstance(order, Prefill)
+                assert isinstance(order, Prompt)
                 tasks.create_task(publish(order, comm, llama, free, compute))
 
 
 async def publish(
-    order: Prefill,
+    order: Prompt,
     comm: kvwire.Communicator,
     llama: Llama,
-    free: FreeList,
+    free: list[int],
     compute: ThreadPoolExecutor,
 ) -> None:
     """Publish the blocks of a prompt, fill them, commit, and wait until they are free.
@@ -83,10 +82,10 @@ async def publish(
     """
     # The last token of a prompt is the first that decode computes.
     tokens = order.tokens[:-1]
-    blocks = free.take(blocks_for(len(tokens)))
+    blocks = [free.pop() for _ in range(blocks_for(len(tokens)))]
     # A layer of this small model is below the size at which layers travel alone.
     out = comm.publish(
-        order.request, llama.cache, blocks, tokens=len(tokens), group_bytes=1
+        order.name, llama.cache, blocks, tokens=len(tokens), group_bytes=1
     )
     timed = TimedMarks(out, order.lose)
     last_layer = llama.cache.spec.layer_indices[-1]
@@ -98,10 +97,10 @@ async def publish(
     except BaseException:
         out.abort("prefill failed")
         raise
-    say(Prefilled(order.request, done.spans, timed.at))
+    say(Prefilled(order.name, done.spans, timed.at))
     await out
     await out.drained()
-    free.give_back(blocks)
+    free.extend(blocks)
 
 
 class TimedMarks:
@@ -142,7 +141,7 @@ async def decode(library: str) -> None:
             say(Up("decode"))
             async with asyncio.TaskGroup() as tasks:
                 async for order in todo:
-                    assert isinstance(order, Decode)
+                    assert isinstance(order, Prompt)
                     tasks.create_task(role.serve(order))
 
 
@@ -155,22 +154,23 @@ class DecodeRole:
         self._conn = conn
         self._llama = llama
         self._compute = compute
-        self._free = FreeList(NUM_BLOCKS, seed=2)
+        self._free = scattered(NUM_BLOCKS, seed=2)
 
-    async def serve(self, order: Decode) -> None:
+    async def serve(self, order: Prompt) -> None:
         """Serve one request, from its KV to its last token."""
         prompt = order.tokens
-        blocks = self._free.take(blocks_for(len(prompt) + order.new))
-        outcome, ranges = await self.fetch(order.request, len(prompt) - 1, blocks)
+        wanted = blocks_for(len(prompt) + order.new)
+        blocks = [self._free.pop() for _ in range(wanted)]
+        outcome, ranges = await self.fetch(order.name, len(prompt) - 1, blocks)
         sequence = self._llama.sequence(blocks, length=outcome.usable_tokens)
         for start, stop in ranges:
             done = await self._forward(prompt[start:stop], sequence)
-            say(Recomputed(order.request, done.spans))
+            say(Recomputed(order.name, done.spans))
         token = prompt[-1]
         for _ in range(order.new):
             token, spans = await self._forward([token], sequence)
-            say(NewToken(order.request, token, spans[0].start, spans[-1].stop))
-        self._free.give_back(blocks)
+            say(NewToken(order.name, token, spans[0].start, spans[-1].stop))
+        self._free.extend(blocks)
 
     async def fetch(
         self, request: str, tokens: int, blocks: list[int]

@@ -8,19 +8,17 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import kvwire
 from kvwire.cli.demo.lines import (
     LINE_BYTES_MAX,
     Connect,
-    Decode,
     Event,
     NewToken,
     Order,
-    Prefill,
     Prefilled,
+    Prompt,
     Single,
     Up,
     encode,
@@ -40,23 +38,12 @@ _ROLE: Final = (sys.executable, "-m", "kvwire.cli.demo.role")
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRequest:
-    """A prompt to continue by ``new`` tokens; its name is the id of its transfer."""
-
-    name: str
-    tokens: list[int]
-    new: int
-    # Block positions, first to before last, that prefill keeps back.
-    lose: tuple[int, int] = (0, 0)
-
-
 class RoleFailed(kvwire.KVWireError):
     """A process ended before its work was done. Its own words are on standard error."""
 
 
 async def run(
-    requests: list[DemoRequest],
+    requests: list[Prompt],
     on_event: Callable[[Event], None],
     *,
     library: str = "numpy",
@@ -75,7 +62,7 @@ async def run(
 
 
 async def _run(
-    requests: list[DemoRequest],
+    requests: list[Prompt],
     on_event: Callable[[Event], None],
     library: str,
     wire_gbit: float | None,
@@ -97,8 +84,8 @@ async def _run(
             async with wire(up.address, wire_gbit) as address:
                 decode.give([Connect(address)])
                 await decode.until(Up, 1, note)
-                prefill.give(Prefill(r.name, r.tokens, r.lose) for r in requests)
-                decode.give(Decode(r.name, r.tokens, r.new) for r in requests)
+                prefill.give(requests)
+                decode.give(requests)
                 try:
                     async with asyncio.TaskGroup() as group:
                         prefilled = prefill.until(Prefilled, len(requests), note)
@@ -108,7 +95,7 @@ async def _run(
                     raise failed.exceptions[0] from None
         # Alone on the machine, after everything that is timed.
         await single.until(Up, 1, note)
-        single.give(Decode(r.name, r.tokens, r.new) for r in requests)
+        single.give(requests)
         await single.until(Single, len(requests), note)
     return list(records.values())
 

@@ -11,7 +11,8 @@ import pytest
 
 from kvwire.cli.demo import command
 from kvwire.cli.demo.book import ANCHORS
-from kvwire.cli.demo.run import DemoRequest, RoleFailed, run
+from kvwire.cli.demo.lines import Prompt
+from kvwire.cli.demo.run import RoleFailed, run
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.extras import install_command
 
@@ -58,7 +59,7 @@ def test_two_processes_say_what_one_says(
 
 async def test_a_process_that_ends_early_is_named() -> None:
     with pytest.raises(RoleFailed, match=r"the \w+ process ended with exit status"):
-        await run([DemoRequest("x", [-(10**9)] * 20, 1)], lambda event: None)
+        await run([Prompt("x", [-(10**9)] * 20, 1)], lambda event: None)
 
 
 @pytest.mark.parametrize(
