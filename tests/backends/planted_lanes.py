@@ -133,14 +133,14 @@ def delivers_from_inside_receive(
     self._turn()
 
 
-@instead_of(InprocLane._turn, "callback.once", "payload.in-turn")
+@instead_of(InprocLane._turn, "callback.once", "order.ping-pong")
 def calls_back_on_another_thread(turn: Any, self: InprocLane) -> None:
     thread = threading.Thread(target=turn, args=(self,))
     thread.start()
     thread.join()
 
 
-@caught_by("callback.raises-received", "callback.raises-sent")
+@caught_by("isolation.raises[arrival]", "isolation.raises[sent]")
 def swallows_errors_of_handlers(patch: pytest.MonkeyPatch) -> None:
     def deaf(call: Callable[..., None], *arguments: object) -> None:
         try:
@@ -155,7 +155,7 @@ def swallows_errors_of_handlers(patch: pytest.MonkeyPatch) -> None:
 # --- pressure and the end -------------------------------------------------------------
 
 
-@caught_by("pressure.fair-loop", "pressure.fair-lane")
+@caught_by("pressure.fair-loop", "pressure.fair-other")
 def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lane_module, "LANE_WAKEUP_BYTES", 1 << 40)
 

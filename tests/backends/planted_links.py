@@ -125,7 +125,7 @@ def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
 # --- callbacks ------------------------------------------------------------------------
 
 
-@instead_of(InprocLink.flush, "callback.sent-once", "order.one-flush[empty]")
+@instead_of(InprocLink.flush, "callback.once", "order.one-flush[empty]")
 def delivers_from_inside_flush(flush: Any, self: InprocLink) -> None:
     flush(self)
     self._peer._turn()
@@ -153,7 +153,9 @@ def delivers_what_was_refused(_: Any, self: InprocLink, handler: LinkHandler) ->
         handler.body_received(self, landing)
 
 
-@instead_of(InprocLink._receive, "isolation.raises[body]", "isolation.raises[header]")
+@instead_of(
+    InprocLink._receive, "isolation.raises[arrival]", "isolation.raises[header]"
+)
 def swallows_errors_of_handlers(
     receive: Any, self: InprocLink, handler: LinkHandler
 ) -> None:
@@ -222,7 +224,7 @@ def never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "_over", lambda self: True)
 
 
-@caught_by("pressure.fair-loop", "pressure.fair-link", "pressure.received-rises")
+@caught_by("pressure.fair-loop", "pressure.fair-other", "pressure.received-rises")
 def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "WAKEUP_BYTES", 1 << 40)
 

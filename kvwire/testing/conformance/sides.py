@@ -92,6 +92,12 @@ class Witness:
         return len(self._lent)
 
     @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait here, as the link or the lane says."""
+        count: int = self._subject.queued_bytes
+        return count
+
+    @property
     def received_bytes(self) -> int:
         """Bytes that have come in, as the link or the lane says."""
         count: int = self._subject.received_bytes

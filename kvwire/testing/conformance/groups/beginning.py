@@ -388,23 +388,6 @@ async def _(rig: LaneRig) -> None:
             return
 
 
-@join.lanes("sixteen", "Sixteen lanes between two backends come up and do not mix")
-async def _(rig: LaneRig) -> None:
-    pairs = [await rig.pair() for _ in range(16)]
-    for round_ in range(3):
-        for i, (left, right) in enumerate(pairs):
-            left.queue(90_000, number=1000 * i + round_)
-            right.queue(90_000, number=1000 * (i + 100) + round_)
-    for i, (left, right) in enumerate(pairs):
-        for side in (left, right):
-            side.flush()
-            side.take()
-        for owner, side in ((i, right), (i + 100, left)):
-            await rig.arrives(side, 3)
-            expected = [1000 * owner + round_ for round_ in range(3)]
-            require(sorted(side.arrived) == expected, f"lane {i} got {side.arrived}")
-
-
 # --- cancel ---------------------------------------------------------------------------
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from kvwire.limits import MIB
 from kvwire.testing.conformance.check import Group, Planted, raise_planted, require
 from kvwire.testing.conformance.content import CUTS, Memory
 from kvwire.testing.conformance.rig import AnyRig, LaneRig, Rig
-from kvwire.testing.conformance.sides import KitLanding, LaneSide, LinkSide
+from kvwire.testing.conformance.sides import LaneSide, LinkSide
 
 callback: Group = Group("callback")
 flush: Group = Group("flush")
@@ -129,28 +129,33 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.closes(left, right)
 
 
-@callback.links("nested", "A handler that sends from each callback is not re-entered")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.both("nested", "A handler that sends from each callback is not re-entered")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
     def answer(_: object) -> None:
-        if len(right.sent) < 30:
-            right.send(50_000)
+        if len(right.sent) + right.lent < 30:
+            right.queue(50_000)
+            right.flush()
+            rig.loop.call_soon(left.take)
 
-    right.on_header = right.on_arrival = right.on_sent = answer
+    right.on_arrival = right.on_sent = answer
     left.send_many(10, 100_000)
     await rig.arrives(right, 10)
-    await rig.given_back(right)
-    await rig.arrives(left, 30)
+    await rig.moved(right, left, 30)
 
 
-@callback.links("sent-once", "frame_sent comes exactly once for each token")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    tokens = [left.queue(size) for size in (0, 1, 5000, 200_000, 3 * MIB) * 4]
+@callback.both("once", "Each token and each arrival is told exactly once")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
+    for size in (1, 5000, 200_000, 3 * MIB) * 4:
+        left.queue(size)
     left.flush()
-    await rig.moved(left, right, 20)
-    left.flush()
+    right.take()
+    await rig.moved(left, right, 16)
+    for side in (left, right, left, right):
+        side.flush()
     await rig.settle()
-    require(len(left.sent) == len(tokens), f"{len(left.sent)} for {len(tokens)}")
+    require(len(left.sent) == 16, f"{len(left.sent)} tokens of 16 were given back")
+    require(len(right.arrived) == 16, f"{len(right.arrived)} arrivals of 16")
 
 
 @callback.links("sent-untokened", "A frame without token brings no frame_sent")
@@ -182,19 +187,19 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     require(left.writable == 1, f"link_writable came {left.writable} times")
 
 
-@callback.links("close-in-body", "close in body_received ends both sides cleanly")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.both("close-in-arrival", "close at an arrival lets the answer through")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
-    def answer_and_close(landing: KitLanding) -> None:
-        right.send(landing.head.length)
+    def answer_and_close(_: object) -> None:
+        right.queue(100_000)
+        right.flush()
         right.close()
+        rig.loop.call_soon(left.take)
 
     right.on_arrival = answer_and_close
     left.send(100_000)
-    await rig.closes(left, right)
-    require(left.arrived == [0], "the answer was lost")
-    require(left.closed == [None], f"left closed with {left.closed[0]!r}")
-    require(right.closed == [None], f"right closed with {right.closed[0]!r}")
+    await rig.arrives(left, 1)
+    await rig.ends_cleanly(right, left)
 
 
 @callback.links("close-in-header", "close in header_received ends both sides")
@@ -204,19 +209,22 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.closes(left, right)
 
 
-@callback.links("in-closed", "Every call in link_closed is harmless")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
+@callback.both("in-closed", "Every call at the end is harmless")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
     def call_all() -> None:
-        left.queue(1000, token=False)
+        left.queue(1000)
+        left.take()
         left.flush()
         left.close()
         left.abort()
 
     left.on_closed = call_all
-    right.abort()
-    await rig.closes(left, right)
+    left.abort()
+    await rig.closes(left)
+    await rig.ends(right)
     await rig.settle()
+    require(len(left.closed) == 1, f"the end was told {len(left.closed)} times")
 
 
 @callback.lanes("unflushed", "send and receive call nothing, however much is there")
@@ -229,99 +237,6 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     require(not right.arrived, "payload_received came from inside receive")
     right.flush()
     await rig.arrives(right, 10)
-
-
-@callback.lanes("once", "payload_sent and payload_received come once for each payload")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    for size in (1, 5000, 200_000, 3 * MIB) * 4:
-        left.queue(size)
-    left.flush()
-    right.take()
-    await rig.moved(left, right, 16)
-    for side in (left, right, left, right):
-        side.flush()
-    await rig.settle()
-    require(len(left.sent) == 16, f"{len(left.sent)} calls of payload_sent for 16")
-    require(len(right.arrived) == 16, f"{len(right.arrived)} of payload_received")
-
-
-@callback.lanes("nested", "A handler may send from each callback")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-
-    def answer(_: object) -> None:
-        if len(right.sent) + right.lent < 30:
-            right.queue(50_000)
-            right.flush()
-            rig.loop.call_soon(left.take)
-
-    right.on_arrival = right.on_sent = answer
-    left.send_many(10, 100_000)
-    await rig.arrives(right, 10)
-    await rig.moved(right, left, 30)
-
-
-@callback.lanes("raises-received", "A handler that raises in payload_received loses it")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    others = await rig.pair()
-    right.on_arrival = raise_planted
-    with rig.expecting_errors():
-        left.send_many(4, 100_000)
-        await rig.closes(right)
-        await rig.settle()
-    require(isinstance(right.closed[0], Planted), f"told {right.closed[0]!r}")
-    require(len(right.arrived) == 1, f"{len(right.arrived)} payloads came after it")
-    others[0].send(100_000)
-    await rig.arrives(others[1], 1)
-
-
-@callback.lanes("raises-sent", "A handler that raises in payload_sent loses its lane")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    left.on_sent = raise_planted
-    with rig.expecting_errors():
-        left.send_many(4, 100_000)
-        await rig.closes(left)
-        await rig.settle()
-    require(isinstance(left.closed[0], Planted), f"told {left.closed[0]!r}")
-    require(len(left.sent) == 1, f"{len(left.sent)} calls came after it")
-    require(len(right.arrived) <= 4, f"{len(right.arrived)} payloads of 4 arrived")
-
-
-@callback.lanes(
-    "close-in-received", "close in payload_received lets the answer through"
-)
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-
-    def answer_and_close(_: object) -> None:
-        right.queue(100_000)
-        right.flush()
-        right.close()
-
-    right.on_arrival = answer_and_close
-    left.send(100_000)
-    await rig.until(lambda: left.inbox, "the answer is sent")
-    left.take()
-    await rig.arrives(left, 1)
-    await rig.closes(right)
-    require(right.closed == [None], f"lane_closed was told {right.closed[0]!r}")
-
-
-@callback.lanes("in-closed", "Every call in lane_closed is harmless")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    right.send(1000)
-    left.holding = True
-
-    def call_all() -> None:
-        left.queue(1000)
-        left.take()
-        left.flush()
-        left.close()
-        left.abort()
-
-    left.on_closed = call_all
-    left.abort()
-    await rig.closes(left)
-    await rig.settle()
-    require(len(left.closed) == 1, f"lane_closed came {len(left.closed)} times")
 
 
 # --- flush ----------------------------------------------------------------------------
@@ -389,14 +304,21 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 # --- isolation ------------------------------------------------------------------------
 
 
-@isolation.links("sixteen", "Frames of sixteen links do not mix")
-async def _(rig: Rig) -> None:
+@isolation.both("sixteen", "Sixteen between two backends do not mix")
+async def _(rig: AnyRig) -> None:
     pairs = [await rig.pair() for _ in range(16)]
-    for _ in range(4):
+    for round_ in range(4):
         for i, (left, right) in enumerate(pairs):
-            _queue_own(left, i)
-            _queue_own(right, i + 100)
-    await _all_own(rig, pairs, 4)
+            left.queue(90_000, CUTS["pages"], number=1000 * i + round_)
+            right.queue(90_000, CUTS["pages"], number=1000 * (i + 100) + round_)
+    for i, (left, right) in enumerate(pairs):
+        for side in (left, right):
+            side.flush()
+            side.take()
+        for owner, side in ((i, right), (i + 100, left)):
+            await rig.arrives(side, 4)
+            expected = [1000 * owner + round_ for round_ in range(4)]
+            require(sorted(side.arrived) == expected, f"{i} got {side.arrived}")
 
 
 @isolation.links("listeners", "Links of two listeners come to the right one")
@@ -412,47 +334,28 @@ async def _(rig: Rig) -> None:
     require(len(seen["first"]) == 1, f"the first has {len(seen['first'])}")
 
 
-def _queue_own(side: LinkSide, owner: int) -> None:
-    """Queue a frame that says whose it is."""
-    number = owner * 1000 + side.queued
-    side.queue(number % 9 * 20_000, CUTS["pages"], number=number)
-    side.flush()
+_HOOKS = {"arrival": "on_arrival", "sent": "on_sent"}
+_LINK_HOOKS = {"header": "on_header", "writable": "on_writable"}
 
 
-async def _all_own(
-    rig: Rig, pairs: list[tuple[LinkSide, LinkSide]], count: int
-) -> None:
-    for i, (left, right) in enumerate(pairs):
-        for owner, receiver in ((i, right), (i + 100, left)):
-            await rig.arrives(receiver, count)
-            expected = [owner * 1000 + n for n in range(count)]
-            require(
-                receiver.arrived == expected,
-                f"link {i} got {receiver.arrived[:5]}, not {expected[:5]}",
-            )
-
-
-_HOOKS = {
-    "header": "on_header",
-    "body": "on_arrival",
-    "sent": "on_sent",
-    "writable": "on_writable",
-}
-
-
-@isolation.links(
-    "raises", "A handler that raises in {} loses its link, with the error", _HOOKS
+@isolation.both(
+    "raises", "A handler that raises in on_{} loses what is its own, alone", _HOOKS
 )
-async def _(rig: Rig, victim: LinkSide, peer: LinkSide, hook: str) -> None:
+@isolation.links(
+    "raises", "A handler that raises in on_{} loses what is its own, alone", _LINK_HOOKS
+)
+async def _(rig: AnyRig, victim: Any, peer: Any, hook: str) -> None:
     left, right = await rig.pair()
     setattr(victim, hook, raise_planted)
     with rig.expecting_errors():
         victim.queue_many(32, MIB)
         victim.flush()
+        peer.take()
         peer.send(1000)
-        await rig.closes(victim, peer)
+        await rig.closes(victim)
+        await rig.ends(peer)
     error = victim.closed[0]
-    require(isinstance(error, Planted), f"link_closed was told {error!r}")
+    require(isinstance(error, Planted), f"at the end it was told {error!r}")
     left.send(MIB)
     await rig.arrives(right, 1)
 
