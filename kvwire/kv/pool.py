@@ -24,7 +24,7 @@ other stays without.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvwire import limits
 from kvwire.errors import UsageError
@@ -34,15 +34,26 @@ from kvwire.kv.hashing import BlockHash
 class BlockPool:
     """Gives out block ids 0 to ``num_blocks - 1``. Not thread-safe.
 
+    A pool serves several cache groups of one block size: put the group's number behind
+    each hash, and take as a hit what every group has.
+
     Args:
         num_blocks: Blocks of the cache.
         block_tokens: Tokens of a block.
+        on_removed: Called with the names that :meth:`allocate` and :meth:`evict` have
+            forgotten, such as for KV events; must not raise, nor call the pool.
 
     Raises:
         UsageError: A number is out of range.
     """
 
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_tokens: int,
+        *,
+        on_removed: Callable[[Sequence[BlockHash]], None] | None = None,
+    ) -> None:
         if num_blocks < 1:
             raise UsageError(f"BlockPool: num_blocks={num_blocks}: at least 1")
         if not 1 <= block_tokens <= limits.KV_BLOCK_TOKENS_MAX:
@@ -52,6 +63,7 @@ class BlockPool:
             )
         self.num_blocks: int = num_blocks
         self.block_tokens: int = block_tokens
+        self._on_removed = on_removed
         self._refs = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, int] = {}
@@ -201,20 +213,25 @@ class BlockPool:
             UsageError: There is no such block, or one is there twice; none was evicted.
         """
         self._check(blocks)
+        removed: list[BlockHash] = []
         for block in blocks:
             name = self._hashes[block]
             if name is None:
                 continue
             self._hashes[block] = None
             del self._by_hash[name]
+            removed.append(name)
             if self._refs[block] == 0:
                 self._unlink(block)
                 self._blank.append(block)
+        if removed and self._on_removed is not None:
+            self._on_removed(removed)
 
     def _take_cached(self, count: int) -> list[int]:
         """Take the first of the cached free blocks, and forget what is in them."""
         following, hashes, by_hash = self._next, self._hashes, self._by_hash
         taken: list[int] = []
+        removed: list[BlockHash] = []
         block = following[self.num_blocks]
         for _ in range(count):
             taken.append(block)
@@ -222,10 +239,13 @@ class BlockPool:
             assert name is not None, "a block without content is in the list of others"
             hashes[block] = None
             del by_hash[name]
+            removed.append(name)
             block = following[block]
         following[self.num_blocks] = block
         self._previous[block] = self.num_blocks
         self._cached_free -= count
+        if self._on_removed is not None:
+            self._on_removed(removed)
         return taken
 
     def _unlink(self, block: int) -> None:

@@ -23,7 +23,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(size=st.integers(1, 7))
     def create(self, size: int) -> None:
-        self.pool = BlockPool(size, 4)
+        self.removed: list[bytes] = []
+        self.pool = BlockPool(size, 4, on_removed=self.removed.extend)
         self.held = dict.fromkeys(range(size), 0)
         self.names: dict[int, bytes] = {}
         self.free_list = list(range(size))
@@ -31,7 +32,10 @@ class PoolMachine(RuleBasedStateMachine):
     # One rule for all: of several, Hypothesis leaves some out for a whole run.
     @rule(data=st.data(), call=st.sampled_from(CALLS))
     def step(self, data: Any, call: str) -> None:
+        before = set(self.names.values())
+        self.removed.clear()
         getattr(self, call)(data)
+        assert sorted(self.removed) == sorted(before - set(self.names.values()))
 
     def allocate(self, data: Any) -> None:
         count = data.draw(st.integers(0, len(self.free_list) + 1))
