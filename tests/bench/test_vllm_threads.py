@@ -21,7 +21,6 @@ from tests.bench.vllm_threads import (
     descendants,
     spent,
     table,
-    usage_of,
     usages,
 )
 
@@ -44,44 +43,26 @@ def _task(proc: Path, pid: int, tid: int, name: str, children: str = "") -> Path
     return task
 
 
-def test_a_threads_counters_are_read(tmp_path: Path) -> None:
-    task = _task(tmp_path, 5, 6, "io")
-    assert usage_of(task) == Usage(2.5, 0.5, sleeps=7, taken_away=3, faults=7)
+def test_threads_are_read_and_added_up_by_name(tmp_path: Path) -> None:
+    """Those of children too; one that ends meanwhile is left out."""
+    tasks = [_task(tmp_path, 1, tid, "io", "3 " * (tid == 1)) for tid in (1, 2, 9)]
+    _task(tmp_path, 3, 4, "io")
+    assert sorted(descendants(1, tmp_path)) == [1, 3]
+    before = usages([1, 77], tmp_path)
+    assert before[1, 2] == (("engine", "io"), Usage(2.5, 0.5, 7, 3, 7))
+    del before[1, 9]
+    (tasks[1] / "schedstat").write_text("7500000 500000 9\n")
+    (tmp_path / "3/task/4/schedstat").unlink()
+    used = spent(before, usages([1, 3], tmp_path))
+    # One was there before; the other is new, so all of it counts.
+    assert used == {MAIN: Usage(), ("engine", "io"): Usage(5.0 + 2.5, 0.5, 7, 3, 7)}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counters are read from /proc")
 def test_our_own_threads_are_found() -> None:
-    found = usages([os.getpid()])
-    mine = found[os.getpid(), threading.get_native_id()]
-    assert mine[0][1] == "main"
-    assert mine[1].run_ms > 0
-    assert mine[1].faults > 0
-
-
-def test_descendants_are_those_of_every_thread(tmp_path: Path) -> None:
-    _task(tmp_path, 1, 1, "main", "2 ")
-    _task(tmp_path, 1, 9, "other", "3 4 ")
-    _task(tmp_path, 3, 3, "main", "5 ")
-    assert sorted(descendants(1, tmp_path)) == [1, 2, 3, 4, 5]
-
-
-def test_threads_of_a_name_are_added_up(tmp_path: Path) -> None:
-    for tid in (1, 2, 3):
-        _task(tmp_path, 1, tid, "io")
-    before = usages([1], tmp_path)
-    (tmp_path / "1/task/2/schedstat").write_text("7500000 500000 9\n")
-    after = usages([1], tmp_path)
-    del before[1, 3]
-    used = spent(before, after)
-    assert used[MAIN] == Usage()
-    # One was there before; the other is new, so all of it counts.
-    assert used["engine", "io"] == Usage(5.0 + 2.5, 0.5, 7, 3, 7)
-
-
-def test_a_thread_that_ends_meanwhile_is_left_out(tmp_path: Path) -> None:
-    (_task(tmp_path, 1, 2, "io") / "schedstat").unlink()
-    _task(tmp_path, 1, 1, "main")
-    assert list(usages([1, 77], tmp_path)) == [(1, 1)]
+    names, usage = usages([os.getpid()])[os.getpid(), threading.get_native_id()]
+    assert names[1] == "main"
+    assert min(usage.run_ms, usage.faults) > 0
 
 
 def test_the_table_has_medians_of_busy_threads() -> None:

@@ -43,16 +43,13 @@ FETCHED: Final = "vllm:external_prefix_cache_hits_total"
 
 @dataclass(slots=True)
 class Found:
-    """What was measured of one model.
+    """What was measured of one model."""
 
-    Attributes:
-        shape: Of the model.
-        samples: By contender and by ``length x concurrency``.
-        fetched: The share of its prompts' tokens that decode did not compute itself.
-    """
-
+    # Of the model.
     shape: str
+    # By contender and by ``length x concurrency``.
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
+    # The share of its prompts' tokens that decode did not compute itself.
     fetched: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, column: str, *samples: Sample) -> None:

@@ -25,16 +25,13 @@ CLIENT: Final = httpx.Client(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request.
+    """One request."""
 
-    Attributes:
-        prefill_s: Until prefill had answered.
-        handover_s: From there to decode's first token.
-        step_s: Of decode, the median of the tokens that followed.
-    """
-
+    # Until prefill had answered.
     prefill_s: float
+    # From there to decode's first token.
     handover_s: float = math.nan
+    # Of decode, the median of the tokens that followed.
     step_s: float = math.nan
 
 

@@ -35,16 +35,13 @@ FIRST: Final = (50, *[4000] * 5)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Somebody who is asked in turns with others.
+    """Somebody who is asked in turns with others."""
 
-    Attributes:
-        name: Of the contender, or ``no connector, beside ...``.
-        ask: Sends it a prompt, and waits.
-        engines: Those that take part: prefill and decode, or one alone.
-    """
-
+    # Of the contender, or ``no connector, beside ...``.
     name: str
+    # Sends it a prompt, and waits.
     ask: Callable[[list[int]], Sample]
+    # Those that take part: prefill and decode, or one alone.
     engines: tuple[Engine, ...]
 
 

@@ -42,17 +42,14 @@ Connector = Callable[[str, str], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which processes and cores an engine has.
+    """Which processes and cores an engine has."""
 
-    Attributes:
-        bound: The server's processes run on one core. If not, only what computes in
-            parallel does, and only if vLLM binds it.
-        environment: Of its server; ``{core}`` is the number of its core.
-        arguments: For vLLM.
-    """
-
+    # The server's processes run on one core. If not, only what computes in parallel
+    # does, and only if vLLM binds it.
     bound: bool
+    # Of its server; ``{core}`` is the number of its core.
     environment: dict[str, str]
+    # For vLLM.
     arguments: tuple[str, ...] = ()
 
 
@@ -75,25 +72,21 @@ PLACEMENTS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A connector, and how its two engines are asked.
+    """A connector, and how its two engines are asked."""
 
-    Attributes:
-        name: In the table.
-        servers: Contenders with the same servers share them.
-        connector: The ``kv-transfer-config`` of a side, given its role and where it
-            listens for KV.
-        environment: Of its servers.
-        at_once: Both engines are asked together.
-        pushes: Prefill has to know where decode listens.
-        arguments: For vLLM.
-    """
-
+    # In the table.
     name: str
+    # Contenders with the same servers share them.
     servers: str
+    # The ``kv-transfer-config`` of a side, given its role and where it listens for KV.
     connector: Connector
+    # Of its servers.
     environment: dict[str, str] = field(default_factory=dict)
+    # Both engines are asked together.
     at_once: bool = False
+    # Prefill has to know where decode listens.
     pushes: bool = False
+    # For vLLM.
     arguments: tuple[str, ...] = ()
 
 

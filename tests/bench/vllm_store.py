@@ -51,15 +51,12 @@ _COMPUTED: Final = "computed, without a store"
 
 @dataclass(slots=True)
 class Found:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        first_s: Seconds to the first token, by what kept the prompt and its length.
-        wrong: Answers that differ from those of the engine without a store.
-    """
-
+    # Seconds to the first token, by what kept the prompt and its length.
     first_s: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    # Answers that differ from those of the engine without a store.
     wrong: int = 0
 
     def ask(self, row: str, engine: Engine, prompts: list[list[int]]) -> None:

@@ -38,35 +38,29 @@ _SIDES: Final = {1: ("alone",), 2: ("prefill", "decode")}
 
 
 class Thread(NamedTuple):
-    """What threads that do the same have in common.
+    """What threads that do the same have in common."""
 
-    Attributes:
-        side: Of its engine.
-        process: Its name.
-        name: Its own, ``main`` for the first one of a process.
-    """
-
+    # Of its engine.
     side: str
+    # Its name.
     process: str
+    # Its own, ``main`` for the first one of a process.
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a thread has used.
+    """What a thread has used."""
 
-    Attributes:
-        run_ms: It was on a core.
-        queued_ms: It wanted to be on one.
-        sleeps: How often it had nothing to do.
-        taken_away: How often another one got its core.
-        faults: Pages that it touched for the first time.
-    """
-
+    # It was on a core.
     run_ms: float = 0.0
+    # It wanted to be on one.
     queued_ms: float = 0.0
+    # How often it had nothing to do.
     sleeps: float = 0.0
+    # How often another one got its core.
     taken_away: float = 0.0
+    # Pages that it touched for the first time.
     faults: float = 0.0
 
     def __add__(self, other: Usage) -> Usage:

@@ -23,20 +23,17 @@ _BURST: Final = "256k"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a server runs.
+    """Where a server runs."""
 
-    Attributes:
-        http: Its address for requests.
-        kv: Its address for KV.
-        prefix: What its command begins with.
-        trust: Keys of kvwire's configuration that it needs there.
-        environment: Likewise of the process.
-    """
-
+    # Its address for requests.
     http: str
+    # Its address for KV.
     kv: str
+    # What its command begins with.
     prefix: tuple[str, ...] = ()
+    # Keys of kvwire's configuration that it needs there.
     trust: dict[str, Any] = field(default_factory=dict)
+    # Likewise of the process.
     environment: dict[str, str] = field(default_factory=dict)
 
     def engine_environment(self, port: int) -> dict[str, str]:

@@ -19,16 +19,13 @@ THERE: Examination = examination(machine(system="the other host"))
 
 @dataclass(slots=True)
 class Ward:
-    """An attendant, and whoever wants to be served by it.
+    """An attendant, and whoever wants to be served by it."""
 
-    Attributes:
-        prober: A communicator with the doctor's profile.
-        address: Where the attendant listens.
-        heard: The reports that it was given; None for a visit without.
-    """
-
+    # A communicator with the doctor's profile.
     prober: Communicator
+    # Where the attendant listens.
     address: Address
+    # The reports that it was given; None for a visit without.
     heard: list[PeerReport | None] = field(default_factory=list)
 
 
