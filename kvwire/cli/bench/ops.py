@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from kvwire.cli.bench import report
@@ -47,7 +47,6 @@ from kvwire.cli.bench.turns import (
     Case,
     CaseResult,
     Findings,
-    compare,
 )
 from kvwire.limits import KIB, MIB
 from kvwire.proto.framing import Framing
@@ -205,29 +204,22 @@ def sides_cpu_s(row: CaseResult) -> list[float] | None:
     return [median(side) / len(samples.rounds[0].values) for side in each]
 
 
-def table_of(findings: Findings, counted: Sequence[Counts]) -> RenderableType:
-    """Make a row for each operation, and the names of its frames below."""
-    columns = ("wall us", "CPU us", "CPU us", "calls", "system", "frames")
-    table = report.new_table("kvwire bench ops: one operation, medians", *columns)
+def table_of(findings: Findings, counted: Sequence[Counts]) -> list[RenderableType]:
+    """Make a row of what each operation costs, and the names of its frames below."""
+    columns = ("CPU us", "CPU us", "calls", "system", "frames")
+    table = report.new_table("of one operation", *columns)
     alike: dict[str, list[str]] = {}
     for row, counts in zip(findings, counted, strict=True):
-        case, sides = row.case, sides_cpu_s(row)
-        samples = row.samples.get(case.contenders[0].name)
+        sides = sides_cpu_s(row)
         figures = (counts.calls, counts.system_calls, sum(counts.frames.values()))
         table.add_row(
-            case.name,
-            f"{1e6 * samples.median:.0f}" if samples else "failed",
+            row.case.name,
             *(["-", "-"] if sides is None else [f"{1e6 * s:.0f}" for s in sides]),
             *(f"{figure:.0f}" for figure in figures),
         )
-        alike.setdefault(_frames(counts.frames), []).append(case.name)
-        best, ratio = compare(row).best, compare(row).ratio
-        if best and ratio:
-            wall_us = 1e6 * row.samples[best].median
-            text = f"{report.short(ratio)} times that of {best}, {wall_us:.0f} us"
-            alike[text] = [case.name]
+        alike.setdefault(_frames(counts.frames), []).append(row.case.name)
     lines = [Text(f"{', '.join(names)}: {said}") for said, names in alike.items()]
-    return Group(table, Text(), *lines)
+    return [Text(), table, Text(), *lines]
 
 
 def _frames(frames: Mapping[str, float]) -> str:
@@ -277,7 +269,7 @@ def command(
             "CPU: of the side that asks, and of the other. Calls: of Python.",
             "System: calls of sockets, readv and writev, without the loop's own.",
         ],
-        table=lambda found: table_of(found, counted()),
+        below=lambda found: table_of(found, counted()),
         more=lambda found: {"cases": list(map(row, found, counted()))},
     )
     return common.run(benchmark, transport=transport, rounds=rounds)

@@ -76,10 +76,9 @@ class Common:
         with progress_bar(steps(benchmark, rounds)) as progress:
             measured = take_turns(benchmark, rounds, progress)
         found = [row for one in measured for row in benchmark.split(one)]
-        whole = benchmark.table(found) if benchmark.table else render(benchmark, found)
         lines = lines_below(benchmark, found)
         show(
-            Group(whole, *lines, *benchmark.below(found)),
+            Group(render(benchmark, found), *lines, *benchmark.below(found)),
             lambda: document(benchmark, found, {**settings, "loop": self.loop}),
             json=self.json,
         )

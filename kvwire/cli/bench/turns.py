@@ -136,8 +136,7 @@ class Benchmark:
     notes: Sequence[str] = ()
     # Makes several rows of one case.
     split: Callable[[CaseResult], Findings] = lambda found: [found]
-    # Makes another table, what is shown below it, and more keys of the document.
-    table: Callable[[Findings], RenderableType] | None = None
+    # Makes what is shown below the table, and more keys of the document.
     below: Callable[[Findings], Sequence[RenderableType]] = lambda _: ()
     more: Callable[[Findings], Mapping[str, Any]] = lambda _: {}
 
