@@ -22,11 +22,10 @@ from kvwire.backend import (
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.types import Address, Role
-from kvwire_tcp.lane import TcpLane
+from kvwire_tcp.lane import PendingLanes, TcpLane
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.listener import TcpListener
 from kvwire_tcp.options import address_from, findings, tune
-from kvwire_tcp.pending_lanes import PendingLanes
 from kvwire_tcp.tls_wire import Buffers, TlsWire
 from kvwire_tcp.waiting import hands_shaken
 from kvwire_tcp.wire import PlainWire, Wire

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -28,16 +29,18 @@ from kvwire.errors import (
     ConnectionLost,
     ProtocolError,
 )
+from kvwire.limits import CONNECTIONS_MAX
 from kvwire.types import Address, Role
 from kvwire_tcp.duplex import Duplex
+from kvwire_tcp.options import reset_on_close
 from kvwire_tcp.payloads import PayloadReader
-from kvwire_tcp.pending_lanes import PendingLane, PendingLanes
 from kvwire_tcp.preamble import (
     ANSWER_BYTES,
     NONCE_BYTES,
     answer_to,
     is_proof,
     make_preamble,
+    token_in,
     token_of,
 )
 from kvwire_tcp.waiting import heard, said
@@ -51,7 +54,7 @@ Dial = Callable[[Address], Awaitable[tuple[Wire, Address]]]
 """A wire to an address, ready for use, and where it leads."""
 
 
-class TcpLane(Lane, PendingLane):
+class TcpLane(Lane):
     """Implements one endpoint of a lane."""
 
     _handler: LaneHandler
@@ -154,6 +157,7 @@ class TcpLane(Lane, PendingLane):
     # --- coming up --------------------------------------------------------------------
 
     def admits(self, wire: Wire, preamble: bytes) -> bool:
+        """Tell whether a preamble proves that this socket is this lane's."""
         try:
             binding = _binding(wire)
         except AuthenticationFailed:
@@ -162,6 +166,7 @@ class TcpLane(Lane, PendingLane):
         return is_proof(preamble, secret, number, binding)
 
     def arrived(self, wire: Wire, remote: Address, preamble: bytes) -> None:
+        """Take the socket, which is tuned and has received nothing else."""
         # Its send buffer is empty. If the peer is gone already, we hear of that next.
         with contextlib.suppress(OSError):
             wire.send(answer_to(preamble, self._context.secret, _binding(wire)))
@@ -278,3 +283,44 @@ def _binding(wire: Wire) -> bytes:
     """Return what ties a proof to this one wire."""
     proven = wire.proven()
     return b"" if proven is None else proven.binding
+
+
+_log = logging.getLogger("kvwire.tcp")
+
+
+class PendingLanes:
+    """Holds the lanes of one backend that wait for their sockets, by token.
+
+    Whoever connects is a stranger until the proof in its preamble holds. One that is
+    not expected is reset without a word, so that a scanner learns nothing; how many may
+    knock, and for how long, are the limits of strangers in general.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[bytes, TcpLane] = {}
+
+    def expect(self, token: bytes, lane: TcpLane) -> None:
+        """Let a lane wait."""
+        # A connection raises its lanes one after the other.
+        if len(self._lanes) >= CONNECTIONS_MAX:
+            raise BackendUnavailable(
+                f"{CONNECTIONS_MAX} lanes wait for their sockets already"
+            )
+        self._lanes[token] = lane  # bounded: CONNECTIONS_MAX
+
+    def forget(self, token: bytes) -> None:
+        """Remove a lane that waits no more."""
+        self._lanes.pop(token, None)
+
+    def claim_socket(self, wire: Wire, remote: Address, preamble: bytes) -> None:
+        """Give a socket to its lane, once; any other is reset."""
+        token = token_in(preamble)
+        lane = self._lanes.get(token)
+        if lane is not None and lane.admits(wire, preamble):
+            del self._lanes[token]
+            lane.arrived(wire, remote, preamble)
+            return
+        _log.info("%s: a lane that nobody waits for", remote)
+        with contextlib.suppress(OSError):
+            reset_on_close(wire.sock)
+        wire.sock.close()

@@ -15,7 +15,7 @@ from kvwire.errors import ConnectionLost
 from kvwire.limits import HEADER_BYTES
 from kvwire.types import Address, PeerIdentity
 from kvwire_tcp.duplex import Duplex
-from kvwire_tcp.pending_lanes import PendingLanes
+from kvwire_tcp.lane import PendingLanes
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble
 from kvwire_tcp.reader import FrameHandler, FrameReader
 from kvwire_tcp.wire import PlainWire, Wire

@@ -18,9 +18,9 @@ from typing import Final
 
 from kvwire.backend import Link, Listener
 from kvwire.types import Address
+from kvwire_tcp.lane import PendingLanes
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.options import address_from, tune
-from kvwire_tcp.pending_lanes import PendingLanes
 from kvwire_tcp.wire import Wire
 
 ACCEPTS_PER_WAKEUP: Final = 16
