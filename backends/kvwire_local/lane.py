@@ -44,9 +44,8 @@ from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
-from kvwire_local.host import Host
 from kvwire_local.received_payloads import ReceivedPayloads
-from kvwire_local.rendezvous import Rendezvous, RendezvousResult
+from kvwire_local.rendezvous import Host, Rendezvous, RendezvousResult
 from kvwire_local.sent_payloads import ReadMethod, SentPayloads, read_so_far
 from kvwire_local.tracer_slot import CHOICES, tracers
 from kvwire_local.wire import LocalMessage, LocalMessageType, LocalWire

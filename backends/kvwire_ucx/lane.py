@@ -60,7 +60,6 @@ from kvwire_ucx.bootstrap import (
     next_message,
     parse,
 )
-from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
 from kvwire_ucx.one_sided import OneSided
 from kvwire_ucx.pieces import (
@@ -73,7 +72,7 @@ from kvwire_ucx.pieces import (
     read_lent,
 )
 from kvwire_ucx.requests import MemoryHandles, UcxRequest
-from kvwire_ucx.worker import Worker
+from kvwire_ucx.worker import UcxEndpoint, Worker
 
 # A rendezvous costs two messages more than the payload: below this the control link is
 # faster, where the payload travels with its header.

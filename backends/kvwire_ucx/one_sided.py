@@ -39,11 +39,10 @@ from kvwire.limits import KIB
 from kvwire.memory.copy import as_fragments, copy
 from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import RECEIPT, UcxBootstrap
-from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.pieces import PIECES_MAX, LentFragment, lent_descriptor
 from kvwire_ucx.registration import Registration, Registrations
 from kvwire_ucx.requests import MemoryHandles
-from kvwire_ucx.worker import Worker
+from kvwire_ucx.worker import UcxEndpoint, Worker
 
 # Fragments of fewer bytes on average are packed by UCX into a message.
 LENT_BYTES_MIN: Final = 128 * KIB

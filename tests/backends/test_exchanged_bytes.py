@@ -18,7 +18,7 @@ from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.descriptor import decode as decode_place
-from kvwire_local.host import Host
+from kvwire_local.rendezvous import Host
 from kvwire_nccl.lane import NcclBootstrap
 from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
 from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap

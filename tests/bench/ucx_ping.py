@@ -26,10 +26,9 @@ import numpy as np
 from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context
-from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.library import Version
 from kvwire_ucx.requests import MemoryHandles
-from kvwire_ucx.worker import Worker
+from kvwire_ucx.worker import UcxEndpoint, Worker
 
 WAYS: Final = ("eager", "payload", "pipe")
 WIRES: Final = {"tcp": "tcp", "shm": "self,sm,tcp"}

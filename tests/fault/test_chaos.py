@@ -15,8 +15,7 @@ from datetime import timedelta
 import pytest
 
 from kvwire import Connection, KVWireError, Request
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import schedule
+from kvwire.testing.proxy import Proxy, schedule
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, registered, until
 

@@ -17,8 +17,7 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Cut, Direction, Ending
+from kvwire.testing.proxy import Cut, Direction, Ending, Proxy
 from tests.fault.child import child
 from tests.support.child import Child
 from tests.support.depth import parameters

@@ -18,8 +18,7 @@ import kvwire
 from kvwire import Address, Communicator, ConnectionLost, HandshakeError
 from kvwire.backend import Backend, Link
 from kvwire.security.keys import write_key_file
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Cut, Direction, Ending
+from kvwire.testing.proxy import Cut, Direction, Ending, Proxy
 from tests.support.certificates import FAR, NEAR, Authority
 from tests.support.depth import sample
 from tests.support.pairs import until

@@ -33,8 +33,7 @@ from kvwire.limits import (
     MIB,
     PENDING_HANDSHAKES_MAX,
 )
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Direction, Slice
+from kvwire.testing.proxy import Direction, Proxy, Slice
 from kvwire.wire.control import AccessBody, Ping, Ready
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial

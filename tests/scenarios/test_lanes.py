@@ -17,8 +17,7 @@ import pytest
 import kvwire
 from kvwire.clock import Backoff
 from kvwire.limits import KIB
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Direction, Latency, Slice
+from kvwire.testing.proxy import Direction, Latency, Proxy, Slice
 from kvwire_tcp.lane import LaneSocket
 from kvwire_tcp.options import reset_on_close
 from tests.scenarios.world import LARGE, Memory, World, held, same, world

@@ -18,8 +18,7 @@ import kvwire
 from kvwire import AuthenticationFailed, BackendUnavailable, HandshakeError
 from kvwire.limits import KIB, MIB
 from kvwire.security.keys import write_key_file
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Cut, Direction, Ending, Flip, Slice, Toxic
+from kvwire.testing.proxy import Cut, Direction, Ending, Flip, Proxy, Slice, Toxic
 from kvwire.types import PeerInfo, TrustMode
 from kvwire_tcp.lane import LaneSocket, TcpLane
 from kvwire_tcp.tls_wire import TlsWire

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvwire import Address
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import (
+from kvwire.testing.proxy import (
     Bandwidth,
     Cut,
     Deaf,
@@ -20,6 +19,7 @@ from kvwire.testing.toxics import (
     Flip,
     Latency,
     Pause,
+    Proxy,
     Slice,
     Toxic,
     schedule,

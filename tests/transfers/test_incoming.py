@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Direction
+from kvwire.testing.proxy import Direction, Proxy
 from tests.scenarios.world import (
     DEST,
     LARGE,

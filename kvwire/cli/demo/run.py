@@ -25,8 +25,7 @@ from kvwire.cli.demo.lines import (
     events,
 )
 from kvwire.cli.demo.record import RequestTimes
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Bandwidth, Direction
+from kvwire.testing.proxy import Bandwidth, Direction, Proxy
 
 Said = TypeVar("Said", Up, Prefilled, NewToken, Single)
 # A process that has lost its standard input ends by itself; this is for one that hangs.

@@ -12,9 +12,8 @@ from typing import Final
 
 from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context
-from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.requests import MemoryHandles
-from kvwire_ucx.worker import Worker
+from kvwire_ucx.worker import UcxEndpoint, Worker
 
 # More than there are until the peer's first message has come.
 STEPS: Final = 8

@@ -14,9 +14,8 @@ from kvwire_ucx import worker as module
 from kvwire_ucx.binding import ERR_CANCELED
 from kvwire_ucx.bootstrap import UcxBootstrap
 from kvwire_ucx.context import Context
-from kvwire_ucx.endpoint import UcxEndpoint
 from kvwire_ucx.requests import MemoryHandles
-from kvwire_ucx.worker import Worker
+from kvwire_ucx.worker import UcxEndpoint, Worker
 from tests.backends.kvwire_ucx import newcomer
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
 from tests.support.tree import ROOT

@@ -15,7 +15,7 @@ import numpy as np
 from kvwire.errors import BackendUnavailable, ProtocolError
 from kvwire.limits import KIB
 from kvwire_local.descriptor import PlaceKind, decode, encode
-from kvwire_local.host import Host
+from kvwire_local.rendezvous import Host
 from kvwire_local.sent_payloads import SentPayloads
 from kvwire_local.wire import LocalMessageType, LocalWire
 from kvwire_nccl.lane import NcclBootstrap

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from kvwire.testing.proxy import Proxy
-from kvwire.testing.toxics import Bandwidth, Direction
+from kvwire.testing.proxy import Bandwidth, Direction, Proxy
 from kvwire.types import Address
 
 
