@@ -18,11 +18,7 @@ class How(enum.Enum):
 
 
 class Interrupted:
-    """Awaits something, and interrupts it when it suspends for the n-th time.
-
-    Attributes:
-        hit: Whether there was such a suspension.
-    """
+    """Awaits something, and interrupts it when it suspends for the n-th time."""
 
     def __init__(
         self,
@@ -40,11 +36,7 @@ class Interrupted:
         self._timeout: asyncio.Timeout | None = None
 
     async def run(self) -> None:
-        """Await it.
-
-        Raises:
-            asyncio.CancelledError, TimeoutError: It was interrupted.
-        """
+        """Await it."""
         if self._how is not How.TIMEOUT:
             await self
             return

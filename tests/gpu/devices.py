@@ -17,12 +17,7 @@ LIBRARIES = ("torch", "cupy")
 
 
 class Gpu:
-    """Device 0 through one library.
-
-    Attributes:
-        ops: The device.
-        library: ``"torch"`` or ``"cupy"``.
-    """
+    """Device 0 through one library."""
 
     def __init__(self, library: str) -> None:
         self.library = library

@@ -146,13 +146,7 @@ async def between(
     heard: Callable[[bytes], object],
     contexts: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
 ) -> AsyncIterator[kvwire.Address]:
-    """Somebody on the path, who passes everything on; his own address.
-
-    Args:
-        address: Where it goes.
-        heard: Is told all that passes.
-        contexts: What he ends TLS with, and begins it again.
-    """
+    """Somebody on the path, who passes everything on; his own address."""
 
     async def pass_on(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -47,11 +47,7 @@ def as_far(authority: Authority, issued: Issued, *peers: str) -> dict[str, Any]:
 
 
 class Ends:
-    """Both ends of one TLS connection, in memory.
-
-    Attributes:
-        tls: The SSLObject of each role.
-    """
+    """Both ends of one TLS connection, in memory."""
 
     def __init__(self, client: Credentials, server: Credentials) -> None:
         self._bios = {role: (ssl.MemoryBIO(), ssl.MemoryBIO()) for role in Role}

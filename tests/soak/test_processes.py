@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 
 import numpy as np
@@ -12,7 +11,7 @@ from kvwire.limits import MIB
 from tests.soak import stamps
 from tests.soak.__main__ import main
 from tests.soak.processes import ProcessSoak
-from tests.soak.stamps import POISON, SPEC, StampedCache, Tally, chunks
+from tests.soak.stamps import POISON, SPEC, StampedCache, Tally
 
 
 @pytest.mark.timeout(300)
@@ -56,12 +55,6 @@ def test_what_a_process_has_found_is_a_failure(what: str) -> None:
     assert running.tally.failed
 
 
-def test_no_two_lives_of_a_side_are_alike() -> None:
-    running = soak()
-    assert running.command("producer") != running.command("producer")
-    assert running.command("consumer")[3:5] == ["consumer", running._address]
-
-
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_blocks_that_landed_are_compared_with_their_stamps(wrong: int) -> None:
     """And those that did not may hold anything."""
@@ -97,11 +90,3 @@ def test_stamps_name_every_line_and_poison_is_none() -> None:
     assert not cache.poisoned([4, 7])
     cache.poison([5, 6])
     assert not cache.poisoned([5, 6])
-
-
-def test_chunks_cover_a_list_in_order() -> None:
-    for count in (1, 2, 3, stamps.BLOCKS_EACH_MAX):
-        for seed in range(50):
-            found = chunks(count, random.Random(seed))
-            assert 1 <= len(found) <= stamps.CHUNKS_MAX
-            assert [n for chunk in found for n in chunk] == list(range(count))

@@ -35,7 +35,7 @@ class _Jump(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         ready = super().select(0)
-        if not ready and timeout is None and not self.loop.waits_for_threads:
+        if not ready and timeout is None:
             raise Deadlock("nothing is ready and no timer is set")
         if not ready and timeout:
             self.loop.advance(timeout)
@@ -45,18 +45,12 @@ class _Jump(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop in virtual time.
-
-    Attributes:
-        waits_for_threads: Set it where a thread will call in: an idle loop then spins
-            instead of raising :exc:`Deadlock`.
-    """
+    """An asyncio loop in virtual time."""
 
     def __init__(self) -> None:
         selector = _Jump()
         selector.loop = self
         self._now = START_S
-        self.waits_for_threads = False
         super().__init__(selector)
 
     def time(self) -> float:
@@ -70,9 +64,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 async def pass_time(seconds: float) -> None:
     """Let virtual time pass; whatever is due in it happens.
-
-    Raises:
-        RuntimeError: The running loop is not in virtual time: this would be a wait.
 
     Cancel safety: safe, it only waits.
     """

@@ -44,14 +44,7 @@ def open_lane(role: Role, **settings: str) -> Lane:
 
 
 class Child:
-    """The parent's side of it.
-
-    Attributes:
-        process: The child.
-        lane: Our half of the lane, joined.
-        handler: What our half has said.
-        description: How the child reads us.
-    """
+    """The parent's side of it."""
 
     lane: Lane
     handler: LaneRecorder

@@ -29,11 +29,7 @@ _HOST = "127.0.0.1"
 
 
 class Gloo(CollectiveLibrary):
-    """See Library.
-
-    Raises:
-        BackendUnavailable: There is no torch, or it was built without gloo.
-    """
+    """See Library."""
 
     kinds = frozenset({MemoryKind.HOST})
 
@@ -145,13 +141,7 @@ class GlooPipe(Pipe):
 
 
 class GlooMove(Move):
-    """See Move.
-
-    Attributes:
-        work: gloo's own record of it.
-        over: Set once gloo is through with it.
-        error: How it failed, or "".
-    """
+    """See Move."""
 
     def __init__(self, work: Any, packed: memoryview, into: Payload | None) -> None:
         self.work = work
