@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
+import xxhash
+
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.announce import BOTH
 from kvwire.types import Address
@@ -73,8 +75,12 @@ class VllmEngine:
     running: int = 0  # requests that it has from this proxy
     answered: int = 0  # how many it has had and done
     failed: int = 0  # how many it has failed
+    seed: int = field(init=False)  # of its place, for what hashes by it
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.seed = xxhash.xxh3_64_intdigest(self.server.url.encode())
 
     @property
     def url(self) -> str:
@@ -84,7 +90,8 @@ class VllmEngine:
     @property
     def requests(self) -> float:
         """Return how many requests it has, of this proxy or as it says itself."""
-        return max(self.running, round(self.load * max(self.slots, 1)))
+        said = round(self.load * (self.slots or 1)) if self.load else 0
+        return max(self.running, said)
 
     def does(self, role: str) -> bool:
         """Tell whether it has a role."""

@@ -67,15 +67,19 @@ class EngineFleet:
         model: str | None = None,
     ) -> VllmEngine | None:
         """Return the engine for a request, or None; those that are down come last."""
+        # Each request looks at each engine, and they may be a thousand.
+        roles = role, BOTH
         left = [
             engine
             for engine in (*self._static.values(), *self._found.values())
-            if engine.does(role)
-            and engine.ready
-            and not engine.draining
-            and engine not in tried
-            and model in (None, engine.model)
+            if engine.role in roles and engine.ready and not engine.draining
         ]
+        if tried or model is not None:
+            left = [
+                engine
+                for engine in left
+                if engine not in tried and model in (None, engine.model)
+            ]
         now = self.clock()
         choice = [engine for engine in left if engine.is_up(now)] or left
         return self._policies[role].choose(choice, body) if choice else None

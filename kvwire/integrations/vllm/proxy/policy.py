@@ -5,12 +5,13 @@ A policy of one's own is a class in any package, ``--route package.module:Class`
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+import xxhash
 
 from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
@@ -58,8 +59,9 @@ class LeastLoaded(Policy):
         self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
     ) -> VllmEngine:
         """See :meth:`Policy.choose`."""
-        fewest = min(engine.requests for engine in engines)
-        best = [engine for engine in engines if engine.requests == fewest]
+        counts = [engine.requests for engine in engines]
+        fewest = min(counts)
+        best = [e for e, count in zip(engines, counts, strict=True) if count == fewest]
         return best[0] if len(best) == 1 else _heaviest(best, body)
 
 
@@ -120,8 +122,9 @@ def make_policy(name: str) -> Policy:
 
 
 def _heaviest(engines: Sequence[VllmEngine], body: Mapping[str, Any]) -> VllmEngine:
-    prefix = _prefix(body)
-    return max(engines, key=lambda engine: _weight(engine.url, prefix))
+    """Return the engine of the highest weight: who comes or goes moves few prompts."""
+    prefix = xxhash.xxh3_64_digest(_prefix(body).encode())
+    return max(engines, key=lambda e: xxhash.xxh3_64_intdigest(prefix, e.seed))
 
 
 def _prefix(body: Mapping[str, Any]) -> str:
@@ -131,8 +134,3 @@ def _prefix(body: Mapping[str, Any]) -> str:
     if isinstance(prompt, list):
         prompt = prompt[:_PREFIX_TOKENS]
     return repr(prompt)[:_PREFIX_CHARS]  # what is no prompt an engine will refuse
-
-
-def _weight(url: str, prefix: str) -> bytes:
-    """Weigh an engine for a key: highest-random-weight hashing moves little."""
-    return hashlib.sha256(f"{url}\0{prefix}".encode()).digest()
