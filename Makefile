@@ -184,7 +184,7 @@ $(S3_VENV)/.installed: | $(S3_VENV)/bin/python
 
 $(RAY_VENV)/.installed: pyproject.toml | $(RAY_VENV)/bin/python
 	$(RAY_VENV)/bin/python $(PIP_INSTALL) --quiet -e '.[ray,test]' 'ray[serve]' \
-	  $(TORCH)
+	  tensordict $(TORCH)
 	@touch $@
 
 $(TORCH_STAMP): pyproject.toml | $(TORCH_VENV)/bin/python

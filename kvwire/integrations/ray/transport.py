@@ -90,6 +90,7 @@ class KvwireTensorTransport(TensorTransportManager):
         """See Ray: asks the actor, which opens its exchange."""
 
         def has_exchange(self: object) -> bool:
+            register()  # Ray's own call may come later, where an actor is of asyncio
             return bool(get_tensor_transport_manager(NAME).exchange().address)
 
         call = actor.__ray_call__.options(concurrency_group="_ray_system")

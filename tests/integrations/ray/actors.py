@@ -1,49 +1,61 @@
-"""Actors of a local Ray, whose tensors go through kvwire; a program of its own.
-
-Ray leaves threads and sockets in the process that has called it. Each check that passes
-is a line of the output.
-"""
+"""Actors for cases.py: they make, take and lose tensors."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import signal
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
+from ray.experimental.rdt.util import get_tensor_transport_manager
 
 from kvwire.integrations.ray import register
 
 register()  # before a method is said to use it
 register()  # again
 
+NAME = "KVWIRE"
+through_kvwire = ray.method(tensor_transport=NAME)
+on_system_thread = ray.method(concurrency_group="_ray_system")
+with_retry = ray.method(
+    tensor_transport=NAME, max_task_retries=1, retry_exceptions=[ValueError]
+)
 
-class Source:
-    """Has tensors; Ray keeps them where they are."""
+
+def store() -> Any:
+    """Ray's own, of this process."""
+    return ray._private.worker.global_worker.rdt_manager
+
+
+def doubled(what: Any) -> Any:
+    match what:
+        case list():
+            return [doubled(one) for one in what]
+        case dict():
+            return {key: doubled(one) for key, one in what.items()}
+    return what * 2
+
+
+class Worker:
+    """Has tensors that Ray keeps where they are, and takes those of others."""
 
     def __init__(self) -> None:
         self.made: Any = None
+        self.attempts = 0
 
-    @ray.method(tensor_transport="KVWIRE")  # type: ignore[untyped-decorator]
+    @through_kvwire  # type: ignore[untyped-decorator]
     def make(self, what: Any) -> Any:
         self.made = what
         return what
 
-    @ray.method(tensor_transport="KVWIRE")  # type: ignore[untyped-decorator]
-    def large(self, mib: int) -> Any:
-        return torch.full((mib << 20,), 7, dtype=torch.uint8)
-
-    def change_when_freed(self) -> None:
-        ray.experimental.wait_tensor_freed(self.made, 30)
-        self.made.fill_(-1)
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class Sink:
-    """Takes tensors, as arguments or with ``ray.get``."""
+    @with_retry  # type: ignore[untyped-decorator]
+    def make_after(self, failures: int) -> Any:
+        self.attempts += 1
+        if self.attempts <= failures:
+            raise ValueError(f"attempt {self.attempts}")
+        return torch.arange(3)
 
     def back(self, what: Any) -> Any:
         return what
@@ -51,105 +63,131 @@ class Sink:
     def take(self, what: Any) -> None:
         pass
 
-    def get(self, refs: list[Any]) -> Any:
-        return ray.get(refs[0])
+    def double(self, what: Any) -> Any:
+        return doubled(what)
 
-    def get_into(self, refs: list[Any], shape: tuple[int, ...]) -> tuple[Any, bool]:
-        target = torch.zeros(shape)
-        ray.experimental.set_target_for_ref(refs[0], [target])
+    def add(self, one: Any, other: Any) -> Any:
+        return one + other
+
+    def increment(self, what: Any) -> Any:
+        what += 1
+        return what
+
+    def fail(self) -> None:
+        raise ValueError("not today")
+
+    def put(self, each: list[Any]) -> list[Any]:
+        register()
+        return [ray.put(one, _tensor_transport=NAME) for one in each]
+
+    def put_views(self, shape: list[int], ranges: list[tuple[int, int]]) -> list[Any]:
+        flat = torch.arange(*shape)
+        return [ray.put(flat[slice(*one)], _tensor_transport=NAME) for one in ranges]
+
+    def get(self, refs: list[Any], **options: Any) -> list[Any]:
+        return [ray.get(one, **options) for one in refs]
+
+    def get_into(self, refs: list[Any], targets: list[Any]) -> Any:
+        ray.experimental.set_target_for_ref(refs[0], targets)
         got = ray.get(refs[0])
-        return got, got.data_ptr() == target.data_ptr()
+        return got, all(one is two for one, two in zip(got, targets, strict=True))
 
-    def fails(self, refs: list[Any]) -> str:
+    def get_late(self, refs: list[Any]) -> str:
         try:
-            ray.get(refs[0])
-        except ray.exceptions.RayError as exc:
-            return str(exc)
-        return "it came"
-
-    def get_in(self, refs: list[Any], timeout_s: float) -> str:
-        try:
-            ray.get(refs[0], timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError:
+            ray.get(refs[0], timeout=1.0)
+        except GetTimeoutError:
             return "not in time"
         return "there"
 
+    def pass_on(self, source: Any, sink: Any) -> Any:
+        register()
+        return ray.get(sink.double.remote(source.make.remote(torch.arange(3))))
 
-TENSORS = {
-    "one": torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
-    "bfloat16": torch.arange(10, dtype=torch.bfloat16),
-    "scalar": torch.tensor(3.5),
-    "empty": torch.empty(0, 4),
-    "bool": torch.tensor([True, False, True]),
-    "not contiguous": torch.arange(12).reshape(3, 4).T,
-}
+    def change_when_freed(self) -> Any:
+        ray.experimental.wait_tensor_freed(self.made, 30)
+        self.made += 1
+        return self.made
 
+    def free_views_one_by_one(self) -> None:
+        views = [torch.arange(5)[start : start + 3] for start in range(3)]
+        refs = [ray.put(one, _tensor_transport=NAME) for one in views]
+        for place, view in enumerate(views):
+            for other in views[place:]:
+                raises(
+                    TimeoutError, ray.experimental.wait_tensor_freed, other, timeout=0.1
+                )
+            refs[place] = None
+            ray.experimental.wait_tensor_freed(view, timeout=10)
 
-def tensors_arrive(source: Any, sink: Any) -> None:
-    for name, tensor in TENSORS.items():
-        back = ray.get(sink.back.remote(source.make.remote(tensor)))
-        assert back.dtype == tensor.dtype, name
-        assert torch.equal(back, tensor), name
+    def put_and_free(self) -> None:
+        made = torch.arange(3)
+        ref = ray.put(made, _tensor_transport=NAME)
+        name = ref.hex()
+        assert store().rdt_store.has_tensor(made)
+        assert store().is_managed_object(name)
+        del ref
+        ray.experimental.wait_tensor_freed(made, timeout=10)
+        assert not store().is_managed_object(name)
 
+    def block(self, gate: Any) -> None:
+        ray.get(gate.enter.remote())
 
-def what_holds_many_arrives(source: Any, sink: Any) -> None:
-    held = {"layers": [torch.full((3, i + 1), i) for i in range(50)], "words": "kept"}
-    back = ray.get(sink.back.remote(source.make.remote(held)))
-    assert back["words"] == "kept"
-    assert all(
-        torch.equal(*two) for two in zip(back["layers"], held["layers"], strict=True)
-    )
+    @on_system_thread  # type: ignore[untyped-decorator]
+    def block_transfers(self, gate: Any) -> None:
+        ray.get(gate.enter.remote())
 
+    @on_system_thread  # type: ignore[untyped-decorator]
+    def held(self) -> tuple[int, int]:
+        """Tensors that Ray holds here, and objects that kvwire offers.
 
-def ray_get_and_its_target(source: Any, sink: Any) -> None:
-    tensor = torch.rand(64, 64)
-    ref = made(source.make.remote(tensor), sink)
-    assert torch.equal(ray.get(sink.get.remote([ref])), tensor)
-    got, in_place = ray.get(sink.get_into.remote([ref], (64, 64)))
-    assert torch.equal(got, tensor)
-    assert in_place
+        Ray 2.60 keeps an entry of each object that came here and has no tensor.
+        """
+        offers = get_tensor_transport_manager(NAME).exchange()._offers
+        return len(store().rdt_store._tensor_to_object_ids), len(offers)
 
+    def lose(self) -> None:
+        """Forget all objects, as none of Ray's code does."""
+        store().rdt_store._rdt_store.clear()
 
-def the_driver_puts_and_gets(source: Any, sink: Any) -> None:
-    tensor = torch.rand(1000)
-    ref = ray.put(tensor, _tensor_transport="KVWIRE")
-    assert torch.equal(ray.get(sink.get.remote([ref])), tensor)
-    assert torch.equal(ray.get(source.make.remote(tensor)), tensor)
-
-
-def a_freed_tensor_may_be_written_to(source: Any, sink: Any) -> None:
-    tensor = torch.rand(1 << 20)
-    ref = source.make.remote(tensor)
-    back = sink.back.remote(ref)
-    changing = source.change_when_freed.remote()
-    del ref
-    assert torch.equal(ray.get(back), tensor)
-    ray.get(changing)
-
-
-def a_stopped_or_dead_owner_is_an_error_and_kills_nobody(_: Any, sink: Any) -> None:
-    source = actor(Source)
-    pid = ray.get(source.pid.remote())
-    ref = made(source.large.remote(64), sink)
-    assert len(ray.get(sink.get.remote([ref]))) == 64 << 20
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        assert ray.get(sink.get_in.remote([ref], 1.0)) == "not in time"
-    finally:
-        os.kill(pid, signal.SIGKILL)
-    said = ray.get(sink.fails.remote([ref]))
-    assert "did not come through kvwire" in said, said
-    assert ray.get(sink.back.remote("alive")) == "alive"
+    def pid(self) -> int:
+        return os.getpid()
 
 
-CHECKS = (
-    tensors_arrive,
-    what_holds_many_arrives,
-    ray_get_and_its_target,
-    the_driver_puts_and_gets,
-    a_freed_tensor_may_be_written_to,
-    a_stopped_or_dead_owner_is_an_error_and_kills_nobody,
-)
+class AsyncWorker:
+    """Does several things at a time."""
+
+    @through_kvwire  # type: ignore[untyped-decorator]
+    async def make(self, what: Any) -> Any:
+        return what
+
+    async def back(self, what: Any) -> Any:
+        return what
+
+
+class Gate:
+    """Is what others wait at."""
+
+    def __init__(self) -> None:
+        self._entered, self._open = asyncio.Event(), asyncio.Event()
+
+    async def enter(self) -> None:
+        self._entered.set()
+        await self._open.wait()
+
+    async def entered(self) -> None:
+        await self._entered.wait()
+
+    async def open(self) -> None:
+        self._open.set()
+
+
+def actor(kind: type = Worker, **options: Any) -> Any:
+    options = {"num_cpus": 0, "enable_tensor_transport": True} | options
+    return ray.remote(**options)(kind).remote()
+
+
+def gate() -> Any:
+    return ray.remote(num_cpus=0, max_concurrency=10)(Gate).remote()
 
 
 def made(ref: Any, sink: Any) -> Any:
@@ -158,14 +196,9 @@ def made(ref: Any, sink: Any) -> Any:
     return ref
 
 
-def actor(kind: type) -> Any:
-    return ray.remote(num_cpus=0, enable_tensor_transport=True)(kind).remote()
-
-
-if __name__ == "__main__":
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error")
-    source, sink = actor(Source), actor(Sink)
-    for check in CHECKS:
-        check(source, sink)
-        print(check.__name__, flush=True)
-    ray.shutdown()
+def raises(kind: type[BaseException], call: Any, *args: Any, **options: Any) -> str:
+    try:
+        call(*args, **options)
+    except kind as exc:
+        return str(exc)
+    raise AssertionError(f"no {kind.__name__}")

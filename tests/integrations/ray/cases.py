@@ -1,0 +1,501 @@
+"""What is tried of tensors of actors, on a local Ray; a program of its own.
+
+Ray leaves threads and sockets in the process that has called it. Each case that passes
+is a line of the output; after each of them no actor holds a tensor. Those under "Ray's"
+try what the test of that name, ``test_...``, tries in Ray's own suite of tensor
+transports, as far as it is about more than the transport it is written for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+from ray._common.test_utils import wait_for_condition
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+from tensordict import TensorDict
+
+from tests.integrations.ray.actors import (
+    NAME,
+    AsyncWorker,
+    actor,
+    doubled,
+    gate,
+    made,
+    raises,
+    store,
+)
+
+until = partial(wait_for_condition, timeout=30)
+
+CASES: dict[str, Callable[[Any, Any], None]] = {}
+
+
+def case(check: Callable[..., None]) -> Callable[..., None]:
+    CASES[check.__name__] = check
+    return check
+
+
+def same(got: Any, want: Any) -> None:
+    match want:
+        case list() | dict():
+            assert len(got) == len(want)
+            for key in want if isinstance(want, dict) else range(len(want)):
+                same(got[key], want[key])
+        case torch.Tensor():
+            assert got.dtype == want.dtype
+            assert torch.equal(got, want), (got, want)
+        case TensorDict():
+            same(got.to_dict(), want.to_dict())
+        case _:
+            assert got == want
+
+
+# --- kvwire's own ---------------------------------------------------------------------
+
+KINDS = [
+    torch.arange(24, dtype=torch.float32).reshape(2, 3, 4),
+    torch.arange(10, dtype=torch.bfloat16),
+    torch.tensor(3.5),
+    torch.empty(0, 4),
+    torch.tensor([True, False, True]),
+    torch.arange(12).reshape(3, 4).T,
+    {"layers": [torch.full((3, i + 1), i) for i in range(50)], "words": "kept"},
+]
+
+
+@case
+def tensors_of_all_kinds_arrive(a: Any, b: Any) -> None:
+    for kind in KINDS:
+        same(ray.get(b.back.remote(a.make.remote(kind))), kind)
+
+
+@case
+def the_driver_puts_and_gets(a: Any, b: Any) -> None:
+    tensor = torch.rand(1000)
+    ref = ray.put(tensor, _tensor_transport=NAME)
+    same(ray.get(b.get.remote([ref])), [tensor])
+    same(ray.get(a.make.remote(tensor)), tensor)
+
+
+@case
+def a_stopped_or_dead_owner_is_an_error_and_kills_nobody(_: Any, b: Any) -> None:
+    a = actor()
+    pid = ray.get(a.pid.remote())
+    ref = made(a.make.remote(torch.zeros(64 << 20, dtype=torch.uint8)), b)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert ray.get(b.get_late.remote([ref])) == "not in time"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    said = raises(RayError, ray.get, b.get.remote([ref]))
+    assert "did not come through kvwire" in said, said
+    assert ray.get(b.back.remote("alive")) == "alive"
+
+
+# --- Ray's: what arrives --------------------------------------------------------------
+
+ONE = torch.randn(1)
+
+
+def dictionary() -> TensorDict:
+    return TensorDict({"a": torch.randn(2), "b": torch.randn(2)}, batch_size=[2])
+
+
+ARRIVES: dict[str, list[Any]] = {
+    "p2p": [ONE, torch.randn(500, 500)],
+    "p2p_with_cpu_data": [123],
+    "mix_cpu_gpu_data": [[ONE, 7]],
+    "object_in_plasma": [[ONE, b"1" * 1_000_000]],
+    "intra_rdt_tensor_transfer": [ONE, [ONE, 7], [ONE, torch.randn(2), 7]],
+    "multiple_tensors": [[ONE, torch.randn(2), 7, dictionary(), dictionary()]],
+    "tensordict_transfer": [dictionary()],
+    "nested_tensordict": [
+        TensorDict({"in": dictionary(), "a": torch.randn(2)}, batch_size=[2])
+    ],
+    "zmq_numpy_transport_large_tensor": [torch.ones(1_000_000)],
+}
+
+
+def arrives(values: list[Any], a: Any, b: Any) -> None:
+    for value in values:
+        for sink in (b, a):
+            same(ray.get(sink.double.remote(a.make.remote(value))), doubled(value))
+
+
+CASES |= {name: partial(arrives, values) for name, values in ARRIVES.items()}
+
+
+@case
+def gc_rdt_object(a: Any, b: Any) -> None:
+    ref = a.make.remote([ONE, b"1" * 100])
+    for got in ray.get([b.double.remote(ref), b.double.remote(ref)]):
+        same(got, [ONE * 2, b"1" * 200])
+
+
+@case
+def gc_rdt_metadata(a: Any, b: Any) -> None:
+    ref = a.make.remote(torch.randn(100, 100))
+    name = ref.hex()
+    assert store().is_managed_object(name)
+    ray.get(b.take.remote(ref))
+    del ref
+    until(lambda: not store().is_managed_object(name))
+
+
+@case
+def gc_del_ref_before_recv_finish(a: Any, b: Any) -> None:
+    ref = a.make.remote([ONE, b"1" * 100])
+    back = b.double.remote(ref)
+    del ref
+    same(ray.get(back), [ONE * 2, b"1" * 200])
+
+
+@case
+def gc_intra_actor_rdt_object(a: Any, _: Any) -> None:
+    ref = a.make.remote(ONE)
+    for _again in range(2):
+        same(ray.get(a.double.remote(ref)), ONE * 2)
+
+
+@case
+def gc_pass_ref_to_same_and_different_actors(a: Any, b: Any) -> None:
+    ref = a.make.remote(ONE)
+    same(ray.get([a.double.remote(ref), b.double.remote(ref)]), [ONE * 2, ONE * 2])
+
+
+@case
+def send_same_ref_to_same_actor_task_multiple_times(a: Any, b: Any) -> None:
+    ref = a.make.remote(ONE)
+    same(ray.get(b.add.remote(ref, ref)), ONE * 2)
+
+
+@case
+def send_same_ref_multiple_times_intra_actor(a: Any, _: Any) -> None:
+    send_same_ref_to_same_actor_task_multiple_times(a, a)
+
+
+@case
+def send_same_ref_to_same_actor_multiple_times(a: Any, b: Any) -> None:
+    gc_intra_actor_rdt_object(a, b)
+    ref = a.make.remote(ONE)
+    for _ in range(2):
+        same(ray.get(b.double.remote(ref)), ONE * 2)
+
+
+@case
+def duplicate_objectref_transfer(a: Any, b: Any) -> None:
+    ref = a.make.remote(ONE)
+    again = [b.increment.remote(ref) for _ in range(2)]
+    same(ray.get(again), [ONE + 1, ONE + 1])
+
+
+@case
+def send_duplicate_tensor(a: Any, b: Any) -> None:
+    one, two, three = torch.arange(9).reshape(3, 3)
+    for held in ({"1": one, "2": two}, {"1": one, "2": two}, {"1": one, "3": three}):
+        same(ray.get(b.back.remote(a.make.remote(held))), held)
+
+
+@case
+def zmq_numpy_transport_concurrent_receivers(a: Any, b: Any) -> None:
+    ref, others = a.make.remote(ONE), [b, actor(), actor()]
+    same(ray.get([one.double.remote(ref) for one in others]), [ONE * 2] * 3)
+
+
+@case
+def transfer_from_not_actor_creator(a: Any, b: Any) -> None:
+    same(ray.get(actor().pass_on.remote(a, b)), torch.arange(3) * 2)
+
+
+@case
+def out_of_order_actors(*_: Any) -> None:
+    a, b = (actor(AsyncWorker, max_concurrency=10) for _ in range(2))
+    refs = [b.back.remote(a.make.remote(torch.full((3,), i))) for i in range(100)]
+    same(ray.get(refs), [torch.full((3,), i) for i in range(100)])
+
+
+@case
+def rdt_async_chain(*_: Any) -> None:
+    a, b, c = (actor(AsyncWorker) for _ in range(3))
+    tensor = torch.randn(100, 100)
+    first = a.back.options(tensor_transport=NAME).remote(tensor)
+    second = b.back.options(tensor_transport=NAME).remote(first)
+    same(ray.get(c.back.remote(second)), tensor)
+
+
+@case
+def dynamic_tensor_transport_via_options(a: Any, b: Any) -> None:
+    ref = a.back.options(tensor_transport=NAME).remote(ONE)
+    assert ref.tensor_transport() == NAME
+    same(ray.get(b.double.remote(ref)), ONE * 2)
+    call = gate().enter.options(tensor_transport=NAME)
+    assert "enable_tensor_transport=True" in raises(ValueError, call.remote)
+
+
+@case
+def p2p_blocking(_: Any, b: Any) -> None:
+    a, here = actor(), gate()
+    refs = [a.make.remote(ONE), a.back.options(tensor_transport=NAME).remote(ONE)]
+    blocked = a.block.remote(here)
+    ray.get(here.entered.remote())
+    for ref in refs:
+        same(ray.get(b.double.remote(ref), timeout=30), ONE * 2)
+    ray.get([here.open.remote(), blocked])
+
+
+# --- Ray's: put, get and targets ------------------------------------------------------
+
+
+@case
+def fetch_rdt_object_to_driver(a: Any, _: Any) -> None:
+    for value in (ONE, [ONE, ONE], [ONE, ONE, 7]):
+        same(ray.get(a.make.remote(value), _use_object_store=True), value)
+
+
+@case
+def ray_get_rdt_ref_created_by_actor_task(a: Any, _: Any) -> None:
+    same(ray.get([a.make.remote(ONE) for _ in range(3)]), [ONE] * 3)
+
+
+@case
+def nixl_owner_gets_from_launched_task(a: Any, _: Any) -> None:
+    tensor = torch.randn(100, 100)
+    same(ray.get(a.make.remote(tensor)), tensor)
+
+
+@case
+def put_and_get_object_with_nixl(a: Any, b: Any, **options: Any) -> None:
+    tensors = [torch.arange(size) for size in (3, 4, 5)]
+    same(ray.get(b.get.remote(ray.get(a.put.remote(tensors)), **options)), tensors)
+
+
+@case
+def put_and_get_object_with_object_store(a: Any, b: Any) -> None:
+    put_and_get_object_with_nixl(a, b, _use_object_store=True)
+
+
+@case
+def shared_tensor_deduplication(a: Any, b: Any) -> None:
+    one, two, three = torch.arange(9).reshape(3, 3)
+    test = [[one, two], [two, three]]
+    same(ray.get(b.get.remote(ray.get(a.put.remote(test)))), test)
+
+
+@case
+def storage_level_overlapping_views(a: Any, b: Any) -> None:
+    refs = ray.get(a.put_views.remote([1, 6], [(0, 2), (1, 3), (2, 4)]))
+    want = [torch.arange(start, start + 2) for start in (1, 2, 3)]
+    same(ray.get(b.get.remote(refs)), want)
+
+
+@case
+def nixl_get_into_tensor_buffers(a: Any, b: Any) -> None:
+    tensors = [torch.arange(3), torch.arange(4)]
+    (ref,) = ray.get(a.put.remote([tensors]))
+    zeros = [torch.zeros_like(one) for one in tensors]
+    got, in_place = ray.get(b.get_into.remote([ref], zeros))
+    same(got, tensors)
+    assert in_place
+    wrong = b.get_into.remote([ref], [torch.zeros(2), torch.zeros(2)])
+    assert "tensor_buffer at index 0" in raises(ValueError, ray.get, wrong)
+
+
+@case
+def weights_transfer(a: Any, b: Any) -> None:
+    for version in range(3):
+        weights = torch.full((100, 64), version, dtype=torch.float16)
+        (ref,) = ray.get(a.put.remote([list(weights)]))
+        got, in_place = ray.get(
+            b.get_into.remote([ref], list(torch.ones_like(weights)))
+        )
+        same(got, list(weights))
+        assert in_place
+
+
+# --- Ray's: what is freed -------------------------------------------------------------
+
+
+@case
+def put_gc(a: Any, _: Any) -> None:
+    ray.get(a.put_and_free.remote())
+
+
+@case
+def wait_tensor_freed_views(a: Any, _: Any) -> None:
+    ray.get(a.free_views_one_by_one.remote())
+
+
+@case
+def write_after_save(a: Any, b: Any) -> None:
+    tensor = torch.randn(1 << 20)
+    ref = a.make.remote(tensor)
+    changed, got = a.change_when_freed.remote(), b.back.remote(ref)
+    raises(GetTimeoutError, ray.get, changed, timeout=1)
+    del ref
+    same(ray.get([changed, got]), [tensor + 1, tensor])
+
+
+@case
+def nixl_agent_reuse(a: Any, b: Any) -> None:
+    for turn in range(3):
+        same(ray.get(b.back.remote(a.make.remote(ONE + turn))), ONE + turn)
+        if turn:
+            until(lambda: empty(a))
+
+
+@case
+def nixl_agent_reuse_with_partial_tensors(a: Any, b: Any) -> None:
+    same(ray.get(b.back.remote(a.make.remote(torch.arange(6)))), torch.arange(6))
+    until(lambda: empty(a))
+    unused, ref = a.make.remote(torch.arange(3)), a.make.remote(torch.arange(3) + 4)
+    same(ray.get(b.back.remote(ref)), torch.arange(3) + 4)
+    del unused
+
+
+@case
+def nixl_del_before_creating(a: Any, _: Any) -> None:
+    here = gate()
+    blocked = a.block.remote(here)
+    ref = a.make.remote(ONE)
+    name = ref.hex()
+    del ref
+    ray.get([here.open.remote(), blocked])
+    until(lambda: store().get_rdt_metadata(name) is None)
+
+
+@case
+def send_back_and_dst_warning(a: Any, b: Any) -> None:
+    ref = a.make.remote(ONE)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ray.get([a.take.remote(ref), b.take.remote(ref)])
+        assert [one for one in said if "RDT ObjectRef(" in str(one.message)]
+        said.clear()
+        ray.get(b.take.remote(ref))
+        assert not [one for one in said if "RDT ObjectRef(" in str(one.message)]
+
+
+# --- Ray's: what fails ----------------------------------------------------------------
+
+
+def works(a: Any, b: Any) -> None:
+    same(ray.get(b.double.remote(a.make.remote(ONE))), ONE * 2)
+
+
+@case
+def app_error_inter_actor(a: Any, b: Any) -> None:
+    ref = a.fail.options(tensor_transport=NAME).remote()
+    assert "not today" in raises(Exception, ray.get, b.double.remote(ref))
+    works(a, b)
+
+
+@case
+def app_error_intra_actor(a: Any, _: Any) -> None:
+    app_error_inter_actor(a, a)
+
+
+@case
+def app_error_fetch_to_driver(a: Any, _: Any) -> None:
+    ref = a.fail.options(tensor_transport=NAME).remote()
+    assert "not today" in raises(Exception, ray.get, ref, _use_object_store=True)
+    same(ray.get(a.make.remote(ONE), _use_object_store=True), ONE)
+
+
+@case
+def rdt_retry_then_succeeds(_: Any, b: Any) -> None:
+    a = actor()
+    ref = a.make_after.remote(1)
+    same(ray.get(b.back.remote(ref)), torch.arange(3))
+    assert ray.get(a.held.remote()) == (1, 1)
+
+
+@case
+def rdt_retry_fetch_through_obj_store(*_: Any) -> None:
+    ref = actor().make_after.remote(1)
+    same(ray.get(ref, _use_object_store=True), torch.arange(3))
+
+
+@case
+def rdt_retries_exhausted_raises(_: Any, b: Any) -> None:
+    ref = actor().make_after.remote(2)
+    assert "attempt 2" in raises(Exception, ray.get, b.back.remote(ref))
+
+
+@case
+def send_fails(_: Any, b: Any) -> None:
+    """What Ray has forgotten is still offered: it comes, and nobody dies."""
+    a = actor()
+    ref = a.make.remote(ONE)
+    ray.get(a.lose.remote())
+    same(ray.get(b.double.remote(ref)), ONE * 2)
+
+
+@case
+def send_actor_dies_before_creating(_: Any, b: Any) -> None:
+    a = actor()
+    a.block.remote(gate())
+    got = b.back.remote(a.make.remote(ONE))
+    ray.kill(a)
+    raises(ActorDiedError, ray.get, got)
+    works(actor(), b)
+
+
+@case
+def send_actor_dies_before_sending(_: Any, b: Any) -> None:
+    a, here = actor(), gate()
+    ref = a.make.remote(ONE)
+    blocked = b.block_transfers.remote(here)
+    ray.wait([ref])
+    got = b.back.remote(ref)
+    ray.kill(a)
+    ray.get([here.open.remote(), blocked])
+    assert "did not come through kvwire" in raises(RayError, ray.get, got)
+    works(actor(), b)
+
+
+@case
+def recv_actor_dies(a: Any, _: Any) -> None:
+    b = actor()
+    works(a, b)
+    ref = a.make.remote(ONE)
+    b.block_transfers.remote(gate())
+    got = b.back.remote(ref)
+    ray.kill(b)
+    raises(ActorDiedError, ray.get, got)
+    works(a, actor())
+
+
+@case
+def source_actor_fails_after_transfer(_: Any, b: Any) -> None:
+    a = actor()
+    got = b.double.remote(a.make.remote(ONE))
+    same(ray.get(got), ONE * 2)
+    ray.kill(a)
+    same(ray.get(got), ONE * 2)
+
+
+# --- all of them ----------------------------------------------------------------------
+
+
+def empty(worker: Any) -> bool:
+    return bool(ray.get(worker.held.remote()) == (0, 0))
+
+
+if __name__ == "__main__":
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="error")
+    first, second = actor(), actor()
+    for name, check in CASES.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
+        check(first, second)
+        until(lambda: empty(first) and empty(second))
+        print(name, flush=True)
+    ray.shutdown()
