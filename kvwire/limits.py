@@ -245,6 +245,9 @@ STORE_PIPELINE_BYTES: Final = 4 * MIB
 # Requests of one object tier at once: at 20 ms each, 32 of 2 MiB are 3 GB/s.
 STORE_OBJECT_REQUESTS: Final = 32
 STORE_OBJECT_REQUESTS_MAX: Final = 1024
+# A larger object goes in parts of so much, several at once, as S3's guidelines advise.
+STORE_OBJECT_PART_BYTES: Final = 16 * MIB
+STORE_OBJECT_PARTS: Final = 4
 # Keys of which an object tier remembers whether they are there: 100 bytes each.
 STORE_OBJECTS_KNOWN: Final = 256 * 1024
 # For so long what others may have put meanwhile is not looked for again: a put asks

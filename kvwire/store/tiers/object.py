@@ -31,6 +31,8 @@ from kvwire.extras import install_command
 from kvwire.limits import (
     REASON_CHARS_MAX,
     STORE_OBJECT_ABSENT_S,
+    STORE_OBJECT_PART_BYTES,
+    STORE_OBJECT_PARTS,
     STORE_OBJECT_REQUESTS,
     STORE_OBJECT_REQUESTS_MAX,
     STORE_OBJECTS_KNOWN,
@@ -195,13 +197,17 @@ class ObjectTier(ElsewhereTier):
         objects = await self._threads.run(partial(packed, batch))
 
         async def put(at: int) -> None:
-            key = batch.keys[at]
+            key, data = batch.keys[at], objects[at].data
+            # An upload in parts that fails is given up there; one that is cut short by
+            # the deadline is what a bucket's rule for incomplete uploads is for.
             done = await self._ask(
                 lambda: self._obstore.put_async(
                     self._bucket,
                     path_of(key),
-                    objects[at].data,
-                    use_multipart=False,
+                    data,
+                    use_multipart=data.nbytes > STORE_OBJECT_PART_BYTES,
+                    chunk_size=STORE_OBJECT_PART_BYTES,
+                    max_concurrency=STORE_OBJECT_PARTS,
                 )
             )
             if not isinstance(done, BlockResult):

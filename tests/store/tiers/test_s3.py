@@ -23,13 +23,16 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
 
-from kvwire import BlockStore
+from kvwire import BlockStore, KVSpec
+from kvwire.limits import MIB
+from kvwire.store.tiers import object as object_module
 from tests.store.caches import Filled, chain
 from tests.support.pairs import until
 from tests.support.servers import free_port, s3_server
 
 pytestmark = pytest.mark.timeout(90)
 BLOCKS = 8
+MEMORY = "memory:64MiB?slab=32MiB"
 
 # Its threads start with the first request of a process, and stay.
 obstore.put(obstore.store.MemoryStore(), "first", b"")
@@ -107,6 +110,37 @@ async def put_and_get(address: str, name: str) -> tuple[int, int, bool]:
 
 async def test_blocks_come_back_from_s3(server: str) -> None:
     assert await put_and_get(tier(server), "plain") == (BLOCKS, BLOCKS, True)
+
+
+@pytest.mark.parametrize("refused", ["", "partNumber=2"])
+async def test_a_large_block_goes_in_parts(
+    server: str, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """If one is refused, nothing of the others stays there, and nothing is promised."""
+    monkeypatch.setattr(object_module, "STORE_OBJECT_PART_BYTES", 5 * MIB)
+    spec = KVSpec(layers=3, kv_heads=8, head_dim=128, block_tokens=1024)
+    assert spec.block_bytes == 12 * MIB
+    source, target = Filled(2, spec, seed=3), Filled(2, spec)
+    parts: list[str] = []
+
+    def fault(request: Request) -> Response | None:
+        if "partNumber" in (query := request.url.query):
+            parts.append(query.partition("&")[0])
+        wrong = refused and refused in query
+        return Response("<Error><Code>No</Code></Error>", 400) if wrong else None
+
+    async with proxy(server, fault) as url:
+        async with BlockStore.open([MEMORY, tier(url)]) as store:
+            put = await store.put(chain(2), source.cache, range(2))
+        async with BlockStore.open([MEMORY, tier(url)]) as store:
+            got = await store.get(chain(2), target.cache, range(2))
+    assert set(parts) == {"partNumber=1", "partNumber=2", "partNumber=3"}
+    assert put.complete == got.complete == (not refused)
+    async with httpx.AsyncClient() as client:
+        left = await client.get(f"{server}/cache?uploads")
+    assert "<Upload>" not in left.text
+    for here, there in zip(source.tensors, target.tensors, strict=True):
+        assert (here.tobytes() == there.tobytes()) == (not refused)
 
 
 SLOW_DOWN = "<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
