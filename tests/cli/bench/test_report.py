@@ -15,8 +15,7 @@ from rich.console import Console
 
 import kvwire
 from kvwire.cli.bench.pair import Sample
-from kvwire.cli.bench.plot import draw
-from kvwire.cli.bench.report import Common, render, show
+from kvwire.cli.bench.report import Common, draw, render, show
 from kvwire.cli.bench.turns import (
     MICROSECONDS,
     Benchmark,
