@@ -80,12 +80,7 @@ class DeviceStaging:
         self._ended = False
 
     def open(self, device: Device) -> None:
-        """Have slots for a device, so that no transfer lacks them half way.
-
-        Raises:
-            BackendUnavailable: The device does not work, gives no pinned memory, or the
-                link of this connection cannot be paused.
-        """
+        """Have slots for a device, so that no transfer lacks them half way."""
         copy_engine = self._devices.copy_engine(device)
         if copy_engine.failed:
             raise BackendUnavailable(f"{device} has failed: {copy_engine.failed}")

@@ -29,11 +29,7 @@ class Devices:
         self._waiters: dict[Device, StreamWaiters] = {}
 
     def copy_engine(self, device: Device) -> CopyEngine:
-        """Where the memory of a device is copied from and to. On the loop.
-
-        Raises:
-            BackendUnavailable: The device does not work, and why.
-        """
+        """Where the memory of a device is copied from and to. On the loop."""
         if device not in self._copy_engines:
             # bounded by the devices of this host
             self._copy_engines[device] = _tried(

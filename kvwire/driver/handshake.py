@@ -217,12 +217,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         return None
 
     def _know_peer(self, link: Link) -> None:
-        """In ``mtls`` mode, bind the handshake to what TLS has proved.
-
-        Raises:
-            AuthenticationFailed: The peer is nobody whom this side accepts; it is told
-                so. Or there is no TLS.
-        """
+        """In ``mtls`` mode, bind the handshake to what TLS has proved."""
         handshake = self.handshake
         if handshake.identity.trust is not TrustMode.MTLS:
             return
@@ -279,12 +274,7 @@ def handshake_timeout(handshake: Handshake, timeout_s: float) -> HandshakeTimeou
 
 
 def _check_first(header: bytes) -> None:
-    """See whether the first bytes of a stranger are a frame of kvwire at all.
-
-    Raises:
-        AuthenticationFailed: They are those of TLS.
-        HandshakeError: They are something else.
-    """
+    """See whether the first bytes of a stranger are a frame of kvwire at all."""
     if header[:2] in _TLS:
         raise AuthenticationFailed(
             'the peer speaks TLS, as trust "mtls" does, and this side does not: set '

@@ -95,11 +95,7 @@ class IOThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the loop without waiting for it.
-
-        Raises:
-            UsageError, ClosedOK: As :meth:`call`.
-        """
+        """Run a coroutine on the loop without waiting for it."""
         try:
             self.check_process()
             self._check_other_thread()
@@ -109,11 +105,7 @@ class IOThread:
             raise
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a function on the loop and wait for its result.
-
-        Raises:
-            UsageError, ClosedOK: As :meth:`call`.
-        """
+        """Run a function on the loop and wait for its result."""
 
         async def call() -> T:
             return function()
@@ -121,22 +113,14 @@ class IOThread:
         return self.call(call())
 
     def post(self, function: Callable[[], None]) -> None:
-        """Run a function on the loop soon; nothing happens if the thread has ended.
-
-        Raises:
-            UsageError: After a fork.
-        """
+        """Run a function on the loop soon; nothing happens if the thread has ended."""
         self.check_process()
         with self._lock:
             if not self._ended:
                 self._loop.call_soon_threadsafe(function)
 
     def check_process(self) -> None:
-        """Refuse a child of the process that made the thread: it has no such thread.
-
-        Raises:
-            UsageError: This is a fork.
-        """
+        """Refuse a child of the process that made the thread: it has no such thread."""
         if self._forked:
             raise UsageError(
                 f"this Engine is of process {self._pid}, before the fork; make a new "
@@ -144,11 +128,7 @@ class IOThread:
             )
 
     def close(self) -> None:
-        """End what runs on the loop and wait for the thread. Any number of times.
-
-        Raises:
-            UsageError: From the thread itself.
-        """
+        """End what runs on the loop and wait for the thread. Any number of times."""
         if self._forked:
             return  # a fork has no such thread to end
         self._check_other_thread()
@@ -210,15 +190,7 @@ class IOThread:
 
 
 def bind_thread(cpus: Collection[int]) -> None:
-    """Let the calling thread, and those that it starts, run on these CPUs only.
-
-    Args:
-        cpus: Their numbers; none changes nothing.
-
-    Raises:
-        UsageError: None of them is there for this process, or the system cannot bind a
-            thread.
-    """
+    """Let the calling thread, and those that it starts, run on these CPUs only."""
     if not cpus:
         return
     if sys.platform != "linux":

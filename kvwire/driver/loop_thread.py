@@ -41,14 +41,7 @@ class LoopThread:
         _made.add(self)  # weak: it ends with its communicator
 
     def check(self, call: str) -> None:
-        """Refuse a call from another thread, loop or process than the object's own.
-
-        Args:
-            call: As the user knows it, such as ``"Connection.send"``.
-
-        Raises:
-            UsageError: Names both threads or processes, and the way out.
-        """
+        """Refuse a call from another thread, loop or process than the object's own."""
         if self.ident == FORKED:
             self.check_process(call)
         running = asyncio._get_running_loop()  # noqa: SLF001 - None where none runs
@@ -70,11 +63,7 @@ class LoopThread:
             )
 
     def check_process(self, call: str) -> None:
-        """Refuse a call in a child that was forked from the object's own process.
-
-        Raises:
-            UsageError: Names both processes.
-        """
+        """Refuse a call in a child that was forked from the object's own process."""
         if self.ident == FORKED:
             raise UsageError(
                 f"{call}: what it is called on belongs to process {self._pid}, and "
@@ -109,11 +98,7 @@ class AsyncWith:
     __slots__ = ()
 
     def __enter__(self) -> NoReturn:
-        """Refuse a plain ``with``.
-
-        Raises:
-            UsageError: Always; says what to write.
-        """
+        """Refuse a plain ``with``."""
         name = type(self).__name__
         raise UsageError(
             f"with {name}: write `async with`, in a coroutine; synchronous code uses "

@@ -30,8 +30,4 @@ class DriverOwner(Protocol):
     devices: Devices
 
     def lane_backend(self, name: str) -> Backend:
-        """Return the backend of this name.
-
-        Raises:
-            BackendUnavailable: It is not installed.
-        """
+        """Return the backend of this name."""

@@ -15,12 +15,7 @@ class UnreceivedLog:
         self._seen: dict[int, tuple[object, float | None]] = {}
 
     def look(self, oldest: Mapping[int, object], now: float) -> list[int]:
-        """Return the tags to name: the same message has waited there for long.
-
-        Args:
-            oldest: The oldest message of each tag.
-            now: The time of the loop.
-        """
+        """Return the tags to name: the same message has waited there for long."""
         before, self._seen, named = self._seen, {}, []
         for tag, message in oldest.items():  # bounded: by the credit of the core
             was, since = before.get(tag, (None, None))

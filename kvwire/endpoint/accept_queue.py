@@ -43,9 +43,6 @@ class AcceptQueue(AsyncIterator[T]):
     async def take(self) -> T:
         """Wait for the next connection.
 
-        Raises:
-            ClosedOK: There will be none any more.
-
         Cancel safety: safe, no connection is lost.
         """
         while not self._waiting:

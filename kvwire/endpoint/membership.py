@@ -43,11 +43,7 @@ class Membership:
         self.members: dict[str, Record] = {}
 
     def listen(self, listener: Callable[[Change], None]) -> None:
-        """Tell a peer of every change from now on.
-
-        Raises:
-            UsageError, BackendUnavailable: The directory cannot be opened.
-        """
+        """Tell a peer of every change from now on."""
         directory = self._opened()
         self._listeners.append(listener)  # bounded: PEERS_MAX
         if self._watching is None:
@@ -59,12 +55,7 @@ class Membership:
         self._listeners.remove(listener)
 
     def announce(self, record: Record) -> None:
-        """Announce a record, in place of the last one; returns at once.
-
-        Raises:
-            UsageError: The record is not allowed, or the directory cannot be opened.
-            BackendUnavailable: The library of the directory is missing.
-        """
+        """Announce a record, in place of the last one; returns at once."""
         directory, self._announced = self._opened(), record.key
         directory.check(record)
         if self._announcing is not None:

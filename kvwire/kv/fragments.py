@@ -100,11 +100,7 @@ class Fragments:
         return f"Fragments({len(self)} of {self.nbytes} bytes)"
 
     def slice(self, offset: int, length: int) -> Fragments:
-        """Return the bytes ``[offset, offset + length)`` as fragments.
-
-        Raises:
-            UsageError: The range is not inside the stream.
-        """
+        """Return the bytes ``[offset, offset + length)`` as fragments."""
         if offset < 0 or length < 0 or offset > self.nbytes - length:
             raise UsageError(
                 f"fragments: range {offset}+{length} of a stream of {self.nbytes} bytes"

@@ -28,11 +28,7 @@ def key_id(psk: bytes) -> bytes:
 
 
 def check_psk(psk: bytes) -> None:
-    """Refuse a key that could be guessed.
-
-    Raises:
-        UsageError: Shorter than 32 bytes, or absurdly long.
-    """
+    """Refuse a key that could be guessed."""
     if not PSK_BYTES_MIN <= len(psk) <= PSK_BYTES_MAX:
         raise UsageError(
             f"the key has {len(psk)} bytes; {PSK_BYTES_MIN} to {PSK_BYTES_MAX} random "

@@ -174,11 +174,7 @@ class ConnectionCore:
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, raw: bytes | memoryview) -> ChunkArrival:
-        """Accept the next header and say where its body goes.
-
-        Raises:
-            ProtocolError: The frame breaks a rule.
-        """
+        """Accept the next header and say where its body goes."""
         header = self.outbox.framing.accept_header(raw)
         if self.error is not None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
@@ -338,11 +334,7 @@ class ConnectionCore:
     # --- the application --------------------------------------------------------------
 
     def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
-        """Send a small message at once, if there is credit; see Messages.
-
-        Raises:
-            ConnectionClosed: The connection is closing or closed.
-        """
+        """Send a small message at once, if there is credit; see Messages."""
         if self.phase is not CloseState.OPEN:
             self._check_open()
         return self.messages.eager_header(tag, nbytes, check)
@@ -407,12 +399,7 @@ class ConnectionCore:
     def grant(
         self, region: RegionRecord, offset: int, nbytes: int, access: Access
     ) -> GrantRow:
-        """Let the peer reach a range of a region.
-
-        Raises:
-            UsageError: The region does not allow it.
-            ConnectionClosed: The connection is closing or closed.
-        """
+        """Let the peer reach a range of a region."""
         self._check_open()
         return self._grants.give(region, offset, nbytes, access)
 

@@ -101,11 +101,7 @@ class Framing:
         return header
 
     def accept_header(self, raw: bytes | memoryview) -> Header:
-        """Decode the next header and check its place in the sequence.
-
-        Raises:
-            ProtocolError: A header rule is broken.
-        """
+        """Decode the next header and check its place in the sequence."""
         header = decode_header(raw)
         if header.sequence != self.received & _SEQUENCE_MASK:
             raise MalformedFrame(
@@ -123,16 +119,7 @@ class Framing:
         return header
 
     def open(self, header: Header, raw: bytes, body: bytes) -> bytes:
-        """Return the body of the control frame just received, less its seal.
-
-        Args:
-            header: Of this frame, as :meth:`accept_header` returned it.
-            raw: The same, as it came.
-            body: What followed it.
-
-        Raises:
-            MalformedFrame: The check or the seal is wrong.
-        """
+        """Return the body of the control frame just received, less its seal."""
         if self._open_key is None:
             if zlib.crc32(body) != header.payload_check:
                 raise MalformedFrame("KVW-HD-07", "a control body that came damaged")

@@ -122,11 +122,7 @@ class Handshake(ABC):
         self._secret = binding
 
     def header_received(self, raw: bytes | memoryview) -> int:
-        """Take the next header; return how many body bytes follow.
-
-        Raises:
-            ProtocolError: The frame breaks a rule or is not the one that is due.
-        """
+        """Take the next header; return how many body bytes follow."""
         try:
             header = self.framing.accept_header(raw)
             self._check_due(header)
@@ -345,11 +341,7 @@ class ServerHandshake(Handshake):
         self._proof = b""
 
     def choose(self, choice: TransportChoice) -> None:
-        """Answer the client's offer; with a transport taken, the handshake is done.
-
-        Raises:
-            ProfileMismatch: No transport was taken.
-        """
+        """Answer the client's offer; with a transport taken, the handshake is done."""
         hello, offer = self._hello, self.offer
         assert self.state is HandshakeState.DECISION
         assert hello is not None

@@ -36,12 +36,7 @@ class Keepalive:
         return frames_sent == self._frames_sent
 
     def is_due(self, now: float, frames_sent: int) -> bool:
-        """Tell whether to send something; call it when ``due`` has come.
-
-        Args:
-            now: The time.
-            frames_sent: Frames sent so far, of any kind.
-        """
+        """Tell whether to send something; call it when ``due`` has come."""
         if now < self.due:
             return False
         silent = frames_sent == self._frames_sent

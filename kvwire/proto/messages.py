@@ -159,9 +159,6 @@ class Messages:
         """Drop the messages of a tag, now and until it is received again.
 
         Returns how many were here or on their way.
-
-        Raises:
-            UsageError: A receive waits for them.
         """
         if tag in self._posted:
             raise UsageError(

@@ -53,11 +53,7 @@ class RegionTable:
         return len(self._open)
 
     def register(self, buffer: BufferId, nbytes: int, access: Access) -> RegionRecord:
-        """Make a region of a buffer.
-
-        Raises:
-            UsageError: Too many regions are open.
-        """
+        """Make a region of a buffer."""
         if len(self._open) >= REGIONS_MAX:
             raise UsageError(f"{REGIONS_MAX} regions are open; close some of them")
         self._last += 1
@@ -109,12 +105,7 @@ class Grants:
     def give(
         self, region: RegionRecord, offset: int, nbytes: int, access: Access
     ) -> GrantRow:
-        """Allow the peer to reach ``[offset, offset + nbytes)`` of the region.
-
-        Raises:
-            UsageError: The region is closed, the range is not inside it, it does not
-                allow this access, or too many grants are open.
-        """
+        """Allow the peer to reach ``[offset, offset + nbytes)`` of the region."""
         if not region.open:
             raise UsageError(f"region {region.id} is closed")
         if offset < 0 or nbytes < 0 or offset > region.nbytes - nbytes:

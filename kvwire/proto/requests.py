@@ -135,9 +135,6 @@ class RequestTable:
         """Refuse to start one more than the table holds.
 
         What the peer has started does not count: it cannot take our room.
-
-        Raises:
-            UsageError: Too many requests are open, or the numbers are used up.
         """
         if len(self._ours) + len(self._unmatched) >= REQUESTS_MAX:
             raise UsageError(

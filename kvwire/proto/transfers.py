@@ -114,11 +114,7 @@ class Transfers:
     def open(
         self, request: RequestRecord, transfer: TransferRecord, description: bytes
     ) -> None:
-        """Ask the peer for a transfer.
-
-        Raises:
-            UsageError: The peer has too many to answer already.
-        """
+        """Ask the peer for a transfer."""
         if not _room(self._asked):
             raise UsageError(
                 f"{TRANSFERS_WAITING_MAX} transfers wait for an answer of this peer "

@@ -27,12 +27,7 @@ Have: TypeAlias = "object | Callable[[bytes], bool] | None"
 
 
 def listed_hashes(hashes: Hashes, geometry: Geometry) -> dict[str, list[bytes]]:
-    """Return the hashes of each group, checked against its block list.
-
-    Raises:
-        UsageError: A group is unknown or missing, its hashes are not one a block, or
-            one of them is not bytes.
-    """
+    """Return the hashes of each group, checked against its block list."""
     if hashes is None:
         return {}
     names = [group.name for group in geometry.groups]
@@ -89,11 +84,7 @@ def digest(hashes: Mapping[str, list[bytes]], content: object = None) -> bytes:
 def held(
     have: Have, hashes: Mapping[str, list[bytes]], lists: Mapping[str, Ids]
 ) -> dict[str, Bits]:
-    """Return which positions of its lists a consumer has already.
-
-    Raises:
-        UsageError: ``have`` without hashes, or neither a collection nor a predicate.
-    """
+    """Return which positions of its lists a consumer has already."""
     if have is None:
         return {}
     if not hashes:

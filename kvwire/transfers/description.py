@@ -81,12 +81,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     trace: Annotated[bytes, Meta(max_length=TRACE_BYTES)] = b""
 
     def encode(self) -> bytes:
-        """Return the bytes that travel.
-
-        Raises:
-            UsageError: They would be more than one frame holds, now or, with what has
-                landed by then, after a lost link.
-        """
+        """Return the bytes that travel."""
         data = msgspec.msgpack.encode(self)
         if not self.trace:
             # What older versions say: an array that is shorter by its last element.
@@ -104,33 +99,21 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @classmethod
     def decode(cls, data: bytes) -> TransferOffer:
-        """Read a peer's description.
-
-        Raises:
-            ProfileMismatch: It is not one.
-        """
+        """Read a peer's description."""
         try:
             return _DECODER.decode(data)
         except DECODE_ERRORS as exc:
             raise ProfileMismatch(f"the peer's description: {exc}") from None
 
     def read_geometry(self) -> Geometry:
-        """Return the peer's geometry.
-
-        Raises:
-            ProfileMismatch: A number in it is out of range.
-        """
+        """Return the peer's geometry."""
         try:
             return geometry_of(self.geometry)
         except UsageError as exc:
             raise ProfileMismatch(f"the peer's description: {exc}") from None
 
     def require_same_hashes(self, hashes: bytes) -> None:
-        """Refuse a list that holds other tokens, as far as both sides say.
-
-        Raises:
-            ProfileMismatch: Both sides give hashes, and they differ.
-        """
+        """Refuse a list that holds other tokens, as far as both sides say."""
         if hashes and self.hashes and hashes != self.hashes:
             raise ProfileMismatch(
                 "hashes: those of the producer's list and those of the consumer's "
@@ -139,14 +122,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             )
 
     def require_same_plan(self, digest: bytes) -> None:
-        """Refuse an answer whose plan is another one than ours.
-
-        Args:
-            digest: Of the plan that this side has made of both halves.
-
-        Raises:
-            ProfileMismatch: They differ.
-        """
+        """Refuse an answer whose plan is another one than ours."""
         if self.plan != digest:
             raise ProfileMismatch(
                 "the two sides would walk the bytes in different orders; their "
@@ -155,11 +131,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             )
 
     def read_have(self, consumer: Geometry) -> dict[str, Bits]:
-        """Return what the consumer has, one bool for each position of its lists.
-
-        Raises:
-            ProfileMismatch: A bitmap does not fit the consumer's list.
-        """
+        """Return what the consumer has, one bool for each position of its lists."""
         blocks = {group.name: group.blocks for group in consumer.groups}
         found: dict[str, Bits] = {}
         for name, packed in self.have:

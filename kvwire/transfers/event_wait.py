@@ -69,10 +69,6 @@ class EventWaiter:
 async def wait_event(after: Any, devices: Devices) -> None:
     """Wait on a loop for what a mark may wait for.
 
-    Raises:
-        UsageError: It is nothing that can be waited for.
-        BackendUnavailable: It failed, or its device does not work.
-
     Cancel safety: safe, it only watches.
     """
     loop = asyncio.get_running_loop()

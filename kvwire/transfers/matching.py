@@ -83,12 +83,7 @@ class TransferRegistry:
     # --- our side ---------------------------------------------------------------------
 
     def offer(self, end: End) -> None:
-        """Wait for the peer (``publish``, ``expect``), or match one that waits.
-
-        Raises:
-            UsageError: The id is in use, the transfer is too large to be described, or
-                too much memory is in quarantine.
-        """
+        """Wait for the peer (``publish``, ``expect``), or match one that waits."""
         key = end.role_key
         if key in self._waiting:
             verb = "published" if key[1] else "expected"
@@ -126,11 +121,7 @@ class TransferRegistry:
         end.begin()
 
     def defer(self, end: End) -> None:
-        """Begin a transfer whose peer is asked as soon as it is connected.
-
-        Raises:
-            UsageError: Too much memory is in quarantine.
-        """
+        """Begin a transfer whose peer is asked as soon as it is connected."""
         end.check_room()
         self.live[end] = None
         end.begin()

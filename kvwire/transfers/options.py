@@ -74,11 +74,7 @@ _VERBS: Final[dict[str, Any]] = {
 
 
 def check_options(verb: str, options: Mapping[str, object]) -> None:
-    """Refuse an option that a verb does not have.
-
-    Raises:
-        UsageError: There is one; names the nearest.
-    """
+    """Refuse an option that a verb does not have."""
     names = _VERBS[verb].__optional_keys__
     for name in options:
         if name not in names:

@@ -51,12 +51,7 @@ class ConnectionPort(Protocol):
         description: bytes,
         pull: bool,
     ) -> None:
-        """Send OPEN; the attempt has its request of the core from here on.
-
-        Raises:
-            UsageError: The peer has too many transfers to answer already.
-            ConnectionClosed: The connection is closing or closed.
-        """
+        """Send OPEN; the attempt has its request of the core from here on."""
 
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode

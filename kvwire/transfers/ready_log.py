@@ -108,11 +108,7 @@ class ReadyLog:
         self._only = next(iter(self._groups))
 
     def name(self, lists: Mapping[str, Ids]) -> None:
-        """Name the next blocks of each group's list.
-
-        Raises:
-            UsageError: There is no room for them, or one of them was named before.
-        """
+        """Name the next blocks of each group's list."""
         with self._lock:
             for name, ids in lists.items():
                 self._groups[name].check_names(name, ids)
@@ -148,11 +144,7 @@ class ReadyLog:
             wait(lambda failure: self._arrived(made, failure))
 
     def finish(self, *, partial: bool) -> None:
-        """Close the log: no mark will come any more.
-
-        Raises:
-            UsageError: Something was never marked, and ``partial`` is not set.
-        """
+        """Close the log: no mark will come any more."""
         with self._lock:
             missing = "" if partial else self._gaps()
             if missing:

@@ -94,12 +94,7 @@ class ReceiveAttempt(Attempt):
         return self.connection.chunk_bytes
 
     def _check(self, core: SegmentRecord) -> Segment:
-        """Return what of the plan a marked segment is.
-
-        Raises:
-            ProtocolError: None of it, another length, too much at once, or some of it
-                has come before.
-        """
+        """Return what of the plan a marked segment is."""
         plan, segment = self.incoming.plan, Segment(*core.box)
         try:
             plan.check(segment)

@@ -292,12 +292,7 @@ B = TypeVar("B", bound=Body)
 
 
 def decode_body(frame_type: int, data: bytes | bytearray | memoryview) -> Body:
-    """Read the body of a control frame of this type.
-
-    Raises:
-        MalformedFrame: Not msgpack, a field of the wrong type or out of range, or bytes
-            after the end.
-    """
+    """Read the body of a control frame of this type."""
     try:
         return _DECODERS[frame_type].decode(data)
     except DECODE_ERRORS as exc:

@@ -55,11 +55,7 @@ class ConnectionParameters:
 
     @classmethod
     def read(cls, numbers: Iterable[int]) -> ConnectionParameters:
-        """Read a peer's parameters from the numbers in a body.
-
-        Raises:
-            MalformedFrame: A field is out of its range.
-        """
+        """Read a peer's parameters from the numbers in a body."""
         names = (field.name for field in fields(cls))
         parameters = cls(**dict(zip(names, numbers, strict=True)))
         for name, low, high in (
@@ -105,11 +101,7 @@ class _Fixed:
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Read a body.
-
-        Raises:
-            MalformedFrame: Not such a message of that side, or a field out of range.
-        """
+        """Read a body."""
         values, found = iter(_unpack(cls._layout, body)[1:]), dict[str, Any]()
         for field in fields(cls):
             if field.name == "trust" and cls._role is not None:
@@ -140,11 +132,7 @@ class Hello(_Fixed):
 
     @classmethod
     def decode(cls, body: bytes) -> Self:
-        """Read a body.
-
-        Raises:
-            MalformedFrame: Not a HELLO of a client, or a field out of range.
-        """
+        """Read a body."""
         hello = super(Hello, cls).decode(body)
         if not 1 <= hello.version_min <= hello.version_max:
             raise MalformedFrame(

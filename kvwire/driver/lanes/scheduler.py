@@ -146,11 +146,7 @@ class LaneScheduler(LaneHandler):
     # --- receiving --------------------------------------------------------------------
 
     def receive(self, event: LaneDataReceived, payload: Payload | None) -> None:
-        """Let a lane receive what the peer has announced.
-
-        Raises:
-            ProtocolError: The descriptor is not one of the peer's lane.
-        """
+        """Let a lane receive what the peer has announced."""
         arrival = event.arrival
         endpoint = self._lanes.find(arrival.lane)
         assert endpoint is not None, "the core expects it"

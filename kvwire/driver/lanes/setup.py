@@ -96,11 +96,6 @@ class LaneSetup:
     async def open_lanes(self, count: int) -> None:
         """Open lanes of the first transport that works, for ``count`` data paths.
 
-        Raises:
-            BackendUnavailable: None of those that are allowed works; says why, for
-                each.
-            ConnectionClosed: The connection has ended.
-
         Cancel safety: the connection is to be aborted.
         """
         lanes = self._lanes
@@ -151,12 +146,7 @@ class LaneSetup:
         )
 
     async def _reopen(self) -> None:
-        """Open a lane in the place of one that has broken.
-
-        Raises:
-            BackendUnavailable: It does not open.
-            ConnectionClosed: The connection has ended.
-        """
+        """Open a lane in the place of one that has broken."""
         name = self._chosen
         try:
             endpoint = await self._open(name)
@@ -170,12 +160,7 @@ class LaneSetup:
         self._active.lane_came_back(endpoint)
 
     async def _open(self, name: str, timeout_s: float = LANE_TIMEOUT_S) -> LaneEndpoint:
-        """Open one lane.
-
-        Raises:
-            BackendUnavailable: It does not open.
-            ConnectionClosed: The connection has ended.
-        """
+        """Open one lane."""
         self._check_alive()
         number = self._core.lanes.next_number()
         if number is None:
@@ -335,11 +320,7 @@ class LaneSetup:
             raise self._core.error
 
     def _make(self, name: str, number: int) -> LaneEndpoint:
-        """Make this side's endpoint of a lane.
-
-        Raises:
-            BackendUnavailable: The backend cannot.
-        """
+        """Make this side's endpoint of a lane."""
         backend = self._owner.lane_backend(name)
         context = LaneContext(
             role=self._core.agreement.role,
