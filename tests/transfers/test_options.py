@@ -120,28 +120,6 @@ async def test_a_wrong_have(w: World, verb: str) -> None:
             call("t", w.target.cache, DEST, hashes=[b"a"] * 3, have=7)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "said"),
-    [
-        (lambda shape: [np.zeros(shape, np.float16)] * LAYERS, "dtype is float16"),
-        (lambda shape: [np.zeros(shape, np.float32)] * 3, "3 tensors for layers=4"),
-        (lambda shape: [[0.0]] * LAYERS, "neither a NumPy array nor a torch"),
-        (
-            lambda shape: [np.zeros((*shape[:-1], 8), np.float32)] * LAYERS,
-            "8",
-        ),
-        (
-            lambda shape: [np.zeros(shape[1:], np.float32)] * LAYERS,
-            "layout",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit(tensors: Callable[..., Any], said: str) -> None:
-    """A cache is refused where it is made, so no verb ever sees it."""
-    with pytest.raises(kvwire.UsageError, match=said):
-        kvwire.PagedCache(SPEC, tensors((BLOCKS, 2, 4, 2, 16)))
-
-
 @scenario("inproc")
 async def test_tensors_that_are_not_contiguous_are_moved_as_they_lie(w: World) -> None:
     """Strides are read and not assumed; what lies between is left alone."""

@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
-import pytest
-
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from tests.scenarios.world import World, scenario
-from tests.support.tree import ROOT
-
-ABOVE = ("communicator", "connection", "endpoint", "engine", "region", "request")
-FILES = sorted((ROOT / "kvwire" / "transfers").glob("*.py"))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_no_file_names_what_stands_above(path: Path) -> None:
-    """Not for type checkers either."""
-    named = {
-        node.module
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.module
-    }
-    above = {f"kvwire.{name}" for name in ABOVE}
-    assert not {name for name in named if name.startswith(tuple(above))}
 
 
 @scenario("inproc")
