@@ -198,17 +198,24 @@ class ObjectTier(ElsewhereTier):
 
         async def put(at: int) -> None:
             key, data = batch.keys[at], objects[at].data
-            # An upload in parts that fails is given up there; one that is cut short by
-            # the deadline is what a bucket's rule for incomplete uploads is for.
+            in_parts = data.nbytes > STORE_OBJECT_PART_BYTES
+            # obstore bounds each request, and takes back the parts of an upload that
+            # fails. Those of one that is cut short from here stay, and cost money: only
+            # what hangs may be, after a beginning, rounds of parts, end and abort.
+            rounds = math.ceil(
+                data.nbytes / (STORE_OBJECT_PART_BYTES * STORE_OBJECT_PARTS)
+            )
+            limit_s = self._timeout_s * (2 * (rounds + 3) if in_parts else 1)
             done = await self._ask(
                 lambda: self._obstore.put_async(
                     self._bucket,
                     path_of(key),
                     data,
-                    use_multipart=data.nbytes > STORE_OBJECT_PART_BYTES,
+                    use_multipart=in_parts,
                     chunk_size=STORE_OBJECT_PART_BYTES,
                     max_concurrency=STORE_OBJECT_PARTS,
-                )
+                ),
+                limit_s,
             )
             if not isinstance(done, BlockResult):
                 results[at] = BlockResult.LANDED
@@ -277,17 +284,15 @@ class ObjectTier(ElsewhereTier):
         found = await self._ask(fetch)
         return found if isinstance(found, BlockResult) else memoryview(found)
 
-    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T | BlockResult:
-        """Make one request.
-
-        Returns:
-            What came back; MISSING if there is no such object, FAILED otherwise.
-        """
+    async def _ask(
+        self, call: Callable[[], Awaitable[T]], limit_s: float | None = None
+    ) -> T | BlockResult:
+        """Make one request; MISSING if there is no such object, FAILED otherwise."""
         async with self._room:
             if self._resting():
                 return BlockResult.FAILED
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(limit_s or self._timeout_s):
                     found = await call()
             except FileNotFoundError:
                 return BlockResult.MISSING

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -112,35 +113,54 @@ async def test_blocks_come_back_from_s3(server: str) -> None:
     assert await put_and_get(tier(server), "plain") == (BLOCKS, BLOCKS, True)
 
 
-@pytest.mark.parametrize("refused", ["", "partNumber=2"])
+@pytest.mark.parametrize(
+    ("refused", "status", "times", "lands"),
+    [
+        pytest.param("-", 400, 0, True, id="all taken"),
+        pytest.param("partNumber", 503, 1, True, id="each throttled once"),
+        pytest.param("partNumber=2", 400, 99, False, id="one refused"),
+        # The deadline of the tier must not be what ends this.
+        pytest.param("partNumber=2", 503, 99, False, id="one throttled for long"),
+        pytest.param("^uploadId", 403, 99, False, id="not completed"),
+    ],
+)
 async def test_a_large_block_goes_in_parts(
-    server: str, monkeypatch: pytest.MonkeyPatch, refused: str
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
+    status: int,
+    times: int,
+    lands: bool,
 ) -> None:
     """If one is refused, nothing of the others stays there, and nothing is promised."""
     monkeypatch.setattr(object_module, "STORE_OBJECT_PART_BYTES", 5 * MIB)
     spec = KVSpec(layers=3, kv_heads=8, head_dim=128, block_tokens=1024)
     assert spec.block_bytes == 12 * MIB
     source, target = Filled(2, spec, seed=3), Filled(2, spec)
-    parts: list[str] = []
+    asked: Counter[str] = Counter()
 
     def fault(request: Request) -> Response | None:
-        if "partNumber" in (query := request.url.query):
-            parts.append(query.partition("&")[0])
-        wrong = refused and refused in query
-        return Response("<Error><Code>No</Code></Error>", 400) if wrong else None
+        asked[what := f"{request.method} {request.url}"] += 1
+        wrong = request.method != "DELETE" and re.search(refused, request.url.query)
+        if not wrong or asked[what] > times:
+            return None
+        return Response("<Error><Code>No</Code></Error>", status)
 
     async with proxy(server, fault) as url:
-        async with BlockStore.open([MEMORY, tier(url)]) as store:
+        address = tier(url, timeout_s=30 if lands else 3)
+        async with BlockStore.open([MEMORY, address]) as store:
             put = await store.put(chain(2), source.cache, range(2))
-        async with BlockStore.open([MEMORY, tier(url)]) as store:
+        async with BlockStore.open([MEMORY, address]) as store:
             got = await store.get(chain(2), target.cache, range(2))
-    assert set(parts) == {"partNumber=1", "partNumber=2", "partNumber=3"}
-    assert put.complete == got.complete == (not refused)
+    assert set(re.findall(r"partNumber=\d", " ".join(asked))) == {
+        f"partNumber={part}" for part in (1, 2, 3)
+    }
+    assert put.complete == got.complete == lands
     async with httpx.AsyncClient() as client:
         left = await client.get(f"{server}/cache?uploads")
     assert "<Upload>" not in left.text
     for here, there in zip(source.tensors, target.tensors, strict=True):
-        assert (here.tobytes() == there.tobytes()) == (not refused)
+        assert (here.tobytes() == there.tobytes()) == lands
 
 
 SLOW_DOWN = "<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
