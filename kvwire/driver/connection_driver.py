@@ -76,17 +76,9 @@ class ConnectionDriver(LinkHandler):
     """Runs the link and the lanes of one connection, once its handshake is over.
 
     Args:
-        link: The link.
-        core: The protocol of the connection.
-        owner: Whose connection it is.
-        lanes: Its data paths beside the link.
         on_event: Called with each event of the core that is not about lanes.
 
     Attributes:
-        link: The link.
-        lanes: The data paths beside it.
-        active: What carries the data.
-        lane_setup: Opens the lanes.
         staging: What of the payload lies in device memory.
         held: Messages that nobody has asked for yet, by the core's numbers.
         ended: Set when the link and its lanes have closed: nothing touches memory any

@@ -16,7 +16,6 @@ class Devices:
     """Streams and threads for devices, on behalf of one loop.
 
     Args:
-        loop: The communicator's.
         chunk_bytes: The most bytes that are moved at once.
     """
 

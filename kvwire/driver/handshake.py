@@ -73,9 +73,6 @@ class HandshakeDriver(LinkHandler, Generic[T]):
     """Runs one handshake on one link, until the driver of the connection takes over.
 
     Attributes:
-        link: The link.
-        handshake: The protocol's side of it.
-        scheme: The transport of the link.
         done: The connection it led to, or the error that ended it.
         ended: Set when the link has closed, or another handler has taken it over.
         identity: Who the peer has proved to be, in ``mtls`` mode.

@@ -28,7 +28,6 @@ class LoopThread:
     """Knows the running loop, and which thread of which process runs it.
 
     Attributes:
-        loop: The loop.
         ident: ``threading.get_ident()`` of its thread; ``FORKED`` in a child process.
     """
 

@@ -13,15 +13,7 @@ from kvwire.driver.devices import Devices
 
 
 class DriverOwner(Protocol):
-    """The communicator, as the driver of one connection sees it.
-
-    Attributes:
-        loop: The loop on which everything happens.
-        config: Its configuration.
-        buffers: The memory that transports use.
-        counters: Its counters: of what has ended how.
-        devices: The devices whose memory it moves.
-    """
+    """The communicator, as the driver of one connection sees it."""
 
     loop: asyncio.AbstractEventLoop
     config: Config

@@ -23,14 +23,10 @@ class DeferredRequest:
     """Owns an outer request until its inner one is over.
 
     Args:
-        thread: Who may wait for it.
-        connect: Waits for a connection.
-        call: Starts the inner request.
         deadline: An instant of the loop's clock, or None.
         receives: Whether it is taken back while nobody waits for it.
 
     Attributes:
-        thread: Who may wait for it.
         outer: What the caller holds.
         task: Waits for the connection, then for the inner request; None while neither
             is waited for.

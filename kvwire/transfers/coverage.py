@@ -9,12 +9,7 @@ from __future__ import annotations
 
 
 class Coverage:
-    """Records which cells, layers times blocks, of one group were marked.
-
-    Args:
-        layers: How many layers there are.
-        blocks: How many blocks.
-    """
+    """Records which cells, layers times blocks, of one group were marked."""
 
     __slots__ = ("_all_blocks", "_all_layers", "_begun", "_bits", "_blocks", "_whole")
 

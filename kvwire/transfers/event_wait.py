@@ -21,11 +21,7 @@ Failure = str
 
 
 class EventWaiter:
-    """Waits on behalf of one transfer.
-
-    Args:
-        devices: Of the communicator.
-    """
+    """Waits on behalf of one transfer."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices

@@ -27,9 +27,6 @@ class ConnectionPort(Protocol):
     """One connection, as transfers use it.
 
     Attributes:
-        peer: Who is at the other end.
-        transfers: What the core of the connection does for transfers.
-        staging: What moves memory of devices.
         chunk_bytes: Bytes of a chunk that arrives here.
     """
 

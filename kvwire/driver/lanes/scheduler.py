@@ -42,12 +42,7 @@ class LaneScheduler(LaneHandler):
     """Sends and receives on the lanes of one connection, and chooses between them.
 
     Args:
-        core: The protocol of the connection.
-        lanes: Its lanes.
-        staging: What of its payload lies in device memory.
-        loop: The running loop.
         checks: Which payloads have checksums.
-        run: Does what the core asks for.
         lane_broke: Called with a lane that was open and has broken.
         check_ended: Called when a lane touches no memory any more.
 

@@ -36,13 +36,8 @@ class LaneSetup:
     """Opens the lanes of one connection, on either side.
 
     Args:
-        core: The protocol of the connection.
-        lanes: Its lanes.
         active: What carries its data, to say when that changes.
-        handler: Of the lanes.
         remote: Where the control link leads.
-        owner: Whose connection it is.
-        run: Does what the core asks for.
         check_ended: Called when nothing is being opened any more.
     """
 

@@ -83,10 +83,6 @@ class LaneEndpoint:
     """This side's endpoint of one lane. Its state is changed by :class:`LaneSet` alone.
 
     Attributes:
-        number: The lane's number.
-        backend: The name of its transport.
-        lane: The backend's endpoint.
-        state: How far it is.
         reason: Why it was closed, or "".
     """
 
