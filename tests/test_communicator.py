@@ -25,6 +25,7 @@ from kvwire import (
     ProfileMismatch,
     UsageError,
 )
+from kvwire.backend import Availability, registry
 from kvwire.security.keys import write_key_file
 from tests.security.test_keys import MALFORMED, REACHABLE
 from tests.support.leaks import open_descriptors
@@ -119,6 +120,22 @@ async def test_nothing_but_the_address_asked_for_is_bound(
 
 
 @linux
+async def test_libraries_are_loaded_before_anybody_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a handshake they took longer than a peer waits. Never a forbidden one."""
+    asked, ask = set[str](), registry.availability
+
+    def availability(name: str) -> Availability:
+        asked.add(name)
+        return ask(name)
+
+    monkeypatch.setattr(registry, "availability", availability)
+    async with kvwire.open(forbid=["ucx"]) as comm:
+        await comm.listen("127.0.0.1:0")
+        assert asked == set(registry.names()) - {"ucx"}
+
+
 @pytest.mark.parametrize("host", [*REACHABLE, *MALFORMED])
 async def test_no_address_of_others_without_a_trust_mode(host: str) -> None:
     """Goal S4: refused for listening and for connecting, and not merely warned of."""

@@ -110,6 +110,14 @@ def local_rejection(config: Config, name: str, scheme: str) -> str:
     return ""
 
 
+def offered(config: Config, scheme: str) -> tuple[str, ...]:
+    """Return the transports that this side offers beside a scheme's link.
+
+    The first time, their libraries are loaded, which takes up to a second.
+    """
+    return tuple(n for n in registry.names() if not local_rejection(config, n, scheme))
+
+
 def protection(name: str) -> str:
     """Return what keeps payload private in ``mtls`` mode; "" if nothing does."""
     capabilities = registry.load(name).capabilities

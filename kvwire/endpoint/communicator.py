@@ -17,7 +17,7 @@ from kvwire.backend.selection import (
     apply_overrides,
     check_transports,
     control_rejection,
-    local_rejection,
+    offered,
 )
 from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
@@ -190,6 +190,8 @@ class CommunicatorState:
         self.check_open()
         where = Address.parse(address)
         backend = self._backend(where.scheme, self.config)
+        # Loads their libraries now, and not while a peer waits in its handshake.
+        offered(self.config, where.scheme)
 
         def accept(link: Link) -> None:
             self._reception.accept(link, backend)
@@ -337,16 +339,11 @@ class CommunicatorState:
                     f"announce: this side listens on {address}, which is everywhere; "
                     f"pass address=, by which others reach it"
                 )
-        transports = (
-            name
-            for name in registry.names()
-            if not local_rejection(self.config, name, Address.parse(address).scheme)
-        )
         record = Record(
             name=self.config.name,
             address=str(address),
             incarnation=self.incarnation.hex(),
-            transports=tuple(transports),
+            transports=offered(self.config, Address.parse(address).scheme),
             **fields,
         )
         self.membership.announce(record)
@@ -585,11 +582,7 @@ def _offer(
 ) -> TransportOffer:
     return TransportOffer(
         name=identity.name,
-        backends=tuple(
-            BackendOffer(name, API_VERSION)
-            for name in registry.names()
-            if not local_rejection(config, name, scheme)
-        ),
+        backends=tuple(BackendOffer(n, API_VERSION) for n in offered(config, scheme)),
         profile=identity.profile,
         resumes=resumes,
     )

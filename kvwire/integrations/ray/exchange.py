@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
-from kvwire.backend import registry
 from kvwire.kv.fragments import Fragments
 
 Bytes = npt.NDArray[np.uint8]
@@ -60,9 +59,6 @@ class TensorExchange:
     """Offers buffers, and fetches those of others, from any thread."""
 
     def __init__(self, listen: str = "127.0.0.1:0", **options: Any) -> None:
-        # Libraries load here, and not while a peer waits in its handshake.
-        for backend in registry.names():
-            registry.availability(backend)
         self._engine = kvwire.Engine(**options)
         self._offers: dict[str, _Offer] = {}  # bounded: what the user holds
         # Of each name those that are under way, on the loop.

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.backend import Availability, registry
 from kvwire.integrations.ray.exchange import (
     FetchAborted,
     NoSuchOffer,
@@ -65,22 +64,6 @@ def test_another_size_is_refused(pair: tuple[TensorExchange, TensorExchange]) ->
     has.offer("a", random_buffers())
     with pytest.raises(kvwire.UsageError, match="bytes"):
         wants.fetch(has.address, "a", empty_buffers((7,))).result(10)
-
-
-def test_libraries_are_loaded_before_it_listens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In its first handshake they took longer than a peer waits."""
-    asked, ask = list[str](), registry.availability
-
-    def availability(name: str) -> Availability:
-        if threading.current_thread() is threading.main_thread():
-            asked.append(name)
-        return ask(name)
-
-    monkeypatch.setattr(registry, "availability", availability)
-    with closing(TensorExchange()):
-        assert asked == list(registry.names())
 
 
 def test_nobody_listens(pair: tuple[TensorExchange, TensorExchange]) -> None:
