@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -26,11 +28,21 @@ def install_command(extra: str) -> str:
 
     It works for the way in which kvwire was installed here.
     """
-    if _is_source(_ROOT):
-        return f"pip install -e {_named(_ROOT, extra)}"
+    try:
+        here = str(Path.cwd())
+    except OSError:  # it has been removed
+        here = ""
+    return _command(extra, _ROOT, here, tuple(sys.path))
+
+
+# Whatever is not installed is asked for in each handshake, with the command.
+@lru_cache(maxsize=64)
+def _command(extra: str, root: Path, here: str, _path: tuple[str, ...]) -> str:
+    if _is_source(root):
+        return f"pip install -e {_named(root, extra, here)}"
     source = _installed_from()
     if source is not None:
-        return f"pip install {_named(source, extra)}"
+        return f"pip install {_named(source, extra, here)}"
     return f"pip install {shlex.join(_packages(extra))}"
 
 
@@ -51,12 +63,9 @@ def _is_source(directory: Path) -> bool:
     return (directory / "pyproject.toml").is_file()
 
 
-def _named(source: Path, extra: str) -> str:
-    try:
-        here = source.samefile(Path.cwd())
-    except OSError:  # the current directory has been removed
-        here = False
-    return shlex.quote(f"{'.' if here else source}[{extra}]")
+def _named(source: Path, extra: str, here: str) -> str:
+    inside = bool(here) and source.samefile(here)
+    return shlex.quote(f"{'.' if inside else source}[{extra}]")
 
 
 def _installed_from() -> Path | None:

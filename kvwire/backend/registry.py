@@ -14,6 +14,7 @@ from importlib import metadata
 
 from kvwire.backend.link import API_VERSION, Availability, Backend
 from kvwire.errors import BackendUnavailable, nearest
+from kvwire.limits import BACKENDS_MAX
 
 GROUP = "kvwire.backends"
 
@@ -25,6 +26,20 @@ def names() -> tuple[str, ...]:
 
 def load(name: str) -> type[Backend]:
     """Import the backend called ``name``."""
+    return _load(name, tuple(sys.path))
+
+
+def availability(name: str) -> Availability:
+    """Tell whether the backend called ``name`` can run here; never raises."""
+    try:
+        return load(name).availability()
+    except BackendUnavailable as exc:
+        return Availability(available=False, reason=str(exc))
+
+
+# Each handshake asks for each several times. What cannot be had is looked for again.
+@lru_cache(maxsize=BACKENDS_MAX)
+def _load(name: str, _path: tuple[str, ...]) -> type[Backend]:
     found = _entry_points().get(name, [])
     if not found:
         raise BackendUnavailable(
@@ -44,14 +59,6 @@ def load(name: str) -> type[Backend]:
             f"{type(exc).__name__}: {exc}"
         ) from exc
     return _checked(name, cls)
-
-
-def availability(name: str) -> Availability:
-    """Tell whether the backend called ``name`` can run here; never raises."""
-    try:
-        return load(name).availability()
-    except BackendUnavailable as exc:
-        return Availability(available=False, reason=str(exc))
 
 
 def _entry_points() -> dict[str, list[metadata.EntryPoint]]:

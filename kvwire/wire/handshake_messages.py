@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, ClassVar, Final, Self
 
@@ -96,7 +96,10 @@ class _Fixed:
             value = getattr(self, field.name)
             if field.name == "trust" and self._role is not None:
                 values.append(self._role)
-            values += astuple(value) if field.name == "parameters" else (value,)
+            if field.name == "parameters":
+                values += [getattr(value, one.name) for one in fields(value)]
+            else:
+                values.append(value)
         return self._layout.pack(*values).ljust(HANDSHAKE_BODY_BYTES, b"\0")
 
     @classmethod
