@@ -17,11 +17,12 @@ def main(name: str, library: str) -> None:
     from kvwire.cli.demo import roles  # noqa: PLC0415
 
     role = {"prefill": roles.prefill, "decode": roles.decode, "single": roles.single}
+    unheard = False
     try:
         asyncio.run(role[name](library))
     except* BrokenPipeError:
-        # Nobody reads any more what this process says.
-        sys.exit(1)
+        unheard = True  # nobody reads any more what this process says
+    sys.exit(unheard)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ async def _run(
                         prefilled = prefill.until(Prefilled, len(requests), note)
                         group.create_task(prefilled)
                         group.create_task(decode.until(NewToken, tokens, note))
-                except* RoleFailed as failed:
+                # Not `except*`: what is raised there is in a group again on 3.11.2.
+                except ExceptionGroup as failed:
                     raise failed.exceptions[0] from None
         # Alone on the machine, after everything that is timed.
         await single.until(Up, 1, note)
