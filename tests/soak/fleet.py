@@ -140,21 +140,29 @@ class Fleet:
         try:
             for number in range(each):
                 await self._start("prefill", number)
-            workers = [self._worker(number, pending) for number in range(each)]
-            working = asyncio.gather(*workers)
+            workers = [
+                asyncio.create_task(self._worker(number, pending))
+                for number in range(each)
+            ]
             harm = asyncio.create_task(self._harm(fault_s, each))
             try:
-                await working
+                await asyncio.gather(*workers)
             finally:
                 # Not cancelled, which would lose a process that is being started.
                 self._over.set()
                 await harm
+                self._kill_all()
+                await asyncio.wait(workers)
         finally:
             self.half_done.set()
+            self._kill_all()
             for process in self._started:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.communicate()
+                await process.wait()
+
+    def _kill_all(self) -> None:
+        for process in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
 
     async def _start(self, role: str, number: int) -> Process:
         process = await asyncio.create_subprocess_exec(
@@ -169,12 +177,12 @@ class Fleet:
 
     async def _worker(self, number: int, pending: asyncio.Queue[int]) -> None:
         """Give requests to one decode process after the other."""
-        while not pending.empty():
+        while not (pending.empty() or self._over.is_set()):
             process = await self._start("decode", number)
             assert process.stdin is not None
             assert process.stdout is not None
             await process.stdout.readline()
-            while not pending.empty():
+            while not (pending.empty() or self._over.is_set()):
                 request, began = pending.get_nowait(), time.monotonic()
                 with contextlib.suppress(ConnectionError):
                     process.stdin.write(b"%d\n" % request)
