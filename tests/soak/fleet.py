@@ -228,7 +228,8 @@ class Fleet:
     async def _end(self, process: Process, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
-        await process.wait()
+        async with asyncio.timeout(STUCK_S):
+            await process.wait()
 
 
 @contextlib.contextmanager

@@ -81,8 +81,8 @@ async def _loop_left_empty() -> AsyncIterator[None]:
 
 def _note_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """What asyncio would only have logged, such as a never retrieved exception."""
-    cause = context.get("exception")
-    _errors.append(f"{context['message']}: {cause!r}" if cause else context["message"])
+    cause, text = context.get("exception"), context.get("message", "in the loop")
+    _errors.append(f"{text}: {cause!r}" if cause else text)
 
 
 def open_descriptors() -> dict[int, str]:
