@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.support import tree
@@ -56,6 +58,15 @@ def test_examples_lie_where_the_rule_looks(check: Check) -> None:
 def test_no_other_folder_at_the_top() -> None:
     """Tools and benchmarks live in the package or in the tests."""
     assert tree.folders() <= _FOLDERS
+
+
+@pytest.mark.parametrize("script", [".ci/run", ".ci/pythons", "Makefile"])
+def test_tests_named_by_a_script_exist(script: str) -> None:
+    """With processes of its own, pytest runs no test and names no folder it missed."""
+    text = (tree.ROOT / script).read_text()
+    named = set(re.findall(r"(?<![\w/])tests/[\w/.*]+\w\b(?!/?\*)", text))
+    assert named
+    assert [path for path in sorted(named) if not any(tree.ROOT.glob(path))] == []
 
 
 def test_excuses_are_sentences() -> None:
