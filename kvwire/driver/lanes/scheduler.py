@@ -10,6 +10,7 @@ opened in its place: otherwise the connection ends.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ from kvwire.types import BufferId, MemoryKind
 if TYPE_CHECKING:
     from kvwire.driver.device_staging import DeviceStaging
     from kvwire.proto.connection import ConnectionCore
+
+logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
 
 class _Landing(Landing):
@@ -185,6 +188,13 @@ class LaneScheduler(LaneHandler):
         reason = str(error or "this side ended it")
         left = self._lanes.advance(endpoint, LaneInput.GONE, reason)
         self._core.lane_gone(endpoint.number, endpoint.reason)
+        logger.debug(
+            "peer %s: lane %d has ended: %s, %s",
+            self._core.agreement.peer,
+            endpoint.number,
+            endpoint.backend,
+            endpoint.reason,
+        )
         self._go_on(endpoint, left, error)
         self._run()
         self._check_ended()

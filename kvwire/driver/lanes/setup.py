@@ -183,9 +183,6 @@ class LaneSetup:
             self._check_alive()
             raise BackendUnavailable(endpoint.reason or "it broke as soon as it was up")
         self._core.lanes.ready(number)
-        logger.debug(
-            "peer %s: lane %d is up: %s", self._core.agreement.peer, number, name
-        )
         self._ready(endpoint)
         self._run()
         return endpoint
@@ -308,6 +305,10 @@ class LaneSetup:
     def _ready(self, endpoint: LaneEndpoint) -> None:
         self._owner.counters.lanes_raised += 1
         self._lanes.advance(endpoint, LaneInput.READY)
+        peer = self._core.agreement.peer
+        logger.debug(
+            "peer %s: lane %d is up: %s", peer, endpoint.number, endpoint.backend
+        )
 
     def _check_alive(self) -> None:
         """Raise the error of a connection that has ended."""

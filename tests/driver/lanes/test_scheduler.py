@@ -6,6 +6,7 @@ application is real. ``break_after`` cuts one after so many payloads.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
@@ -85,6 +86,19 @@ async def test_a_required_lane_that_breaks_ends_the_connection() -> None:
             await pair.left.recv(7)
         await region.close()
         assert not len(pair.near._state.buffers.holds)
+
+
+async def test_the_log_has_a_line_for_each_life(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "kvwire.lanes")
+    async with connected(**BESIDE) as pair:
+        await expect_moves(pair)
+    said = [r.getMessage() for r in caplog.records]
+    assert len([text for text in said if "lane 1 is up: inproc" in text]) == 2
+    ended = [text for text in said if "lane 1 has ended: inproc, " in text]
+    assert len(ended) == 2, said
+    assert all("the connection ended" in text for text in ended)
 
 
 async def test_memory_is_free_after_a_break() -> None:
