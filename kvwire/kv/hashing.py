@@ -127,6 +127,53 @@ class HashScheme:
         )
 
 
+def vllm_block_hashes(
+    tokens: Sequence[int], block_tokens: int, *, seed: str = "vllm-none-hash"
+) -> list[BlockHash]:
+    """Return the names that vLLM itself gives to the full blocks of a prompt.
+
+    So that a :class:`kvwire.BlockPool` or an index has the names of vLLM's own cache
+    and KV events, where vLLM runs with ``--prefix-caching-hash-algo sha256_cbor``. Its
+    events say them as the number that the last 8 bytes are, unless
+    ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. Prompts with an adapter, a picture or a
+    salt have other names.
+
+    Args:
+        tokens: Token ids, 0 to 2**31 - 1.
+        block_tokens: vLLM's ``--block-size``.
+        seed: The engines' ``PYTHONHASHSEED``; what vLLM takes without one.
+
+    Raises:
+        UsageError: A token id is none, or the block size is out of range.
+    """
+    scheme = HashScheme(block_tokens)
+    _token_bytes(tokens)  # which refuses what is no token id
+    word = seed.encode()
+    link = sha256(_cbor_head(_CBOR_TEXT, len(word)) + word).digest()
+    begins = _cbor_head(_CBOR_ARRAY, 3) + _cbor_head(_CBOR_BYTES, len(link))
+    lists = _cbor_head(_CBOR_ARRAY, block_tokens)
+    hashes: list[BlockHash] = []
+    for start in range(0, len(tokens) - block_tokens + 1, scheme.block_tokens):
+        block = tokens[start : start + block_tokens]
+        numbers = b"".join(_cbor_head(_CBOR_NUMBER, int(one)) for one in block)
+        link = sha256(begins + link + lists + numbers + _CBOR_NULL).digest()
+        hashes.append(link)
+    return hashes
+
+
+# Kinds of an item in CBOR (RFC 8949), which its first byte says in its upper bits.
+_CBOR_NUMBER, _CBOR_BYTES, _CBOR_TEXT, _CBOR_ARRAY = 0x00, 0x40, 0x60, 0x80
+_CBOR_NULL: Final = b"\xf6"
+
+
+def _cbor_head(kind: int, number: int) -> bytes:
+    """Return a kind with its number or length, in as few bytes as hold it."""
+    if number < 24:
+        return bytes((kind | number,))
+    power = 0 if number < 2**8 else 1 if number < 2**16 else 2
+    return bytes((kind | 24 + power,)) + number.to_bytes(1 << power, "big")
+
+
 _TOKEN_BYTES: Final = 4
 _TOKEN_MAX: Final = 2**31 - 1
 

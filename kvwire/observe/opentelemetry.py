@@ -36,7 +36,7 @@ from kvwire.transfers.base import text_of
 
 with needed_by("kvwire.observe.opentelemetry", extra="traces"):
     from opentelemetry import trace
-    from opentelemetry.context import Context, get_current
+    from opentelemetry.context import Context, attach, get_current
     from opentelemetry.trace import (
         Link,
         NonRecordingSpan,
@@ -47,6 +47,9 @@ with needed_by("kvwire.observe.opentelemetry", extra="traces"):
         StatusCode,
         TraceFlags,
         TracerProvider,
+    )
+    from opentelemetry.trace.propagation.tracecontext import (
+        TraceContextTextMapPropagator,
     )
 
 if TYPE_CHECKING:
@@ -154,6 +157,16 @@ class TransferTracer:
             links,
             start_ns,
         )
+
+
+def follow(traceparent: str) -> None:
+    """Have what the current task begins from here on lie below a span elsewhere.
+
+    Args:
+        traceparent: The span, as the header of W3C's Trace Context names it; what
+            names none is passed over.
+    """
+    attach(TraceContextTextMapPropagator().extract({"traceparent": traceparent}))
 
 
 def _remote(traceparent: str) -> SpanContext:

@@ -8,28 +8,15 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
 import kvwire
 from kvwire.observe.opentelemetry import TransferTracer
 from kvwire.testing.harness import loopback
+from tests.support.traces import Traces
 
 SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
-
-
-class Traces:
-    """A provider, and the spans that it was given."""
-
-    def __init__(self) -> None:
-        self._exporter = InMemorySpanExporter()
-        self.provider = TracerProvider()
-        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-
-    def spans(self) -> dict[str, ReadableSpan]:
-        return {span.name: span for span in self._exporter.get_finished_spans()}
 
 
 def said(span: ReadableSpan) -> Mapping[str, object]:

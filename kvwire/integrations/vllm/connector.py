@@ -88,6 +88,9 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             index = shapes[0].index
             self._announcer = Announcer(url, role, vllm_config, index, model)
         self._worker = WorkerSide(self._worker_settings(parallel), config, shapes)
+        observed = getattr(vllm_config, "observability_config", None)
+        if getattr(observed, "otlp_traces_endpoint", None):
+            self._worker.trace()
 
     # --- scheduler --------------------------------------------------------------------
 

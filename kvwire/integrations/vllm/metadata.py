@@ -39,6 +39,7 @@ class PromptTransfer:
     stages: int = 1  # its pipeline stages
     content: bytes = b""  # names the tokens
     priority: int = 0  # 0 to 255; what is higher goes first
+    traceparent: str = ""  # names the client's span, as W3C has it; "" for none
 
     @property
     def options(self) -> dict[str, Any]:

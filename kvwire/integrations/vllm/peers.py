@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from kvwire import Communicator, Connection, Engine, Incoming, Outgoing, PagedCache
+from kvwire.integrations.vllm.metadata import PromptTransfer
 from kvwire.integrations.vllm.topology import RankRoute
 
 P = TypeVar("P", Outgoing, Incoming)
@@ -69,6 +70,15 @@ class PromptEnd(Generic[P]):
         if begun:
             self._engine.start(self._abort)
         return begun
+
+    def _follow(self, prompt: PromptTransfer) -> None:
+        """Have the transfers that this task begins lie below the request's span."""
+        if prompt.traceparent:
+            from kvwire.observe.opentelemetry import (  # noqa: PLC0415 - an extra
+                follow,
+            )
+
+            follow(prompt.traceparent)
 
     async def _abort(self, communicator: Communicator) -> None:
         for part in self._parts:

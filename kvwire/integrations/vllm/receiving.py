@@ -91,6 +91,7 @@ class PromptReceive(PromptEnd[Incoming]):
 
     async def _run(self, communicator: Communicator) -> ReceiveResult:
         load = self.load
+        self._follow(load)
         own = {
             name: np.asarray(ids[load.cached[name] :], np.int64)
             for name, ids in load.blocks.items()

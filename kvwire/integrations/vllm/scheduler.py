@@ -53,6 +53,8 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # Of requests that ask for none; vLLM's may be below 0.
 _USUAL_PRIORITY: Final = PRIORITY_MAX // 2
+# All that version 00 of W3C's Trace Context has.
+_TRACEPARENT_CHARS: Final = 55
 
 
 @dataclass(slots=True)
@@ -247,6 +249,7 @@ class SchedulerSide:
             "stages": wanted.stages,
             "content": self._content(request, tokens),
             "priority": _priority(request),
+            "traceparent": _traceparent(request),
         }
 
     def _declined(self, request: Any, wanted: TransferParams) -> LoadPrompt:
@@ -329,6 +332,12 @@ def _priority(request: Any) -> int:
     """Return a request's priority as kvwire has it; vLLM's lower ones go first."""
     asked = getattr(request, "priority", 0)
     return min(PRIORITY_MAX, max(0, _USUAL_PRIORITY - asked))
+
+
+def _traceparent(request: Any) -> str:
+    """Return the span that a client's request is of; vLLM keeps it where it traces."""
+    headers = getattr(request, "trace_headers", None) or {}
+    return str(headers.get("traceparent", ""))[:_TRACEPARENT_CHARS]
 
 
 def _chain(block_tokens: int, tokens: Sequence[int], salt: bytes) -> list[bytes]:

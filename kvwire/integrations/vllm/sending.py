@@ -81,6 +81,7 @@ class PromptSend(PromptEnd[Outgoing]):
     # --- on the loop ------------------------------------------------------------------
 
     async def _run(self, communicator: Communicator) -> list[Outcome]:
+        self._follow(self._send)
         try:
             outs = await self._begin(communicator)
         except (KVWireError, asyncio.CancelledError) as exc:

@@ -95,6 +95,22 @@ class WorkerSide:
         assert self._caches is not None
         announcer.start(self._engine, self.address, self._caches.cache)
 
+    def trace(self, provider: Any = None) -> None:
+        """Trace transfers, each below the span of its request.
+
+        Args:
+            provider: Of OpenTelemetry; None for the one of this process, which is
+                vLLM's.
+        """
+        from kvwire.observe.opentelemetry import (  # noqa: PLC0415 - an extra
+            TransferTracer,
+        )
+
+        async def begin(communicator: Communicator) -> None:
+            TransferTracer(communicator, provider)
+
+        self._engine.start(begin).result()
+
     def fence(self, step: WorkerStep) -> None:
         """Return when no link can touch the blocks that a step may overwrite.
 

@@ -57,6 +57,7 @@ class Request:
     skip_reading_prefix_cache: bool = False
     max_tokens: int = 1
     priority: int = 0
+    trace_headers: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._all_token_ids = list(self.prompt_token_ids)

@@ -16,6 +16,7 @@ from tests.integrations.vllm.fakes import BLOCK_TOKENS, Worker
 from tests.support.waiting import eventually
 
 TOKENS = list(range(100, 110))  # two blocks and a half
+SPAN = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"  # of the client, as W3C names it
 HASHES = HashScheme(BLOCK_TOKENS).block_hashes(TOKENS)
 FROM, INTO = [3, 1, 4], [9, 2, 6]
 
@@ -38,6 +39,7 @@ def sending(
         hashes={"kv": HASHES},
         remote=remote,
         stages=stages,
+        traceparent=SPAN,
     )
     return WorkerStep(sends=[send], written=[written([], stop)])
 
@@ -57,6 +59,7 @@ def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerSte
         cached={"kv": cached},
         hashes={"kv": HASHES},
         remote=remote,
+        traceparent=SPAN,
         **more,
     )
     return WorkerStep(loads=[load])

@@ -13,7 +13,15 @@ import pytest
 
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
-from tests.integrations.vllm.serving import NEEDS_VLLM, Engine, engine, prompt
+from tests.integrations.vllm.serving import (
+    NEEDS_VLLM,
+    Engine,
+    complete,
+    engine,
+    front,
+    prompt,
+    tokens_of,
+)
 from tests.integrations.vllm.wire import slow_wire
 from tests.support.waiting import eventually
 
@@ -130,6 +138,16 @@ def slow_wires(pair: Pair, bytes_per_s: int) -> Iterator[tuple[str, str]]:
             return ",".join(slow)
 
         yield behind(pair.prefill), behind(pair.decode)
+
+
+def test_through_the_proxy(pair: Pair, tmp_path: Path) -> None:
+    """It names the ranks and stages of each engine to the other one."""
+    proxy = front(pair.prefill, pair.decode, tmp_path)
+    with running(proxy):
+        for length in (129, 3000):
+            ids, hits = prompt(length, seed=5), pair.fetched
+            assert tokens_of(complete(proxy.url, ids)) == pair.local(ids)
+            assert pair.fetched - hits >= length - 1
 
 
 def test_over_a_slow_wire(pair: Pair) -> None:

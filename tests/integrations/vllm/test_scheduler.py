@@ -22,6 +22,7 @@ from tests.integrations.vllm.fakes import (
     Request,
     chunk,
 )
+from tests.integrations.vllm.steps import SPAN
 from tests.support.depth import examples
 
 TOKENS = list(range(100, 110))  # ten: two blocks and a half
@@ -74,6 +75,19 @@ def test_a_prompt_in_one_step(blocks: list[int]) -> None:
             "remote": ["a:1", "b:2"],
         },
     )
+
+
+@pytest.mark.parametrize(
+    "headers", [None, {"tracestate": "a=1"}, {"traceparent": SPAN}]
+)
+def test_the_span_of_a_request_goes_with_its_transfer(headers: Any) -> None:
+    for params in (SENDS, loads()):
+        scheduler, request = side(), Request("r", TOKENS, dict(params))
+        request.trace_headers = headers
+        scheduler.allocated(request, [[7, 8, 9]], 10)
+        step = scheduler.step(first_step([7, 8, 9], 10))
+        for moved in (*step.sends, *step.loads):
+            assert moved.traceparent == (headers or {}).get("traceparent", "")
 
 
 def test_a_prompt_in_chunks() -> None:

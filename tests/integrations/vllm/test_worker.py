@@ -23,6 +23,7 @@ from tests.integrations.vllm.steps import (
     FROM,
     HASHES,
     INTO,
+    SPAN,
     addresses,
     arrives,
     drained,
@@ -35,6 +36,7 @@ from tests.integrations.vllm.steps import (
     write_layers,
     written,
 )
+from tests.support.traces import Traces
 from tests.support.waiting import eventually
 
 
@@ -359,6 +361,23 @@ def test_another_prompt_is_refused() -> None:
         assert eventually(lambda: received(d))
         assert d.side.take_errors() == set(INTO)
         assert d.tensors[NAMES[0]].max() == FREE
+
+
+def test_both_ends_are_spans_of_the_request() -> None:
+    traces = Traces()
+    with workers() as ((p,), (d,)):
+        for worker in (p, d):
+            worker.side.trace(traces.provider)
+        fetch(d, fetching(addresses([p])))
+        prefill(p, sending(FROM, 10))
+        assert arrives(d)
+        assert drained(p)
+    spans = traces.spans()
+    assert spans.keys() == {"kvwire send", "kvwire receive"}
+    for span in spans.values():
+        assert span.context is not None
+        assert span.parent is not None
+        assert f"{span.context.trace_id:x}-{span.parent.span_id:x}" in SPAN
 
 
 def test_transfers_before_there_is_a_cache() -> None:

@@ -25,7 +25,8 @@ Rows = dict[str, dict[str, Tally]]
 def main() -> int:
     """Run it; the exit status is 1 if kvwire did anything wrong."""
     options = _options()
-    chosen = [name for name in CASES if not options.only or options.only in name]
+    parts = options.only or [""]
+    chosen = [name for name in CASES if any(part in name for part in parts)]
     found: dict[str, Rows] = {}
     began = time.monotonic()
     for kind in options.models.split(","):
@@ -94,7 +95,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="for a connector")
     parser.add_argument("--models", default="gqa,gemma")
     parser.add_argument("--connectors", default=",".join(CONTENDERS))
-    parser.add_argument("--only", help="faults, by a part of their names")
+    parser.add_argument("--only", action="append", help="faults, by parts of names")
     parser.add_argument("--json", type=Path, help="where the counts go")
     return parser.parse_args()
 
