@@ -17,12 +17,13 @@ from tests.bench.vllm_requests import Sample, ask_alone, ask_at_once, ask_in_seq
 from tests.bench.vllm_servers import (
     GROUPS,
     PLACEMENTS,
+    SHAPES,
     Contender,
     Placement,
     server,
-    write_model,
 )
 from tests.bench.vllm_wire import HERE, Host, two_hosts
+from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import running as serving_all
 from tests.integrations.vllm.serving import Engine
 
@@ -67,7 +68,7 @@ def running(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = write_model(folder, shape)
+        model = make_model("gqa", folder, **SHAPES[shape])
         hosts: tuple[Host, Host] = (HERE, HERE)
         if wire:
             hosts = stack.enter_context(two_hosts(wire, folder))

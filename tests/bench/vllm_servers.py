@@ -16,7 +16,7 @@ from tests.support.servers import free_port
 
 # The first has 64 KiB of KV a token, and little else to compute; the second next to no
 # KV, so that what is not proportional to it shows.
-SHAPES: Final[dict[str, dict[str, Any]]] = {
+SHAPES: Final[dict[str, dict[str, int]]] = {
     "64KiB": {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -96,38 +96,6 @@ def layer_bytes(shape: str, tokens: int) -> int:
     heads: int = sizes["num_key_value_heads"]
     head_dim: int = sizes["head_dim"]
     return 2 * heads * head_dim * tokens * _BYTES_A_NUMBER
-
-
-def write_model(folder: Path, shape: str) -> Path:
-    """A model's config and a tokenizer whose words are ``w0``, ``w1``, ..."""
-    path = folder / f"model-{shape}"
-    path.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 512,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **SHAPES[shape],
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    words = {f"w{index}": index for index in range(512)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
-    }
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"})
-    )
-    return path
 
 
 def server(

@@ -7,6 +7,7 @@ gives another answer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ WINDOWS = {"window": 1, "gemma": 2}
 TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
 
 
-def make_model(kind: str, folder: Path) -> Path:
+def make_model(kind: str, folder: Path, **sizes: int) -> Path:
     """Write a model and a tokenizer whose words are ``w0``, ``w1``, ..."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -64,7 +65,7 @@ def make_model(kind: str, folder: Path) -> Path:
 
     path = folder / kind
     torch.manual_seed(5)
-    _network(kind).to(torch.float32).save_pretrained(path)
+    _network(kind, sizes).to(torch.float32).save_pretrained(path)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -78,7 +79,7 @@ def make_model(kind: str, folder: Path) -> Path:
     return path
 
 
-def _network(kind: str) -> Any:
+def _network(kind: str, sizes: Mapping[str, int]) -> Any:
     from transformers import (
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
@@ -103,6 +104,7 @@ def _network(kind: str) -> Any:
         "bos_token_id": 1,
         "eos_token_id": 2,
         **SHAPES[kind],
+        **sizes,
     }
     if kind in WINDOWS:
         layers = ["sliding_attention"] * WINDOWS[kind] + ["full_attention"]
