@@ -34,8 +34,12 @@ from kvwire.kv.hashing import BlockHash
 class BlockPool:
     """Gives out block ids 0 to ``num_blocks - 1``. Not thread-safe.
 
+    What a transfer or a call of a store uses is held meanwhile: :meth:`touch` before
+    it begins, :meth:`free` once it has drained.
+
     A pool serves several cache groups of one block size: put the group's number behind
-    each hash, and take as a hit what every group has.
+    each hash, and take as a hit what every group has. Any bytes are a name: with
+    :func:`kvwire.kv.hashing.vllm_block_hashes` those of vLLM.
 
     Args:
         num_blocks: Blocks of the cache.

@@ -29,7 +29,6 @@ window), transformers 5, one sequence a call, host memory.
 
 from kvwire.integrations.marks import LayerMarks, Markable
 from kvwire.integrations.transformers.sequence import (
-    PagedLayer,
     PagedSequence,
     TensorPool,
     kv_spec,
@@ -38,7 +37,6 @@ from kvwire.integrations.transformers.sequence import (
 __all__ = [
     "LayerMarks",
     "Markable",
-    "PagedLayer",
     "PagedSequence",
     "TensorPool",
     "kv_spec",

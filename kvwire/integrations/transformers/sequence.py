@@ -60,7 +60,7 @@ class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
         self.on_written = on_written
         table = torch.from_numpy(ids)
         layers = [
-            PagedLayer(self, index, tensor, table, length)
+            _PagedLayer(self, index, tensor, table, length)
             for index, tensor in enumerate(pool.tensors)
         ]
         super().__init__(layers=layers)
@@ -145,16 +145,8 @@ class TensorPool:
         return f"TensorPool({self.cache!r})"
 
 
-class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """Keeps one layer of a :class:`PagedSequence`.
-
-    Args:
-        sequence: Whose hooks are called.
-        index: Which layer.
-        tensor: Shape (blocks, 2, block tokens, kv heads, head dim).
-        table: The sequence's block ids, in token order.
-        length: Leading tokens that are there.
-    """
+class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
+    """Keeps one layer of a :class:`PagedSequence`, in a tensor of the pool."""
 
     is_sliding = False
 
@@ -182,18 +174,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new tokens' KV into the blocks, and read all of it from there.
 
-        Args:
-            key_states: Shape (1, kv heads, new tokens, head dim).
-            value_states: The same shape.
-            *args: Of other caches; not used.
-            **kwargs: The same.
-
-        Returns:
-            Keys and values of every token so far, each of shape (1, kv heads, tokens,
-            head dim).
-
-        Raises:
-            UsageError: More than one sequence, or the blocks are full.
+        All are of shape (1, kv heads, tokens, head dim).
         """
         start = self.length
         stop = start + key_states.shape[-2]

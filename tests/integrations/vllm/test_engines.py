@@ -7,8 +7,10 @@ import json
 import random
 import re
 import secrets
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +51,55 @@ class Found(Pair):
         return tokens_of(complete(self.proxy.url, ids))
 
 
+class Collector(ThreadingHTTPServer):
+    """Keeps what is said to a collector of OpenTelemetry."""
+
+    said = b""
+
+
+class _Export(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        self.server.said += self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Write no line for each request."""
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
+def collector() -> Iterator[Collector]:
+    with Collector(("127.0.0.1", 0), _Export) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, collector: Collector
+) -> Iterator[Found]:
     """Two engines of a model with grouped queries, and the proxy."""
     folder = tmp_path_factory.mktemp("vllm")
     model = make_model("gqa", folder)
     transfer = {"lease_s": LEASE_S, "require": ["tcp"]}
-    prefill = engine(model, folder, "prefill", 0, transfer)
+    traces = (
+        "--otlp-traces-endpoint",
+        f"http://127.0.0.1:{collector.server_port}/v1/traces",
+    )
+    prefill = engine(model, folder, "prefill", 0, transfer, *traces)
     replay, endpoint = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     said = {"enable_kv_cache_events": True, "endpoint": endpoint}
     events = ("--kv-events-config", json.dumps({**said, "replay_endpoint": replay}))
-    made = Found(prefill, engine(model, folder, "decode", 1, transfer, *events))
+    decode = engine(model, folder, "decode", 1, transfer, *events, *traces)
+    for one in (prefill, decode):
+        one.environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
+        one.environment["OTEL_BSP_SCHEDULE_DELAY"] = "200"
+    made = Found(prefill, decode)
     made.proxy, made.events = front(prefill, made.decode, folder), replay
     with running(prefill, made.decode, made.proxy):
         yield made
@@ -150,6 +190,20 @@ def test_routers_hear_of_blocks_that_arrive(pair: Found) -> None:
         return [tokens for tokens in stored if tokens[:9] == ids[:9]]
 
     assert eventually(lambda: stored() == [ids[:256]])
+
+
+def test_the_trace_of_a_client_has_both_ends(pair: Found, collector: Collector) -> None:
+    """Each lies below the client's span, which a span names behind its trace."""
+    trace, parent = secrets.token_bytes(16), secrets.token_bytes(8)
+    named = {"traceparent": f"00-{trace.hex()}-{parent.hex()}-01"}
+    with httpx.Client(headers=named) as client:
+        complete(pair.proxy.url, prompt(300, seed=17), client=client)
+
+    def seen(end: bytes) -> bool:
+        span = re.escape(trace) + b".{10,14}" + re.escape(parent) + b"..kvwire " + end
+        return bool(re.search(span, collector.said, re.DOTALL))
+
+    assert eventually(lambda: seen(b"send") and seen(b"receive"))
 
 
 def test_another_prompt_under_the_same_name_is_refused(pair: Found) -> None:
