@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Generator, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 from kvwire.clock import yields_before_raising
 from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection, Peer
 from kvwire.driver.counters import Counters
-from kvwire.driver.loop_thread import AsyncWith
+from kvwire.driver.loop_thread import AsyncWith, Opening
 from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.membership import spec_digests
 from kvwire.endpoint.observers import Observers
 from kvwire.endpoint.snapshot import Snapshot, TransferSnapshot
-from kvwire.errors import UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import MEMBER_LEASE_S
@@ -28,7 +27,7 @@ from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Access, AccessName, Address
 
 
-class open(AsyncWith):  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
+class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
     """Open a communicator: ``await kvwire.open(...)``, or ``async with``.
 
     Args:
@@ -43,6 +42,8 @@ class open(AsyncWith):  # noqa: A001, N801 - `kvwire.open` is the public name, a
 
     Cancel safety: safe, opening does not wait for anything.
     """
+
+    _call = "kvwire.open"
 
     def __init__(
         self,
@@ -59,16 +60,6 @@ class open(AsyncWith):  # noqa: A001, N801 - `kvwire.open` is the public name, a
 
     def __await__(self) -> Generator[Any, Any, Communicator]:
         return self._open().__await__()
-
-    if not TYPE_CHECKING:  # which would otherwise believe in every name
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_") or not hasattr(Communicator, name):
-                raise AttributeError(f"kvwire.open has no {name!r}")
-            raise UsageError(
-                f"{name}: this communicator is not open yet: `comm = await "
-                f"kvwire.open(...)`, or `async with kvwire.open(...) as comm`"
-            )
 
     async def __aenter__(self) -> Communicator:
         """Open the communicator; it is closed at the end of the block."""
@@ -442,3 +433,6 @@ class Communicator(AsyncWith):
         if error is not None:
             self.abort()
         await self.close()
+
+
+open._opens = Communicator  # noqa: SLF001 - of this file

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvwire.backend.selection import check_transports
 from kvwire.config import load_with_origins
-from kvwire.directory.registry import without_password
+from kvwire.directory.registry import open_directory, without_password
 
 app: App = App(name="config")
 
@@ -28,6 +28,8 @@ def show(*, config: Path | None = None, json: bool = False) -> None:
     """
     found, origins = load_with_origins(config)
     check_transports(found)
+    if found.directory:
+        open_directory(found.directory)
     rows = {
         key: (value, origins.get(key, "default"))
         for key, value in msgspec.structs.asdict(found).items()

@@ -58,6 +58,7 @@ class Directory(ABC):
         options: The options that a URL may have, with their defaults.
         read_only: Who announces its members, if that is not for them to do.
         ignored: How many entries watchers found to be no record.
+        trouble: Why it cannot be watched; empty while it can.
     """
 
     options: ClassVar[Mapping[str, str]] = {}
@@ -72,6 +73,7 @@ class Directory(ABC):
                 raise UsageError(f"directory {self}: no option {option!r}; {hint}")
         self.given: dict[str, str] = {**self.options, **given}
         self.ignored: int = 0
+        self.trouble: str = ""
         self._announcements: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -212,6 +214,7 @@ class Directory(ABC):
                         yield change
             except OSError as exc:
                 reason = shown(str(exc), 200)
+            self.trouble = f"the directory cannot be watched: {reason}"
             if members.suspend(asyncio.get_running_loop().time()):
                 logger.warning("watching directory %s: %s; tried again", self, reason)
             await asyncio.sleep(backoff.pause_s())
@@ -307,6 +310,7 @@ class Directory(ABC):
         """Apply a batch to a table; count what was no record."""
         now = asyncio.get_running_loop().time()
         members.resume(now)
+        self.trouble = ""
         known, changes = members.ignored, []
         for key, raw in batch.items():
             change = members.remove(key) if raw is None else members.put(key, raw, now)

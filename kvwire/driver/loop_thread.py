@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import weakref
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 from kvwire.errors import UsageError
 
@@ -95,14 +95,32 @@ class AsyncWith:
     """Teaches ``async with`` to those who write ``with``."""
 
     __slots__ = ()
+    # What is called to get one, where that is not its class.
+    _call: ClassVar[str] = ""
 
     def __enter__(self) -> NoReturn:
         """Refuse a plain ``with``."""
-        name = type(self).__name__
         raise UsageError(
-            f"with {name}: write `async with`, in a coroutine; synchronous code uses "
-            f"kvwire.Engine"
+            f"with {self._call or type(self).__name__}: write `async with`, in a "
+            f"coroutine; synchronous code uses kvwire.Engine"
         )
 
     def __exit__(self, *_: object) -> None:
         """Exist beside ``__enter__``, which Python looks up first."""
+
+
+class Opening(AsyncWith):
+    """Teaches ``await`` to those who use what is not open yet."""
+
+    __slots__ = ()
+    _opens: ClassVar[type]
+
+    if not TYPE_CHECKING:  # which would otherwise believe in every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or not hasattr(self._opens, name):
+                raise AttributeError(f"{self._call} has no {name!r}")
+            raise UsageError(
+                f"{name}: it is not open yet: `it = await {self._call}(...)`, or "
+                f"`async with {self._call}(...) as it`"
+            )

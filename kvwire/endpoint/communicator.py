@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import secrets
 import socket
@@ -53,6 +54,7 @@ from kvwire.errors import (
     ListenError,
     ProtocolError,
     UsageError,
+    wrong_type,
 )
 from kvwire.limits import CLOSE_SLACK_S, PEERS_MAX, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
@@ -249,8 +251,9 @@ class CommunicatorState:
         where = Address.parse(address)
         backend = self._backend(where.scheme, config)
         timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
-        if not isinstance(timeout_s, int | float):
-            raise UsageError(f"timeout_s={timeout_s!r}: a number of seconds")
+        number = isinstance(timeout_s, int | float)
+        if not (number and 0 < timeout_s < math.inf):
+            raise UsageError(f"timeout_s={timeout_s!r}: a number of seconds above 0")
         handshake = ClientHandshake(
             self.identity,
             secrets.token_bytes(NONCE_BYTES),
@@ -319,6 +322,8 @@ class CommunicatorState:
     def peer(self, where: str) -> PeerState:
         """See :meth:`kvwire.Communicator.peer`."""
         self.check_open()
+        if not isinstance(where, str):
+            raise wrong_type("peer", where, 'a text, "host:port" or "role=prefill",')
         if where not in self.peers:
             if len(self.peers) >= PEERS_MAX:
                 raise UsageError(

@@ -1,7 +1,8 @@
 """What one communicator has to do with a directory: who is there, and that it is.
 
-The directory is opened when it is first needed, and watched from the first peer on that
-is named by a selector. Whatever becomes of it, connections stay as they are.
+The directory that the configuration names is made with the communicator, and connected
+when it is first needed. It is watched from the first peer on that is named by a
+selector. Whatever becomes of it, connections stay as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Membership:
 
     def __init__(self, url: str) -> None:
         self._url = url or _DEFAULT
-        self._directory: Directory | None = None
+        # What is named is made at once: a name that means nothing is said now.
+        self._directory: Directory | None = open_directory(url) if url else None
         self._listeners: list[Callable[[Change], None]] = []
         self._announced = ""
         self._watching: asyncio.Task[None] | None = None
@@ -49,6 +51,11 @@ class Membership:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(directory))
             self._watching.add_done_callback(_say_why)
+
+    @property
+    def trouble(self) -> str:
+        """Return why the directory cannot be watched; empty while it can."""
+        return "" if self._directory is None else self._directory.trouble
 
     def forget(self, listener: Callable[[Change], None]) -> None:
         """Tell a peer of nothing any more."""

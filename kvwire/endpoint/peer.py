@@ -166,9 +166,10 @@ class PeerState:
             async with asyncio.timeout(patience_s):
                 return await asyncio.shield(found)
         except TimeoutError:
+            trouble = self._selector and self.communicator.membership.trouble
             raise ConnectError(
                 f"peer {self.where!r}: none in {patience_s:g} s; "
-                f"{self._reason or 'no member is meant by that'}",
+                f"{self._reason or trouble or 'no member is meant by that'}",
                 address=self.where,
             ) from None
         finally:

@@ -42,7 +42,10 @@ class GroupGeometry:
             )
         if self.tokens is None:
             return
-        needed = -(-self.tokens // self.spec.block_tokens)
+        try:
+            needed = -(-self.tokens // self.spec.block_tokens)
+        except TypeError:
+            raise UsageError(f"{where}: tokens={self.tokens!r}: a number") from None
         if self.tokens < 0 or needed != self.blocks:
             raise UsageError(
                 f"{where}: tokens={self.tokens} is {needed} blocks of "

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import limits
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, wrong_type
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockLists, Blocks, block_lists
 from kvwire.kv.layout import AXES, Axis, Layout, choose_dims, overlapping, read_axes
 from kvwire.kv.spec import KVSpec
@@ -71,6 +71,11 @@ class PagedCache:
         Raises:
             UsageError: As for the class, naming the group; or no group, or a bad name.
         """
+        if not isinstance(groups, Mapping):
+            raise wrong_type("PagedCache.grouped", groups, "{name: (spec, tensors)}")
+        for name, source in groups.items():
+            if not isinstance(source, tuple):
+                raise wrong_type(f"group {name!r}", source, "(spec, tensors)")
         if not 1 <= len(groups) <= limits.KV_GROUPS_MAX:
             raise UsageError(
                 f"PagedCache: {len(groups)} groups; 1 to {limits.KV_GROUPS_MAX} can be"
@@ -157,6 +162,8 @@ class CacheGroup:
 
     def __init__(self, name: str, spec: KVSpec, tensors: object, layout: str) -> None:
         _check_name(name)
+        if not isinstance(spec, KVSpec):
+            raise wrong_type("PagedCache", spec, "a kvwire.KVSpec")
         entries = _entries(tensors, spec, name)
         self.name: str = name
         self.spec: KVSpec = spec

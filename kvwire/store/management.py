@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvwire.clock import yields_before_raising
-from kvwire.errors import ClosedOK, UsageError
+from kvwire.driver.loop_thread import AsyncWith, LoopThread
+from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.paged import PagedCache
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import Namespace, namespace_of
@@ -16,12 +17,13 @@ from kvwire.store.tiers.base import TenantStats, uses_of
 HashTokens = int | Mapping[str, int] | None
 
 
-class StoreManagement:
+class StoreManagement(AsyncWith):
     """Deletes, pins and counts the blocks of a store. Subclassed by the store."""
 
     _name: str
     _tiers: TierStack
     _closed: bool
+    _thread: LoopThread
 
     @yields_before_raising
     async def delete(
@@ -49,6 +51,7 @@ class StoreManagement:
 
         Cancel safety: safe, it may be called again.
         """
+        self._check("BlockStore.delete", cache)
         for keys in self._keys(hashes, cache, hash_tokens, tenant).values():
             await self._tiers.delete(keys)
 
@@ -75,7 +78,7 @@ class StoreManagement:
 
         Cancel safety: safe, it may be called again.
         """
-        self._check_open()
+        self._check("BlockStore.delete_all", cache, optional=True)
         self._tiers.tenants.require(tenant)
         known = [s for s in self._tiers.namespaces.values() if s.tenant == tenant]
         if cache is not None:
@@ -118,6 +121,7 @@ class StoreManagement:
 
         Cancel safety: safe, it may be called again.
         """
+        self._check("BlockStore.pin", cache)
         (keys,) = self._keys(hashes, cache, hash_tokens, tenant).values()
         pinned = await self._tiers.pin(keys, pinned=True)
         return pinned.size if pinned.all() else int(pinned.argmin())
@@ -145,6 +149,7 @@ class StoreManagement:
 
         Cancel safety: safe, it may be called again.
         """
+        self._check("BlockStore.unpin", cache)
         (keys,) = self._keys(hashes, cache, hash_tokens, tenant).values()
         await self._tiers.pin(keys, pinned=False)
 
@@ -165,9 +170,15 @@ class StoreManagement:
 
     # --- for the store ----------------------------------------------------------------
 
-    def _check_open(self) -> None:
+    def _check(
+        self, call: str, cache: PagedCache | None, *, optional: bool = False
+    ) -> None:
+        """Refuse a call from elsewhere, on a closed store, or with no cache."""
+        self._thread.check(call)
         if self._closed:
             raise ClosedOK("the store is closed")
+        if not (isinstance(cache, PagedCache) or (optional and cache is None)):
+            raise wrong_type("cache", cache, "a kvwire.PagedCache")
 
     def _keys(
         self,
@@ -177,7 +188,6 @@ class StoreManagement:
         tenant: str,
     ) -> dict[str, Keys]:
         """Return the keys of some hashes, by group."""
-        self._check_open()
         keys = {}
         for name, listed in by_group(hashes, tuple(cache.groups)).items():
             namespace = self._namespace(name, cache, hash_tokens, tenant)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Generator
 from typing import Any
 
+from kvwire.driver.loop_thread import LoopThread
 from kvwire.kv.outcome import Outcome
 from kvwire.store.operations.base import Operation
 
@@ -18,7 +19,10 @@ class StoreRequest:
     may be used for something else from :meth:`drained` on, and not before.
     """
 
-    def __init__(self, work: Operation, task: asyncio.Task[Outcome]) -> None:
+    def __init__(
+        self, work: Operation, task: asyncio.Task[Outcome], thread: LoopThread
+    ) -> None:
+        self._thread = thread
         self._work = work
         self._task = task
 
@@ -27,6 +31,7 @@ class StoreRequest:
         return f"<StoreRequest, {type(self._work).__name__.lower()}, {state}>"
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
+        self._thread.check("await StoreRequest")
         return asyncio.shield(self._task).__await__()
 
     def done(self) -> bool:
@@ -52,4 +57,5 @@ class StoreRequest:
 
         Cancel safety: safe, it only watches.
         """
+        self._thread.check("StoreRequest.drained")
         await self._work.drained.wait()

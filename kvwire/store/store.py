@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvwire.clock import yields_before_raising
+from kvwire.driver.loop_thread import LoopThread, Opening
 from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import UsageError, nearest
@@ -85,6 +86,7 @@ class BlockStore(StoreManagement):
         evict = memory.choice("evict", EVICTIONS, "lru")
         tenants = tenants or Tenants()
         self._name = memory.text
+        self._thread = LoopThread()
         self._threads = Threads()
         self._tiers = TierStack(
             Index(Slabs(nbytes // slab, slab), evict, tenants.shares("memory", nbytes)),
@@ -181,7 +183,7 @@ class BlockStore(StoreManagement):
 
         Cancel safety: safe, it only looks.
         """
-        self._check_open()
+        self._check("BlockStore.match", cache, optional=True)
         found: dict[str, int] = {}
         groups = tuple(cache.groups) if cache else self._groups(hashes)
         for name, listed in by_group(hashes, groups).items():
@@ -203,7 +205,7 @@ class BlockStore(StoreManagement):
 
         Cancel safety: safe, it only looks.
         """
-        self._check_open()
+        self._check("BlockStore.present", cache)
         ((name, listed),) = by_group(hashes, tuple(cache.groups)).items()
         found: list[bool] = (
             await self._present(name, listed, cache, None, "")
@@ -246,13 +248,14 @@ class BlockStore(StoreManagement):
         Cancel safety: cancelling the await stops the waiting and not the put; its
             blocks are free when ``drained()`` of the request returns.
         """
+        self._check("BlockStore.put", cache)
         if after is not None or cache.device is not None:
             after = self._threads.devices.prepare(cache.device, after)
         plan, requests = self._plan(
             hashes, cache, blocks, hash_tokens, tenant, PlanSide.PRODUCER
         )
         work = PutOperation(self._tiers, requests, after)
-        return StoreRequest(work, self._begin(work, work.run_as(plan)))
+        return StoreRequest(work, self._begin(work, work.run_as(plan)), self._thread)
 
     def get(
         self,
@@ -287,13 +290,14 @@ class BlockStore(StoreManagement):
         Cancel safety: cancelling the await stops the waiting and not the get; its
             blocks are free when ``drained()`` of the request returns.
         """
+        self._check("BlockStore.get", cache)
         if after is not None or cache.device is not None:
             after = self._threads.devices.prepare(cache.device, after)
         plan, requests = self._plan(
             hashes, cache, blocks, hash_tokens, tenant, PlanSide.CONSUMER
         )
         work = GetOperation(self._tiers, requests, after)
-        return StoreRequest(work, self._begin(work, work.run_as(plan)))
+        return StoreRequest(work, self._begin(work, work.run_as(plan)), self._thread)
 
     # --- the store --------------------------------------------------------------------
 
@@ -327,7 +331,7 @@ class BlockStore(StoreManagement):
 
         Cancel safety: safe, it may be called again.
         """
-        self._check_open()
+        self._check("BlockStore.flush", None, optional=True)
         await self._settled()
         await self._tiers.flush()
 
@@ -336,6 +340,7 @@ class BlockStore(StoreManagement):
 
         Cancel safety: safe, it may be called again, and goes on where it was.
         """
+        self._thread.check("BlockStore.close")
         async with self._closing:
             await self._settled()
             self._closed = True
@@ -382,9 +387,6 @@ class BlockStore(StoreManagement):
         side: PlanSide,
     ) -> tuple[TransferPlan, tuple[GroupRequest, ...]]:
         """Return the call as a transfer from or to a peer that has the images."""
-        self._check_open()
-        if not isinstance(cache, PagedCache):
-            raise UsageError(f"cache: {type(cache).__name__} is no kvwire.PagedCache")
         if tenant:
             self._tiers.tenants.require(tenant)
         lists = cache.block_lists(blocks)
@@ -453,8 +455,11 @@ def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
     )
 
 
-class OpeningStore:
+class OpeningStore(Opening):
     """Opens a store: await it, or use it as ``async with``."""
+
+    _call = "kvwire.BlockStore.open"
+    _opens = BlockStore
 
     def __init__(
         self, tiers: Sequence[str], write: Write, tenants: Sequence[str]

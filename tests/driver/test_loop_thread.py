@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -24,11 +25,14 @@ SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="fl
 ANYWHERE: Final = {
     kvwire.Communicator: set[str](),
     kvwire.Connection: set[str](),
+    kvwire.Peer: set[str](),
     kvwire.Region: set[str](),
     # `send`, `throw` and `close` are what asyncio calls of a coroutine.
     kvwire.Request: {"done", "result", "send", "throw", "close"},
     kvwire.Outgoing: {"done", "ready", "finish", "extend"},
     kvwire.Incoming: {"done", "layer_landed"},
+    kvwire.BlockStore: {"open", "stats", "tenant_stats"},
+    kvwire.StoreRequest: {"done"},
 }
 
 
@@ -39,13 +43,15 @@ def cache() -> kvwire.PagedCache:
 class Things:
     """One object of each kind, and a call of each of their methods."""
 
-    def __init__(self, pair: Loopback) -> None:
+    def __init__(self, pair: Loopback, store: kvwire.BlockStore) -> None:
         comm, conn, kv = pair.b, pair.ba, cache()
+        peer, keys = comm.peer("127.0.0.1:1"), [b"k"]
         self.region = comm.register(bytearray(8))
         self.grant = pair.a.register(bytearray(8)).grant(pair.ab)
         self.request = conn.recv(1)
         self.outgoing = comm.publish("x", kv, [0], growing=True, tokens=4)
         self.incoming = comm.expect("y", cache(), [1])
+        self.stored = store.put(keys, kv, [0])
         self.calls: dict[tuple[type, str], Callable[[], object]] = {
             (kvwire.Communicator, "listen"): lambda: comm.listen("inproc://"),
             (kvwire.Communicator, "connect"): lambda: comm.connect(pair.address),
@@ -72,6 +78,14 @@ class Things:
             (kvwire.Connection, "close"): conn.close,
             (kvwire.Connection, "abort"): conn.abort,
             (kvwire.Connection, "wait_closed"): conn.wait_closed,
+            (kvwire.Peer, "connect"): peer.connect,
+            (kvwire.Peer, "send"): lambda: peer.send(1, b"x"),
+            (kvwire.Peer, "recv"): lambda: peer.recv(1),
+            (kvwire.Peer, "put"): lambda: peer.put(b"12345678", self.grant),
+            (kvwire.Peer, "get"): lambda: peer.get(self.grant, bytearray(8)),
+            (kvwire.Peer, "pull"): lambda: peer.pull("z", kv, [0]),
+            (kvwire.Peer, "push"): lambda: peer.push("z", kv, [0]),
+            (kvwire.Peer, "close"): peer.close,
             (kvwire.Region, "grant"): lambda: self.region.grant(conn),
             (kvwire.Region, "revoke"): self.region.revoke,
             (kvwire.Region, "close"): self.region.close,
@@ -84,6 +98,17 @@ class Things:
             (kvwire.Incoming, "abort"): self.incoming.abort,
             (kvwire.Incoming, "layer"): lambda: self.incoming.layer(0),
             (kvwire.Incoming, "layer_event"): lambda: self.incoming.layer_event(0),
+            (kvwire.BlockStore, "match"): lambda: store.match(keys, kv),
+            (kvwire.BlockStore, "present"): lambda: store.present(keys, kv),
+            (kvwire.BlockStore, "put"): lambda: store.put(keys, kv, [0]),
+            (kvwire.BlockStore, "get"): lambda: store.get(keys, kv, [0]),
+            (kvwire.BlockStore, "delete"): lambda: store.delete(keys, kv),
+            (kvwire.BlockStore, "delete_all"): lambda: store.delete_all(kv),
+            (kvwire.BlockStore, "pin"): lambda: store.pin(keys, kv),
+            (kvwire.BlockStore, "unpin"): lambda: store.unpin(keys, kv),
+            (kvwire.BlockStore, "flush"): store.flush,
+            (kvwire.BlockStore, "close"): store.close,
+            (kvwire.StoreRequest, "drained"): self.stored.drained,
         }
         self.marks: list[Callable[[], object]] = [
             lambda: self.outgoing.extend([1]),
@@ -93,12 +118,8 @@ class Things:
 
     def refusals(self) -> list[str]:
         """What each call says where this is called."""
-        calls = [*self.calls.values(), self.wait]
-        return [_refusal(call) for call in calls]
-
-    def wait(self) -> object:
-        """Wait for a request that belongs to another loop."""
-        return _awaited(self.request)
+        waits = [lambda: _awaited(self.request), lambda: _awaited(self.stored)]
+        return [_refusal(call) for call in (*self.calls.values(), *waits)]
 
     async def over(self) -> None:
         """Let go of everything."""
@@ -127,12 +148,18 @@ def _refusal(call: Callable[[], object]) -> str:
     return f"{call} was not refused"
 
 
-@pytest.fixture
-async def things() -> AsyncIterator[Things]:
-    async with loopback() as pair:
-        found = Things(pair)
+@asynccontextmanager
+async def made() -> AsyncIterator[Things]:
+    async with loopback() as pair, kvwire.BlockStore.open(["memory:1MiB"]) as store:
+        found = Things(pair, store)
         yield found
         await found.over()
+
+
+@pytest.fixture
+async def things() -> AsyncIterator[Things]:
+    async with made() as found:
+        yield found
 
 
 def test_every_public_method_is_tried() -> None:
@@ -151,9 +178,7 @@ def _methods() -> set[tuple[type, str]]:
 
 def _keys() -> list[tuple[type, str]]:
     async def keys() -> list[tuple[type, str]]:
-        async with loopback() as pair:
-            found = Things(pair)
-            await found.over()
+        async with made() as found:
             return list(found.calls)
 
     return asyncio.run(keys())
@@ -203,10 +228,11 @@ async def test_a_fork_is_refused(things: Things) -> None:
 
 
 def _refused_now(call: Callable[[], object]) -> str:
-    """What a call says; a coroutine is begun, up to its first wait."""
+    """What a call says; a coroutine may let others run once before it says it."""
     try:
         result = call()
         if inspect.iscoroutine(result):
+            result.send(None)
             result.send(None)
     except UsageError as exc:
         return str(exc)
@@ -239,12 +265,15 @@ async def test_a_loop_may_move_to_another_thread() -> None:
     assert thread.ident == threading.get_ident()
 
 
-@pytest.mark.parametrize("what", ["open", "Communicator", "Connection", "Outgoing"])
+@pytest.mark.parametrize(
+    "what",
+    ["kvwire.open", "Communicator", "Connection", "Outgoing", "kvwire.BlockStore.open"],
+)
 async def test_a_plain_with_says_what_to_write(things: Things, what: str) -> None:
     async with loopback() as pair:
-        opening = kvwire.open()
         found: dict[str, Any] = {
-            "open": opening,
+            "kvwire.open": kvwire.open(),
+            "kvwire.BlockStore.open": kvwire.BlockStore.open(["memory:1MiB"]),
             "Communicator": pair.a,
             "Connection": pair.ab,
             "Outgoing": things.outgoing,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, wrong_type
 from kvwire.kv.blocks import BlockLists, Ids
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
@@ -167,6 +167,8 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
     """Return the hashes by group; a plain sequence where there is one."""
     if isinstance(hashes, Mapping):
         return hashes
+    if not isinstance(hashes, Sequence):
+        raise wrong_type("hashes", hashes, "a list of bytes")
     if len(groups) != 1:
         raise UsageError(f"hashes: pass {{group: hashes}} for {', '.join(groups)}")
     return {groups[0]: hashes}

@@ -248,7 +248,13 @@ class StoreClient:
     async def _welcomed(self, connection: Connection) -> ActiveConnection:
         within = timedelta(seconds=self._timeout_s)
         await connection.send(TAG, encode(StoreHello(VERSION)), deadline=within)
-        welcome = decode_reply(await connection.recv(TAG, deadline=within))
+        try:
+            welcome = decode_reply(await connection.recv(TAG, deadline=within))
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"no welcome within {self._timeout_s:g} s: {self._address} speaks "
+                f"kvwire, and is stuck, or no store server"
+            ) from None
         if not isinstance(welcome, Welcome):
             raise UsageError(f"it begins with {type(welcome).__name__}")
         if welcome.version != VERSION:

@@ -278,6 +278,21 @@ CACHES: Final = [
         lambda t: [t.b.expect("x", t.kv, [n]) for n in (0, 1)],
         "transfer 'x' is expected already, and has not ended; ids may",
     ),
+    call(
+        "conn.pull('x', cache, [0], tokens='2')",
+        lambda t: t.conn.pull("x", t.kv, [0], tokens="2"),
+        "group 'kv': tokens='2': a number",
+    ),
+    call(
+        "PagedCache(tensors, spec)",
+        lambda t: untyped.PagedCache([], SPEC),
+        "PagedCache: a kvwire.KVSpec is needed, and this is a list",
+    ),
+    call(
+        "PagedCache.grouped({'kv': spec})",
+        lambda t: untyped.PagedCache.grouped({"kv": SPEC}),
+        "group 'kv': (spec, tensors) is needed, and this is a KVSpec",
+    ),
     *calls(
         "out.ready",
         (a(layers=9), "ready: layers of group 'kv': 9 is not one of 0 to 1"),

@@ -53,6 +53,7 @@ CONFIG: Final = [
     _key("restart_grace_s", 0, ": Expected `float` > 0.0"),
     _key("ping_misses", 1, ": Expected `int` >= 2"),
     _key("resume", "maybe", ": write true or false"),
+    _key("directory", "reddis://host", "no directory of the kind 'reddis'; there is"),
     _key("prefer", "tcp", ": a list is needed, such as ['tcp']"),
     _key("prefer", ["rdma"], "no installed package offers a transport 'rdma'; known"),
     _key("require", ["locl"], "no installed package offers a transport 'locl'; did"),
@@ -232,7 +233,7 @@ ADDRESSES: Final = (
             "`connect(address, timeout_s='soon')`",
             lambda t: t.a.connect("127.0.0.1:1", timeout_s="soon"),
             UsageError,
-            "timeout_s='soon': a number of seconds",
+            "timeout_s='soon': a number of seconds above 0",
         ),
     ]
 )
@@ -327,6 +328,12 @@ PEERS: Final = [
         'config: tls_peers names "*", which is everybody, and others',
     ),
     WrongUse(
+        "a certificate that has expired",
+        steps.expired,
+        AuthenticationFailed,
+        "our tls_cert_file: ",
+    ),
+    WrongUse(
         "a certificate that is not there",
         lambda t: t.opened(**t.ca().config(ME) | {"tls_cert_file": "/nowhere"}),
         UsageError,
@@ -361,6 +368,12 @@ PEERS: Final = [
         lambda t: t.opened(trust="psk", psk_file=t.file("00" * 8)),
         UsageError,
         "the key has 8 bytes; 32 to 1024 random bytes are needed: make",
+    ),
+    WrongUse(
+        "a directory that cannot be reached",
+        steps.directory_away,
+        ConnectError,
+        "none in 0.5 s; the directory cannot be watched",
     ),
     WrongUse(
         "another model on the other side",

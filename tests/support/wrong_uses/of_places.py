@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvwire import ClosedOK, ConnectionClosed
+from kvwire import ClosedOK, ConnectionClosed, Outcome
 from tests.support.wrong_uses import steps
 from tests.support.wrong_uses.of_calls import call, untyped
+from tests.support.wrong_uses.things import WrongUse
 
 PLACES: Final = [
     call(
@@ -61,9 +62,24 @@ PLACES: Final = [
         "await Outgoing: called from thread 'worker', and what it is",
     ),
     call(
+        "store.get, on another loop",
+        steps.store_elsewhere,
+        "BlockStore.get: called from thread 'worker', and what it is",
+    ),
+    call(
+        "conn.send, in a process that was forked",
+        lambda t: t.from_fork(lambda: t.conn.send(1, b"x")),
+        "Connection.send: what it is called on belongs to process",
+    ),
+    call(
+        "comm.connect, in a process that was forked",
+        lambda t: t.from_fork(lambda: t.a.connect("127.0.0.1:1").send(None)),
+        "Communicator.connect: what it is called on belongs to process",
+    ),
+    call(
         "with kvwire.open()",
         lambda t: untyped.open().__enter__(),
-        "with open: write `async with`, in a coroutine; synchronous",
+        "with kvwire.open: write `async with`, in a coroutine;",
     ),
     call(
         "with comm",
@@ -83,7 +99,7 @@ PLACES: Final = [
     call(
         "kvwire.open().listen(...), without await",
         lambda t: untyped.open().listen,
-        "listen: this communicator is not open yet: `comm = await",
+        "listen: it is not open yet: `it = await kvwire.open(...)`",
     ),
     call(
         "comm.connect, after close",
@@ -112,6 +128,37 @@ PLACES: Final = [
         lambda _: asyncio.to_thread(steps.engine_closed),
         "the Engine is closed",
         ClosedOK,
+    ),
+    call(
+        "BlockStore.open([...]).put(...), without await",
+        lambda t: untyped.BlockStore.open(["memory:1MiB"]).put,
+        "put: it is not open yet: `it = await kvwire.BlockStore.open",
+    ),
+    call(
+        "with BlockStore.open([...])",
+        lambda t: untyped.BlockStore.open(["memory:1MiB"]).__enter__(),
+        "with kvwire.BlockStore.open: write `async with`, in a",
+    ),
+    WrongUse(
+        "a store address where no store server is",
+        steps.no_store,
+        Outcome,
+        "no welcome within 0.3 s",
+    ),
+    call(
+        "store.get(hashes, tensors, [0])",
+        lambda t: steps.store("memory:1MiB", lambda s: s.get([b"h"], [1], [0])),
+        "cache: a kvwire.PagedCache is needed, and this is a list",
+    ),
+    call(
+        "store.get(['text'], cache, [0])",
+        lambda t: steps.store("memory:1MiB", lambda s: s.get(["h"], t.kv, [0])),
+        "hashes: one is not bytes; a hash is the same everywhere",
+    ),
+    call(
+        "store.put(2 hashes, cache, [0])",
+        lambda t: steps.store("memory:1MiB", lambda s: s.put([b"a", b"b"], t.kv, [0])),
+        "hashes: 2 of group 'kv' stand for 4 tokens, and its 1 blocks",
     ),
     call(
         "BlockStore.open('memory:1GiB')",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -117,15 +118,45 @@ def engine_closed() -> None:
     engine.connect("127.0.0.1:1")
 
 
-async def store(tier: str) -> None:
-    """Open a store with one tier."""
-    async with kvwire.BlockStore.open([tier]):
-        pass
+async def store(tier: str, call: Callable[[Any], Any] | None = None) -> None:
+    """Open a store with one tier, and call it."""
+    async with kvwire.BlockStore.open([tier]) as opened:
+        if call is not None:
+            await call(opened)
+
+
+async def no_store(t: Any) -> Outcome:
+    """Get from a store whose server is a communicator."""
+    where = await t.b.listen("127.0.0.1:0")
+    tier = f"kvwire://127.0.0.1:{where.port}?timeout=0.3"
+    async with kvwire.BlockStore.open([tier]) as opened:
+        outcome: Outcome = await opened.get([b"h"], t.kv, [0])
+        return outcome
+
+
+async def store_elsewhere(t: Any) -> object:
+    """Get from a store on another loop."""
+    async with kvwire.BlockStore.open(["memory:1MiB"]) as opened:
+        return await t.from_loop(lambda: opened.get([b"h"], t.kv, [0]))
+
+
+async def directory_away(t: Any) -> None:
+    """Look for a peer in a directory that cannot be reached."""
+    async with kvwire.open(
+        directory="redis://127.0.0.1:1", handshake_timeout_s=0.5
+    ) as comm:
+        await comm.peer("role=prefill").connect()
 
 
 async def twice(t: Any) -> None:
     """Listen where this process listens."""
     await t.b.listen(await t.a.listen("127.0.0.1:0"))
+
+
+async def expired(t: Any) -> None:
+    """Show a certificate whose time is over."""
+    ca = t.ca()
+    await t.meet(ca.config(ME, days=(-3, -1)), ca.config(ME))
 
 
 async def unlisted(t: Any) -> None:

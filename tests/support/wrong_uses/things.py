@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -122,6 +124,27 @@ class Things:
         if isinstance(found[0], BaseException):
             raise found[0]
         return found[0]
+
+    async def from_fork(self, call: Callable[[], object]) -> None:
+        """Do it in a forked process, and raise here what it said there."""
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # beside threads
+            child = os.fork()
+        if not child:
+            try:
+                call()
+            except kvwire.KVWireError as exc:
+                os.write(writer, f"{type(exc).__name__}: {exc}".encode())
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            said = await asyncio.to_thread(pipe.read)
+        await asyncio.to_thread(os.waitpid, child, 0)
+        kind, _, words = said.partition(": ")
+        if said:
+            raise getattr(kvwire, kind)(words)
 
     async def from_loop(self, call: Callable[[], Any]) -> object:
         """Do it on another loop, of another thread."""
