@@ -5,8 +5,8 @@ any number of stores share a prefix without knowing of each other. See
 docs/adr/0014-a-store-server-and-objects.md.
 
 ``find`` reads the head of each object that it does not remember; ``read`` fetches whole
-objects and compares them with their checksums. What is not what its name says is
-missing, and is written again by the next put of it.
+objects, large ones by several ranges at once, and compares them with their checksums.
+What is not what its name says is missing, and is written again by the next put of it.
 
 A store that cannot be reached is not asked again until a pause is over, which grows
 with each failure. Meanwhile everything is answered at once, with the reason.
@@ -180,7 +180,7 @@ class ObjectTier(ElsewhereTier):
 
     async def _look(self, key: Key) -> int:
         """Return the order of one block's image, or ``ABSENT``."""
-        raw = await self._range(key, HEAD_BYTES)
+        raw = await self._range(key, 0, HEAD_BYTES)
         if isinstance(raw, BlockResult):
             if raw is BlockResult.MISSING:
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
@@ -230,7 +230,7 @@ class ObjectTier(ElsewhereTier):
         raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
 
         async def get(at: int) -> None:
-            raw = await self._range(batch.keys[at], HEAD_BYTES + namespace.image_bytes)
+            raw = await self._whole(batch.keys[at], HEAD_BYTES + namespace.image_bytes)
             if isinstance(raw, BlockResult):
                 results[at] = raw
             else:
@@ -266,18 +266,48 @@ class ObjectTier(ElsewhereTier):
 
     # --- requests ---------------------------------------------------------------------
 
-    async def _range(self, key: Key, nbytes: int) -> memoryview | BlockResult:
-        """Fetch up to so many bytes of an object from its beginning."""
+    async def _whole(self, key: Key, nbytes: int) -> memoryview | BlockResult:
+        """Fetch an object of up to so many bytes.
+
+        The first range says how long it is; what is behind that comes at once. Who
+        puts it again meanwhile, by another codec, makes it one with a wrong checksum.
+        """
+        part = STORE_OBJECT_PART_BYTES
+        first = await self._range(key, 0, min(nbytes, part))
+        if isinstance(first, BlockResult) or first.nbytes < part:
+            return first
+        head = ObjectHead.read(first)
+        end = min(nbytes, HEAD_BYTES + head.nbytes) if head else 0
+        begins = range(part, end, part)
+        if not begins:
+            return first
+        rest = await gather_all(
+            *(self._range(key, at, min(part, end - at)) for at in begins)
+        )
+        ranges = [first]
+        for one in rest:
+            if isinstance(one, BlockResult):
+                return one
+            ranges.append(one)
+        arrays = [np.frombuffer(one, np.uint8) for one in ranges]
+        joined = await self._threads.run(partial(np.concatenate, arrays))
+        return joined.data
+
+    async def _range(
+        self, key: Key, begin: int, nbytes: int
+    ) -> memoryview | BlockResult:
+        """Fetch up to so many bytes of an object."""
         path = path_of(key)
 
         async def fetch() -> Any:
             ask = self._obstore.get_range_async
             try:
-                return await ask(self._bucket, path, start=0, length=nbytes)
+                return await ask(self._bucket, path, start=begin, length=nbytes)
             except self._obstore.exceptions.GenericError:
-                # An empty object has no range; of a store that fails, so does this.
+                # Behind its end an object has no range; of a store that fails, so does
+                # this.
                 meta = await self._obstore.head_async(self._bucket, path)
-                if meta["size"]:
+                if meta["size"] > begin:
                     raise
                 return b""
 

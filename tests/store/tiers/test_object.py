@@ -22,6 +22,7 @@ from kvwire.clock import Backoff
 from kvwire.extras import install_command
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.tiers import object as object_module
 from kvwire.store.tiers.coded import CodedTier
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
@@ -241,6 +242,30 @@ async def test_what_is_known_is_not_asked_for_again(tmp_path: Path) -> None:
         assert requests.made[8:] == ["put_async"] * 8
         assert (await tier.find(keys) != ABSENT).all()
         assert len(requests.made) == 16
+
+
+async def test_a_large_object_is_read_by_ranges_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ends before it should is missing, and no failure of the store."""
+    source, target, hashes = Filled(seed=1), Filled(), chain(4)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        await store.put(hashes, source.cache, range(4))
+    part = (HEAD_BYTES + SPEC.block_bytes) // 4
+    monkeypatch.setattr(object_module, "STORE_OBJECT_PART_BYTES", part)
+    for one, nbytes in zip(hashes[1:], (part, 2 * part, 3 * part - 1), strict=True):
+        _cut(nbytes)(file_of(tmp_path, one), tmp_path)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests = Requests(tier_of(store))
+        got = await store.get(hashes[:1], target.cache, [0])
+        # The head for `find`, then four parts, all but the first at once.
+        assert got.complete
+        assert requests.made == ["get_range_async"] * 5
+        assert requests.most == 3
+        got = await store.get(hashes, target.cache, range(4))
+        assert got.landed.ids().tolist() == [0]
+        assert tier_of(store).taking
+    assert np.array_equal(source.tokens([0]), target.tokens([0]))
 
 
 async def test_as_many_requests_as_allowed_at_once(tmp_path: Path) -> None:

@@ -156,6 +156,10 @@ async def test_a_large_block_goes_in_parts(
         f"partNumber={part}" for part in (1, 2, 3)
     }
     assert put.complete == got.complete == lands
+    # The head for `find`, and three ranges of each block.
+    if lands:
+        gets = [one for one in asked if one.startswith("GET ")]
+        assert [asked[one] for one in gets] == [5, 5]
     async with httpx.AsyncClient() as client:
         left = await client.get(f"{server}/cache?uploads")
     assert "<Upload>" not in left.text
