@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,9 +20,11 @@ import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
 from kvwire.testing.proxy import Cut, Direction, Ending, Proxy
 from tests.fault.child import child
+from tests.fault.producer import cache
 from tests.support.child import Child
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
+from tests.support.tree import ROOT
 
 INTERVAL_S, MISSES = 0.2, 3
 SILENCE_S = INTERVAL_S * MISSES
@@ -75,6 +78,37 @@ async def test_a_killed_peer_is_known_at_once(comm: Communicator, what: str) -> 
                 await request
             await request.released()
     assert len(comm._state.buffers) == 0
+
+
+@one_loop
+@pytest.mark.parametrize("verb", ["pull", "push"])
+@pytest.mark.parametrize("transport", ["tcp", "local"])
+async def test_a_killed_producer_ends_its_transfers_soon(
+    transport: str, verb: str
+) -> None:
+    """With the default settings: an outcome, and what landed before is kept."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.fault.producer", verb),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    port = int(await process.stdout.readline())
+    async with kvwire.open(name="consumer") as comm:
+        conn = await comm.connect(f"127.0.0.1:{port}", transport=transport)
+        ask = conn.pull if verb == "pull" else comm.expect
+        inc = ask("x", cache(), [0, 1])
+        await inc.layer(1)
+        process.kill()
+        killed = now()
+        outcome = await inc
+        took_s = now() - killed
+        print(f"{verb} over {transport}, killed: outcome after {took_s:.2f} s (1.5 s)")
+        assert took_s < comm.config.restart_grace_s + SLACK_S
+        assert not outcome.complete
+        assert inc.layer_landed(0)
+        assert "the peer has ended" in "; ".join(outcome.missing.reasons)
+    await process.communicate()
 
 
 # --- R13: silence ---------------------------------------------------------------------
