@@ -21,11 +21,11 @@ from typing import Any, Final
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, Formatter, MaxNLocator, PercentFormatter
 from prometheus_client import CollectorRegistry, start_http_server
 
 import kvwire
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
-from kvwire.testing.harness import loopback
 from tests.support.servers import Server
 from tests.support.tree import ROOT
 
@@ -44,6 +44,17 @@ _GRID_WIDTH: Final = 24
 _PANEL_HEIGHT: Final = 8
 _LABEL: Final = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
+
+# How Grafana's units are written.
+_UNITS: Final[dict[str, Formatter]] = {
+    "Bps": EngFormatter("B/s"),
+    "bytes": EngFormatter("B"),
+    "ops": EngFormatter("/s"),
+    "percentunit": PercentFormatter(1),
+    "s": EngFormatter("s"),
+    "short": EngFormatter(),
+}
+_COUNTS: Final = ("bytes", "ops", "short")
 
 DASHBOARD: Final[dict[str, Any]] = json.loads((FOLDER / "grafana.json").read_text())
 
@@ -111,12 +122,17 @@ def prometheus(port: int) -> Iterator[Prometheus]:
 async def busy_pair() -> AsyncIterator[int]:
     """Two communicators and a store at work; the port of their metrics."""
     registry = CollectorRegistry()
-    async with loopback() as pair, kvwire.BlockStore.open(["memory:64MiB"]) as store:
-        for one in (pair.a, pair.b):
+    async with (
+        kvwire.open(name="prefill-0") as prefill,
+        kvwire.open(name="decode-0") as decode,
+        kvwire.BlockStore.open(["memory:64MiB"]) as store,
+    ):
+        for one in (prefill, decode):
             registry.register(CommunicatorCollector(one))
+        conn = await decode.connect(await prefill.listen("127.0.0.1:0"))
         registry.register(StoreCollector(store, "decode-0"))
         server, thread = start_http_server(0, "127.0.0.1", registry)
-        work = asyncio.create_task(_work(pair, store))
+        work = asyncio.create_task(_work(prefill, conn, store))
         try:
             yield server.server_port
         finally:
@@ -128,18 +144,20 @@ async def busy_pair() -> AsyncIterator[int]:
             thread.join()
 
 
-async def _work(pair: Any, store: kvwire.BlockStore) -> None:
+async def _work(
+    prefill: kvwire.Communicator, conn: kvwire.Connection, store: kvwire.BlockStore
+) -> None:
     """Transfers, of which each tenth is given up, and blocks that come and go."""
     mine, theirs = _cache(), _cache()
     for number in range(1_000_000):
-        out = pair.b.publish(number, mine, [0, 1, 2])
+        out = prefill.publish(number, mine, [0, 1, 2])
         out.ready(layers=slice(0, 2))
         if number % 10:
             out.ready(layers=slice(2, 4))
             out.finish()
         else:
             out.abort("the request was cancelled")
-        await pair.ab.pull(number, theirs, [0, 1, 2])
+        await conn.pull(number, theirs, [0, 1, 2])
         keys = [max(0, number - ago).to_bytes(32) for ago in range(3)]
         await store.get(keys, theirs, [0, 1, 2])
         await store.put(keys[:1], mine, [0])
@@ -178,16 +196,28 @@ async def _draw(path: Path, seconds: int) -> None:
         columns = slice(where["x"], where["x"] + where["w"])
         axes = figure.add_subplot(grid[where["y"] // _PANEL_HEIGHT, columns])
         axes.set_title(panel["title"], loc="left", fontsize=9)
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        axes.yaxis.set_major_formatter(_UNITS[unit])
+        axes.xaxis.set_major_formatter(EngFormatter("s"))
         axes.tick_params(labelsize=7)
         legend = panel["targets"][0]["legendFormat"]
-        for series in answer:
+        for number, series in enumerate(answer):
             times, values = zip(*series["values"], strict=True)
             seen = [float(value) for value in values]
             axes.plot(
-                [t - now for t in times], seen, label=_named(series, legend), lw=1.2
+                [t - now for t in times],
+                seen,
+                ls="-" if number % 2 == 0 else "--",  # one may lie on the other
+                label=_named(series, legend),
+                lw=1.2,
             )
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=6, frameon=False, loc="lower left")
+        # A line of zeros lies on the axis else.
+        counts = unit in _COUNTS
+        flat = not any(float(v) for series in answer for _, v in series["values"])
+        # Room for the legend above the lines.
+        axes.set_ylim(0, 4 if counts and flat else 1.4 * axes.get_ylim()[1])
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=counts))
+        axes.legend(fontsize=6, frameon=False, loc="upper left", ncols=2)
     figure.savefig(path)
 
 
