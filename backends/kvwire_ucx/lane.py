@@ -180,13 +180,6 @@ class UcxLane(Lane):
             self._check_version(self._peer.version)
             self._handler = handler
             self._state = _State.GREETING
-            self._endpoint = UcxEndpoint(
-                self._worker, self._peer, self._endpoint_failed
-            )
-            if self._own.one_sided and self._peer.one_sided:
-                self._one_sided = OneSided(
-                    self._worker, self._own, self._peer, self._endpoint
-                )
             self._expect(HELLO, _GREETING_BYTES, self._greeted)
             self._expect(BYE, 1, self._peer_left)
             if self._context.role is Role.CLIENT:
@@ -212,10 +205,34 @@ class UcxLane(Lane):
                 f"same minor version"
             )
 
+    def _reach(self) -> UcxEndpoint:
+        """Return the endpoint to the peer, made when it is first used.
+
+        So a server makes its own when it answers. Where both sides connect at once, UCX
+        drops one of two sockets; with 1.22 a process that ended a lane about then often
+        crashed, over what it had freed twice.
+
+        Raises:
+            BackendUnavailable: UCX has no way to the peer.
+        """
+        if self._endpoint is None:
+            endpoint = UcxEndpoint(self._worker, self._peer, self._endpoint_failed)
+            self._endpoint = endpoint
+            if self._own.one_sided and self._peer.one_sided:
+                self._one_sided = OneSided(
+                    self._worker, self._own, self._peer, endpoint
+                )
+        return self._endpoint
+
     def _greeted(self, data: bytes) -> None:
         """Answer the peer's hello, as the server."""
         role = self._context.role
         if self._state is _State.ENDING:
+            return
+        try:
+            self._reach()
+        except BackendUnavailable as exc:
+            self._end(exc)
             return
         if not hmac.compare_digest(data, self._greeting(role.other)):
             self._end(ConnectionLost("ucx: the peer's hello does not prove the secret"))
@@ -227,10 +244,10 @@ class UcxLane(Lane):
             self._came_up.set_result(None)
 
     def _say_hello(self) -> None:
-        assert self._endpoint is not None
+        endpoint = self._reach().handle
         memory = MemoryHandles(memoryview(self._greeting(self._context.role)))
         tag = self._peer.tag(HELLO)
-        self._worker.send(self._endpoint.handle, memory, tag, _nothing, eager=True)
+        self._worker.send(endpoint, memory, tag, _nothing, eager=True)
 
     def _greeting(self, role: Role) -> bytes:
         """Return what a side says that knows the secret, for these two only."""
@@ -256,7 +273,11 @@ class UcxLane(Lane):
     def send(self, payload: Payload, token: object) -> bytes:
         if self._state is not _State.UP:
             return b""
-        assert self._endpoint is not None
+        try:
+            endpoint = self._reach().handle
+        except BackendUnavailable as exc:
+            self._loop.call_soon(self._end, exc)
+            return b""
         if self._one_sided is not None:
             lent = self._one_sided.lend(
                 payload, self._next_sent, lambda status: self._piece_sent(parts, status)
@@ -276,7 +297,7 @@ class UcxLane(Lane):
             self._next_sent = next_message(self._next_sent)
             self._sends += 1
             self._worker.send(
-                self._endpoint.handle,
+                endpoint,
                 MemoryHandles(piece),
                 tag,
                 lambda status, _: self._piece_sent(parts, status),
@@ -407,7 +428,7 @@ class UcxLane(Lane):
         for request in self._receives:
             self._worker.cancel(request)
         if self._endpoint is None:
-            self._gone()
+            self._gone()  # a peer that was not answered has not come up either
         elif self._endpoint.failed:
             self._hang_up()
         else:
@@ -449,8 +470,8 @@ class UcxLane(Lane):
 
     def _hang_up(self) -> None:
         """Close the endpoint: the second step, once the peer knows."""
-        assert self._endpoint is not None
-        self._endpoint.close(self._gone)
+        if self._endpoint is not None:  # else that step is behind us
+            self._endpoint.close(self._gone)
 
     def _gone(self) -> None:
         """Begin the last step: UCX has let go of the endpoint."""

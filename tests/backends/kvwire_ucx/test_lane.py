@@ -51,6 +51,32 @@ async def test_who_does_not_know_the_secret_is_found_out() -> None:
     await test.aclose()
 
 
+async def test_a_server_connects_when_it_answers() -> None:
+    """Both at once crash UCX 1.22 when a lane ends soon after (decision 0010)."""
+    test = rig()
+    left, right = test.prepare()
+    server = right.lane
+    assert isinstance(server, UcxLane)
+    await right.join(left.lane.bootstrap)
+    before = server._endpoint
+    await test.within(left.join(server.bootstrap), "the client's join")
+    assert before is None
+    assert server._endpoint is not None
+    await test.aclose()
+
+
+async def test_a_server_that_sends_first_connects_for_it() -> None:
+    test = rig()
+    left, right = test.prepare()
+    await right.join(left.lane.bootstrap)
+    left.holding = True
+    right.send(100 * KIB)
+    await test.within(left.join(right.lane.bootstrap), "the client's join")
+    left.release()
+    await test.arrives(left, 1)
+    await test.aclose()
+
+
 async def test_another_minor_version_of_ucx_is_refused() -> None:
     test = rig()
     left, right = test.prepare()
