@@ -72,47 +72,31 @@ class CodedTier(Tier):
 
     @property
     def error(self) -> str:  # type: ignore[override]
-        """Return why it takes no blocks, or what failed last."""
         return self.inner.error or self._error
 
     @property
     def unavailable_reason(self) -> str:  # type: ignore[override]
-        """Return why ``find`` cannot say what is there."""
         return self.inner.unavailable_reason
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
-        """Tell whether ``find`` is a round trip."""
         return self.inner.asks
 
     @property
     def taking(self) -> bool:
-        """Tell whether it takes blocks at the moment."""
         return self.inner.taking
 
     async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``.
-
-        Cancel safety: as that of the tier.
-        """
         return await self.inner.find(self._kept_as(keys))
 
     async def holds(self, keys: Keys) -> Bits:
-        """Tell which blocks the tier has as far as it knows.
-
-        Cancel safety: as that of the tier.
-        """
         return await self.inner.holds(self._kept_as(keys))
 
     def touch(self, keys: Keys) -> None:
-        """See Tier."""
         self.inner.touch(self._kept_as(keys))
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Encode images, and let the tier take what came of it.
-
-        Cancel safety: what is under way is finished first.
-        """
+        """Encode images, and let the tier take what came of it."""
         batch = batch._replace(keys=self._kept_as(batch.keys))
         if self._codec is None:
             return await self.inner.write(namespace, batch)
@@ -135,10 +119,7 @@ class CodedTier(Tier):
         return results
 
     async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Read what was kept into the images, and decode it there.
-
-        Cancel safety: what is under way is finished first.
-        """
+        """Read what was kept into the images, and decode it there."""
         sizes = np.zeros(batch.keys.size, np.int64)
         asked = batch._replace(keys=self._kept_as(batch.keys), sizes=sizes)
         results = await self.inner.read(namespace, asked)
@@ -156,29 +137,16 @@ class CodedTier(Tier):
         return results
 
     async def delete(self, keys: Keys) -> None:
-        """See Tier.
-
-        Cancel safety: safe, it may be called again.
-        """
         await self.inner.delete(self._kept_as(keys))
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """See Tier.
-
-        Cancel safety: safe, it may be called again.
-        """
         (kept_as,) = self._kept_as(as_keys((digest,)))
         await self.inner.delete_namespace(kept_as)
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """See Tier.
-
-        Cancel safety: safe, it may be called again.
-        """
         return await self.inner.pin(self._kept_as(keys), pinned=pinned)
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
-        """See Tier."""
         return self.inner.tenant_uses()
 
     def stats(self) -> TierStats:
@@ -189,21 +157,12 @@ class CodedTier(Tier):
         return msgspec.structs.replace(stats, read_blocks=landed, failed_blocks=failed)
 
     def namespaces(self) -> Iterable[Namespace]:
-        """See Tier."""
         return self.inner.namespaces()
 
     async def flush(self) -> None:
-        """Return when what was written survives a power cut as well.
-
-        Cancel safety: safe, it may be called again.
-        """
         await self.inner.flush()
 
     async def close(self) -> None:
-        """Let go of the tier and of the threads. Never raises.
-
-        Cancel safety: what is held is let go of in any case.
-        """
         try:
             await self.inner.close()
         finally:

@@ -138,34 +138,22 @@ class DiskTier(Tier):
             raise
 
     async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``.
-
-        Cancel safety: safe, it only looks.
-        """
         slots = self._index.find(keys)
         found = np.full(keys.size, ABSENT, np.uint8)
         found[slots >= 0] = self._index.orders(slots[slots >= 0])
         return found
 
     async def holds(self, keys: Keys) -> Bits:
-        """Tell which blocks are here, as written or read by this process.
-
-        Cancel safety: safe, it only looks.
-        """
+        """Tell which blocks are here, as written or read by this process."""
         slots = self._index.find(keys)
         held: Bits = (slots >= 0) & self._trusted[slots]
         return held
 
     def touch(self, keys: Keys) -> None:
-        """See Tier."""
         slots = self._index.find(keys)
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Take blocks; those that are held already are touched.
-
-        Cancel safety: the write is finished first.
-        """
         results = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
         nbytes = int(batch.images.lengths[0])
         tenant = self._tenants.number(namespace.tenant)
@@ -197,10 +185,7 @@ class DiskTier(Tier):
         return results
 
     async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Fill images with blocks, and compare them with their checksums.
-
-        Cancel safety: the read is finished first.
-        """
+        """Fill images with blocks, and compare them with their checksums."""
         results = np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
         slots = self._index.find(batch.keys)
         here = np.flatnonzero(slots >= 0)
@@ -227,10 +212,7 @@ class DiskTier(Tier):
         return results
 
     async def delete(self, keys: Keys) -> None:
-        """See Tier; with ``sync=flush`` a power cut needs a ``flush`` before it.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """See Tier; with ``sync=flush`` a power cut needs a ``flush`` before it."""
         for key in keys[self._in_flight.busy(keys)].tolist():
             await self._in_flight.ended(key)
         # An older row of a key is of a slot that was written over, or stale already.
@@ -242,18 +224,11 @@ class DiskTier(Tier):
             )
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """See Tier.
-
-        Cancel safety: safe, it may be called again.
-        """
         coming = self._in_flight.of_namespace(digest)
         await self.delete(np.concatenate((coming, self._index.of_namespace(digest))))
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """See Tier; a restart finds it pinned, so what it could not be told is not.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """See Tier; a restart finds it pinned, so what it could not be told is not."""
         slots = self._index.find(keys)
         kept = self._index.pin_named(keys, pinned=pinned)
         told = kept if pinned else slots >= 0
@@ -268,29 +243,20 @@ class DiskTier(Tier):
         return kept
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
-        """See Tier."""
         return uses_of(self._index)
 
     def stats(self) -> TierStats:
-        """See Tier."""
         self._counts.blocks = len(self._index)
         self._counts.used_bytes = self._slabs.used_bytes
         self._counts.evicted_blocks = self._index.evicted
         return self._counts
 
     def namespaces(self) -> Iterable[Namespace]:
-        """See Tier."""
         return tuple(self._rows.namespaces.values())
 
     async def flush(self) -> None:
-        """Return when what was written survives a power cut as well.
-
-        Raises:
-            OSError: It does not, as far as anybody knows. A disk may have dropped what
-                it has failed to take once, so that lasts until the tier is closed.
-
-        Cancel safety: safe, it may be called again.
-        """
+        # A disk may have dropped what it has failed to take once, so an error lasts
+        # until the tier is closed.
         async with self._writing:
             try:
                 await self._threads.run(self._sync)
@@ -303,10 +269,6 @@ class DiskTier(Tier):
             raise OSError(f"{self.name}: {self._unflushed}")
 
     async def close(self) -> None:
-        """Flush, and let go of the directory. Never raises.
-
-        Cancel safety: the directory is let go of in any case.
-        """
         in_order = False
         try:
             in_order = await self._settled()

@@ -153,20 +153,16 @@ class MooncakeTier(ElsewhereTier):
 
     @property
     def taking(self) -> bool:
-        """Tell whether the master can be asked."""
         return self._client is not None and not self._failing
 
     @property
     def unavailable_reason(self) -> str:  # type: ignore[override]
-        """Return why the master cannot be asked."""
         return "" if self.taking else self.error
 
     async def find(self, keys: Keys) -> Orders:
         """Return ``UNKNOWN`` for each block that is there; the rest ``ABSENT``.
 
         The order of an image stands in front of it, and is read with it.
-
-        Cancel safety: safe, it only looks.
         """
         names = self._names(keys)
         codes = await self._ask(lambda client, _: client.batch_is_exist(names))
@@ -174,20 +170,14 @@ class MooncakeTier(ElsewhereTier):
         return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
 
     async def delete(self, keys: Keys) -> None:
-        """Remove the objects of blocks, whoever has put them.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """Remove the objects of blocks, whoever has put them."""
         gone = await self._remove(keys)
         if not gone.all():
             left = int((~gone).sum())
             raise OSError(f"{self.name}: {left} not deleted: {self.error}")
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """Remove every object of a namespace, whoever has put it.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """Remove every object of a namespace, whoever has put it."""
         pattern = f"^{self._prefix}{digest.hex()}/.*"
         removed = await self._ask(
             lambda client, _: client.remove_by_regex(pattern, True)
@@ -196,10 +186,6 @@ class MooncakeTier(ElsewhereTier):
             raise OSError(f"{self.name}: {self.error or f'error {removed}'}")
 
     async def close(self) -> None:
-        """Leave the store. Never raises.
-
-        Cancel safety: safe, it may be called again.
-        """
         if self._healing is not None:
             await ended(self._healing)
         self._threads.close()

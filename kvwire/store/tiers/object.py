@@ -124,8 +124,6 @@ class ObjectTier(ElsewhereTier):
         """Return the order of each block's image, or ``ABSENT``.
 
         What is not remembered is a request each, for the head of the object.
-
-        Cancel safety: safe, it only looks.
         """
         known = map(self._present.get, keys.tolist(), repeat(ABSENT))
         orders = np.fromiter(known, np.uint8, keys.size)
@@ -142,10 +140,7 @@ class ObjectTier(ElsewhereTier):
         return orders
 
     async def delete(self, keys: Keys) -> None:
-        """Delete the objects of blocks, whoever has put them.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """Delete the objects of blocks, whoever has put them."""
 
         async def one(path: str) -> None:
             await self._obstore.delete_async(self._bucket, path)
@@ -155,10 +150,7 @@ class ObjectTier(ElsewhereTier):
             self._lacks(key, STORE_OBJECT_ABSENT_S)
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """Delete every object of a namespace, whoever has put it.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """Delete every object of a namespace, whoever has put it."""
 
         async def all_of(prefix: str) -> None:
             async for listed in self._obstore.list(self._bucket, prefix):
@@ -170,10 +162,6 @@ class ObjectTier(ElsewhereTier):
             self._lacks(key, STORE_OBJECT_ABSENT_S)
 
     async def close(self) -> None:
-        """Let go of the threads. Never raises.
-
-        Cancel safety: safe, it waits for nothing.
-        """
         self._threads.close()
 
     # --- blocks -----------------------------------------------------------------------

@@ -179,24 +179,18 @@ class RedisTier(ElsewhereTier):
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
-        """Tell whether a server can be asked."""
         return self._client is not None
 
     @property
     def taking(self) -> bool:
-        """Tell whether a server can be asked."""
         return self._client is not None
 
     @property
     def unavailable_reason(self) -> str:  # type: ignore[override]
-        """Return which servers cannot be asked."""
         return self.error if self._failing else ""
 
     async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``; one round trip.
-
-        Cancel safety: safe, it only looks.
-        """
+        """Return the order of each block's image, or ``ABSENT``; one round trip."""
         touched = self._touches.take()
         asked = np.concatenate([keys, touched])
 
@@ -213,20 +207,14 @@ class RedisTier(ElsewhereTier):
         self._touches.add(keys)
 
     async def delete(self, keys: Keys) -> None:
-        """Delete the values of blocks, whoever has put them.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """Delete the values of blocks, whoever has put them."""
         done = await self._ask(keys, lambda _, name: ("UNLINK", name))
         failed = sum(isinstance(one, BaseException) for one in done)
         if failed:
             raise OSError(f"{self.name}: {failed} not deleted: {self.error}")
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """Delete every value of a namespace, whoever has put it; looks at all keys.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """Delete every value of a namespace, whoever has put it; looks at all keys."""
         if self._client is None:
             raise OSError(f"{self.name}: {self.error}")
         pattern = f"{self._prefix}{digest.hex()}/*"
@@ -243,10 +231,6 @@ class RedisTier(ElsewhereTier):
             raise OSError(f"{self.name}: {error_text(exc)}") from exc
 
     async def close(self) -> None:
-        """End every connection. Never raises.
-
-        Cancel safety: safe, it may be called again.
-        """
         if self._healing is not None:
             await ended(self._healing)
         self._threads.close()

@@ -111,20 +111,15 @@ class RemoteTier(ElsewhereTier):
 
     @property
     def taking(self) -> bool:
-        """Tell whether it takes blocks: the server is there and does."""
         active = self._client.active
         return active is not None and not active.welcome.read_only
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
-        """Tell whether the server can be asked."""
         return self._client.active is not None
 
     async def find(self, keys: Keys) -> Orders:
-        """Return the order of each block's image, or ``ABSENT``; one round trip.
-
-        Cancel safety: safe, it only looks.
-        """
+        """Return the order of each block's image, or ``ABSENT``; one round trip."""
         orders = np.full(keys.size, ABSENT, np.uint8)
         try:
             active = self._client.now()
@@ -146,32 +141,16 @@ class RemoteTier(ElsewhereTier):
         self._touches.add(keys)
 
     async def delete(self, keys: Keys) -> None:
-        """See Tier; the server deletes what is this client's tenant's.
-
-        Raises:
-            OSError: The server cannot be asked, or could not do it.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """See Tier; the server deletes what is this client's tenant's."""
         for which in _by_width(keys):
             number = self._client.number()
             await self._asked_for(Delete(number, Names.of(keys[which])))
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """See Tier.
-
-        Raises:
-            OSError: The server cannot be asked, or could not do it.
-
-        Cancel safety: safe, it may be called again.
-        """
         await self._asked_for(Delete(self._client.number(), None, digest))
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """See Tier; nothing is pinned at a server that cannot be asked.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """See Tier; nothing is pinned at a server that cannot be asked."""
         kept = np.zeros(keys.size, np.bool_)
         for which in _by_width(keys):
             number, names = self._client.number(), Names.of(keys[which])
@@ -182,18 +161,10 @@ class RemoteTier(ElsewhereTier):
         return kept
 
     def namespaces(self) -> Iterable[Namespace]:
-        """See Tier."""
         active = self._client.active
         return tuple(_namespaces(active.welcome.namespaces)) if active else ()
 
     async def flush(self) -> None:
-        """Return when what was written survives a power cut as well.
-
-        Raises:
-            OSError: The server cannot be asked, or could not do it.
-
-        Cancel safety: safe, it may be called again.
-        """
         try:
             active = self._client.now()
             await self._tell_touches(active)
@@ -205,10 +176,6 @@ class RemoteTier(ElsewhereTier):
             raise OSError(f"{self.name}: {self.error}")
 
     async def close(self) -> None:
-        """End the connection. Never raises.
-
-        Cancel safety: the connection is ended in any case.
-        """
         try:
             await self.hang_up()
         finally:

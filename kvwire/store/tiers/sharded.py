@@ -107,7 +107,6 @@ class ShardedTier(ElsewhereTier):
 
     @property
     def error(self) -> str:  # type: ignore[override]
-        """Return what is wrong with which node."""
         if not self._nodes:
             return (
                 "no store server has announced itself; kvwire store serve --directory"
@@ -119,33 +118,27 @@ class ShardedTier(ElsewhereTier):
 
     @property
     def unavailable_reason(self) -> str:  # type: ignore[override]
-        """Return which nodes cannot be asked."""
         tiers = [node.tier for node in self._nodes.values()]
         away = any(tier.unavailable_reason for tier in tiers)
         return self.error if away or not tiers else ""
 
     @property
     def durable(self) -> bool:  # type: ignore[override]
-        """Tell whether every node keeps blocks on a disk."""
         tiers = self._asked()
         return bool(tiers) and all(node.tier.durable for node in tiers)
 
     @property
     def taking(self) -> bool:
-        """Tell whether some node takes blocks."""
         return any(node.tier.taking for node in self._nodes.values())
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
-        """Tell whether some node can be asked."""
         return bool(self._asked())
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.
 
         One round trip to each node, side by side.
-
-        Cancel safety: safe, it only looks.
         """
         orders = np.full(keys.size, ABSENT, np.uint8)
 
@@ -161,24 +154,13 @@ class ShardedTier(ElsewhereTier):
             tier.touch(keys[which])
 
     async def delete(self, keys: Keys) -> None:
-        """Forget blocks at every node: one may have them from another membership.
-
-        Cancel safety: safe, it may be called again.
-        """
+        """Forget blocks at every node: one may have them from another membership."""
         await self._everywhere(lambda tier: tier.delete(keys))
 
     async def delete_namespace(self, digest: bytes) -> None:
-        """See Tier.
-
-        Cancel safety: safe, it may be called again.
-        """
         await self._everywhere(lambda tier: tier.delete_namespace(digest))
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """See Tier.
-
-        Cancel safety: safe, it may be called again.
-        """
         kept = np.zeros(keys.size, np.bool_)
         for done in await gather_all(
             *(node.tier.pin(keys, pinned=pinned) for node in self._asked())
@@ -187,21 +169,12 @@ class ShardedTier(ElsewhereTier):
         return kept
 
     def namespaces(self) -> Iterable[Namespace]:
-        """See Tier."""
         return [one for node in self._asked() for one in node.tier.namespaces()]
 
     async def flush(self) -> None:
-        """Return when what was written survives a power cut as well.
-
-        Cancel safety: safe, it may be called again.
-        """
         await self._everywhere(lambda tier: tier.flush())
 
     async def close(self) -> None:
-        """End every connection. Never raises.
-
-        Cancel safety: the connections are ended in any case.
-        """
         try:
             if self._watching is not None:
                 await ended(self._watching)

@@ -47,6 +47,7 @@ def _is_public(name: str) -> bool:
     return not any(part.startswith(("_", "<")) for part in name.split("."))
 
 
+_TIERS = ("coded", "disk", "mooncake", "object", "redis", "remote", "sharded")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 
 CHECKS = (
@@ -55,12 +56,13 @@ CHECKS = (
         over=("kvwire/",),
         # Commands are run, not awaited, and only the kit itself awaits its checks. The
         # core's requests are records that nobody can await. What is behind a facade
-        # keeps the promise that the facade states.
+        # keeps the promise that the facade states, and a tier those of Tier.
         beyond=(
             "kvwire/cli/",
             "kvwire/endpoint/",
             "kvwire/proto/",
             "kvwire/testing/conformance/",
+            *(f"kvwire/store/tiers/{name}.py" for name in _TIERS),
         ),
         find=each(cancel_safety),
         bad=[
