@@ -21,14 +21,7 @@ from kvwire.types import read_bytes
 
 @dataclass(frozen=True, slots=True)
 class TierAddress:
-    """Holds one tier's address as it was written.
-
-    Attributes:
-        text: All of it but a password, as the tier's name.
-        scheme: What kind of tier.
-        place: What stands before the ``?``.
-        options: What stands behind it.
-    """
+    """Holds one tier's address as it was written."""
 
     text: str
     scheme: str

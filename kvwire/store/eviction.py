@@ -41,12 +41,7 @@ def each(calls: Iterable[object]) -> None:
 
 
 class SlotState:
-    """Holds what eviction knows of each slot of a tier.
-
-    Attributes:
-        pins: How often it is in use.
-        uses: How often it was used since its block came, 3 at most.
-    """
+    """Holds what eviction knows of each slot of a tier."""
 
     __slots__ = ("pins", "uses")
 

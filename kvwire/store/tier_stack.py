@@ -21,18 +21,7 @@ _digest = itemgetter(slice(DIGEST_BYTES))
 
 
 class TierStack:
-    """Knows which tier has a block, and moves blocks from one to the next.
-
-    Attributes:
-        counters: What has happened so far.
-        by_tenant: The same by the number of each tenant, where there are tenants.
-        memory: The first tier.
-        below: The others.
-        namespaces: The namespaces of blocks that are or were here, by digest.
-        through: Whether a put waits for a durable tier; False without one.
-        threads: Where copies are made.
-        tenants: Who shares it.
-    """
+    """Knows which tier has a block, and moves blocks from one to the next."""
 
     def __init__(
         self,
@@ -113,15 +102,10 @@ class TierStack:
     async def source(
         self, keys: Keys, first: int, *, ask: bool = True
     ) -> tuple[int, Orders]:
-        """Return the first tier from ``first`` on that has any of some blocks.
+        """Return the first tier from ``first`` on that has any blocks, and which.
 
-        Args:
-            keys: The blocks.
-            first: The number of a tier.
-            ask: Whether a tier is asked if that takes as long as to read them.
-
-        Returns:
-            Its number, that of no tier if there is none, and what it has.
+        It is the number of no tier if there is none. Without ``ask`` a tier is passed
+        over where that takes as long as to read them.
 
         Cancel safety: safe, it only looks.
         """

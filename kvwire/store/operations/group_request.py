@@ -42,12 +42,7 @@ class BlockRequest(ABC):
 
     @abstractmethod
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """Return where the images of some hashes lie, one by one.
-
-        Args:
-            positions: Positions in the list of hashes, ascending.
-            order: The order of each image.
-        """
+        """Return where the images of some hashes lie, one by one."""
 
 
 class ImageRequest(BlockRequest):

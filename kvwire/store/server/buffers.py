@@ -18,12 +18,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TransferBuffers:
-    """Lends pieces of memory of equal size. One event loop.
-
-    Args:
-        count: How many.
-        nbytes: Bytes of each. It takes memory once it is used.
-    """
+    """Lends pieces of memory, which is taken when it is first used. One event loop."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self.nbytes = nbytes

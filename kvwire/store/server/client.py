@@ -48,13 +48,7 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 class ActiveConnection:
-    """Sends requests over one connection, from the server's welcome to its end.
-
-    Attributes:
-        connection: The connection.
-        welcome: What the server said of itself.
-        berths: The server's berths; the deadline of what moves counts from there.
-    """
+    """Sends requests over one connection, from the server's welcome to its end."""
 
     def __init__(
         self, connection: Connection, welcome: Welcome, timeout_s: float
@@ -71,9 +65,6 @@ class ActiveConnection:
     async def tell(self, request: ClientMessage) -> None:
         """Send what has no answer.
 
-        Raises:
-            KVWireError: It could not be sent.
-
         Cancel safety: safe, it is sent or not.
         """
         within = timedelta(seconds=self._timeout_s)
@@ -83,14 +74,6 @@ class ActiveConnection:
         self, number: int, request: ClientMessage, kind: type[AnswerT]
     ) -> AnswerT:
         """Ask, and wait for the answer.
-
-        Args:
-            number: The request's.
-            request: The request.
-            kind: What answers it.
-
-        Raises:
-            KVWireError: There is no answer; by the deadline the connection has ended.
 
         Cancel safety: safe, an answer that nobody waits for is dropped.
         """
@@ -116,9 +99,6 @@ class ActiveConnection:
 
     async def listen(self) -> None:
         """Take answers until the connection ends; then fail what waits for one.
-
-        Raises:
-            KVWireError: Why it has ended.
 
         Cancel safety: what waits is failed.
         """
@@ -148,18 +128,7 @@ class ActiveConnection:
 
 
 class StoreClient:
-    """Connects to a server, reachable or not. One event loop.
-
-    Args:
-        communicator: Connects.
-        address: Where the server listens.
-        timeout_s: Of each request, and of a handshake.
-        changed: Called when a connection has become active, or has ended.
-
-    Attributes:
-        error: Why there is no active connection; empty while there is.
-        active: The active connection, or None.
-    """
+    """Connects to a server, reachable or not. One event loop."""
 
     def __init__(
         self,
@@ -183,11 +152,7 @@ class StoreClient:
         return next(self._numbers)
 
     def now(self) -> ActiveConnection:
-        """Return the connection.
-
-        Raises:
-            ConnectionLost: There is no active connection, and why.
-        """
+        """Return the connection."""
         if self.active is None or self.active.connection.closed:
             raise ConnectionLost(self.error or "the connection has just ended")
         return self.active

@@ -139,11 +139,7 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
         return cls(*_text(namespace))
 
     def namespace(self) -> Namespace:
-        """Return the namespace, as its client knows it.
-
-        Raises:
-            UsageError: A field is missing or out of range.
-        """
+        """Return the namespace, as its client knows it."""
         return _namespace(self.group, self.fields, self.tenant)
 
 
@@ -185,14 +181,7 @@ class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
 
 
 class TransferMessage(ClientMessage, array_like=True, frozen=True, gc=False):
-    """Names blocks that are to move.
-
-    Attributes:
-        number: Of the request.
-        namespace: The namespace of all of them.
-        names: Their keys.
-        timeout_ms: How long the client waits.
-    """
+    """Names blocks that are to move."""
 
     number: _Number
     namespace: NamespaceText
@@ -304,14 +293,11 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
 
 
 class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
-    """Gives the result of each block, a byte each, and why some did not land.
-
-    Attributes:
-        orders: Of a get, the order of each image.
-    """
+    """Gives the result of each block, a byte each, and why some did not land."""
 
     results: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     reason: _Reason = ""
+    # Of a get, the order of each image.
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
 
     def __post_init__(self) -> None:
@@ -346,17 +332,7 @@ class TierRow(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class ClientRow(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Describes one client of a server.
-
-    Attributes:
-        name: As it calls itself.
-        address: Where it is.
-        requests: Requests that are open.
-        asked: Requests so far.
-        read_bytes: Bytes of blocks that it was sent.
-        written_bytes: Bytes of blocks that it sent.
-        tenant: Which tenant it is; "" if none.
-    """
+    """Describes one client of a server."""
 
     name: _Text
     address: _Text
@@ -368,13 +344,7 @@ class ClientRow(StoreMessage, array_like=True, frozen=True, gc=False):
 
 
 class TenantRow(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Describes one tenant of a server.
-
-    Attributes:
-        name: The tenant; "" for those who are none.
-        counters: What has happened.
-        tiers: What it has in each tier that bounds it, by the name of the tier.
-    """
+    """Describes one tenant of a server."""
 
     name: _Text
     counters: StoreCounters
@@ -422,11 +392,7 @@ def encode(message: ClientMessage | ServerMessage) -> bytes:
 
 
 def decode_request(body: bytes | bytearray) -> AnyRequest:
-    """Read what a client sent.
-
-    Raises:
-        UsageError: It is no request, or a field of it is out of range.
-    """
+    """Read what a client sent."""
     try:
         return _requests.decode(body)
     except DECODE_ERRORS as exc:
@@ -434,11 +400,7 @@ def decode_request(body: bytes | bytearray) -> AnyRequest:
 
 
 def decode_reply(body: bytes | bytearray) -> AnyReply:
-    """Read what a server sent.
-
-    Raises:
-        UsageError: It is no reply, or a field of it is out of range.
-    """
+    """Read what a server sent."""
     try:
         return _replies.decode(body)
     except DECODE_ERRORS as exc:

@@ -230,11 +230,7 @@ class StoreServer:
 
 
 def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
-    """Return which tenant a key or an identity proves.
-
-    Raises:
-        UsageError: One proves two, or a key cannot be read.
-    """
+    """Return which tenant a key or an identity proves."""
     proofs: dict[bytes | str, str] = {}
     for tenant in tenants:
         keys = [key_id(read_key_file(tenant.key_file))] if tenant.key_file else []

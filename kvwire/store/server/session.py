@@ -75,12 +75,7 @@ _READ_ONLY: Final = "this server is read-only"
 
 
 class ClientSession:
-    """Serves one client of a store server.
-
-    Args:
-        served: What it is served, together with others.
-        connection: The connection to it.
-    """
+    """Serves one client of a store server."""
 
     def __init__(self, served: ServedStore, connection: Connection) -> None:
         self._served = served

@@ -19,13 +19,6 @@ from kvwire.store.server.messages import (
 async def ask_report(address: str, config: Config) -> StatsReport:
     """Return what a server has in its tiers, and who uses it.
 
-    Args:
-        address: Where it listens, ``"host:port"``.
-        config: Of the connection to it.
-
-    Raises:
-        KVWireError: It cannot be reached, or does not answer.
-
     Cancel safety: safe, nothing stays connected.
     """
     return await _ask(address, config, Stats(1), StatsReport)
@@ -33,14 +26,6 @@ async def ask_report(address: str, config: Config) -> StatsReport:
 
 async def delete_all(address: str, config: Config, tenant: str) -> None:
     """Have a server forget all blocks of a tenant.
-
-    Args:
-        address: Where it listens, ``"host:port"``.
-        config: Of the connection to it.
-        tenant: Which one; "" for that of the key, or for who is none.
-
-    Raises:
-        KVWireError: It cannot be reached, or cannot do that, and why.
 
     Cancel safety: safe, it may be called again.
     """

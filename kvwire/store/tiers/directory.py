@@ -25,15 +25,7 @@ _FORMER: Final = "blocks"
 
 
 class TierDirectory:
-    """Owns one directory, which no other process uses meanwhile.
-
-    Attributes:
-        index: Which image is where.
-        file: The images.
-        slabs: How many slabs the file has.
-        synced: As it was opened.
-        whole: Whether every image is what its row says, as far as can be known.
-    """
+    """Owns one directory, which no other process uses meanwhile."""
 
     def __init__(
         self,

@@ -88,13 +88,7 @@ class _Described(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
 
 
 class DiskRows(NamedTuple):
-    """Holds rows of ``blocks``, each column as an array.
-
-    Attributes:
-        slots: Where each image is.
-        keys, orders, nbytes, sums: What it is.
-        serials: When it was written: larger is later.
-    """
+    """Holds rows of ``blocks``, each column as an array."""
 
     slots: Ids
     keys: Keys

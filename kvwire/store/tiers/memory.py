@@ -43,24 +43,14 @@ Demote = Callable[[IndexedSlots], Awaitable[str]]
 
 
 class MemoryTier:
-    """Manages the slots of a store's memory. One event loop.
-
-    Args:
-        index: What is in which slot, of as many bytes of memory.
-        demote: What is done with blocks before they go; None for nothing.
-
-    Attributes:
-        index: The index.
-        in_flight: The fills that are on their way in.
-        counts: Blocks read and written.
-        below: Shape (slots,): whether a tier below had the block when it came.
-    """
+    """Manages the slots of a store's memory. One event loop."""
 
     def __init__(self, index: Index, demote: Demote | None) -> None:
         self.index: Index = index
         slabs = index.slabs
         self.in_flight: InFlightFills = InFlightFills()
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
+        # By slot: whether a tier below had the block when it came.
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         self._base = int(self._bytes.ctypes.data)
@@ -207,11 +197,7 @@ class MemoryTier:
     ) -> bool:
         """Make room for some blocks; whether any slot may have become free.
 
-        Args:
-            nbytes: Of one block.
-            count: Of the blocks.
-            tenant: The number of whose they are.
-            lose: Whether blocks go that no tier below has taken.
+        Without ``lose`` blocks stay that no tier below has taken.
         """
         # Pinned until their images are below or dropped: nobody reuses the slots while
         # a tier reads them.

@@ -91,16 +91,7 @@ _PAGE: Final = 1000
 
 
 class RedisTier(ElsewhereTier):
-    """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`.
-
-    Args:
-        name: As the user has written it, without a password.
-        urls: Servers to begin with, one of which has to answer.
-        prefix: What keys begin with.
-        ttl_s: How long a block stays after it was put; 0 for as long as there is room.
-        timeout_s: Of each pipeline.
-        arguments: What the library is told besides.
-    """
+    """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`."""
 
     durable: bool = False
 

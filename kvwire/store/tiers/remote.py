@@ -85,12 +85,6 @@ class RemoteTier(ElsewhereTier):
         that cannot be reached is no error: ``error`` says so, and it is dialled
         again.
 
-        Args:
-            address: As the user has written it.
-
-        Raises:
-            UsageError: The address or the key is wrong.
-
         Cancel safety: nothing stays open.
         """
         address.require(*OPTIONS)
@@ -201,11 +195,7 @@ class RemoteTier(ElsewhereTier):
     # --- inside -----------------------------------------------------------------------
 
     async def _asked_for(self, request: Delete | Pin) -> StoreDone:
-        """Ask the server to do something.
-
-        Raises:
-            OSError: It cannot be asked, or could not do it.
-        """
+        """Ask the server to do something."""
         try:
             active = self._client.now()
             if not active.welcome.deletes:

@@ -263,7 +263,8 @@ class World:
                     if time.monotonic() > end:
                         raise Wrong(
                             f"owner {engine.owner}: {len(lost)} acknowledged blocks "
-                            f"are lost: {sorted(lost)[:5]}: {answer.reasons}"
+                            f"were not found in {DELAY_S} s: {sorted(lost)[:5]}: "
+                            f"{answer.reasons}"
                         )
                     await asyncio.sleep(0.1)
 
