@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from tests.integrations.vllm.wire import slow_wire
 from tests.support.waiting import eventually
 
 PROMPTS = "vllm:prompt_tokens_total"
+GUESSED = ("draft_tokens_total", "accepted_tokens_total")
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 
@@ -41,6 +43,8 @@ class Way:
     # vLLM's connector for files is there as well. It breaks with a prompt that is
     # computed in chunks, so none is.
     files: bool = False
+    # Each engine speculates with a draft model, which is the model once more.
+    draft: bool = False
 
 
 WAYS: dict[str, Way] = {
@@ -54,6 +58,7 @@ WAYS: dict[str, Way] = {
     "two stages to one": Way("gqa", prefill=(1, 2)),
     "one stage to two, push": Way("gqa", {"mode": "push"}, decode=(1, 2)),
     "a child of MultiConnector": Way("gqa", files=True),
+    "a draft model": Way("gqa", draft=True),
 }
 
 
@@ -67,10 +72,18 @@ def pair(
     model = make_model(way.kind, folder)
     transfer = {"lease_s": 3.0, "require": ["tcp"], **way.transfer}
     beside = [files(folder)] if way.files else []
-    more = ("--max-num-batched-tokens", "4352") if way.files else ()
+    more: tuple[str, ...] = ()
+    if way.files:
+        more = ("--max-num-batched-tokens", "4352")
+    if way.draft:
+        said: dict[str, Any] = {"model": str(model), "method": "draft_model"}
+        said |= {"num_speculative_tokens": 2}
+        more = ("--speculative-config", json.dumps(said))
     made = [
         engine(
-            *(model, folder, name, core, transfer, *more),
+            *(model, folder, name, core),
+            transfer,
+            *more,
             ranks=ranks,
             stages=stages,
             beside=beside,
@@ -121,6 +134,17 @@ def test_tokens_are_those_of_local_generation(pair: Pair, length: int) -> None:
     # With windows the last token is computed at decode, and nowhere else.
     hybrid = "/window" in " ".join(pair.decode.command)
     assert fetched == length - hybrid
+
+
+def test_the_caches_of_a_draft_model_come_as_well(pair: Pair) -> None:
+    """It guesses what the model says only if it has the prompt's KV of its own."""
+    if "draft_model" not in " ".join(pair.decode.command):
+        pytest.skip("these engines do not speculate")
+    before = [pair.decode.metric(f"vllm:spec_decode_num_{n}") for n in GUESSED]
+    pair.both(prompt(700, seed=6))
+    after = [pair.decode.metric(f"vllm:spec_decode_num_{n}") for n in GUESSED]
+    drafted, accepted = (b - a for a, b in zip(before, after, strict=True))
+    assert accepted > drafted / 2 > 0
 
 
 def test_several_at_once(pair: Pair) -> None:
