@@ -47,33 +47,6 @@ async def test_the_loop_is_free_meanwhile(threads: Threads) -> None:
     assert await waiting
 
 
-@pytest.mark.parametrize("cancels", [1, 2, 5])
-@pytest.mark.parametrize("error", [None, ValueError("it failed as well")])
-async def test_what_is_cancelled_is_finished_first(
-    threads: Threads, cancels: int, error: Exception | None
-) -> None:
-    """As often as it is cancelled; an error that nobody is left to hear is dropped."""
-    begun, go, ended = threading.Event(), threading.Event(), []
-
-    def call() -> None:
-        begun.set()
-        go.wait(10)
-        ended.append(True)
-        if error is not None:
-            raise error
-
-    running = asyncio.create_task(threads.run(call))
-    await threads.run(partial(begun.wait, 10))
-    for _ in range(cancels):
-        running.cancel()
-        await asyncio.sleep(0)
-    assert not running.done()
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert ended
-
-
 async def test_what_has_not_begun_is_not_skipped(threads: Threads) -> None:
     """Every thread is busy when it is cancelled: it still runs, and is waited for."""
     go, ended = threading.Event(), []
