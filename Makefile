@@ -34,7 +34,7 @@ CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
+.PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
 # Every module and every transport once; about 4 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -136,6 +136,13 @@ store-torture: $(STAMP) $(S3_VENV)/.installed
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
+
+# A router of others before real engines, in the place of the proxy: 24 MB.
+test-vllm-router: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps vllm-router==0.1.17 setproctitle
+	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm/test_engines.py \
+	  -k router_of_others $(ARGS)
 
 # kvwire and NixlConnector on the same engines, while things go wrong. As root, on Linux.
 fault-matrix: $(VLLM_STAMP)

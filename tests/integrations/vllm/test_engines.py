@@ -7,6 +7,8 @@ import json
 import random
 import re
 import secrets
+import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -190,6 +192,35 @@ def test_routers_hear_of_blocks_that_arrive(pair: Found) -> None:
         return [tokens for tokens in stored if tokens[:9] == ids[:9]]
 
     assert eventually(lambda: stored() == [ids[:256]])
+
+
+ROUTER = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
+
+
+@pytest.mark.skipif(
+    ROUTER is None, reason="vllm-router is not installed; `make test-vllm-router` does"
+)
+def test_a_router_of_others_in_the_place_of_the_proxy(
+    pair: Found, tmp_path: Path
+) -> None:
+    """It takes us for NIXL: what prefill answers is given to decode as it is."""
+    assert ROUTER is not None
+    port = free_port()
+    command = [
+        *(ROUTER, "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+        *("--prefill", pair.prefill.url, "--decode", pair.decode.url),
+        *("--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"),
+        *("--prometheus-port", str(free_port())),
+    ]
+    url = f"http://127.0.0.1:{port}"
+    router = Process(command, tmp_path / "router.log", url)
+    with running(router):
+        for length in (300, 1500):
+            ids = prompt(length, seed=23)
+            hits = pair.fetched
+            answer = tokens_of(complete(url, ids))
+            assert pair.fetched - hits == length
+            assert answer == pair.local(ids)
 
 
 def test_the_trace_of_a_client_has_both_ends(pair: Found, collector: Collector) -> None:
