@@ -74,6 +74,7 @@ async def test_a_server_that_sends_first_connects_for_it() -> None:
     await test.within(left.join(right.lane.bootstrap), "the client's join")
     left.release()
     await test.arrives(left, 1)
+    assert not right.closed
     await test.aclose()
 
 
