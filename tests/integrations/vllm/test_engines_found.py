@@ -120,7 +120,7 @@ def test_an_engine_is_drained_and_ends(found: Found) -> None:
     stream.read(found.proxy.url, ids, 12, back_and_drain)
     want = found.prefill.generate(ids, TOKENS, cache_salt="alone 9")
     assert stream.tokens == tokens_of(want)
-    print(f"longest pause {stream.pause:.1f} decode steps")
+    print(f"longest pause {stream.pause}")
     before = found.first.metric(FETCHED)
     found.right(10, found.prefill)
     assert found.first.metric(FETCHED) == before

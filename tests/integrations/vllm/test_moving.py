@@ -52,6 +52,7 @@ class Decoder:
         # How many tokens it may make; it dies behind them if `dies`.
         self.steps = asyncio.Semaphore(steps)
         self.dies = dies
+        self.stuck = asyncio.Event()  # it has made all that it may
         self.silent = -1  # the place of a token that has no text of its own
         self.thinks = False  # its parser says what of an answer is thought
 
@@ -81,6 +82,8 @@ class Decoder:
         for i in range(body["max_tokens"]):
             if self.dies and self.steps.locked():
                 raise Unanswered("reset")
+            if self.steps.locked():
+                self.stuck.set()
             await self.steps.acquire()
             token = next_token(tokens)
             tokens = [*tokens, token]
@@ -192,6 +195,47 @@ CHAT = {
     "prompt": None,
     "messages": [{"role": "user", "content": "hello"}],
 }
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("more", [{}, CHAT], ids=["completion", "chat"])
+async def test_an_answer_that_is_no_stream_moves(
+    more: dict[str, Any], dies: bool
+) -> None:
+    """Between engines and proxy it is a stream; its client gets it in one piece."""
+    first, second = Decoder(3, dies=dies), Decoder()
+    application, network = front(d1=first, d2=second)
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT} | more
+    path = str(body.pop("path", "/v1/completions"))
+    asking = asyncio.ensure_future(call(application, "POST", path, json=body))
+    if not dies:
+        await first.stuck.wait()
+        moving = asyncio.ensure_future(post(application, "/migrate", engine=D1.url))
+        stepping = asyncio.ensure_future(first.step())
+    answered = await asking
+    said = answered.json()
+    assert answered.status_code == 200, said
+    assert answered.headers["content-type"] == "application/json"
+    (choice,) = said["choices"]
+    text = choice["message"]["content"] if more else choice["text"]
+    assert text.split() == list(map(str, whole()))
+    assert choice["finish_reason"] == "length"
+    assert said["usage"] == {"prompt_tokens": 3, "completion_tokens": COUNT}
+    assert not {"token_ids", "prompt_token_ids"} & {*choice, *said}
+    if not dies:
+        stepping.cancel()
+        ((one,),) = [(await moving)[1]["requests"]]
+        assert one == {"request": said["id"], "moved": D2.url}
+    assert "d2" in [host for host, _ in network.asked]
+
+
+async def test_an_answer_in_one_piece_that_breaks_off_is_an_error() -> None:
+    """Not a part of an answer, and not a connection that is cut."""
+    application, _ = front(d1=Decoder(3, dies=True), d2=refused)
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
+    said = await call(application, "POST", "/v1/completions", json=body)
+    assert said.status_code == 502
+    assert "broke off its answer" in said.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -343,7 +387,8 @@ async def test_only_whoever_may_drain_moves() -> None:
         ("response_format", {"type": "json_object"}, "response_format"),
         ("a_field_of_tomorrow", 0, "a_field_of_tomorrow"),
         ("max_tokens", None, "max_tokens"),
-        ("stream", False, "stream"),
+        ("stream", False, ""),
+        ("stream", "yes", "stream"),
         ("prompt", [[1], [2]], "prompt"),
     ],
 )

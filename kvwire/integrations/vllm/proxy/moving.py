@@ -38,6 +38,7 @@ from kvwire.integrations.vllm.proxy.dispatch import (
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.whole import AS_STREAM, in_one_piece
 from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
 from kvwire.wire.decode_errors import DECODE_ERRORS
 
@@ -83,8 +84,10 @@ def kept_by(path: str, body: Mapping[str, Any]) -> str:
     chat = path != _COMPLETIONS
     if chat and not _is_text(body.get("messages")):
         return "messages"
-    if body.get("stream") is not True:
+    if body.get("stream") not in (None, False, True):
         return "stream"
+    if not body.get("stream") and body.get("stream_options") is not None:
+        return "stream_options"
     # Without a limit, the end of a chat is that of its engine's context.
     if type(_limit(body)) is not int and not (chat and _limit(body) is None):
         return "max_tokens"
@@ -151,14 +154,23 @@ class MovableStream:
         """
         await stack.enter_async_context(self._gives_up)
         stack.callback(self._end)
-        body, asked = self._asked.body, self._asked
+        asked = self._asked
+        streamed = bool(asked.body.get("stream"))
+        body = asked.body if streamed else asked.body | AS_STREAM
         asked.body = body | {"return_token_ids": True}
         answer = await self._dispatcher.ask(asked, self._gives_up)
         asked.body = body
         if answer.status != HTTPStatus.OK:
             return answer
         self._parts = answer.parts
-        return EngineResponse(answer.status, answer.headers, self._relayed())
+        relayed = EngineResponse(answer.status, answer.headers, self._relayed())
+        if streamed:
+            return relayed
+        try:
+            return await in_one_piece(relayed)
+        except Unanswered as exc:
+            why = f"it broke off its answer: {exc}"
+            raise EngineFailed(asked.decode, why, HTTPStatus.BAD_GATEWAY) from None
 
     async def move(self, to: VllmEngine | None) -> str:
         """Move to another engine; why it stays, or "".

@@ -1,0 +1,78 @@
+"""An answer in one piece, made of the events of a stream.
+
+A request without ``stream`` can move as well, because between the engines and the proxy
+it is a stream: only its client sees none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import msgspec
+
+from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
+from kvwire.wire.decode_errors import DECODE_ERRORS
+
+AS_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
+"""What is asked of an engine beside the client's own fields."""
+
+# Characters of texts, and numbers.
+_TEXTS: Final = frozenset(("text", "content", "reasoning", "reasoning_content"))
+_PIECES: Final = _TEXTS | {"token_ids"}
+_OBJECTS: Final = {"chat.completion.chunk": "chat.completion"}
+
+
+async def in_one_piece(answer: EngineResponse) -> EngineResponse:
+    """Read a stream of one choice to its end; return what it says as one body.
+
+    Cancel safety: safe, what was read is lost.
+
+    Raises:
+        Unanswered: The stream broke off.
+    """
+    said: dict[str, Any] = {}
+    choice: dict[str, Any] = {"index": 0, "logprobs": None}
+    read = b""  # bounded: PROXY_EVENT_BYTES_MAX, an event comes whole
+    async for part in answer.parts:
+        *events, read = (read + part).split(b"\n\n")
+        for event in events:
+            _add(said, choice, event)
+    if choice.get("finish_reason") is None:
+        raise Unanswered("its answer has no end")
+    for whole in (choice, choice.get("message", {})):
+        whole.update({name: "".join(whole[name]) for name in _TEXTS & whole.keys()})
+    said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
+    body = msgspec.json.encode(said | {"choices": [choice]})
+    headers = dict(answer.headers) | {"content-type": "application/json"}
+    return EngineResponse(answer.status, headers, _once(body))
+
+
+def _add(said: dict[str, Any], choice: dict[str, Any], event: bytes) -> None:
+    try:
+        more = msgspec.json.decode(event.removeprefix(b"data:"))
+    except DECODE_ERRORS:
+        return  # the end of the stream, or a comment
+    if not isinstance(more, dict):
+        return
+    if "error" in more:
+        raise Unanswered(str(more["error"]))
+    for part in more.pop("choices", ()):
+        delta = part.pop("delta", None)
+        if delta is not None:
+            _merge(choice.setdefault("message", {"role": "assistant"}), delta)
+        _merge(choice, part)
+    _merge(said, more)
+
+
+def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    """Add to what comes piece by piece; of everything else the last word counts."""
+    for name, value in part.items():
+        if name in _PIECES:
+            whole.setdefault(name, []).extend(value or ())  # bounded: max_tokens
+        elif value is not None or name not in whole:
+            whole[name] = value
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
