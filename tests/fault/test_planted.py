@@ -11,6 +11,7 @@ from tests.sim import run
 from tests.support.depth import parameters
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("bug", parameters(BUGS, every=20), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Planted) -> None:
     with planted(bug) as other:

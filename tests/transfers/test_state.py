@@ -230,5 +230,5 @@ class Life(RuleBasedStateMachine):
             assert self.link.request.over
 
 
-TestLife = Life.TestCase
+TestLife = pytest.mark.timeout(300)(Life.TestCase)
 TestLife.settings = settings(max_examples=examples(1500), stateful_step_count=30)
