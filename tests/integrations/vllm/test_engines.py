@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Found(Pair):
         return tokens_of(complete(self.proxy.url, ids))
 
 
-class Collector(ThreadingHTTPServer):
+class Collector(HTTPServer):
     """Keeps what is said to a collector of OpenTelemetry."""
 
     said = b""
