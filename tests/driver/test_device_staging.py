@@ -144,21 +144,6 @@ async def test_a_device_at_one_end(
     assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
 
 
-@pytest.mark.parametrize("lanes", [2, 3])
-async def test_over_lanes(
-    lanes: int, near: SimulatedDevice, far: SimulatedDevice
-) -> None:
-    source, target = Cache(near), Cache(far, seed=None)
-    async with connected("tcp", chunk_bytes=64 * KIB, lanes=lanes) as pair:
-        inc = pair.far.expect("t", target.paged, TARGET)
-        async with pair.left.push("t", source.paged, SOURCE) as out:
-            out.ready()
-        assert (await inc).complete
-        await inc.drained()
-        await out.drained()
-    assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
-
-
 async def test_a_mark_waits_for_the_event_of_a_kernel(
     pair: Pair, near: SimulatedDevice
 ) -> None:
@@ -239,14 +224,6 @@ async def test_an_event_that_fails_ends_the_transfer(
     assert "an illegal memory access" in str(outcome.missing)
     await drained(out, inc)
     compute.close()
-
-
-async def test_what_is_no_event_is_refused(pair: Pair, near: SimulatedDevice) -> None:
-    out = pair.near.publish("t", Cache(near).paged, SOURCE)
-    with pytest.raises(UsageError, match=r"after=object: pass a future, a torch\.cuda"):
-        out.ready(after=object())
-    out.abort()
-    await out.drained()
 
 
 async def test_slots_are_all_that_waits_for_a_slow_device(

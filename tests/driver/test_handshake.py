@@ -102,37 +102,6 @@ def test_a_report_shows_no_control_characters_of_the_peer() -> None:
 # --- peers that are something else ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("said", "ends"),
-    [
-        (b"SSH-2.0-OpenSSH_9.6\r\n", False),
-        (b"-ERR unknown command\r\n", True),
-        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", False),
-    ],
-)
-async def test_a_peer_that_speaks_no_kvwire(said: bytes, ends: bool) -> None:
-    over = asyncio.Event()
-
-    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(said)
-        await writer.drain()
-        if not ends:
-            await over.wait()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with kvwire.open(handshake_timeout_s=0.2) as comm:
-        with pytest.raises(kvwire.HandshakeError) as caught:
-            await comm.connect(f"127.0.0.1:{port}")
-    text = str(caught.value)
-    assert text.startswith(f"tcp://127.0.0.1:{port}: the peer does not speak kvwire")
-    assert repr(said[:32]) in text
-    over.set()
-    server.close()
-    await server.wait_closed()
-
-
 async def test_a_stranger_that_dials_is_logged_with_its_first_bytes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

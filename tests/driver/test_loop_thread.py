@@ -263,28 +263,3 @@ async def test_a_loop_may_move_to_another_thread() -> None:
     thread.ident += 1  # as if it had been another
     thread.check("anything")
     assert thread.ident == threading.get_ident()
-
-
-@pytest.mark.parametrize(
-    "what",
-    ["kvwire.open", "Communicator", "Connection", "Outgoing", "kvwire.BlockStore.open"],
-)
-async def test_a_plain_with_says_what_to_write(things: Things, what: str) -> None:
-    async with loopback() as pair:
-        found: dict[str, Any] = {
-            "kvwire.open": kvwire.open(),
-            "kvwire.BlockStore.open": kvwire.BlockStore.open(["memory:1MiB"]),
-            "Communicator": pair.a,
-            "Connection": pair.ab,
-            "Outgoing": things.outgoing,
-        }
-        said = f"with {what}: write `async with`"
-        with pytest.raises(UsageError, match=said), found[what]:
-            pass
-
-
-async def test_a_forgotten_await_of_open_is_said() -> None:
-    opening: Any = kvwire.open()
-    with pytest.raises(UsageError, match=r"listen: .* await kvwire.open"):
-        opening.listen("inproc://")
-    assert not hasattr(opening, "nothing_of_that_name")

@@ -40,22 +40,6 @@ async def cut_and_resumed(w: World, inc: kvwire.Incoming) -> None:
     await w.until(lambda: inc._state.attempt is not before)
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
-@scenario("inproc")
-async def test_a_transfer_goes_on_however_often_its_link_is_lost(
-    w: World, times: int
-) -> None:
-    out, inc = await half_way(w)
-    for _ in range(times):
-        await cut_and_resumed(w, inc)
-        assert not inc.done()
-    out.ready(layers=slice(2, 4))
-    out.finish()
-    assert (await inc).complete
-    assert (await out).complete
-    assert same(w.source, LIST, w.target, DEST)
-
-
 def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -> None:
     """It makes no progress, so nothing renews the lease."""
     dialled = Counter[str]()

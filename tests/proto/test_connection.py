@@ -529,16 +529,6 @@ def test_an_end_ends_everything_once(how: str) -> None:
             assert pair.client.core.error.__cause__ is not None
 
 
-def test_what_was_only_announced_cannot_be_received_after_the_end() -> None:
-    """It is not here, and it will not come."""
-    pair = ConnectionPair()
-    pair.client.send(TAG, LARGE)
-    pair.run()
-    pair.server.lose()
-    with pytest.raises(ConnectionLost):
-        pair.server.recv(TAG, None)
-
-
 @pytest.mark.parametrize("who", ["client", "server"])
 def test_each_side_is_told_who_closed(who: str) -> None:
     """The requests that end with the close, and the connection itself."""
@@ -555,30 +545,3 @@ def test_each_side_is_told_who_closed(who: str) -> None:
     ):
         assert str(end.core.error) == said
         assert str(end.error(begun[end])) == said
-
-
-def test_close_delivers_what_was_begun() -> None:
-    """Whatever was moving when it was called; both sides have the bytes."""
-    for frames in range(12):
-        pair = ConnectionPair()
-        region = pair.server.expose(len(LARGE))
-        grant = pair.server.grant(region)
-        receive = pair.server.recv(TAG, None)
-        message = pair.client.send(TAG, LARGE)
-        pair.run()
-        put, got = pair.client.put(LARGE, grant), pair.client.get(grant)
-        assert message is not None
-        for _ in range(frames):
-            pair.deliver(pair.client)
-            pair.deliver(pair.server)
-        pair.client.close()
-        pair.client.close()
-        expect_fine(pair)
-        assert pair.server.received(receive) == LARGE
-        assert pair.client.error(message) is None
-        assert pair.client.error(put) is None
-        assert pair.client.error(got) is None
-        assert pair.server.content(region.buffer) == LARGE
-        for end in (pair.client, pair.server):
-            assert end.ended is not None
-            assert end.ended.graceful

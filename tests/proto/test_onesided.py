@@ -18,7 +18,7 @@ from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import RequestRecord
 from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
-from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
+from tests.proto.expect import expect_broken, expect_error, expect_fine
 from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.peer import Peer
 
@@ -173,33 +173,6 @@ def test_done_for_a_put_of_the_past_is_late() -> None:
 # --- ended by either side, at every point
 
 
-@both_verbs
-def test_a_region_drains_with_the_last_frame_that_touches_it(verb: Verb) -> None:
-    """Closing ends the request at once and the memory later (rule T1)."""
-    pair = ConnectionPair()
-    region = pair.server.expose(LARGE)
-    pair.server.slow = True
-    request = verb(pair.client, pair.server.grant(region))
-    if verb is put:
-        pair.deliver(pair.client)
-        header, body = pair.client.wire.popleft()
-        arrival = pair.server.header(header)
-        assert arrival is not None
-        pair.server.close_region(region)
-        assert region.buffer in pair.server.memory
-        pair.server.body(arrival, body)
-    else:
-        pair.deliver(pair.client)
-        pair.server.close_region(region)
-        assert region.buffer in pair.server.memory
-        for _ in range(4):
-            pair.server.complete()
-    assert region.buffer in pair.server.freed
-    expect_fine(pair)
-    # All of the get had left before the region was closed.
-    assert isinstance(pair.client.error(request), StaleRegion) is (verb is put)
-
-
 def test_only_what_works_on_the_region_ends() -> None:
     """Another region, a message, and a get of our own go on."""
     pair = ConnectionPair()
@@ -252,19 +225,6 @@ def test_ten_thousand_bursts_of_damage() -> None:
         pair.client.receive((header, body[:place] + end))
         expect_fine(pair)
         expect_error(pair.client, request, IntegrityError)
-
-
-def test_payload_of_a_refused_put_goes_nowhere() -> None:
-    """It follows the PUT at once, and nobody waits for it."""
-    pair = ConnectionPair()
-    region = pair.server.expose(LARGE)
-    grant = pair.server.grant(region)
-    pair.server.revoke(region)
-    request = pair.client.put(b"\xee" * LARGE, grant)
-    assert len(on_the_wire(pair.client)) == 5
-    expect_fine(pair)
-    expect_error(pair.client, request, StaleRegion)
-    assert pair.server.content(region.buffer) == bytes(LARGE)
 
 
 @pytest.mark.rule("KVW-RQ-02", "breaks")

@@ -136,25 +136,6 @@ async def test_tensors_that_are_not_contiguous_are_moved_as_they_lie(w: World) -
         assert (tensor[..., 16:] == -1.0).all()
 
 
-@VERBS
-@pytest.mark.parametrize("id", ["t", b"t", 7, -7])
-@scenario("inproc")
-async def test_names_of_all_kinds(w: World, verb: str, id: str | bytes | int) -> None:
-    for other in ("7", b"7", "-7"):
-        w.p.publish(other, w.source.cache, [0]).abort()
-    if verb in ("publish", "pull"):
-        out = w.p.publish(id, w.source.cache, LIST)
-        inc = w.pull_side.pull(id, w.target.cache, DEST)
-    else:
-        inc = w.d.expect(id, w.target.cache, DEST)
-        out = w.push_side.push(id, w.source.cache, LIST)
-    assert repr(id) in repr(out)
-    out.ready()
-    out.finish()
-    assert (await inc).complete
-    assert same(w.source, LIST, w.target, DEST)
-
-
 @pytest.mark.parametrize("verb", ["publish", "expect"])
 @scenario("inproc")
 async def test_an_id_that_is_in_use(w: World, verb: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -74,45 +72,6 @@ async def test_reasons_reach_the_other_side(w: World) -> None:
         for outcome in (await out, await inc):
             (said,) = set(outcome.missing.values())
             assert reason[:100] in said
-
-
-@scenario()
-async def test_marks_from_threads_arrive(w: World) -> None:
-    out, inc = w.begin()
-
-    def prefill(layers: range) -> None:
-        for layer in layers:
-            out.ready(layers=layer)
-
-    threads = [
-        threading.Thread(target=prefill, args=(range(n, LAYERS, 2),)) for n in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    closing = threading.Thread(target=out.finish)
-    closing.start()
-    closing.join()
-    assert (await inc).complete
-    assert same(w.source, LIST, w.target, DEST)
-
-
-@scenario("inproc")
-async def test_a_mark_after_a_future(w: World) -> None:
-    out, inc = w.begin()
-    kernels: list[Future[None]] = [Future() for _ in range(LAYERS)]
-    for layer, kernel in enumerate(kernels):
-        out.ready(layers=layer, after=kernel)
-    out.finish()
-    for layer in reversed(range(LAYERS)):
-        assert not inc.layer_landed(layer)
-        # Written until the very last moment.
-        w.source.tensors[layer][LIST] = 5.0 + layer
-        kernels[layer].set_result(None)
-        await inc.layer(layer)
-        assert (w.target.tensors[layer][DEST] == 5.0 + layer).all()
-    assert (await inc).complete
 
 
 def shard(rank: int) -> kvwire.KVSpec:

@@ -78,32 +78,6 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(r.levelno, r.getMessage().split(": ", 1)[1]) for r in caplog.records]
 
 
-def test_a_lane_is_used_as_both_sides_prefer() -> None:
-    async def scenario() -> None:
-        ends = Ends()
-        ends.open("fast")
-        ends.settle()
-        assert ends.active.name == ends.active.report.taken == "fast"
-        assert ends.reasons["fast"] == "what fast is"
-        assert ends.reasons["slow"] == "forbidden by `forbid`"
-        assert not ends.counters.transport_fallbacks
-
-    virtually(scenario)
-
-
-def test_the_control_link_is_used_when_a_lane_does_not_come_up() -> None:
-    async def scenario() -> None:
-        ends = Ends()
-        ends.lanes.failed["fast"] = "no such device"
-        ends.settle()
-        assert ends.active.name == ends.active.report.taken == "tcp"
-        assert ends.reasons["tcp"] == "offered by both sides"
-        assert ends.reasons["fast"] == "no such device"
-        assert ends.counters.transport_fallbacks == 1
-
-    virtually(scenario)
-
-
 def test_what_breaks_is_replaced_when_nothing_of_it_is_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

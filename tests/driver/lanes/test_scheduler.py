@@ -101,17 +101,6 @@ async def test_the_log_has_a_line_for_each_life(
     assert all("the connection ended" in text for text in ended)
 
 
-async def test_memory_is_free_after_a_break() -> None:
-    async with connected(**BESIDE, backends=breaking(3)) as pair:
-        region = pair.far.register(bytearray(len(DATA)), "readwrite")
-        put = pair.left.put(DATA, region.grant(pair.right))
-        await put
-        await put.released()
-        await region.close()
-        assert not len(pair.near._state.buffers.holds)
-        assert not len(pair.far._state.buffers.holds)
-
-
 async def test_the_end_of_a_connection_is_no_broken_lane(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -17,39 +17,9 @@ PLACES: Final = [
         "Connection.send: called from thread 'worker', and what it is",
     ),
     call(
-        "conn.recv, from another thread",
-        lambda t: t.from_thread(lambda: t.conn.recv(1)),
-        "Connection.recv: called from thread 'worker', and what it is",
-    ),
-    call(
-        "conn.pull, from another thread",
-        lambda t: t.from_thread(lambda: t.conn.pull("x", t.kv, [0])),
-        "Connection.pull: called from thread 'worker', and what it is",
-    ),
-    call(
-        "comm.publish, from another thread",
-        lambda t: t.from_thread(lambda: t.a.publish("x", t.kv, [0])),
-        "Communicator.publish: called from thread 'worker', and what",
-    ),
-    call(
-        "conn.abort, from another thread",
-        lambda t: t.from_thread(t.conn.abort),
-        "Connection.abort: called from thread 'worker', and what it is",
-    ),
-    call(
-        "out.abort, from another thread",
-        lambda t: t.from_thread(t.a.publish("x", t.kv, [0]).abort),
-        "Outgoing.abort: called from thread 'worker', and what it is",
-    ),
-    call(
         "comm.connect, on another loop",
         lambda t: t.from_loop(lambda: t.a.connect("127.0.0.1:1")),
         "Communicator.connect: called from thread 'worker', and what",
-    ),
-    call(
-        "conn.close, on another loop",
-        lambda t: t.from_loop(t.conn.close),
-        "Connection.close: called from thread 'worker', and what it is",
     ),
     call(
         "await request, on another loop",
@@ -57,24 +27,9 @@ PLACES: Final = [
         "await Request: called from thread 'worker', and what it is",
     ),
     call(
-        "await out, on another loop",
-        steps.out_elsewhere,
-        "await Outgoing: called from thread 'worker', and what it is",
-    ),
-    call(
-        "store.get, on another loop",
-        steps.store_elsewhere,
-        "BlockStore.get: called from thread 'worker', and what it is",
-    ),
-    call(
         "conn.send, in a process that was forked",
         lambda t: t.from_fork(lambda: t.conn.send(1, b"x")),
         "Connection.send: what it is called on belongs to process",
-    ),
-    call(
-        "comm.connect, in a process that was forked",
-        lambda t: t.from_fork(lambda: t.a.connect("127.0.0.1:1").send(None)),
-        "Communicator.connect: what it is called on belongs to process",
     ),
     call(
         "with kvwire.open()",

@@ -79,16 +79,6 @@ async def request_elsewhere(t: Any) -> object:
     return await t.from_loop(wait)
 
 
-async def out_elsewhere(t: Any) -> object:
-    """Await a transfer on another loop."""
-    out = t.a.publish("x", t.kv, [0])
-
-    async def wait() -> object:
-        return await out
-
-    return await t.from_loop(wait)
-
-
 async def after_close(t: Any) -> None:
     """Connect with a communicator that is closed."""
     await t.a.close()
@@ -132,12 +122,6 @@ async def no_store(t: Any) -> Outcome:
     async with kvwire.BlockStore.open([tier]) as opened:
         outcome: Outcome = await opened.get([b"h"], t.kv, [0])
         return outcome
-
-
-async def store_elsewhere(t: Any) -> object:
-    """Get from a store on another loop."""
-    async with kvwire.BlockStore.open(["memory:1MiB"]) as opened:
-        return await t.from_loop(lambda: opened.get([b"h"], t.kv, [0]))
 
 
 async def directory_away(t: Any) -> None:
