@@ -31,8 +31,6 @@ class FakeRoom:
     """A link that loses all chunks, and whose queue is as full as the test says.
 
     Attributes:
-        stuck_bytes: What a flush leaves in the queue.
-        queued_bytes: What is in the queue.
         sent: Payload bytes of each chunk.
     """
 
@@ -60,11 +58,7 @@ class FakeRoom:
 
 
 class CountedLink:
-    """A link that counts the payload bytes handed to it.
-
-    Attributes:
-        sent_bytes: How many.
-    """
+    """A link that counts the payload bytes handed to it."""
 
     def __init__(self, pair: Pair) -> None:
         self._link = pair.left._state.driver.link

@@ -52,8 +52,7 @@ def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -
             return await redial(lost)
 
         w.d._state.redial = counted  # type: ignore[method-assign]
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        out, inc = w.begin()
         out.ready()
         out.finish()
         began = w.d._state.loop.time()

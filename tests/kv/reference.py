@@ -64,7 +64,6 @@ class Shape:
     Attributes:
         form: "layers", one tensor for each; "cross", one for all; "pairs", (keys,
             values) for each layer; or "views", one for each layer out of one for all.
-        memory: The axes of an allocation, outermost first.
         index: The axes of each dimension of its tensors.
         padded: An axis whose allocation is longer than its tensors.
     """

@@ -44,11 +44,7 @@ def diagrams() -> dict[str, str]:
 
 
 def updated(page: str) -> str:
-    """The page with its diagrams drawn anew.
-
-    Raises:
-        KeyError: It wants a diagram that there is not.
-    """
+    """The page with its diagrams drawn anew."""
     drawn = diagrams()
     return _BLOCK.sub(lambda block: block[1] + drawn[block[2]] + block[3], page)
 

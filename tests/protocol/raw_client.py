@@ -44,13 +44,7 @@ from tests.protocol.raw_plan import (
 
 
 class RawCache:
-    """A cache of one group in one piece of memory, nested as its share says.
-
-    Args:
-        share: What a transfer moves of it.
-        ids: The transfer's blocks, by their places in the pool.
-        pool: Blocks in the pool.
-    """
+    """A cache of one group in one piece of memory, nested as its share says."""
 
     def __init__(self, share: Share, ids: Sequence[int], pool: int) -> None:
         self.share, self._ids = share, ids
@@ -76,18 +70,11 @@ class Side:
     """This side's part in a transfer, over all connections that it goes on with.
 
     Attributes:
-        id: What both applications call it.
-        cache: Its only group.
-        producer: Whether it sends.
         hashes: By group, one for each block of its list.
         have: By group, whether it has each block of its list: a consumer's.
-        end: Names this side.
         met: The other side's ``end``, once it was met.
         landed: Boxes that are whole, here or at the consumer.
-        damaged: Boxes that were settled as damaged.
-        settled: Whether COMMIT_ACK was sent.
         complete: Whether COMMIT has said that everything was marked.
-        groups: What is carried.
     """
 
     id: bytes
@@ -120,11 +107,7 @@ class Side:
         return msgspec.msgpack.encode(fields)
 
     def meet(self, description: bytes) -> bytes:
-        """Reads the other side's description, and plans; returns its plan.
-
-        Raises:
-            Misfit: The two do not fit.
-        """
+        """Reads the other side's description, and plans; returns its plan."""
         given = msgspec.msgpack.decode(description)
         fields = [*given, *(b"", b"", b"", [], [], b"", False)[len(given) - 1 :]]
         geometry, end, _, hashes, have, landed, plan, _ = fields[:8]
@@ -142,12 +125,7 @@ class Side:
 
 
 async def ask(link: RawLink, side: Side, request: int) -> None:
-    """Opens a transfer and waits for the answer: pull or push.
-
-    Raises:
-        Refused: The other side refuses it.
-        Misfit: This side does, and has said so.
-    """
+    """Opens a transfer and waits for the answer: pull or push."""
     side.groups = []
     link.send(
         *(OPEN, side.id, not side.producer, 0, side.description()), request=request
@@ -158,14 +136,7 @@ async def ask(link: RawLink, side: Side, request: int) -> None:
 
 
 async def answer(link: RawLink, side: Side) -> int:
-    """Waits until the other side opens a transfer, and agrees: publish or expect.
-
-    Returns:
-        The number of the request.
-
-    Raises:
-        Misfit: This side refuses it, and has said so.
-    """
+    """Waits until the other side opens a transfer, and agrees: publish or expect."""
     frame = await link.receive()
     assert frame.type == OPEN
     assert frame.fields[:2] == [side.id, side.producer]
@@ -183,19 +154,7 @@ async def produce(
     complete: bool = True,
     spoiled: Collection[int] = (),
 ) -> None:
-    """Sends boxes, and waits until the consumer has settled.
-
-    Args:
-        link: The connection.
-        side: This side's part.
-        request: The transfer's number.
-        boxes: What to mark.
-        complete: Whether that is all.
-        spoiled: Segments whose last chunk goes with a wrong check.
-
-    Raises:
-        Refused: The other side has ended it.
-    """
+    """Sends boxes, and waits until the consumer has settled."""
     memory = side.cache.memory
     for number, box in enumerate(boxes, 1):
         elements = side.groups[box[0]].elements(box)
@@ -214,11 +173,7 @@ async def produce(
 
 
 async def consume(link: RawLink, side: Side, request: int) -> None:
-    """Receives until the producer knows that all it has marked is here.
-
-    Raises:
-        Refused: The other side has ended it.
-    """
+    """Receives until the producer knows that all it has marked is here."""
     segments: list[_Segment] = []
     committed = False
     while (frame := await _next(link, request)).type != FIN:

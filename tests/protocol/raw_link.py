@@ -38,12 +38,7 @@ _REFUSE = struct.Struct("<8sHHHB")
 
 
 class Refused(Exception):
-    """The other side has refused a connection or a request.
-
-    Attributes:
-        code: As the page numbers it.
-        reason: For people.
-    """
+    """The other side has refused a connection or a request."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"code {code}: {reason}")
@@ -92,12 +87,7 @@ def key_id(psk: bytes) -> bytes:
 
 
 class RawLink:
-    """The client's end of a connection.
-
-    Attributes:
-        chunk_bytes: What both sides have agreed on.
-        digest: Names the connection.
-    """
+    """The client's end of a connection."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -118,11 +108,7 @@ class RawLink:
         incarnation: bytes = bytes(16),
         resumes: bytes = b"",
     ) -> Self:
-        """Connects and shakes hands, with a key or in loopback mode.
-
-        Raises:
-            Refused: The server does not agree.
-        """
+        """Connects and shakes hands, with a key or in loopback mode."""
         link = cls(*await asyncio.open_connection(host, port))
         try:
             await link._shake(psk, incarnation)
@@ -163,12 +149,7 @@ class RawLink:
         self._sent += 1
 
     async def receive(self) -> Frame:
-        """Waits for the next frame; PING is answered, and PONG and CREDIT dropped.
-
-        Raises:
-            Refused: It is REFUSE.
-            EOFError: The other side has ended the connection.
-        """
+        """Waits for the next frame; PING is answered, and PONG and CREDIT dropped."""
         while True:
             frame = await self._next()
             if frame.type == PING:

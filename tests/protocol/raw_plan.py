@@ -44,11 +44,7 @@ class Element(NamedTuple):
 
 
 class Share:
-    """One side's share of a group: an entry of its geometry.
-
-    Raises:
-        Misfit: A number of the spec is missing or is none.
-    """
+    """One side's share of a group: an entry of its geometry."""
 
     def __init__(
         self,
@@ -143,11 +139,7 @@ class Carried:
 def carried(
     producer: Sequence[Share], consumer: Sequence[Share], have: Mapping[str, bytes]
 ) -> list[Carried]:
-    """Computes what a transfer carries, group by group.
-
-    Raises:
-        Misfit: The two sides do not fit together.
-    """
+    """Computes what a transfer carries, group by group."""
     if [share.name for share in producer] != [share.name for share in consumer]:
         raise Misfit("the groups differ")
     pairs = zip(producer, consumer, strict=True)

@@ -150,8 +150,6 @@ class World:
 
     Attributes:
         ours: kvwire; it listens at ``address``.
-        connection: kvwire's end.
-        link: The client's.
     """
 
     ours: kvwire.Communicator

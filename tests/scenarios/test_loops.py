@@ -66,8 +66,7 @@ def test_r41_the_loop_ends_while_transfers_run(transport: str) -> None:
     ended: list[kvwire.Outcome] = []
 
     async def run(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        out, inc = w.begin()
         waits = w.p.publish("nobody comes", w.source.cache, [0])
         expects = w.d.expect("nobody sends", w.target.cache, [0])
         out.ready(layers=0)

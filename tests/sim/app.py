@@ -33,7 +33,6 @@ class App:
     """The application of one node.
 
     Attributes:
-        messages, regions, kv: Its parts, by what they use.
         cancels: How often it has cancelled or refused something.
     """
 

@@ -22,11 +22,8 @@ class Message:
     """One message, as its sender meant it.
 
     Attributes:
-        serial: Names its content.
         place: How many messages of this tag were sent before it on this connection.
         eager: It travels in a frame of its own, unasked.
-        landed: That frame has arrived intact.
-        taken: A receive has returned it.
     """
 
     serial: int
@@ -61,8 +58,6 @@ class Aim:
     """Which memory a put or get is meant to reach.
 
     Attributes:
-        generation: Of the grant it uses.
-        offset: From the beginning of the region.
         wrong: What its owner has to refuse it for; "" if it has the right.
     """
 
@@ -83,7 +78,6 @@ class Part:
     """One segment of a KV transfer, on either side.
 
     Attributes:
-        serial: Names its content.
         covered: Consumer: bytes that have landed intact.
         landed: Consumer: the core has said that it is all here.
     """
@@ -105,14 +99,10 @@ class Ask:
         serial: Names the content of a SEND or PUT.
         place: Of a RECV: how many receives of its tag were posted before.
         message: What a SEND sends, or what a RECV is known to receive.
-        aim: Of a PUT or GET.
-        covered: Bytes that have landed where they belong.
         read: Of a GET: what the link read from the region.
         parts: Of a KV transfer: its segments, by number.
         committed: Of one that is produced here: nothing more will be marked.
         cancelled: Its own side has cancelled or withdrawn it.
-        over: Its completion has come.
-        error: And what it said.
     """
 
     endpoint: Endpoint
@@ -145,7 +135,6 @@ class Mailbox:
 
     Attributes:
         messages: In the order in which they were sent.
-        receives: How many receives were posted for them.
         refused: How many receives without a buffer have refused a message.
         taken: (place of the receive, place of the message) of each that was returned.
     """

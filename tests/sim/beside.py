@@ -43,7 +43,6 @@ class Fate:
     """What happens to the lanes of one seed, drawn from dice of its own.
 
     Attributes:
-        lanes: How many a client asks for.
         window_bytes: Payload of unknown fate that a lane takes.
         span_bytes: Payload that it takes at once; 0 for a chunk.
     """
@@ -117,10 +116,7 @@ class Half:
     """One end's half of a lane.
 
     Attributes:
-        number: The lane's number.
-        up: It may be sent on.
         breaking: It will say that it is gone; until then it may touch memory.
-        gone: It has said so.
     """
 
     number: int

@@ -41,18 +41,10 @@ class Endpoint:
     """A core, its end of the wire, and what the application has asked of it.
 
     Attributes:
-        name: For the trace.
         node, end, core: The process, its end of the wire, the protocol.
         peer: The other side, once it has agreed as well.
         asks: Requests by the number they have on the wire.
-        open: Requests that have no completion yet.
-        grants: What the peer has granted.
-        held: Messages that wait to be asked for.
-        closing: The application has called ``close``.
         ended: The core has said that it is over.
-        down: The wire has gone.
-        longest: No message is longer.
-        beside: Its lanes.
     """
 
     def __init__(

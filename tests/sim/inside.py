@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(endpoint: Endpoint) -> None:
-    """Demand everything that holds whenever the core has nothing more to say.
-
-    Raises:
-        Violation: Something does not.
-    """
+    """Demand everything that holds whenever the core has nothing more to say."""
     core = endpoint.core
     table, phase = core._requests, core.phase
     if phase is CloseState.CLOSED:

@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Compares what happens with what is right; raises Violation if they differ.
-
-    Attributes:
-        completed_count: Completions seen.
-        kv: Does the same for KV transfers.
-        truth: Does the same for what errors say.
-    """
+    """Compares what happens with what is right; raises Violation if they differ."""
 
     def __init__(self, world: World) -> None:
         self.completed_count = 0

@@ -35,10 +35,8 @@ class Frame:
         lease: Else the sender's memory, of which ``length`` bytes from ``offset``.
         chunk: Named when the memory is no longer needed.
         serial: The number of the message in it, for frames that carry a whole one.
-        payload: It carries payload, and not control.
         starts: When its first byte arrives at the earliest.
-        due: When its last one does.
-        begun: Its header has been delivered.
+        due: When its last byte does.
         harm: Why nobody may accept it; "" for an honest frame.
         flip: Which bit of the payload is turned on the way; -1 for none.
     """
@@ -97,17 +95,12 @@ class Lane:
     """One ordered queue, one way.
 
     Attributes:
-        wire: What it is a part of.
-        source, target: Its ends.
-        frames: On their way, oldest first.
-        queued_bytes: Theirs.
         blocked_until: Nothing arrives before.
         armed: What will happen to the frames that are sent next.
         history: Every control frame sent, None for another one; for reflection.
         damaged: A bit of a payload has been turned; the frame is as good as any other.
         tampered: Something has happened to a frame that no link allows.
         rewritten: That was in the handshake, and every checksum is right again.
-        mail: The messages that were sent, by tag.
         ambush: What happens when the next payload is half in place.
     """
 

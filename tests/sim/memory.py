@@ -26,10 +26,7 @@ class Lease:
     """A contiguous piece of memory, from ``lend`` until ``free``.
 
     Attributes:
-        number: Never used twice in one memory.
         start: Its first byte; always that of a line.
-        nbytes: Its length.
-        lines: The same, in lines.
     """
 
     number: int
@@ -39,11 +36,7 @@ class Lease:
 
 
 class Memory:
-    """All memory of one process that links may touch.
-
-    Attributes:
-        leases: Leases that are out.
-    """
+    """All memory of one process that links may touch."""
 
     def __init__(self) -> None:
         self.leases = 0
@@ -88,20 +81,12 @@ class Memory:
     # --- a link -----------------------------------------------------------------------
 
     def read(self, lease: Lease, offset: int, nbytes: int) -> bytes:
-        """Read as a link.
-
-        Raises:
-            Violation: The lines belong to somebody else by now, or may not be read.
-        """
+        """Read as a link."""
         self._check("read", self._readable, lease, offset, nbytes)
         return self.load(lease, offset, nbytes)
 
     def write(self, lease: Lease, offset: int, data: bytes) -> None:
-        """Write as a link.
-
-        Raises:
-            Violation: The lines belong to somebody else by now, or may not be written.
-        """
+        """Write as a link."""
         self._check("write", self._writable, lease, offset, len(data))
         self.store(lease, offset, data)
 

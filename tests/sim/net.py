@@ -35,7 +35,6 @@ class End:
 
     Attributes:
         handler: Who is told; set once, before anything is sent.
-        node: The process.
         out: The lane that leads away, once the wire is whole.
         aborted: This side wants to hear no more, and is not rid of the wire yet.
         closed: The wire touches nothing of this side any more.
@@ -134,8 +133,7 @@ class Wire:
 
     Attributes:
         ends: Of the side that connected, and of the other.
-        is_cut: Nothing reaches the other end any more.
-        disturbed: That, or it has been blocked or tampered with.
+        disturbed: It was cut, blocked or tampered with.
     """
 
     def __init__(self, world: World, client: Node, server: Node) -> None:

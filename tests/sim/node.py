@@ -32,16 +32,9 @@ class Node:
     Attributes:
         index: Its place; whoever is started after a crash has the same.
         incarnation: How many were in this place before it.
-        name: For the trace.
-        app: The application in it.
-        memory: What it has lent to links.
         holds, regions: Shared by its connections, as in a communicator.
-        endpoints: Its sides of connections, the oldest first.
-        dead: It has crashed.
         stalled_until: It does nothing before; what is due happens then.
-        timers_late_until: Until then its timers fire late.
         was_late: Its clock or loop has been late, so that it may be late in its turn.
-        jumps: How often its clock has jumped.
     """
 
     app: App
@@ -112,11 +105,7 @@ class Node:
         return buffer, lease
 
     def lease(self, buffer: BufferId) -> Lease:
-        """The memory behind a number.
-
-        Raises:
-            Violation: It has been given back: the core still uses what has drained.
-        """
+        """The memory behind a number."""
         lease = self._leases.get(buffer)
         demand(lease, "drained", f"buffer {buffer} is used after it has drained")
         assert lease is not None

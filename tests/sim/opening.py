@@ -30,11 +30,7 @@ _TRANSPORT: Final = "inproc"
 
 
 class Opening:
-    """A handshake under way.
-
-    Attributes:
-        endpoint: What it has led to.
-    """
+    """A handshake under way."""
 
     def __init__(self, world: World, node: Node, end: End, role: Role) -> None:
         self.endpoint: Endpoint | None = None

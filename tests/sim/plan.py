@@ -103,12 +103,9 @@ _DEADLY: Final = TAMPERING - {Verb.DAMAGE} | {Verb.CUT, Verb.CRASH, Verb.FORGE}
 
 
 class Step(NamedTuple):
-    """One thing that happens.
+    """One thing that happens, at seconds of virtual time.
 
     Attributes:
-        at: Seconds of virtual time.
-        verb: What.
-        node: Which process does it, or suffers it.
         dice: All choices that it makes are drawn from this number.
     """
 
@@ -149,12 +146,6 @@ class Setup:
     """The conditions of a seed; they hold from its first step to its last.
 
     Attributes:
-        nodes: Processes.
-        trust: Trust mode of all of them.
-        parameters: The limits each brings to a handshake.
-        checked: Payload carries a checksum.
-        ping_interval_s: Of all of them.
-        ping_misses: Likewise.
         latency_s: Least and greatest time a frame is under way.
         bytes_per_s: What the wire carries; 0 for any number.
         queue_bytes: Payload handed to a link before it is waited for.
@@ -164,9 +155,7 @@ class Setup:
         gap: Share of payloads that arrive in two pieces with a pause between them.
         silent: Share of broken links of which an end is not told.
         slow: Share of receives that get the memory they ask for late.
-        deadlines: Share of requests that have a deadline.
         small_tables: Limits of tables so small that a seed can reach them.
-        close_timeout_s: What ``close`` is called with.
     """
 
     nodes: int
@@ -194,9 +183,6 @@ class Plan:
     """One seed, worked out.
 
     Attributes:
-        seed: What it was made from.
-        setup: The conditions.
-        steps: In the order of their times.
         end: When faults stop and everything has to come to its end.
     """
 

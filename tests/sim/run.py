@@ -17,11 +17,9 @@ class Result:
     """What came of one plan.
 
     Attributes:
-        plan: The plan.
         error: What it failed with, or None.
         trace: (time, who, what, ...) of everything that was done.
         digest: Names the schedule; equal plans have equal digests.
-        completions: Requests that were completed.
     """
 
     plan: Plan

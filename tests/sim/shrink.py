@@ -20,9 +20,7 @@ class Shrunk:
     """What is left of a failing plan.
 
     Attributes:
-        result: It still fails.
         keep: The numbers of the steps that are left.
-        runs: How many plans were tried.
     """
 
     result: Result

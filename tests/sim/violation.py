@@ -17,10 +17,6 @@ class Violation(AssertionError):
 
 
 def demand(holds: object, rule: str, message: str) -> None:
-    """Fail the seed unless ``holds`` is true.
-
-    Raises:
-        Violation: It is not.
-    """
+    """Fail the seed unless ``holds`` is true."""
     if not holds:
         raise Violation(rule, message)

@@ -41,17 +41,9 @@ class World:
     """All processes and wires of one seed.
 
     Attributes:
-        plan: What happens.
-        now: Seconds since the beginning.
         trace: (time, who, what, ...) of everything that was done.
-        nodes: The processes that live, by their place.
-        wires: Every wire there has been.
         endpoints: Every side of a connection there has been.
-        judge: Decides whether it is right.
-        fate: What happens to lanes.
-        calm: Faults are over.
         keeps_history: Lanes have to remember what they have sent.
-        keys: What every node accepts in ``psk`` mode.
     """
 
     keys = _KEYS
@@ -78,12 +70,7 @@ class World:
             self.nodes.append(self.start_node(index, 0))
 
     def run(self) -> None:
-        """Play the plan, then let everything come to its end.
-
-        Raises:
-            Violation: Something was not right.
-            Exception: The core raised what it must not.
-        """
+        """Play the plan, then let everything come to its end."""
         with scaled(small_tables=self.plan.setup.small_tables):
             self._run()
 

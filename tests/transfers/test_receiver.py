@@ -28,8 +28,7 @@ class Hostile:
 
     @classmethod
     async def of(cls, w: World) -> Hostile:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
+        out, inc = w.begin()
         await w.until(lambda: inc._state.planned)
         return cls(w, out, inc)
 

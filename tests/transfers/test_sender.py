@@ -134,10 +134,7 @@ def test_a_large_transfer_goes_to_the_link_in_parts(
     monkeypatch.setattr(delivery_module.SendAttempt, "_send", noted)
 
     async def run(w: World) -> None:
-        w.source, w.target = Memory(LARGE, 32), Memory(LARGE, 32)
-        w.source.stamp(range(32))
-        out = w.p.publish("t", w.source.cache, range(32))
-        inc = w.pull_side.pull("t", w.target.cache, range(32))
+        out, inc = w.begin_large(32)
         out.ready()
         out.finish()
         await inc.layer(0)
@@ -159,9 +156,7 @@ async def test_segments_of_one_transfer_land_in_the_order_of_their_marks(
     w: World,
 ) -> None:
     """So the first layer can be read while the others come."""
-    w.source, w.target = Memory(LARGE, 16), Memory(LARGE, 16)
-    out = w.p.publish("t", w.source.cache, range(16))
-    inc = w.pull_side.pull("t", w.target.cache, range(16))
+    out, inc = w.begin_large(16)
     await w.until(lambda: inc._state.planned)
     out.ready()
     out.finish()
@@ -285,10 +280,7 @@ def test_no_piece_is_longer_than_a_consumer_takes(
 @scenario()
 async def test_what_has_landed_is_not_sent_again(w: World, cuts: int) -> None:
     """Payload bytes are counted, over all links."""
-    w.source, w.target = Memory(LARGE, 8), Memory(LARGE, 8)
-    w.source.stamp(range(8))
-    out = w.p.publish("t", w.source.cache, range(8))
-    inc = w.pull_side.pull("t", w.target.cache, range(8))
+    out, inc = w.begin_large(8)
     moved: deque[int] = deque()
     send = delivery_module.SendAttempt._send
 
@@ -319,10 +311,7 @@ async def test_what_has_landed_is_not_sent_again(w: World, cuts: int) -> None:
 @scenario("inproc")
 async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> None:
     """Half of a segment of 8 MiB was here when its link was lost."""
-    w.source, w.target = Memory(LARGE, 8), Memory(LARGE, 8)
-    w.source.stamp(range(8))
-    out = w.p.publish("t", w.source.cache, range(8))
-    inc = w.pull_side.pull("t", w.target.cache, range(8))
+    out, inc = w.begin_large(8)
     await w.until(lambda: inc._state.planned)
     out.ready(layers=0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,12 +21,26 @@ from tests.support import virtual_time
 PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 
 
-def begin(w: World, push: bool) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+Ends = tuple[kvwire.Outgoing, kvwire.Incoming]
+
+
+def begin(w: World, push: bool) -> Ends:
     if push:
         inc = w.d.expect("t", w.target.cache, DEST)
         return w.push_side.push("t", w.source.cache, LIST), inc
     out = w.p.publish("t", w.source.cache, LIST)
     return out, w.pull_side.pull("t", w.target.cache, DEST)
+
+
+async def settled_unheard(w: World, push: bool = False) -> Ends:
+    """A transfer that is complete for its consumer; the producer does not know yet."""
+    out, inc = begin(w, push)
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    w.freeze(w.push_side)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    return out, inc
 
 
 @PUSH
@@ -82,12 +98,7 @@ async def test_the_consumer_has_not_heard_that_it_was_heard(
 
 @scenario("inproc", lease_s=3.0)
 async def test_a_producer_that_is_gone_is_not_told_for_ever(w: World) -> None:
-    out, inc = begin(w, push=False)
-    await w.until(lambda: inc._state.planned)
-    w.freeze(w.push_side)
-    out.ready()
-    out.finish()
-    assert (await inc).complete
+    await settled_unheard(w)
     w.p.abort()
     await w.p.close()
     await virtual_time.pass_time(2 * w.d.config.lease_s)
@@ -120,12 +131,7 @@ def _forge(monkeypatch: pytest.MonkeyPatch) -> None:
 @scenario("inproc", lease_s=1.0)
 async def test_a_mark_for_a_transfer_that_is_settled(w: World, push: bool) -> None:
     """The memory is somebody else's: the connection ends before a byte lands."""
-    out, inc = begin(w, push)
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-    w.freeze(w.push_side)
-    out.ready()
-    out.finish()
-    assert (await inc).complete
+    out, _ = await settled_unheard(w, push)
     for tensor in w.target.tensors:
         tensor[DEST] = 7.0
     broken: list[str] = []
@@ -148,12 +154,7 @@ async def test_a_mark_for_a_transfer_that_is_settled(w: World, push: bool) -> No
 async def test_nothing_is_marked_for_a_transfer_that_is_settled(
     w: World, push: bool
 ) -> None:
-    out, inc = begin(w, push)
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-    w.freeze(w.push_side)
-    out.ready()
-    out.finish()
-    assert (await inc).complete
+    out, _ = await settled_unheard(w, push)
     assert same(w.source, LIST, w.target, DEST)
     w.cut()
     assert (await out).complete
@@ -165,12 +166,7 @@ async def test_a_last_word_is_no_answer_to_another_transfer_of_the_name(
     w: World,
 ) -> None:
     """A new publish of the same id is not met by the last word of the old one."""
-    out, inc = begin(w, push=False)
-    await w.until(lambda: inc._state.planned)
-    w.freeze(w.push_side)
-    out.ready()
-    out.finish()
-    assert (await inc).complete
+    out, _ = await settled_unheard(w)
     w.cut()
     out.abort("given up")
     new = w.p.publish("t", w.source.cache, [6, 7])
@@ -208,6 +204,15 @@ def deafen(connection: kvwire.Connection) -> None:
     link._turn = link.wake = lambda *_: None
 
 
+@asynccontextmanager
+async def dialled_by_the_producer() -> AsyncIterator[World]:
+    """A world in which the consumer listens."""
+    async with kvwire.open(name="decode") as d, kvwire.open(name="prefill") as p:
+        address = await d.listen("inproc://")
+        push_side = await p.connect(address)
+        yield World(p, d, await d.accept(), push_side, address)
+
+
 @pytest.mark.parametrize("ends", ["is lost", "is closed"])
 def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
     ends: str,
@@ -215,21 +220,10 @@ def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
     """It is answered once that is known: what is settled here is not unknown."""
 
     async def main() -> None:
-        async with (
-            kvwire.open(name="decode") as d,
-            kvwire.open(name="prefill") as p,
-        ):
-            address = await d.listen("inproc://")
-            push_side = await p.connect(address)
-            pull_side = await d.accept()
-            w = World(p, d, pull_side, push_side, address)
-            inc = d.expect("t", w.target.cache, DEST)
-            out = push_side.push("t", w.source.cache, LIST)
-            await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-            w.freeze(push_side)
-            out.ready()
-            out.finish()
-            assert (await inc).complete
+        async with dialled_by_the_producer() as w:
+            p, d, address = w.p, w.d, w.address
+            pull_side, push_side = w.pull_side, w.push_side
+            out, _ = await settled_unheard(w, push=True)
             deafen(pull_side)
             push_side._state.dialled = None
             push_side.abort("a broken cable")
@@ -261,21 +255,10 @@ def test_a_producer_that_comes_back_while_its_last_link_says_the_last_word() -> 
     """One link carries that at a time: it is said again once that one is lost."""
 
     async def main() -> None:
-        async with (
-            kvwire.open(name="decode") as d,
-            kvwire.open(name="prefill") as p,
-        ):
-            address = await d.listen("inproc://")
-            push_side = await p.connect(address)
-            pull_side = await d.accept()
-            w = World(p, d, pull_side, push_side, address)
-            inc = d.expect("t", w.target.cache, DEST)
-            out = push_side.push("t", w.source.cache, LIST)
-            await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-            w.freeze(push_side)
-            out.ready()
-            out.finish()
-            assert (await inc).complete
+        async with dialled_by_the_producer() as w:
+            p, d, address = w.p, w.d, w.address
+            push_side = w.push_side
+            out, _ = await settled_unheard(w, push=True)
             push_side._state.dialled = None
             push_side.abort("a broken cable")
             exchange = d._state.registry
@@ -307,17 +290,6 @@ def test_a_producer_that_comes_back_while_its_last_link_says_the_last_word() -> 
 # --- a consumer that closes -----------------------------------------------------------
 
 
-async def settled_unheard(w: World, push: bool) -> kvwire.Outgoing:
-    """A transfer that is complete for its consumer; the producer does not know yet."""
-    out, inc = begin(w, push)
-    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-    w.freeze(w.push_side)
-    out.ready()
-    out.finish()
-    assert (await inc).complete
-    return out
-
-
 @PUSH
 @pytest.mark.parametrize("noticed", [False, True])
 @scenario("inproc")
@@ -325,7 +297,7 @@ async def test_a_consumer_that_closes_says_its_last_word_first(
     w: World, push: bool, noticed: bool
 ) -> None:
     """The producer does not hold its blocks for a lease, nor call them missing."""
-    out = await settled_unheard(w, push)
+    out, _ = await settled_unheard(w, push)
     w.cut()
     if noticed:
         await w.turns_until(lambda: w.d._state.registry._settle_retries)
@@ -347,7 +319,7 @@ async def test_nor_does_one_that_waits_for_its_producer_to_come_back(
     dialled, taken = await w.p.connect(address), await w.d.accept()
     await w.pull_side.close()
     w.pull_side, w.push_side = taken, dialled
-    out = await settled_unheard(w, push)
+    out, _ = await settled_unheard(w, push)
     w.cut()
     closing = w.d._state.loop.create_task(w.d.close())
     await w.until(lambda: w.d.closed)
@@ -361,7 +333,7 @@ async def test_nor_does_one_that_waits_for_its_producer_to_come_back(
 
 @scenario("inproc")
 async def test_nor_is_a_close_held_up_by_a_producer_that_is_gone(w: World) -> None:
-    await settled_unheard(w, push=False)
+    await settled_unheard(w)
     w.p.abort()
     await w.p.close()
     begun = w.d._state.loop.time()

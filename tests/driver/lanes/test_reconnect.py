@@ -21,9 +21,7 @@ class Lanes:
     """Lanes that are missing, and attempts that do what the test says.
 
     Attributes:
-        missing: How many.
         outcomes: What the next attempts raise; None, and after the last, they succeed.
-        tried_at: When an attempt was made.
         ended: How often nothing was being opened any more.
     """
 

@@ -67,8 +67,6 @@ class _Middle:
 
     Attributes:
         over: One of them has refused, or the target has agreed.
-        said: All that the honest side has said.
-        heard: All that the target has heard.
     """
 
     def __init__(self, shaking: Shaking, role: Role) -> None:

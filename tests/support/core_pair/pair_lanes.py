@@ -42,13 +42,10 @@ class Half:
     """One end's half of a lane.
 
     Attributes:
-        role: Whose half it is.
-        number: The lane's number.
         sending: Chunks whose memory it may touch, by descriptor.
         unread: Those of them that the other half has not read.
         arriving: Payloads that it was told to receive, by descriptor.
         ending: The other half is gone, and this one has to go.
-        gone: It touches nothing any more.
     """
 
     role: Role
@@ -65,7 +62,6 @@ class PairLanes:
 
     Attributes:
         via: The lane that chunks of each end take while it has room; 0 for the wire.
-        halves: Every half that ever was.
         refuses: Whether the server declines the lanes that it is asked for.
         span_bytes: What a lane takes at once; 0 for a chunk.
     """

@@ -49,22 +49,17 @@ class Peer:
     """One end of a :class:`~tests.support.core_pair.pair.ConnectionPair`.
 
     Attributes:
-        core: Its protocol.
         now: Its clock; the pair sets it.
         wire: Frames on their way to the other end, oldest first.
-        events: Every event so far.
         done: The one completion of each request that is over.
-        memory: Buffers that may be touched, by number.
         freed: Buffers that have drained, as they were then.
         transfers: What the core kept of each KV transfer that is over.
         broken: The rule that the other end broke, if it did.
-        lost: The wire is gone.
         stalled: The wire takes no payload; set it to False to go on.
         slow: Chunks stay with the wire until :meth:`complete` is called.
         place: Gives a marked segment its memory; None leaves it without.
         aside: Sends a chunk on a lane, or returns None for the wire; see
             :class:`~tests.support.core_pair.pair_lanes.PairLanes`.
-        on_lane: Deals with the events about lanes.
         span: How many bytes the way of the next chunk takes at once; 0 for a chunk.
     """
 

@@ -63,8 +63,6 @@ class Step:
     """What one action led to.
 
     Attributes:
-        title: What was done.
-        frames: (sender, frame), in the order of arrival.
         events: What the ends made of it, one line each; the client's first.
     """
 
@@ -94,11 +92,7 @@ class Transcript:
 
     @classmethod
     def parse(cls, text: str) -> Transcript:
-        """Read what ``str`` has written.
-
-        Raises:
-            ValueError: It is not of that format.
-        """
+        """Read what ``str`` has written."""
         first, *lines = text.splitlines()
         transcript = cls(first.removeprefix("# "), [])
         for line in lines:
@@ -119,9 +113,6 @@ class Case:
     """One transcript to be made: who shakes hands, and what they do then.
 
     Attributes:
-        name: Of its file.
-        client: What the client brings.
-        server: What the server brings.
         script: What happens after the handshake; None if it is the handshake that the
             case is about.
     """
@@ -148,17 +139,7 @@ def record(case: Case) -> Transcript:
 
 
 def replay(case: Case, golden: Transcript, cut: Cut | None = None) -> Transcript:
-    """Have it again with recorded bytes: each end hears what it heard then.
-
-    Args:
-        case: What the applications do.
-        golden: What was recorded.
-        cut: In which pieces bytes arrive; whole frames if it is None.
-
-    Returns:
-        What this build has said and reported when it heard that. The order of the
-        frames is that of the recording where both have said as much.
-    """
+    """Have it again with recorded bytes: each end hears what it heard then."""
     return _Stage(case, golden, cut).play()
 
 

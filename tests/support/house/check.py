@@ -37,13 +37,7 @@ class Check:
     """One rule over part of the tree.
 
     Attributes:
-        name: What pytest calls it.
-        over: Path prefixes it reads.
         beyond: Path prefixes among those that it leaves alone.
-        suffixes: Kinds of file it reads.
-        find: Yields every place that breaks the rule.
-        bad: Files that each break it, by path.
-        good: Files that come close and do not.
         excused: Places that may break it, each with the reason.
     """
 
