@@ -13,9 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.fuzz.corpus import FOLDER, TARGETS, inputs, keep, target
-from tests.fuzz.mutate import INPUT_BYTES_MAX
-from tests.fuzz.reach import smallest
+from tests.fuzz.corpus import (
+    FOLDER,
+    INPUT_BYTES_MAX,
+    TARGETS,
+    inputs,
+    keep,
+    smallest,
+    target,
+)
 from tests.support.tree import ROOT
 
 BUILD = ROOT / "build" / "fuzz"

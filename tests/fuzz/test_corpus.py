@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.fuzz.corpus import TARGETS, inputs, target
+from tests.fuzz.corpus import INPUT_BYTES_MAX, TARGETS, inputs, mutations, target
 from tests.fuzz.guard import (
     FORBIDDEN,
     Ran,
@@ -16,7 +16,6 @@ from tests.fuzz.guard import (
     nothing_runs,
     peak_bytes,
 )
-from tests.fuzz.mutate import INPUT_BYTES_MAX, mutations
 
 MUTATIONS = {
     "header": 4000,

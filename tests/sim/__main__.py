@@ -12,8 +12,7 @@ from typing import Final
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tests.sim.run import Result, command, described, run_seed
-from tests.sim.shrink import shrink
+from tests.sim.run import Result, command, described, run_seed, shrink
 
 # Seeds that one job runs before it reports.
 _BATCH: Final = 50

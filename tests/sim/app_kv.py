@@ -27,10 +27,9 @@ from kvwire.proto.records import TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.sim.ask import Ask, Part
-from tests.sim.content import content
 from tests.sim.endpoint import Endpoint
+from tests.sim.memory import content, demand
 from tests.sim.plan import Dice
-from tests.sim.violation import demand
 
 if TYPE_CHECKING:
     from tests.sim.node import Node

@@ -23,9 +23,8 @@ from kvwire.proto.events import (
     LaneOpened,
 )
 from kvwire.types import BufferId, Role
-from tests.sim.lane import Frame
-from tests.sim.memory import Lease
-from tests.sim.violation import demand
+from tests.sim.memory import Lease, demand
+from tests.sim.net import Frame
 
 if TYPE_CHECKING:
     from tests.sim.endpoint import Endpoint

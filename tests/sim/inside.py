@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvwire.proto import messages
 from kvwire.proto.state import CloseState
 from tests.sim import scale
-from tests.sim.violation import demand
+from tests.sim.memory import demand
 
 if TYPE_CHECKING:
     from tests.sim.endpoint import Endpoint

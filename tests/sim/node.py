@@ -13,8 +13,7 @@ from kvwire.proto.agreement import Identity
 from kvwire.proto.holds import Holds
 from kvwire.proto.regions import RegionTable
 from kvwire.types import BufferId, TrustMode
-from tests.sim.memory import Lease, Memory
-from tests.sim.violation import demand
+from tests.sim.memory import Lease, Memory, demand
 
 if TYPE_CHECKING:
     from tests.sim.app import App

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.content import content
-from tests.sim.memory import LINE_BYTES, Memory
-from tests.sim.violation import Violation
+from tests.sim.memory import LINE_BYTES, Memory, Violation, content
 
 
 def expect_violation(rule: str, verb: object, *arguments: object) -> None:

@@ -28,7 +28,7 @@ def first_failure(run: ModuleType) -> int:
 
 def test_the_smallest_plan_fails_by_the_same_rule(run: ModuleType) -> None:
     """And no step of it can be left out."""
-    shrinking = importlib.import_module("tests.sim.shrink")
+    shrinking = importlib.import_module("tests.sim.run")
     failed = run.run_seed(first_failure(run))
     small = shrinking.shrink(failed)
     assert small.result.rule == failed.rule

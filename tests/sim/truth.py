@@ -25,7 +25,7 @@ from kvwire.proto.events import Ended
 from kvwire.proto.state import RequestKind
 from tests.sim.ask import Ask
 from tests.sim.endpoint import Endpoint
-from tests.sim.violation import Violation, demand
+from tests.sim.memory import Violation, demand
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -18,15 +18,14 @@ from kvwire.types import Role
 from tests.sim import inside
 from tests.sim.app import App
 from tests.sim.beside import Fate
-from tests.sim.endpoint import Endpoint
+from tests.sim.endpoint import Endpoint, Opening
 from tests.sim.faults import Faults
 from tests.sim.judge import Judge
+from tests.sim.memory import Violation, demand
 from tests.sim.net import Wire
 from tests.sim.node import PSK, Node
-from tests.sim.opening import Opening
 from tests.sim.plan import FAULTS, Dice, Plan, Step, Verb
 from tests.sim.scale import scaled
-from tests.sim.violation import Violation, demand
 
 # After the faults are over, everything has to come to its end within this time.
 LIVENESS_S: Final = 60.0

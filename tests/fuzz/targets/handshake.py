@@ -19,12 +19,12 @@ from kvwire.wire.header import FrameType, encode_header
 from tests.fuzz.reader import Reader
 from tests.support.core_pair.handshakes import (
     Frame,
+    Inlet,
     Shaking,
     begin,
     choose_first,
     identity,
 )
-from tests.support.core_pair.inlet import Inlet
 
 _STEPS_MAX = 40
 

@@ -37,8 +37,7 @@ from kvwire.types import Access, BufferId
 from kvwire.wire.control import AccessBody, Body, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import Flag
-from tests.support.core_pair.handshakes import Frame
-from tests.support.core_pair.inlet import Inlet
+from tests.support.core_pair.handshakes import Frame, Inlet
 
 LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
 

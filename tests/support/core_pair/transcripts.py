@@ -42,12 +42,12 @@ from kvwire.wire.header import Flag, FrameType, decode_header
 from tests.support.core_pair.handshakes import (
     SMALL,
     Frame,
+    Inlet,
     Shaking,
     begin,
     choose_first,
     identity,
 )
-from tests.support.core_pair.inlet import Inlet
 from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.scripts import SCRIPTS, Script
 
