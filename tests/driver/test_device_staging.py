@@ -130,20 +130,6 @@ async def test_from_device_to_device(
     assert not target.blocks(untouched).any()
 
 
-@pytest.mark.parametrize("device_side", ["producer", "consumer"])
-async def test_a_device_at_one_end(
-    pair: Pair, device_side: str, near: SimulatedDevice
-) -> None:
-    source = Cache(near if device_side == "producer" else None)
-    target = Cache(near if device_side == "consumer" else None, seed=None)
-    inc = pair.right.pull("t", target.paged, TARGET)
-    async with pair.near.publish("t", source.paged, SOURCE) as out:
-        out.ready()
-    assert (await inc).complete
-    await drained(out, inc)
-    assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
-
-
 async def test_a_mark_waits_for_the_event_of_a_kernel(
     pair: Pair, near: SimulatedDevice
 ) -> None:

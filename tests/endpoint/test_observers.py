@@ -66,14 +66,6 @@ async def test_a_begin_and_an_end() -> None:
     assert notes.lines == [("begun", "x"), ("ended", "x", "complete", ["b"])]
 
 
-async def test_one_that_nobody_came_for() -> None:
-    notes = Notes()
-    async with loopback() as pair:
-        pair.b.watchers.add(notes)
-        pair.b.publish("x", cache(), [0]).abort()
-    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
-
-
 async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a link does that turns out to be lost when it is used."""
     notes, ask = Notes(), IncomingState.ask

@@ -18,8 +18,7 @@ import pytest
 
 import kvwire
 from kvwire.errors import ProtocolError
-from tests.protocol.raw_client import Side, ask, consume, produce
-from tests.protocol.raw_link import (
+from tests.protocol.raw_client import (
     AGREE,
     COMMIT,
     COMMIT_ACK,
@@ -29,6 +28,10 @@ from tests.protocol.raw_link import (
     SEGMENT,
     SEGMENT_ACK,
     RawLink,
+    Side,
+    ask,
+    consume,
+    produce,
 )
 from tests.protocol.raw_plan import Box
 from tests.protocol.world import (

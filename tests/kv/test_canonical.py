@@ -6,14 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 
 from kvwire.errors import ProfileMismatch
 from kvwire.kv.canonical import Canonical, negotiate
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.spec import KVSpec
-from tests.kv.scenarios import Scenario, scenarios
-from tests.support.depth import examples
 
 SPEC = KVSpec(layers=8, kv_heads=4, head_dim=64, block_tokens=16)
 
@@ -142,12 +139,3 @@ def test_r35_a_mismatch_names_the_field(
     with pytest.raises(ProfileMismatch, match=message) as caught:
         negotiate(producer, consumer)
     assert caught.value.fields == (field,)
-
-
-@given(scenarios())
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
-def test_both_sides_agree(scenario: Scenario) -> None:
-    """Each from its own cache and what it was told of the other's."""
-    producer, consumer = scenario.plans()
-    assert producer.groups == consumer.groups
-    assert producer.groups[0].fields() == consumer.groups[0].fields()

@@ -246,16 +246,6 @@ def test_the_digest_tells_walks_apart() -> None:
     assert same.digest == plans[0].digest
 
 
-def test_a_transfer_of_what_the_consumer_has_moves_nothing() -> None:
-    cache = Store(SPEC4, 2, LAYOUTS["NHD"]).cache()
-    held = {"kv": np.ones(2, np.bool_)}
-    nothing = plan_for(cache, [1, 0], cache, PlanSide.PRODUCER, have=held)
-    assert nothing.nbytes == 0
-    (segment,) = nothing.segments()
-    assert len(nothing.fragments(segment)) == 0
-    assert not nothing.touched(segment, 0, 0).any()
-
-
 def check_transfer(scenario: Scenario, segments: list[Segment]) -> None:
     """Move every segment by fragments; compare with moving element by element."""
     here, there = scenario.producer, scenario.consumer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from kvwire.errors import KVWireError
 from kvwire.proto.requests import RequestRecord
 from kvwire.wire.header import decode_header
-from tests.support.core_pair.pair import ConnectionPair
-from tests.support.core_pair.peer import Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 from tests.support.splitter import Frame
 
 

@@ -17,8 +17,7 @@ from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
 from kvwire.wire.header import FrameType
 from tests.proto.expect import on_the_wire
 from tests.support.core_pair.handshakes import SMALL, identity
-from tests.support.core_pair.pair import ConnectionPair
-from tests.support.core_pair.peer import Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 
 CHUNK = 65_536
 BOX = (0, 0, 1, 0, 1)

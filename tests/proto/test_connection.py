@@ -29,9 +29,8 @@ from kvwire.wire.control import AccessBody, Announce, Close, Ping
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
 from tests.proto.moving import ask, moved
-from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.pair_lanes import PairLanes
-from tests.support.core_pair.peer import Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 
 both_modes = pytest.mark.parametrize("trust", list(TrustMode))
 

@@ -26,9 +26,8 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.header import FrameType, decode_header
 from tests.proto.expect import expect_broken
-from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.pair_lanes import BACKEND, Half, PairLanes
-from tests.support.core_pair.peer import Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
 CHUNK = CHUNK_BYTES_MIN

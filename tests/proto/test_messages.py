@@ -22,7 +22,7 @@ from tests.proto.expect import (
     expect_error,
     expect_fine,
 )
-from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import ConnectionPair
 
 TAG = 7
 SMALL, LARGE = b"small", b"large" * 30_000  # 64 bytes travel at once

@@ -19,8 +19,7 @@ from kvwire.proto.requests import RequestRecord
 from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine
-from tests.support.core_pair.pair import ConnectionPair
-from tests.support.core_pair.peer import Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 
 CHUNK = 65_536
 LARGE = 3 * CHUNK + 5

@@ -42,7 +42,7 @@ from kvwire.wire.control import (
 from kvwire.wire.header import FrameType
 from tests.proto.expect import expect_broken, expect_error, expect_fine
 from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
-from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import ConnectionPair
 
 
 @pytest.mark.rule("KVW-TR-01", "keeps")

@@ -11,8 +11,7 @@ import zlib
 
 import msgspec
 
-from tests.protocol.raw_client import RawCache, Side
-from tests.protocol.raw_link import (
+from tests.protocol.raw_client import (
     CHECKED,
     DATA,
     OPEN,
@@ -20,6 +19,8 @@ from tests.protocol.raw_link import (
     SEAL_BYTES,
     SEALED,
     SEGMENT,
+    RawCache,
+    Side,
     derive,
     header,
     key_id,

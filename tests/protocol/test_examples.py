@@ -16,7 +16,7 @@ from kvwire.wire.header import FrameType
 from tests.protocol.examples import KEY, NONCES, PAGE, examples, named, sides, updated
 from tests.support.tree import python
 
-CLIENT = ("raw_link", "raw_plan", "raw_client")
+CLIENT = ("raw_plan", "raw_client")
 THIRD_PARTIES = {"msgspec", "xxhash"}
 
 

@@ -10,8 +10,7 @@ import pytest
 
 import kvwire
 from kvwire.security.keys import read_key_file, write_key_file
-from tests.protocol.raw_client import Side, ask, consume, produce
-from tests.protocol.raw_link import (
+from tests.protocol.raw_client import (
     AGREE,
     AUTHENTICATION,
     COMMIT_ACK,
@@ -21,6 +20,10 @@ from tests.protocol.raw_link import (
     PROFILE,
     RawLink,
     Refused,
+    Side,
+    ask,
+    consume,
+    produce,
 )
 from tests.protocol.raw_plan import Misfit
 from tests.protocol.world import (

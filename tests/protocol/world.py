@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 import kvwire
 from kvwire.kv.spec import DType
-from tests.protocol.raw_client import RawCache, Side, answer, ask
-from tests.protocol.raw_link import RawLink
+from tests.protocol.raw_client import RawCache, RawLink, Side, answer, ask
 from tests.protocol.raw_plan import ITEM_BYTES, Box, Element, Share
 
 TOKENS, LAYERS, HEADS, DIM = 22, 2, 2, 2

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from kvwire.errors import ConnectionLost
-from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import ConnectionPair
 from tests.support.pairs import connected
 
 

@@ -46,13 +46,3 @@ def test_layer_by_layer(blocks: int) -> None:
         claims.add(one, every)
         assert claims.overlaps(one, every) == (blocks > 0)
     assert claims.complete
-
-
-def test_no_blocks_claim_nothing() -> None:
-    """An empty range of blocks is no claim, not even twice."""
-    claims = Coverage(2, 3)
-    for _ in range(2):
-        assert not claims.overlaps(range(2), range(0))
-        claims.add(range(2), range(0))
-    assert claims.untouched == 2
-    assert claims.first_gap() == (0, 0)

@@ -25,17 +25,6 @@ async def devices() -> AsyncIterator[Devices]:
     made.close()
 
 
-@pytest.mark.parametrize("kind", ["asyncio", "concurrent"])
-async def test_a_future(devices: Devices, kind: str) -> None:
-    after: Any = Future() if kind == "concurrent" else asyncio.Future()
-    told: list[str] = []
-    EventWaiter(devices).prepare(after)(told.append)
-    assert told == []
-    after.set_result(None)
-    await until(lambda: told)
-    assert told == [""]
-
-
 async def test_a_future_that_fails(devices: Devices) -> None:
     after: Future[None] = Future()
     told: list[str] = []

@@ -54,28 +54,6 @@ async def test_gates_open_in_the_order_of_the_marks(
 
 
 @scenario("inproc")
-async def test_a_gate_waits_for_every_block(w: World) -> None:
-    out, inc = w.begin()
-    gate = asyncio.create_task(inc.layer(0))
-    for position in range(len(LIST)):
-        assert not gate.done()
-        out.ready(0, position)
-        await w.until(
-            lambda: not out._state.attempts or not out._state.attempts[0]._held
-        )
-        await w.turns_until(
-            lambda: inc._state.planned and not out._state.attempts[0]._held
-        )
-        nbytes = (position + 1) * inc._state.plan.nbytes // LAYERS // len(LIST)
-        await w.turns_until(lambda n=nbytes: inc._state.progress.landed_bytes == n)  # type: ignore[misc]
-    await gate
-    out.abort()
-    await inc.layer(0)
-    with pytest.raises(kvwire.RequestError, match="layer 1 did not land"):
-        await inc.layer(1)
-
-
-@scenario("inproc")
 async def test_a_gate_that_nothing_has_to_come_for(w: World) -> None:
     """What is not carried, or was here before, is not waited for."""
     stage = kvwire.KVSpec(
@@ -187,32 +165,6 @@ async def test_a_gate_raises_what_ended_the_transfer(
         with pytest.raises(error, match=f"did not land: .*{reason}") as caught:
             await waiting
         assert type(caught.value) is error
-
-
-@scenario()
-async def test_tokens_of_a_last_block_that_is_not_full(w: World) -> None:
-    tokens = 5 * SPEC.block_tokens - 3
-    out = w.p.publish("t", w.source.cache, LIST, tokens=tokens)
-    inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=tokens)
-    out.ready()
-    out.finish()
-    outcome = await inc
-    assert outcome.complete
-    assert outcome.usable_tokens == tokens
-    assert outcome.usable_prefix == 5
-    plan = kvwire.plan_prefill(
-        [
-            kvwire.PrefillRequest(
-                id="r",
-                num_tokens=tokens + 2,
-                blocks=DEST,
-                block_tokens=SPEC.block_tokens,
-            )
-        ],
-        [outcome],
-    )
-    assert plan.prefill == {"r": ((tokens, tokens + 2),)}
-    await out
 
 
 @pytest.mark.parametrize("by", ["collection", "predicate"])

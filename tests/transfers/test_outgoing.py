@@ -60,20 +60,6 @@ async def test_a_block_of_a_transfer_that_has_ended(w: World) -> None:
     assert out.done()
 
 
-@scenario()
-async def test_reasons_reach_the_other_side(w: World) -> None:
-    for name, who in (("a", "producer"), ("b", "consumer")):
-        out = w.p.publish(name, w.source.cache, LIST)
-        inc = w.pull_side.pull(name, w.target.cache, DEST)
-        await w.until(lambda inc=inc: inc._state.planned)  # type: ignore[misc]
-        end: kvwire.Outgoing | kvwire.Incoming = out if who == "producer" else inc
-        reason = f"the {who} has other plans: " + "x" * 150
-        end.abort(reason)
-        for outcome in (await out, await inc):
-            (said,) = set(outcome.missing.values())
-            assert reason[:100] in said
-
-
 def shard(rank: int) -> kvwire.KVSpec:
     """One of two ranks: a head of its own, and twice the tokens in a block."""
     return kvwire.KVSpec(

@@ -29,9 +29,8 @@ from kvwire.wire.control import _BODIES, AccessBody
 from kvwire.wire.header import FrameType
 from tests.fuzz.reader import Reader
 from tests.support.core_pair.handshakes import SMALL, Shaking, begin, identity, shake
-from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.pair_lanes import Half, PairLanes
-from tests.support.core_pair.peer import Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 
 _STEPS_MAX: Final = 80
 # So small that a few bytes make several chunks; no handshake would agree on it.

@@ -29,8 +29,7 @@ from kvwire.proto.events import (
 from kvwire.types import Role
 from kvwire.wire.header import Flag
 from tests.support.core_pair.handshakes import Frame
-from tests.support.core_pair.pair import ConnectionPair
-from tests.support.core_pair.peer import LaneEvent, Peer
+from tests.support.core_pair.peer import ConnectionPair, LaneEvent, Peer
 
 BACKEND: Final = "beside"
 WINDOW_BYTES: Final = 4 * 2**20

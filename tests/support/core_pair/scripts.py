@@ -15,9 +15,8 @@ from kvwire.proto.records import TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.types import Role
 from kvwire.wire.control import AccessBody
-from tests.support.core_pair.pair import ConnectionPair
 from tests.support.core_pair.pair_lanes import PairLanes
-from tests.support.core_pair.peer import Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 
 Script = Callable[[ConnectionPair], Iterator[str]]
 

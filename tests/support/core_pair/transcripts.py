@@ -48,7 +48,7 @@ from tests.support.core_pair.handshakes import (
     choose_first,
     identity,
 )
-from tests.support.core_pair.pair import ConnectionPair
+from tests.support.core_pair.peer import ConnectionPair
 from tests.support.core_pair.scripts import SCRIPTS, Script
 
 _ARROWS: Final = {Role.CLIENT: ">", Role.SERVER: "<"}
