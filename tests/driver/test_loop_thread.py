@@ -122,7 +122,6 @@ class Things:
         return [_refusal(call) for call in (*self.calls.values(), *waits)]
 
     async def over(self) -> None:
-        """Let go of everything."""
         self.request.cancel()
         self.outgoing.abort()
         self.incoming.abort()

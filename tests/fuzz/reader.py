@@ -50,5 +50,4 @@ class Reader:
         return value if value < 128 else EDGES[value % len(EDGES)]
 
     def pick(self, among: Sequence[T]) -> T:
-        """One of these."""
         return among[self.byte() % len(among)]

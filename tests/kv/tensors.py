@@ -39,5 +39,4 @@ class FakeTensor:
         return tuple(n // self._array.itemsize for n in self._array.strides)
 
     def element_size(self) -> int:
-        """Bytes of one element."""
         return self._array.itemsize

@@ -1,4 +1,4 @@
-"""KV transfers of a pair, for tests: both requests, both memories."""
+"""KV transfers of a pair, for tests, and what tests of a pair ask again and again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 
+from kvwire.errors import KVWireError
 from kvwire.proto.events import (
     TransferOpened,
 )
@@ -14,10 +15,42 @@ from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.types import BufferId
 from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
-from kvwire.wire.header import FrameType
-from tests.proto.expect import on_the_wire
+from kvwire.wire.header import FrameType, decode_header
 from tests.support.core_pair.handshakes import SMALL, identity
 from tests.support.core_pair.peer import ConnectionPair, Peer
+from tests.support.splitter import Frame
+
+
+def expect_broken(pair: ConnectionPair, peer: Peer, rule: str) -> None:
+    """After all frames, ``peer`` has found that rule broken, and everything is over."""
+    pair.run()
+    assert peer.broken is not None, f"{rule}: nothing was refused"
+    assert peer.broken.rule == rule, peer.broken
+    for end in (pair.client, pair.server):
+        assert end.ended is not None
+        assert end.lost
+        assert all(request.over for request in end.done)
+
+
+def expect_fine(pair: ConnectionPair) -> None:
+    """After all frames, nobody has found any rule broken."""
+    pair.run()
+    for end in (pair.client, pair.server):
+        assert end.broken is None, end.broken
+
+
+def expect_error(
+    peer: Peer, request: RequestRecord | None, kind: type[KVWireError]
+) -> None:
+    """A request is over, with an error of exactly this class."""
+    assert request is not None
+    assert type(peer.error(request)) is kind, peer.error(request)
+
+
+def on_the_wire(peer: Peer) -> list[Frame]:
+    """The frames that are on their way from one end."""
+    return [Frame(decode_header(header), header, body) for header, body in peer.wire]
+
 
 CHUNK = 65_536
 BOX = (0, 0, 1, 0, 1)
@@ -107,7 +140,6 @@ def ask(
     priority: int = 0,
     deadline: float | None = None,
 ) -> RequestRecord:
-    """Open a transfer."""
     transfer = TransferRecord(id=b"name", priority=priority)
     request = peer.core.open_transfer(
         transfer, b"what I have", pull=pull, deadline=deadline

@@ -27,8 +27,14 @@ from kvwire.proto.state import CloseState
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import AccessBody, Announce, Close, Ping
 from kvwire.wire.header import FrameType
-from tests.proto.expect import expect_broken, expect_error, expect_fine, on_the_wire
-from tests.proto.moving import ask, moved
+from tests.proto.moving import (
+    ask,
+    expect_broken,
+    expect_error,
+    expect_fine,
+    moved,
+    on_the_wire,
+)
 from tests.support.core_pair.pair_lanes import PairLanes
 from tests.support.core_pair.peer import ConnectionPair, Peer
 

@@ -25,7 +25,7 @@ from kvwire.wire.control import (
     decode_body,
 )
 from kvwire.wire.header import FrameType, decode_header
-from tests.proto.expect import expect_broken
+from tests.proto.moving import expect_broken
 from tests.support.core_pair.pair_lanes import BACKEND, Half, PairLanes
 from tests.support.core_pair.peer import ConnectionPair, Peer
 

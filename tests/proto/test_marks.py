@@ -12,8 +12,7 @@ from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.marks import packed_mark, read_mark
 from kvwire.proto.records import Box
 from kvwire.wire.header import FrameType, decode_header, encode_header
-from tests.proto.expect import expect_fine
-from tests.proto.moving import Moved, events_of, moved
+from tests.proto.moving import Moved, events_of, expect_fine, moved
 
 
 def acknowledged(m: Moved) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import RequestRecord
 from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
-from tests.proto.expect import expect_broken, expect_error, expect_fine
+from tests.proto.moving import expect_broken, expect_error, expect_fine
 from tests.support.core_pair.peer import ConnectionPair, Peer
 
 CHUNK = 65_536

@@ -40,8 +40,18 @@ from kvwire.wire.control import (
     SegmentBody,
 )
 from kvwire.wire.header import FrameType
-from tests.proto.expect import expect_broken, expect_error, expect_fine
-from tests.proto.moving import BOX, CHUNK, Moved, ask, both_ways, events_of, moved
+from tests.proto.moving import (
+    BOX,
+    CHUNK,
+    Moved,
+    ask,
+    both_ways,
+    events_of,
+    expect_broken,
+    expect_error,
+    expect_fine,
+    moved,
+)
 from tests.support.core_pair.peer import ConnectionPair
 
 

@@ -153,7 +153,6 @@ class RawLink:
         self._writer.transport.abort()
 
     def send(self, frame_type: int, *fields: Any, request: int = 0) -> None:
-        """Sends a control frame."""
         self._send_body(frame_type, msgspec.msgpack.encode(fields), request)
 
     def send_data(
@@ -289,7 +288,6 @@ class Side:
 
     @property
     def packed_have(self) -> list[tuple[str, bytes]]:
-        """``have`` as it travels."""
         return [(name, bitmap(bits)) for name, bits in self.have.items()]
 
     def description(self) -> bytes:

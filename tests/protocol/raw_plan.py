@@ -101,7 +101,6 @@ class Carried:
         return dict(zip(AXES, (*outer, *inner), strict=True))
 
     def nbytes(self, box: Box) -> int:
-        """Bytes of a segment."""
         inner = math.prod(self.extents[axis] for axis in AXES[2:])
         return box[2] * len(self._granules(box)) * inner * self.item_bytes
 

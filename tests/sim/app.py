@@ -197,7 +197,6 @@ class RegionApp:
         self._node.collect()
 
     def close_all(self) -> None:
-        """Close every region."""
         while self._regions:
             self.close_one(Dice(0))
 
@@ -329,7 +328,6 @@ class App:
         }
 
     def act(self, step: Step) -> None:
-        """Carry out a step."""
         dice = Dice(step.dice)
         if step.verb is Verb.REVOKE:
             self.regions.revoke(dice)
@@ -380,7 +378,6 @@ class App:
     # --- the end ----------------------------------------------------------------------
 
     def close(self, endpoint: Endpoint) -> None:
-        """Close a connection gracefully."""
         self._world.note(endpoint.name, "closes")
         endpoint.closing = True
         endpoint.core.close(self._node.clock, self._world.plan.setup.close_timeout_s)
@@ -395,7 +392,6 @@ class App:
             )
 
     def abort(self, endpoint: Endpoint) -> None:
-        """End a connection now."""
         self._world.note(endpoint.name, "aborts")
         endpoint.core.fail(ConnectionLost("aborted by this side"))
         endpoint.pump()

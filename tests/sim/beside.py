@@ -89,7 +89,6 @@ class Fate:
         return self._rng.random() < self._share
 
     def choose(self, halves: list[Half]) -> Half:
-        """One of several."""
         return self._rng.choice(halves)
 
 
@@ -197,7 +196,6 @@ class Beside:
             self._endpoint.node.after(delay_s, self._gone, half, reason)
 
     def break_all(self) -> None:
-        """The connection is over."""
         for half in self.halves.values():
             self.break_half(half, "the connection is over")
 

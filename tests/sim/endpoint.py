@@ -116,7 +116,6 @@ class Endpoint:
     # --- the wire ---------------------------------------------------------------------
 
     def header_received(self, frame: Frame) -> Landing | None:
-        """See net.Handler."""
         try:
             arrival = self.core.header_received(frame.header)
             if arrival.place is ChunkPlace.MARKED:
@@ -140,7 +139,6 @@ class Endpoint:
     def body_received(
         self, frame: Frame, landing: Landing, data: bytes, *, intact: bool
     ) -> bool:
-        """See net.Handler."""
         core, arrival = self.core, landing.arrival
         assert isinstance(arrival, ChunkArrival)
         ignores = core.closed
@@ -166,16 +164,13 @@ class Endpoint:
             self.node.memory.free(self.held.pop(arrival.buffer).lease)
 
     def frame_sent(self, chunk: Chunk) -> None:
-        """See net.Handler."""
         self.core.chunk_sent(chunk)
         self.pump()
 
     def link_writable(self) -> None:
-        """See net.Handler."""
         self.pump()
 
     def link_closed(self, error: ConnectionLost | None) -> None:
-        """See net.Handler."""
         self._world.note(self.name, "link closed", str(error or ""))
         self.down = True
         self.core.link_lost(error)
@@ -186,7 +181,6 @@ class Endpoint:
                 self.node.memory.free(self.held.pop(buffer).lease)
 
     def vanish(self) -> None:
-        """The process has crashed."""
         self.beside.vanish()
         self.end.vanish()
 
@@ -321,7 +315,6 @@ class Opening:
         self._node.after(HANDSHAKE_TIMEOUT_S, self._time_out)
 
     def header_received(self, frame: Frame) -> Landing | None:
-        """See net.Handler."""
         if self._over:
             return None
         try:
@@ -334,7 +327,6 @@ class Opening:
     def body_received(
         self, frame: Frame, landing: Landing, data: bytes, *, intact: bool
     ) -> bool:
-        """See net.Handler."""
         handshake = self._handshake
         try:
             handshake.body_received(data)
@@ -358,7 +350,6 @@ class Opening:
         """See net.Handler."""
 
     def link_closed(self, error: ConnectionLost | None) -> None:
-        """See net.Handler."""
         self._over = True
 
     def _agree(self, agreement: Agreement) -> None:

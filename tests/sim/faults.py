@@ -276,7 +276,6 @@ class Faults:
         self._waiting: list[tuple[Verb, Dice]] = []
 
     def strike(self, step: Step) -> None:
-        """Let one fault happen."""
         world, dice = self._world, Dice(step.dice)
         node = world.nodes[step.node]
         seconds = _STALLS_S[dice.below(len(_STALLS_S))]

@@ -102,7 +102,6 @@ class SimulatedDirectory(Directory):
         self.hub.tell({key: value})
 
     async def erase(self, key: str) -> None:
-        """Forget it."""
         self.hub.check(self)
         self.hub.values.pop(key, None)
         self.hub.tell({key: None})
@@ -192,7 +191,6 @@ class World:
         return [node for node in self.nodes.values() if node.dead_since is None]
 
     def join(self, count: int) -> list[asyncio.Task[None]]:
-        """Let nodes come."""
         tasks = []
         for _ in range(count):
             number = next(self.numbers)
@@ -293,7 +291,6 @@ class World:
                 self.samples.append(max(loads) / statistics.fmean(loads))
 
     async def close(self) -> None:
-        """End everything."""
         for node in self.nodes.values():
             await node.directory.close()
         for proxy in self.proxies:

@@ -118,12 +118,10 @@ class Memory:
     # --- a link -----------------------------------------------------------------------
 
     def read(self, lease: Lease, offset: int, nbytes: int) -> bytes:
-        """Read as a link."""
         self._check("read", self._readable, lease, offset, nbytes)
         return self.load(lease, offset, nbytes)
 
     def write(self, lease: Lease, offset: int, data: bytes) -> None:
-        """Write as a link."""
         self._check("write", self._writable, lease, offset, len(data))
         self.store(lease, offset, data)
 

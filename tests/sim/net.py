@@ -239,7 +239,6 @@ class Lane:
         self._world.at(at, self._advance, at)
 
     def _advance(self, woken_for: float) -> None:
-        """Deliver what is due."""
         world, target = self._world, self.target
         if woken_for != self._wake_at:
             return  # another wake-up has taken its place
@@ -393,7 +392,6 @@ class End:
             self.out.put(frame)
 
     def sent(self, chunk: Chunk) -> None:
-        """A completion has come."""
         if not self.closed:
             self.handler.frame_sent(chunk)
 

@@ -162,7 +162,6 @@ class World:
     # --- processes --------------------------------------------------------------------
 
     def start_node(self, index: int, incarnation: int) -> Node:
-        """Start a process."""
         node = Node(self, index, incarnation)
         node.app = App(self, node)
         return node

@@ -369,14 +369,12 @@ class _Side:
         self._reader = asyncio.create_task(self._read(process))
 
     def check(self) -> None:
-        """See whether it lives."""
         if self._reader is None or self._reader.done():
             raise RuntimeError(
                 f"the {self.role} has ended by itself; see its traceback"
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         self.check()
         assert self._process is not None
         self._process.send_signal(number)

@@ -84,7 +84,6 @@ class StampedCache:
                 tally.nbytes += expected.nbytes
 
     def poison(self, blocks: list[int]) -> None:
-        """Mark blocks as free."""
         for words in self.words:
             words[blocks] = POISON
 

@@ -184,7 +184,6 @@ class SimulatedArray:
         return tuple(int(step) for step in steps[::-1])
 
     def element_size(self) -> int:
-        """Bytes of one element."""
         return self._item.itemsize
 
     def read(self) -> npt.NDArray[Any]:
@@ -194,7 +193,6 @@ class SimulatedArray:
         return values
 
     def write(self, values: npt.NDArray[Any]) -> None:
-        """Change its values, now."""
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         copy(flat.data, self._reached())
 

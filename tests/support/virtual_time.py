@@ -58,7 +58,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         self._now += seconds
 
 

@@ -175,7 +175,6 @@ class Inlet:
     def __init__(
         self, begin: Callable[[bytes], int | None], end: Callable[[bytes], None]
     ) -> None:
-        """Make one."""
         self.stopped = False
         self._begin = begin
         self._end = end

@@ -158,7 +158,6 @@ class Peer:
     def expose(
         self, data: bytes | int, access: Access = Access.READWRITE
     ) -> RegionRecord:
-        """Register a new buffer."""
         buffer = self.lend(data)
         return self._regions.register(buffer, len(self.memory[buffer]), access)
 
@@ -202,12 +201,10 @@ class Peer:
         return self._start(size, lambda lent: core.get(lent, size, source, deadline))
 
     def cancel(self, request: RequestRecord) -> None:
-        """End a request."""
         self.core.cancel(request)
         self.collect()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Begin to close."""
         self.core.close(self.now, timeout_s)
         self.collect()
 
@@ -432,7 +429,6 @@ def _without_lanes(peer: Peer, event: LaneEvent) -> None:
 
 
 def _chunk_by_chunk(peer: Peer) -> int:
-    """What the wire takes."""
     return 0
 
 
@@ -452,7 +448,6 @@ class ConnectionPair:
         shaken: Shaking | None = None,
         now: float = 1000.0,
     ) -> None:
-        """Shake hands."""
         if shaken is None:
             mine = client or identity("client", trust=trust)
             theirs = server or identity("server", trust=trust)

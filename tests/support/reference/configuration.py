@@ -48,7 +48,6 @@ where it came from.
 
 
 def page() -> str:
-    """The page."""
     return "\n".join(
         (
             _INTRODUCTION,

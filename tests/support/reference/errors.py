@@ -25,7 +25,6 @@ What a peer is told is the number, and one line of text that is never interprete
 
 
 def page() -> str:
-    """The page."""
     return "\n".join(
         (_INTRODUCTION, table(("error", "", "to the peer"), _rows(KVWireError, 0)), "")
     )

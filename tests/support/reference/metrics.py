@@ -39,7 +39,6 @@ ends in `_total` only grows.
 
 
 def page() -> str:
-    """The page."""
     return asyncio.run(_page())
 
 

@@ -18,7 +18,6 @@ exception: the transfer ends with it, and the words are its reason.
 
 
 def page() -> str:
-    """The page."""
     parts = [_INTRODUCTION]
     for title, rows in SECTIONS.items():
         lines = [

@@ -39,7 +39,6 @@ def spec(**changed: Any) -> kvwire.KVSpec:
 
 
 def marked_twice(t: Any) -> None:
-    """Mark a layer twice."""
     out = t.b.publish("x", t.kv, [0])
     out.ready(layers=0)
     out.ready(layers=0)
@@ -150,10 +149,8 @@ async def unlisted(t: Any) -> None:
 
 
 async def connect(t: Any, *, to: Any) -> None:
-    """Connect to an address."""
     await t.a.connect(to)
 
 
 async def listen(t: Any, *, on: Any) -> None:
-    """Listen on an address."""
     await t.a.listen(on)

@@ -49,20 +49,17 @@ class Things:
         self.folder = folder
 
     def file(self, text: str | bytes, mode: int = 0o600, name: str = "file") -> str:
-        """Write a file."""
         path = self.folder / name
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         path.chmod(mode)
         return str(path)
 
     def key(self, name: str = "key") -> str:
-        """Make a key."""
         path = self.folder / name
         write_key_file(path)
         return str(path)
 
     def ca(self, name: str = "ca") -> Authority:
-        """Make a CA."""
         folder = self.folder / name
         folder.mkdir()
         return Authority(folder, name)
@@ -77,7 +74,6 @@ class Things:
         return kvwire.Config.load(self.file(text), environment={})
 
     async def opened(self, **arguments: Any) -> None:
-        """Open a communicator."""
         async with kvwire.open(**arguments):
             pass
 
