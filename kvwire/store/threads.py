@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
+from kvwire.memory.staging.device_copies import DeviceCopies
 from kvwire.store.cleanup import run_to_completion
-from kvwire.store.device_copies import DeviceCopies
 
 T = TypeVar("T")
 

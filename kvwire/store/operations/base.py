@@ -17,9 +17,9 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
+from kvwire.memory.staging.device_copies import DeviceFailed
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
-from kvwire.store.device_copies import DeviceFailed
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.threads import TURN_BYTES, copy_in_turns
 from kvwire.store.tier_stack import TierStack
