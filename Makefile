@@ -102,7 +102,7 @@ demo-agent: $(TORCH_STAMP)
 # The tests that need torch and transformers.
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/cli/demo tests/examples \
-	  tests/backends/kvwire_nccl/test_gloo.py $(ARGS)
+	  $(ARGS)
 
 # The backend `nixl` with one wheel of NIXL, 69 MB, and without the torch that it asks for:
 # what moves host memory needs none.

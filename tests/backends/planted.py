@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -18,9 +17,7 @@ class Plants:
 
     def __init__(self) -> None:
         self.bugs: list[tuple[Plant, tuple[str, ...]]] = []
-        # What plants leave behind on purpose.
         self._descriptors: list[int] = []
-        self._tasks: list[asyncio.Task[Any]] = []
 
     def caught_by(self, *checks: str) -> Callable[[Plant], Plant]:
         """Register a bug with the checks that must each find it."""
@@ -52,15 +49,7 @@ class Plants:
         """Open a file that nobody closes before :meth:`clean_up`."""
         self._descriptors.append(os.open(os.devnull, os.O_RDONLY))
 
-    def leak_a_task(self) -> None:
-        """Begin a task that does not end before :meth:`clean_up`."""
-        self._tasks.append(asyncio.create_task(asyncio.Event().wait()))
-
-    async def clean_up(self) -> None:
+    def clean_up(self) -> None:
         """Take back what bugs have left."""
         while self._descriptors:
             os.close(self._descriptors.pop())
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()

@@ -198,7 +198,7 @@ def resets_what_the_peer_sends_on_close(close: Any, self: InprocLink) -> None:
     close(self)
 
 
-@caught_by("abort.dropped-told", "close.then-abort", "abort.bulk-told")
+@caught_by("close.then-abort", "abort.bulk-told")
 def takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
     end = InprocPipe.end
     patch.setattr(InprocPipe, "end", lambda self, error: end(self, None))

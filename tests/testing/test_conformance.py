@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import Any
@@ -128,11 +127,7 @@ def test_what_failed_is_repeated_at_the_end(
     lines = failed.splitlines()
     assert lines[0] == "address.class: its capabilities are a Odd"
     assert lines[1] == "address.available: it says it cannot run here: planted"
-    assert main(["inproc", "-q", "--only", broken]) == 1
-    printed = capsys.readouterr().out
-    assert "passed  " not in printed
-    assert printed.count("address.class") == 1
-    assert printed.splitlines()[-1].startswith("backend 'inproc': ")
+    assert lines[-1].startswith("backend 'inproc': ")
 
 
 def test_it_stops_at_the_first_failure(
@@ -143,21 +138,6 @@ def test_it_stops_at_the_first_failure(
     assert "1 failed:\naddress.class: " in printed
     assert "address.available" not in printed
     assert "0 of 1 checks passed" in printed
-
-
-def test_json_is_all_that_it_prints(
-    broken: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inproc", "--json", "--only", broken]) == 1
-    document = json.loads(capsys.readouterr().out)
-    assert document["backend"] == "inproc"
-    assert document["failed"] == 2
-    assert document["passed"] == len(document["checks"]) - 2
-    failed = [check for check in document["checks"] if not check["passed"]]
-    assert [check["id"] for check in failed] == ["address.class", "address.available"]
-    assert failed[0]["reason"] == "its capabilities are a Odd"
-    assert failed[0]["seconds"] > 0
-    assert failed[0]["promise"]
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["inproc", "--only", "nothing"]])

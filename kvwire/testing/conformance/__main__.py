@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fnmatch
-import json
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -37,10 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the checks and print what came of them; 0 if all passed."""
     chosen = _parser().parse_args(arguments)
 
-    def show(result: Result) -> None:
-        if not chosen.json and not (chosen.quiet and result.passed):
-            print(result, flush=True)
-
     known = [check.id for check in (LANE_CHECKS if chosen.lanes else CHECKS)]
     ids = fnmatch.filter(known, chosen.only)
     if not ids:
@@ -48,34 +43,33 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         with asyncio.Runner(loop_factory=_LOOPS[chosen.loop]) as runner:
-            report = runner.run(_checked(chosen, ids, show))
+            report = runner.run(_checked(chosen, ids))
     except KVWireError as exc:
         print(exc, file=sys.stderr)
         return 2
-    if chosen.json:
-        print(json.dumps(report.as_json(), indent=2))
-    else:
-        if report.failed and not chosen.quiet:
-            print(f"\n{len(report.failed)} failed:\n{report.failures}\n")
-        print(report.summary)
+    if report.failed:
+        print(f"\n{len(report.failed)} failed:\n{report.failures}\n")
+    print(report.summary)
     return 1 if report.failed else 0
 
 
-async def _checked(
-    chosen: argparse.Namespace, ids: list[str], show: Callable[[Result], None]
-) -> Report:
+async def _checked(chosen: argparse.Namespace, ids: list[str]) -> Report:
     how: dict[str, Any] = {
         "only": ids,
         "timeout_s": chosen.timeout,
         "raising": False,
         "first_only": chosen.first_only,
-        "progress": show,
+        "progress": _show,
     }
     address = Address.parse(chosen.address) if chosen.address else None
     if chosen.lanes:
         how["settings"] = dict(chosen.setting)
         return await check_lanes(chosen.backend, address=address, **how)
     return await check_backend(chosen.backend, address=address, **how)
+
+
+def _show(result: Result) -> None:
+    print(result, flush=True)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -107,13 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--loop", choices=_LOOPS, default="asyncio")
     add("--only", default="*", help="a pattern, such as 'close.*'")
     add("--timeout", type=float, default=TIMEOUT_S, help="seconds for each promise")
-    add("-q", "--quiet", action="store_true", help="print only what failed")
     add(
         *("-x", "--first-only"),
         action="store_true",
         help="stop at the first check that fails",
     )
-    add("--json", action="store_true", help="print JSON instead")
     return parser
 
 

@@ -186,24 +186,6 @@ class Report:
         """Each check that failed, by its whole id, with the reason; a line each."""
         return "\n".join(f"{r.check.id}: {r.reason}" for r in self.failed)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can hold of it."""
-        return {
-            "backend": self.backend,
-            "passed": len(self.passed),
-            "failed": len(self.failed),
-            "checks": [
-                {
-                    "id": result.check.id,
-                    "promise": result.check.promise,
-                    "passed": result.passed,
-                    "reason": result.reason,
-                    "seconds": round(result.seconds, 6),
-                }
-                for result in self.results
-            ],
-        }
-
     def __iter__(self) -> Iterator[Result]:
         return iter(self.results)
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
 from kvwire.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
 from kvwire.testing.conformance.check import Check, Group, Report, Result, require
-from kvwire.testing.conformance.runner import chosen, run_all, run_on
+from kvwire.testing.conformance.runner import chosen, run_all
 
 TIMEOUT_S: Final = 15.0
 """How long anything may take: a directory that cannot push is looked at now and then"""
@@ -308,13 +308,3 @@ async def check_directory(
         raising=raising,
         progress=progress,
     )
-
-
-async def run_directory_check(
-    check: Check, url: str, timeout_s: float = TIMEOUT_S
-) -> Result:
-    """Run one check, and look for what it leaves behind.
-
-    Cancel safety: safe, records of the check may stay for their lease.
-    """
-    return await run_on(lambda: DirectoryRig(url, timeout_s), check)

@@ -144,22 +144,6 @@ async def run_check(
     return await run_on(lambda: Rig(make, address, timeout_s), check)
 
 
-async def run_lane_check(
-    check: Check,
-    make: Callable[[], Backend],
-    settings: Mapping[str, str] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    address: Address | None = None,
-) -> Result:
-    """Run one check, and look for what it leaves behind.
-
-    Cancel safety: safe, lanes of the check may stay open.
-    """
-    return await run_on(
-        lambda: LaneRig(make, settings or {}, timeout_s, address), check
-    )
-
-
 async def run_on(make_rig: Callable[[], Any], check: Check) -> Result:
     """Run one check on a rig of its own, and look for what it leaves behind."""
     began = time.perf_counter()

@@ -7,9 +7,7 @@ import contextlib
 import errno
 import socket
 import struct
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -36,17 +34,6 @@ def has_ipv6() -> bool:
 
 
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no ::1 on this machine")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-async def test_nothing_is_bound_but_the_address_asked_for(host: str) -> None:
-    before = listening()
-    listener = await TcpBackend().listen(Address("tcp", host, 0), Link.abort)
-    assert listener.address.host == host
-    assert listening() - before == {(host, listener.address.port)}
-    await listener.close()
-    assert listening() == before
 
 
 @needs_ipv6
@@ -193,28 +180,6 @@ class Once:
         if self._errors:
             raise self._errors.pop()
         tune(sock, host)
-
-
-def listening() -> set[tuple[str, int]]:
-    """Where this process listens, as the kernel tells it."""
-    ours = {entry.readlink().name for entry in own_descriptors()}
-    found = set()
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in ours:
-                host, port = fields[1].split(":")
-                # Words of 32 bits, each in the order of this machine.
-                words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
-                packed = struct.pack(f"={len(words)}I", *words)
-                found.add((socket.inet_ntop(family, packed), int(port, 16)))
-    return found
-
-
-def own_descriptors() -> Iterator[Path]:
-    for entry in Path("/proc/self/fd").iterdir():
-        if entry.is_symlink():
-            yield entry
 
 
 @pytest.fixture

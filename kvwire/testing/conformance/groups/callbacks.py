@@ -99,36 +99,6 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.closes(right)
 
 
-@callback.links("send", "send calls nothing, although the peer has gone")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    right.abort()
-    left.queue_many(50, 10_000)
-    await rig.closes(left)
-
-
-@callback.links("flush", "flush calls frame_sent at most")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    right.abort()
-    left.send_many(50, 100_000)
-    await rig.closes(left)
-
-
-@callback.links("abort", "abort calls nothing, whatever is in flight")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    left.send_many(20, MIB)
-    left.abort()
-    require(not left.closed, "link_closed came from inside abort")
-    await rig.closes(left, right)
-
-
-@callback.links("close", "close calls nothing, whatever is in flight")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    left.queue_many(20, MIB)
-    left.close()
-    require(not left.closed, "link_closed came from inside close")
-    await rig.closes(left, right)
-
-
 @callback.both("nested", "A handler that sends from each callback is not re-entered")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
@@ -290,15 +260,6 @@ def _flush_always(side: LinkSide) -> None:
         side.flush()
 
     side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
-
-
-@flush.links("closed", "flush on a closed link is harmless")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    right.close()
-    await rig.closes(left, right)
-    left.flush()
-    right.flush()
-    await rig.settle()
 
 
 # --- isolation ------------------------------------------------------------------------

@@ -201,13 +201,6 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide, size: int) -> None:
     await rig.moved(right, left, 1)
 
 
-@payload.lanes("chunk", "16 MiB arrive from {} into the same", CUTS)
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> None:
-    right.land = lambda parcel: Memory(parcel.length, cut)
-    left.send(16 * MIB, cut)
-    await rig.moved(left, right, 1)
-
-
 @payload.lanes(
     "dropped", "A payload without a destination goes nowhere, and is counted"
 )
@@ -297,14 +290,6 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await _all_arrive(rig, left, right, 120)
 
 
-@order.links("thousands", "3,000 small frames at once come in order")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    for i in range(3000):
-        left.queue(i % 7, token=i % 100 == 0)
-    left.flush()
-    await _all_arrive(rig, left, right, 3000)
-
-
 @order.both("both-ways", "Bulk in both directions at once does not lock up")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     right.land = lambda item: Memory(item.length, CUTS["uneven"])
@@ -352,21 +337,6 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
         await rig.arrives(left, count)
     await rig.given_back(left)
     await rig.given_back(right)
-
-
-@order.links("sent-chain", "Frames sent from within frame_sent come in order")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-
-    def more(_: object) -> None:
-        if len(left.sent) < 50:
-            left.queue(20_000)
-
-    left.on_sent = more
-    left.send(20_000)
-    for count in range(1, 51):
-        await rig.reaches(lambda: len(left.sent), count, "calls of frame_sent")
-        left.flush()
-    await _all_arrive(rig, left, right, 50)
 
 
 async def _all_arrive(
