@@ -106,11 +106,11 @@ class Staging:
 
 # --- payloads -------------------------------------------------------------------------
 
-# Mean length of fragments, from `python -m tests.bench.local_ways`. Below it, gathering
-# here and reading one piece there is faster than reading each in place: 5.8 against 3.6
-# GB/s of the reader's processor time at 4 KiB, 5.2 against 4.8 at 8, 6.6 against 5.8 at
-# 16, where the writer has to gather for it. So it is in an arena, where the reader
-# would have to copy twice: 2.7 against 1.4 GB/s at 4 KiB.
+# Mean length of fragments, from the table in docs/howto/same-host.md. Below it,
+# gathering here and reading one piece there is faster than reading each in place: 5.8
+# against 3.6 GB/s of the reader's processor time at 4 KiB, 5.2 against 4.8 at 8, 6.6
+# against 5.8 at 16, where the writer has to gather for it. So it is in an arena, where
+# the reader would have to copy twice: 2.7 against 1.4 GB/s at 4 KiB.
 _GATHER_BELOW_BYTES: Final = 8 * KIB
 _COUNT: Final = struct.Struct("<Q")
 

@@ -25,13 +25,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.bench.vllm_requests import Sample
-from tests.bench.vllm_running import FIRST, OFF, Turn, chosen, running
 from tests.bench.vllm_servers import (
     CHUNK_TOKENS,
+    FIRST,
+    OFF,
     PLACEMENTS,
     SHAPES,
     Contender,
+    Turn,
+    chosen,
     layer_bytes,
+    running,
 )
 from tests.integrations.vllm.serving import prompt
 
@@ -99,7 +103,7 @@ def _run(
 ) -> None:
     """Start the servers of a group, measure, and end them."""
     placement = PLACEMENTS[options.placement]
-    with running(group, found.shape, wire=options.wire, placement=placement) as turns:
+    with running(group, found.shape, options.wire, placement) as turns:
         asked = _measure(turns, found, options, save)
         for one, turn in zip(group, turns, strict=False):
             # Of all contenders that share the server.

@@ -1,16 +1,24 @@
-"""The servers that :mod:`tests.bench.vllm_handover` compares, and what they are of."""
+"""The servers that :mod:`tests.bench.vllm_handover` compares and asks."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from tests.bench.vllm_wire import HERE, Host
+from tests.bench.vllm_requests import Sample, ask_alone, ask_at_once, ask_in_sequence
+from tests.bench.vllm_wire import HERE, Host, two_hosts
 from tests.integrations.vllm import serving
+from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.pairs import running as serving_all
 from tests.integrations.vllm.serving import Engine
 from tests.support.servers import free_port
 
@@ -104,8 +112,8 @@ def server(
     core: int,
     model: Path,
     folder: Path,
+    placement: Placement,
     host: Host = HERE,
-    placement: Placement = PLACEMENTS["bound"],
 ) -> Engine:
     """A server of a model, not started."""
     port, kv = free_port(), free_port()
@@ -143,22 +151,6 @@ def server(
     return made
 
 
-def varied(contender: Contender, number: int, extra: Mapping[str, Any]) -> Contender:
-    """A contender with servers of its own and more ``kv_connector_extra_config``."""
-
-    def connector(role: str, listen: str) -> dict[str, Any]:
-        made = contender.connector(role, listen)
-        said = made.get("kv_connector_extra_config", {})
-        return {**made, "kv_connector_extra_config": {**said, **extra}}
-
-    return replace(
-        contender,
-        name=f"{contender.name}, {json.dumps(extra)}",
-        servers=f"{contender.servers}-{number}",
-        connector=connector,
-    )
-
-
 def _kvwire(**more: Any) -> Connector:
     return lambda role, listen: serving.kvwire_config(listen, more)
 
@@ -194,3 +186,76 @@ GROUPS: Final = (
     (Contender("kvwire tcp, push", "push", _PUSH, at_once=True, pushes=True),),
     (Contender("files (ExampleConnector)", "files", _files, arguments=_UNCHUNKED),),
 )
+
+
+# --- while they run -------------------------------------------------------------------
+
+# And beside which servers, whose threads take their share of the cores.
+OFF: Final = "no connector, beside "
+# Before anything is measured: the first request of a pair connects it, and the others
+# write to every page of the caches for the first time.
+FIRST: Final = (50, *[4000] * 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Somebody who is asked in turns with others."""
+
+    # Of the contender, or ``no connector, beside ...``.
+    name: str
+    # Sends it a prompt, and waits.
+    ask: Callable[[list[int]], Sample]
+    # Those that take part: prefill and decode, or one alone.
+    engines: tuple[Engine, ...]
+
+
+def chosen(only: Sequence[str] | None) -> list[list[Contender]]:
+    """The groups, of contenders whose names have one of these parts; all for None."""
+    groups = [
+        [one for one in group if any(part in one.name for part in only or [""])]
+        for group in GROUPS
+    ]
+    return [group for group in groups if group]
+
+
+@contextmanager
+def running(
+    group: Sequence[Contender],
+    shape: str,
+    wire: str,
+    placement: Placement,
+) -> Iterator[list[Turn]]:
+    """Run a group's servers, and one without a connector, until the block ends."""
+    # Servers are process groups of their own: they would outlive a bench that is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_model("gqa", folder, **SHAPES[shape])
+        hosts: tuple[Host, Host] = (HERE, HERE)
+        if wire:
+            hosts = stack.enter_context(two_hosts(wire, folder))
+        make = partial(server, model=model, folder=folder, placement=placement)
+        alone = make(None, "", 0)
+        pairs = {
+            one.servers: (
+                make(one, "kv_producer", 0, host=hosts[0]),
+                make(one, "kv_consumer", 1, host=hosts[1]),
+            )
+            for one in group
+        }
+        engines = [alone, *itertools.chain.from_iterable(pairs.values())]
+        stack.enter_context(serving_all(*engines))
+        turns = [
+            Turn(one.name, _ask(one, *pairs[one.servers]), pairs[one.servers])
+            for one in group
+        ]
+        off = OFF + group[0].servers
+        yield [*turns, Turn(off, partial(ask_alone, alone), (alone,))]
+
+
+def _ask(
+    contender: Contender, prefill: Engine, decode: Engine
+) -> Callable[[list[int]], Sample]:
+    if contender.at_once:
+        return partial(ask_at_once, prefill, decode, pushes=contender.pushes)
+    return partial(ask_in_sequence, prefill, decode)

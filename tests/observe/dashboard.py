@@ -1,17 +1,11 @@
-"""The dashboard's panels, asked of a real Prometheus that scrapes a busy pair.
-
-``python -m tests.observe.dashboard --plot build/dashboard.svg`` draws what it answers.
-"""
+"""The dashboard's panels, asked of a real Prometheus that scrapes a busy pair."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import re
 import tempfile
 import threading
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -20,8 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, Formatter, MaxNLocator, PercentFormatter
 from prometheus_client import CollectorRegistry, start_http_server
 
 import kvwire
@@ -40,21 +32,6 @@ _WINDOW: Final = "2s"
 # Never set.
 _PAUSE: Final = threading.Event()
 _PAUSE_S: Final = 0.01
-_GRID_WIDTH: Final = 24
-_PANEL_HEIGHT: Final = 8
-_LABEL: Final = re.compile(r"\{\{\s*(\w+)\s*\}\}")
-
-
-# How Grafana's units are written.
-_UNITS: Final[dict[str, Formatter]] = {
-    "Bps": EngFormatter("B/s"),
-    "bytes": EngFormatter("B"),
-    "ops": EngFormatter("/s"),
-    "percentunit": PercentFormatter(1),
-    "s": EngFormatter("s"),
-    "short": EngFormatter(),
-}
-_COUNTS: Final = ("bytes", "ops", "short")
 
 DASHBOARD: Final[dict[str, Any]] = json.loads((FOLDER / "grafana.json").read_text())
 
@@ -167,64 +144,3 @@ async def _work(
 def _cache() -> kvwire.PagedCache:
     tensors = [np.zeros((4, 2, 16, 2, 64), np.float16) for _ in range(4)]
     return kvwire.PagedCache(SPEC, tensors, layout="NHD")
-
-
-def main() -> None:
-    """Draw what the panels show of so many seconds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plot", type=Path, required=True)
-    parser.add_argument("--seconds", type=int, default=40)
-    options = parser.parse_args()
-    asyncio.run(_draw(options.plot, options.seconds))
-
-
-async def _draw(path: Path, seconds: int) -> None:
-    async with busy_pair() as port:
-        with prometheus(port) as server:
-            await asyncio.to_thread(_PAUSE.wait, seconds)
-            now = time.time()
-            span = {"start": now - seconds + 5, "end": now, "step": 0.5}
-            answers = [
-                server.ask("query_range", query=query_of(panel), **span)["result"]
-                for panel in panels()
-            ]
-    rows = 1 + max(panel["gridPos"]["y"] for panel in panels()) // _PANEL_HEIGHT
-    figure = Figure((11, 1.9 * rows), layout="constrained")
-    grid = figure.add_gridspec(rows, _GRID_WIDTH)
-    for panel, answer in zip(panels(), answers, strict=True):
-        where = panel["gridPos"]
-        columns = slice(where["x"], where["x"] + where["w"])
-        axes = figure.add_subplot(grid[where["y"] // _PANEL_HEIGHT, columns])
-        axes.set_title(panel["title"], loc="left", fontsize=9)
-        unit = panel["fieldConfig"]["defaults"]["unit"]
-        axes.yaxis.set_major_formatter(_UNITS[unit])
-        axes.xaxis.set_major_formatter(EngFormatter("s"))
-        axes.tick_params(labelsize=7)
-        legend = panel["targets"][0]["legendFormat"]
-        for number, series in enumerate(answer):
-            times, values = zip(*series["values"], strict=True)
-            seen = [float(value) for value in values]
-            axes.plot(
-                [t - now for t in times],
-                seen,
-                ls="-" if number % 2 == 0 else "--",  # one may lie on the other
-                label=_named(series, legend),
-                lw=1.2,
-            )
-        # A line of zeros lies on the axis else.
-        counts = unit in _COUNTS
-        flat = not any(float(v) for series in answer for _, v in series["values"])
-        # Room for the legend above the lines.
-        axes.set_ylim(0, 4 if counts and flat else 1.4 * axes.get_ylim()[1])
-        axes.yaxis.set_major_locator(MaxNLocator(4, integer=counts))
-        axes.legend(fontsize=6, frameon=False, loc="upper left", ncols=2)
-    figure.savefig(path)
-
-
-def _named(series: Any, legend: str) -> str:
-    """The name of a line, as Grafana makes it of a legend."""
-    return _LABEL.sub(lambda found: series["metric"].get(found[1], ""), legend)
-
-
-if __name__ == "__main__":
-    main()
