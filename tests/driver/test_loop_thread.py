@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import threading
@@ -118,8 +119,10 @@ class Things:
 
     def refusals(self) -> list[str]:
         """What each call says where this is called."""
-        waits = [lambda: _awaited(self.request), lambda: _awaited(self.stored)]
-        return [_refusal(call) for call in (*self.calls.values(), *waits)]
+        awaited = (self.request, self.stored, self.outgoing, self.incoming)
+        calls: list[Callable[[], object]] = [*self.calls.values()]
+        calls += [functools.partial(_awaited, each) for each in awaited]
+        return [_refusal(call) for call in calls]
 
     async def over(self) -> None:
         self.request.cancel()

@@ -1,8 +1,7 @@
 """Seeded bad networks under a whole workload: right bytes, or an error; never both.
 
 Toxics of every kind between two communicators that send, put and get in both
-directions. A failing seed prints its toxics, which can be pasted into
-:class:`~kvwire.testing.proxy.Proxy`.
+directions. A failing seed prints its toxics.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from datetime import timedelta
 import pytest
 
 from kvwire import Connection, KVWireError, Request
-from kvwire.testing.proxy import Proxy, schedule
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, registered, until
+from tests.support.proxy import Proxy, schedule
 
 SEEDS = range(30)
 # Of one direction: the handshake, small messages, and some chunks.

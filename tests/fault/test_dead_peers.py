@@ -18,12 +18,12 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from kvwire.testing.proxy import Cut, Direction, Ending, Proxy
 from tests.fault.child import child
 from tests.fault.producer import cache
 from tests.support.child import Child
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
+from tests.support.proxy import Cut, Direction, Ending, Proxy
 from tests.support.tree import ROOT
 
 INTERVAL_S, MISSES = 0.2, 3

@@ -18,10 +18,10 @@ import kvwire
 from kvwire import Address, Communicator, ConnectionLost, HandshakeError
 from kvwire.backend import Backend, Link
 from kvwire.security.keys import write_key_file
-from kvwire.testing.proxy import Cut, Direction, Ending, Proxy
 from tests.support.certificates import FAR, NEAR, Authority
 from tests.support.depth import sample
 from tests.support.pairs import until
+from tests.support.proxy import Cut, Direction, Ending, Proxy
 
 HANDSHAKE_S = 0.4
 # For a machine that is busy with something else.

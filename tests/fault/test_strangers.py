@@ -33,12 +33,12 @@ from kvwire.limits import (
     MIB,
     PENDING_HANDSHAKES_MAX,
 )
-from kvwire.testing.proxy import Direction, Proxy, Slice
 from kvwire.wire.control import AccessBody, Ping, Ready
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, dial
 from tests.support.certificates import FAR, Authority
 from tests.support.pairs import Pair, connected, until
+from tests.support.proxy import Direction, Proxy, Slice
 
 HANDSHAKE_S = 0.3
 DESCRIPTORS = 4096

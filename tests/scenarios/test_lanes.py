@@ -17,10 +17,10 @@ import pytest
 import kvwire
 from kvwire.clock import Backoff
 from kvwire.limits import KIB
-from kvwire.testing.proxy import Direction, Latency, Proxy, Slice
 from kvwire_tcp.lane import LaneSocket
 from kvwire_tcp.options import reset_on_close
 from tests.scenarios.world import LARGE, Memory, World, held, same, world
+from tests.support.proxy import Direction, Latency, Proxy, Slice
 
 LANES = 3
 # 32 MiB in 512 chunks: no lane is through before another has begun.

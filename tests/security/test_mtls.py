@@ -18,7 +18,6 @@ import kvwire
 from kvwire import AuthenticationFailed, BackendUnavailable, HandshakeError
 from kvwire.limits import KIB, MIB
 from kvwire.security.keys import write_key_file
-from kvwire.testing.proxy import Cut, Direction, Ending, Flip, Proxy, Slice, Toxic
 from kvwire.types import PeerInfo, TrustMode
 from kvwire_tcp.lane import LaneSocket, TcpLane
 from kvwire_tcp.tls_wire import TlsWire
@@ -27,6 +26,7 @@ from tests.scenarios.world import Memory, same
 from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.lanes import expect_moves
 from tests.support.pairs import Pair, until
+from tests.support.proxy import Cut, Direction, Ending, Flip, Proxy, Slice, Toxic
 
 OTHER = "spiffe://kvwire.test/other"
 SPEC = kvwire.KVSpec(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.testing.proxy import Direction, Proxy
 from tests.scenarios.world import (
     DEST,
     LARGE,
@@ -24,6 +23,7 @@ from tests.scenarios.world import (
     scenario,
     world,
 )
+from tests.support.proxy import Direction, Proxy
 
 HASHES = [b"%d" % n for n in range(len(LIST))]
 

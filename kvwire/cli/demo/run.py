@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, TypeVar
 
@@ -25,13 +26,14 @@ from kvwire.cli.demo.lines import (
     events,
 )
 from kvwire.cli.demo.record import RequestTimes
-from kvwire.testing.proxy import Bandwidth, Direction, Proxy
+from kvwire.limits import KIB
 
 Said = TypeVar("Said", Up, Prefilled, NewToken, Single)
 # A process that has lost its standard input ends by itself; this is for one that hangs.
 _END_S: Final = 10.0
 # A few seconds on a quiet machine.
 _RUN_S: Final = 300.0
+_READ_BYTES: Final = 64 * KIB
 _ROLE: Final = (sys.executable, "-m", "kvwire.cli.demo.role")
 # Two processes that compute at once share what is often two cores.
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -106,17 +108,43 @@ async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
     if gbit is None:
         yield address
         return
-    # Decode connects, so KV goes to the client.
-    limit = Bandwidth(Direction.TO_CLIENT, bytes_per_s=gbit * 1e9 / 8)
-    async with Proxy(kvwire.Address.parse(address), limit) as proxy:
-        yield str(proxy.address)
+    there = kvwire.Address.parse(address)
+    carriers: list[asyncio.Future[tuple[None, None]]] = []
+
+    async def carry(near: StreamReader, to_near: StreamWriter) -> None:
+        with contextlib.suppress(OSError), contextlib.closing(to_near):
+            far, to_far = await asyncio.open_connection(there.host, there.port)
+            # Decode connects, so KV goes to the side that did.
+            ways = _pass_on(near, to_far), _pass_on(far, to_near, gbit)
+            carriers.append(asyncio.gather(*ways))
+            await carriers[-1]
+
+    server = await asyncio.start_server(carry, "127.0.0.1", 0)
+    try:
+        yield "tcp://{}:{}".format(*server.sockets[0].getsockname())
+    finally:
+        server.close()
+        for carrier in carriers:
+            carrier.cancel()
+
+
+async def _pass_on(
+    source: StreamReader, sink: StreamWriter, gbit: float | None = None
+) -> None:
+    """Pass bytes on to the end of their stream, no more than so many a second."""
+    with contextlib.closing(sink):
+        while data := await source.read(_READ_BYTES):
+            sink.write(data)
+            await sink.drain()
+            if gbit is not None:
+                await asyncio.sleep(len(data) * 8 / (gbit * 1e9))
 
 
 class RoleProcess:
     """One of the processes."""
 
     def __init__(
-        self, name: str, process: subprocess.Popen[bytes], said: asyncio.StreamReader
+        self, name: str, process: subprocess.Popen[bytes], said: StreamReader
     ) -> None:
         assert process.stdin is not None
         self._name = name
@@ -167,7 +195,7 @@ async def role(name: str, library: str) -> AsyncIterator[RoleProcess]:
     )
     with process:
         try:
-            said = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+            said = StreamReader(limit=LINE_BYTES_MAX)
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(said), process.stdout
             )

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from kvwire.testing.proxy import Bandwidth, Direction, Proxy
 from kvwire.types import Address
+from tests.support.proxy import Bandwidth, Direction, Proxy
 
 
 @contextmanager

@@ -9,10 +9,9 @@
 Each direction of a connection is a reader and a writer with a queue between them, so
 that a delay holds up nothing but the bytes it delays. What chance decides, such as
 jitter, follows from the seed and from which connection it is. Toxics may be changed
-meanwhile; they are looked at whenever bytes pass. They are values: printed when a test
-fails, they can be pasted into the next. Positions are bytes of one direction since its
-connection began, so a toxic hits the same byte each time, however the stream was cut
-into reads.
+meanwhile; they are looked at whenever bytes pass. Positions are bytes of one direction
+since its connection began, so a toxic hits the same byte each time, however the stream
+was cut into reads.
 """
 
 from __future__ import annotations
@@ -41,9 +40,6 @@ class Direction(enum.Enum):
         """The other way."""
         return _OPPOSITE[self]
 
-    def __repr__(self) -> str:
-        return f"Direction.{self.name}"
-
 
 _OPPOSITE = {
     Direction.TO_SERVER: Direction.TO_CLIENT,
@@ -62,9 +58,6 @@ class Ending(enum.Enum):
     """The receiver of this direction sees the end of its stream, and nothing else."""
     SILENCE = "silence"
     """Nothing of this direction arrives any more, its end and its resets included."""
-
-    def __repr__(self) -> str:
-        return f"Ending.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +86,6 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
-    """Once ``at`` bytes have arrived none does for ``pause_s``; then all at once."""
-
-    direction: Direction
-    at: int
-    pause_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Flip:
     """One bit of the byte at position ``at`` arrives inverted."""
 
@@ -119,12 +103,7 @@ class Cut:
     ending: Ending
 
 
-@dataclass(frozen=True, slots=True)
-class Deaf:
-    """Connections are accepted, and that is all."""
-
-
-Toxic = Latency | Bandwidth | Slice | Pause | Flip | Cut | Deaf
+Toxic = Latency | Bandwidth | Slice | Flip | Cut
 
 
 def schedule(seed: int, *, reach_bytes: int) -> tuple[Toxic, ...]:
@@ -134,7 +113,7 @@ def schedule(seed: int, *, reach_bytes: int) -> tuple[Toxic, ...]:
         seed: Chooses the mix.
         reach_bytes: Positions are below this.
     """
-    rng = random.Random(f"toxics {seed}")  # noqa: S311 - no secret
+    rng = random.Random(f"toxics {seed}")
     found: list[Toxic] = []
     for way in Direction:
         if rng.random() < 0.3:
@@ -143,8 +122,6 @@ def schedule(seed: int, *, reach_bytes: int) -> tuple[Toxic, ...]:
             found.append(Bandwidth(way, rng.uniform(2e6, 2e8)))
         if rng.random() < 0.3:
             found.append(Slice(way, rng.choice((33, 1000, 40_000))))
-        if rng.random() < 0.3:
-            found.append(Pause(way, rng.randrange(reach_bytes), rng.uniform(0, 0.02)))
         if rng.random() < 0.2:
             found.append(Flip(way, rng.randrange(reach_bytes), rng.randrange(8)))
     if rng.random() < 0.5:
@@ -160,7 +137,7 @@ _BACKLOG: Final = 1024
 # `struct linger`: on, 0 seconds, so that `close` resets.
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
-Directed = TypeVar("Directed", Latency, Bandwidth, Slice, Pause, Flip, Cut)
+Directed = TypeVar("Directed", Latency, Bandwidth, Slice, Flip, Cut)
 
 
 class Proxy:
@@ -208,7 +185,7 @@ class Proxy:
         except OSError:
             return  # it has left, or another wake-up has taken it
         self._count += 1
-        rng = random.Random(f"{self._seed}/{self._count}")  # noqa: S311 - no secret
+        rng = random.Random(f"{self._seed}/{self._count}")
         task = asyncio.create_task(_Connection(self, client, rng).run(self._server))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -234,8 +211,6 @@ class _Connection:
     async def run(self, server: Address) -> None:
         loop = asyncio.get_running_loop()
         try:
-            if any(isinstance(toxic, Deaf) for toxic in self.proxy.toxics):
-                await loop.create_future()
             try:
                 await loop.sock_connect(self._sockets[1], (server.host, server.port))
             except OSError:
@@ -303,7 +278,6 @@ class _Way:
         self._position = 0
         self._stopped = False
         self._due = 0.0
-        self._paused: set[Pause] = set()
 
     async def read(self) -> None:
         loop = asyncio.get_running_loop()
@@ -366,9 +340,9 @@ class _Way:
         """How much to send at once: up to the next position where something happens."""
         if sliced := self._find(Slice):
             length = min(length, sliced.nbytes)
-        for toxic in (self._find(Cut), self._find(Pause)):
-            if toxic is not None and toxic.at > self._position:
-                length = min(length, toxic.at - self._position)
+        cut = self._find(Cut)
+        if cut is not None and cut.at > self._position:
+            length = min(length, cut.at - self._position)
         return length
 
     def _damaged(self, piece: bytes) -> bytes:
@@ -384,10 +358,6 @@ class _Way:
             await asyncio.sleep(nbytes / bandwidth.bytes_per_s)
         elif self._find(Slice):
             await asyncio.sleep(0)
-        pause = self._find(Pause)
-        if pause and self._position >= pause.at and pause not in self._paused:
-            self._paused.add(pause)
-            await asyncio.sleep(pause.pause_s)
 
     def _look_for_cut(self) -> None:
         cut = self._find(Cut)

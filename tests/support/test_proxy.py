@@ -10,15 +10,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvwire import Address
-from kvwire.testing.proxy import (
+from tests.support.proxy import (
     Bandwidth,
     Cut,
-    Deaf,
     Direction,
     Ending,
     Flip,
     Latency,
-    Pause,
     Proxy,
     Slice,
     Toxic,
@@ -82,9 +80,8 @@ async def expect_silence(reading: Awaitable[bytes]) -> None:
         (Latency(TO_SERVER, 0.002, 0.002), Latency(TO_CLIENT, 0.001)),
         (Bandwidth(TO_SERVER, 5e6), Bandwidth(TO_CLIENT, 2e7)),
         (Slice(TO_SERVER, 997),),
-        (Pause(TO_SERVER, 50_000, 0.01), Pause(TO_CLIENT, 0, 0.01)),
     ],
-    ids=["none", "latency", "bandwidth", "slice", "pause"],
+    ids=["none", "latency", "bandwidth", "slice"],
 )
 async def test_every_byte_arrives_in_order(toxics: tuple[Toxic, ...]) -> None:
     async with through(*toxics) as (client, server):
@@ -147,14 +144,6 @@ async def test_a_reset_does_not_pass_a_silent_direction() -> None:
         await expect_silence(server[0].read(1))
 
 
-async def test_deaf_means_accepted_and_nothing_else() -> None:
-    async with Proxy(Address("tcp", "127.0.0.1", 9), Deaf()) as proxy:
-        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.address.port)
-        writer.write(DATA)
-        await expect_silence(reader.read(1))
-        writer.transport.abort()
-
-
 async def test_toxics_may_change_while_bytes_pass() -> None:
     made: list[Proxy] = []
     async with through(made=made) as ((_, writer), (reader, _)):
@@ -170,18 +159,11 @@ async def test_toxics_may_change_while_bytes_pass() -> None:
 # --- schedules ------------------------------------------------------------------------
 
 
-def test_a_schedule_follows_from_its_seed_and_can_be_pasted() -> None:
-    names = {
-        kind.__name__: kind
-        for kind in (Bandwidth, Cut, Direction, Ending, Flip, Latency, Pause, Slice)
-    }
+def test_a_schedule_follows_from_its_seed() -> None:
     kinds = set()
     for seed in range(50):
         toxics = schedule(seed, reach_bytes=1000)
         assert toxics == schedule(seed, reach_bytes=1000)
         assert sum(isinstance(toxic, Cut) for toxic in toxics) <= 1
         kinds |= {type(toxic) for toxic in toxics}
-        for toxic in toxics:
-            assert repr(toxic).partition("(")[0] in names
-            assert "<" not in repr(toxic)
-    assert kinds == {Bandwidth, Cut, Flip, Latency, Pause, Slice}
+    assert kinds == {Bandwidth, Cut, Flip, Latency, Slice}
