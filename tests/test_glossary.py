@@ -8,43 +8,12 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 import kvwire
 from tests.support.tree import ROOT
 
 PAGE = (ROOT / "docs" / "reference" / "glossary.md").read_text()
 CODE = set(re.findall(r"`([A-Z]\w*[a-z]\w*)`", PAGE))
 PACKAGES = [ROOT / "kvwire", *sorted((ROOT / "backends").glob("kvwire_*"))]
-
-# Events and messages are named after the frames and the calls that they report.
-STATE_FILES = sorted(
-    {
-        *(ROOT / "kvwire" / "proto").glob("*.py"),
-        *(ROOT / "kvwire" / "store" / "operations").glob("*.py"),
-        ROOT / "kvwire" / "transfers" / "state.py",
-        ROOT / "kvwire" / "driver" / "lanes" / "state.py",
-        *(
-            ROOT / "kvwire" / "store" / name
-            for name in (
-                "index.py",
-                "namespace.py",
-                "tier_stack.py",
-                "server/buffers.py",
-                "server/client.py",
-                "server/server.py",
-                "server/session.py",
-                "tiers/base.py",
-                "tiers/disk.py",
-                "tiers/memory.py",
-                "tiers/object.py",
-                "tiers/remote.py",
-                "tiers/slabs.py",
-            )
-        ),
-    }
-    - {ROOT / "kvwire" / "proto" / "events.py"}
-)
 
 
 def classes(path: Path) -> set[str]:
@@ -59,11 +28,6 @@ def test_every_public_class_is_explained() -> None:
     public = {name for name in names if inspect.isclass(getattr(kvwire, name))}
     assert public
     assert not public - CODE
-
-
-@pytest.mark.parametrize("path", STATE_FILES, ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_every_class_of_a_state_file_is_explained(path: Path) -> None:
-    assert not classes(path) - CODE
 
 
 def test_every_class_on_the_page_exists() -> None:

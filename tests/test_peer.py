@@ -506,8 +506,3 @@ async def test_an_address_may_be_said(tmp_path: Path) -> None:
         async for change in directory.watch():
             assert change.record.address == "tcp://10.0.0.7:7400"
             break
-
-
-async def test_a_directory_of_no_kind() -> None:
-    with pytest.raises(UsageError, match="no directory of the kind"):
-        await kvwire.open(directory="etcd://host")

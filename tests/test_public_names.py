@@ -66,10 +66,6 @@ def test_an_unknown_name_is_no_attribute() -> None:
         kvwire.send  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_dir_lists_the_public_names() -> None:
-    assert dir(kvwire) == sorted(kvwire.__all__)
-
-
 def test_no_two_errors_have_one_code() -> None:
     """Or what a peer says would come out as either."""
     found: list[type[kvwire.KVWireError]]

@@ -39,9 +39,8 @@ class InprocLane(Lane):
 
     Args:
         context: With the setting ``break_after``, the lane breaks after this endpoint
-        has
-            received so many payloads: what a test of failover wants. ``span_bytes`` is
-            that of the lane.
+            has received so many payloads: what a test of failover wants. ``span_bytes``
+            is that of the lane.
     """
 
     intact = True
@@ -137,8 +136,7 @@ class InprocLane(Lane):
     def received_bytes(self) -> int:
         return self._received_bytes
 
-    # --- the turns of this endpoint's loop
-    # ------------------------------------------------
+    # --- the turns of this endpoint's loop --------------------------------------------
 
     def _wake(self) -> None:
         """Take a turn soon; called from any thread."""

@@ -84,10 +84,7 @@ class Rendezvous:
 
     def listen(self) -> socket.socket:
         """Open the server's socket, which the client will connect to."""
-        try:
-            sock = _socket()
-        except OSError as exc:
-            raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
+        sock = _socket()
         try:
             sock.bind(self._name())
             sock.listen(_BACKLOG)
@@ -113,10 +110,7 @@ class Rendezvous:
     async def connect(self) -> RendezvousResult:
         """Connect, as the client, to the server."""
         loop = asyncio.get_running_loop()
-        try:
-            sock = _socket()
-        except OSError as exc:
-            raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
+        sock = _socket()
         try:
             await loop.sock_connect(sock, self._name())
             pid = peer_pid(sock)
@@ -232,7 +226,10 @@ async def _accepted(listener: socket.socket) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as exc:
+        raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
     sock.setblocking(False)
     return sock
 

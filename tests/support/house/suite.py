@@ -90,8 +90,11 @@ CHECKS = (
         name="tests do not sleep",
         over=_TESTS,
         # Programs that people run: a benchmark pauses between its measurements, and a
-        # soak between its faults.
-        beyond=("tests/bench/", "tests/soak/", "tests/store/torture/"),
+        # soak between its faults. A slow network is slow.
+        beyond=(
+            *("tests/bench/", "tests/soak/", "tests/store/torture/"),
+            "tests/support/proxy.py",
+        ),
         find=each(sleeps),
         bad=[
             ("tests/a.py", "async def test_a():\n    await asyncio.sleep(0.1)"),

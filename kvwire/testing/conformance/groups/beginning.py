@@ -286,25 +286,6 @@ async def _(rig: LaneRig) -> None:
     require(not right.arrived, "a payload arrived at a lane that was aborted")
 
 
-@join.lanes("never-joined", "Lanes that are aborted before they join call nothing")
-async def _(rig: LaneRig) -> None:
-    left, right = rig.prepare()
-    left.abort()
-    left.abort()
-    right.close()
-    await rig.settle()
-    require(not left.closed and not right.closed, "lane_closed was called")
-
-
-@join.lanes("half-joined", "A server whose client never joins can be aborted")
-async def _(rig: LaneRig) -> None:
-    left, right = rig.prepare()
-    await rig.within(right.join(left.lane.bootstrap), "the server's join")
-    left.abort()
-    right.abort()
-    await rig.closes(right)
-
-
 @join.lanes("cancelled", "A join that is cancelled leaves nothing and calls nothing")
 async def _(rig: LaneRig) -> None:
     left, right = rig.prepare()

@@ -212,15 +212,6 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 # --- flush ----------------------------------------------------------------------------
 
 
-@flush.links("nothing", "flush with an empty queue does nothing")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    for _ in range(10):
-        left.flush()
-    await rig.settle()
-    require(not right.arrived, "something arrived")
-    require(not left.writable, "link_writable came although nothing was left")
-
-
 @flush.links("again", "A second flush sends nothing twice")
 async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     for _ in range(30):

@@ -307,14 +307,6 @@ async def _(rig: Rig) -> None:
     await rig.closes(right)
 
 
-@abort.links("unstarted-both", "Both sides abort before they start")
-async def _(rig: Rig) -> None:
-    left, right = await rig.pair(start_left=False, start_right=False)
-    left.abort()
-    right.abort()
-    await rig.settle()
-
-
 @abort.links("send-after", "send and flush after abort do nothing")
 async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     left.abort()

@@ -88,13 +88,6 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     await rig.arrives(right, 100)
 
 
-@frame.links("none", "A frame without payload, its token given back")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    token = left.send(0)
-    await rig.moved(left, right, 1)
-    require(left.sent == [token] or left.sent[0] is token, "another token came back")
-
-
 @frame.links("empty", "An empty view as payload, or as landing, is no payload")
 async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
     right.land = lambda head: Memory(head.length)
