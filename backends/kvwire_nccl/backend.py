@@ -16,7 +16,7 @@ from kvwire.backend.lane import Lane, LaneContext
 from kvwire.extras import install_command
 from kvwire.types import MemoryKind
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import MOVE, START, CollectiveLibrary, chosen
+from kvwire_nccl.nccl import DEVICE, MOVE, START, Nccl
 
 # Behind every transport of host memory: it must be asked for. Two processes on one GPU
 # cannot use it, and its kernels share the GPU with the model's.
@@ -33,7 +33,7 @@ class NcclBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         links=False, lanes=True, memory_kinds=frozenset({MemoryKind.CUDA})
     )
-    settings: ClassVar = {"device": (), START: (), MOVE: ()}
+    settings: ClassVar = {DEVICE: (), START: (), MOVE: ()}
 
     @classmethod
     def rank(cls) -> int:
@@ -59,11 +59,7 @@ class NcclBackend(Backend):
         )
 
     def open_lane(self, context: LaneContext) -> Lane:
-        return NcclLane(context, self.library(context))
-
-    def library(self, context: LaneContext) -> CollectiveLibrary:
-        """Return what moves the bytes of a lane."""
-        return chosen(context.settings)
+        return NcclLane(context, Nccl(context.settings))
 
 
 def _has_gpu() -> bool:

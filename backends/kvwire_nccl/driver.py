@@ -16,7 +16,7 @@ from typing import Final
 
 from kvwire.limits import LANE_WAKEUP_BYTES
 from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
-from kvwire_nccl.library import Move, MoveProgress, Pipe
+from kvwire_nccl.nccl import MoveProgress, NcclMove, NcclPipe
 
 _log = logging.getLogger("kvwire.nccl")
 
@@ -44,7 +44,7 @@ class Driver:
 
     def __init__(
         self,
-        pipe: Pipe,
+        pipe: NcclPipe,
         state: DirectionState,
         name: str,
         *,
@@ -61,7 +61,7 @@ class Driver:
         self._clock = clock
         # Guards the state; notified when something was said to it.
         self._changed = threading.Condition()
-        self._moves: list[Move] = []
+        self._moves: list[NcclMove] = []
         self._done: deque[PayloadMove] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -131,7 +131,7 @@ class Driver:
                     self._state.quiet()
 
     def _watch_start(self) -> None:
-        if self._pipe.is_up():
+        if self._pipe.taken():
             with self._changed:
                 self._state.up()
         else:
@@ -151,7 +151,7 @@ class Driver:
         if done:
             self._report(done)
             return
-        self._pipe.check()
+        self._pipe.taken()
         self._pause(LOOK_S)
 
     def _pause(self, seconds: float) -> None:

@@ -21,7 +21,7 @@ from kvwire.limits import KIB, MIB
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.direction_state import DirectionState, PayloadMove, refusal
 from kvwire_nccl.driver import Driver
-from kvwire_nccl.library import CollectiveLibrary
+from kvwire_nccl.nccl import Nccl
 
 # --- what the endpoints tell each other before anything is initialised ----------------
 
@@ -96,7 +96,7 @@ class NcclLane(Lane):
     bytes_min = _BYTES_MIN
     window_bytes = _WINDOW_BYTES
 
-    def __init__(self, context: LaneContext, library: CollectiveLibrary) -> None:
+    def __init__(self, context: LaneContext, library: Nccl) -> None:
         self.memory_kinds: frozenset[MemoryKind] = library.kinds
         self._library = library
         self._loop = asyncio.get_running_loop()
@@ -151,7 +151,6 @@ class NcclLane(Lane):
             back = self._driver(names.back, sends=self._role is Role.SERVER)
         except BaseException:
             self._ended = True
-            self._library.close()
             raise
         self._handler = handler
         client = self._role is Role.CLIENT
@@ -268,8 +267,6 @@ class NcclLane(Lane):
         if self._outbound is not None and self._inbound is not None:
             self._outbound.abort()
             self._inbound.abort()
-        else:
-            self._library.close()
 
     def _driver_gone(self, error: Exception | None) -> None:
         """End the other direction when one is quiet."""
@@ -279,7 +276,6 @@ class NcclLane(Lane):
         if self._gone < 2:
             return
         self._ended = True
-        self._library.close()
         handler, self._handler = self._handler, None
         if handler is not None:
             try:

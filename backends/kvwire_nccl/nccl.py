@@ -1,5 +1,10 @@
 """NCCL by nccl4py: a non-blocking communicator of two ranks for each direction.
 
+A lane has one pipe for each direction. A single communicator would do its operations in
+one order on both sides, and the two sides do not know each other's: each could wait in
+a send for the other's receive, for ever. In one direction alone the order is that of
+the descriptors.
+
 Written against nccl4py 0.6 and NCCL 2.28 to 2.30. What of it has run on a GPU,
 docs/topics/gpu.md says.
 
@@ -10,21 +15,16 @@ two parts: the call, and, once the state says that it was taken, the event behin
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kvwire.backend import Payload
-from kvwire.errors import BackendUnavailable
+from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.cuda.external import DeviceArray
 from kvwire.memory.device.ops import DeviceOps, Event, Stream, device_ops
 from kvwire.types import Device, MemoryKind
-from kvwire_nccl.library import (
-    CollectiveLibrary,
-    Move,
-    MoveFailed,
-    MoveProgress,
-    Pipe,
-)
 
 # ncclResult_t of nccl.h.
 _SUCCESS: Final = 0
@@ -33,25 +33,60 @@ _IN_PROGRESS: Final = 7
 # more would be taken from the model.
 _CTAS_MAX: Final = 4
 
+DEVICE: Final = "device"
+START: Final = "start_timeout_s"
+MOVE: Final = "move_timeout_s"
+_DEFAULTS: Final = {
+    DEVICE: "0",
+    # NCCL's first communicator of a process loads kernels and looks for networks.
+    START: "20",
+    # Nothing moves for so long only where the peer is gone, and that is known earlier.
+    MOVE: "30",
+}
 
-class Nccl(CollectiveLibrary):
-    """See CollectiveLibrary."""
+
+class MoveFailed(KVWireError):
+    """Reports an error of the communicator, which is undefined from then on."""
+
+
+class MoveProgress(enum.Enum):
+    """Names how far one movement is."""
+
+    QUEUED = "queued"
+    """NCCL has not taken it yet: nothing else may be given to it."""
+    LAUNCHED = "launched"
+    DONE = "done"
+
+
+class Nccl:
+    """Makes the directions of lanes.
+
+    Attributes:
+        version: Its name and version, which must be the same on both sides.
+        kinds: Memory that it moves.
+        start_timeout_s: How long a direction may take to come up.
+        move_timeout_s: How long it may take until the next payload under way is done.
+    """
 
     kinds = frozenset({MemoryKind.CUDA})
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self.start_timeout_s = _number(settings, START)
+        self.move_timeout_s = _number(settings, MOVE)
+        device = int(_number(settings, DEVICE))
         self.core = load()
         self.version = loaded_version(self.core)
-        self.ops: DeviceOps = device_ops(Device(MemoryKind.CUDA, index))
+        self.ops: DeviceOps = device_ops(Device(MemoryKind.CUDA, device))
 
     def name(self) -> bytes:
-        """See CollectiveLibrary: NCCL's unique id."""
+        """Return a new name of a direction, with which both sides open it."""
         try:
             return bytes(self.core.get_unique_id())
         except Exception as exc:
             raise BackendUnavailable(f"NCCL gives no unique id: {exc}") from exc
 
-    def open(self, name: bytes, sends: bool) -> Pipe:
+    def open(self, name: bytes, sends: bool) -> NcclPipe:
+        """Open one end of the named direction; await nothing yet."""
         try:
             unique_id = self.core.UniqueId.from_bytes(name)
         except Exception as exc:
@@ -76,8 +111,12 @@ def loaded_version(core: Any) -> str:
     return f"NCCL {library.version}"
 
 
-class NcclPipe(Pipe):
-    """See Pipe."""
+class NcclPipe:
+    """Sends, or receives, all payloads of one direction.
+
+    All methods are called by one thread, the direction's own, and by no other. They
+    raise whatever NCCL raises. None waits for the peer but :meth:`abort`.
+    """
 
     def __init__(self, library: Nccl, unique_id: Any, *, sends: bool) -> None:
         self._library = library
@@ -87,6 +126,7 @@ class NcclPipe(Pipe):
         self._stream: Stream | None = None
 
     def begin(self) -> None:
+        """Start to come up with the peer."""
         from cuda.core import Device as CudaDevice  # noqa: PLC0415 - comes with nccl4py
 
         core = self._library.core
@@ -98,17 +138,18 @@ class NcclPipe(Pipe):
         rank = 0 if self._sends else 1
         self._comm.initialize(2, rank, self._unique_id, config)
 
-    def is_up(self) -> bool:
-        return self.taken()
-
     def taken(self) -> bool:
-        """Tell whether the communicator is ready for another call."""
+        """Tell whether it has come up, and has taken the last call.
+
+        Raises errors that no movement reports.
+        """
         state = int(self._comm.get_async_error())
         if state not in (_SUCCESS, _IN_PROGRESS):
             raise MoveFailed(f"NCCL: {self._library.core.get_error_string(state)}")
         return state == _SUCCESS
 
-    def move(self, payload: Payload | None, nbytes: int) -> Move:
+    def move(self, payload: Payload | None, nbytes: int) -> NcclMove:
+        """Send a payload, or receive one; None receives and drops."""
         assert self._stream is not None
         assert not isinstance(payload, memoryview), "refused before"
         move = NcclMove(self, self._stream, payload, nbytes, sends=self._sends)
@@ -119,10 +160,11 @@ class NcclPipe(Pipe):
             self._comm.recv(array, 0, stream=self._stream.pointer)
         return move
 
-    def check(self) -> None:
-        self.taken()
-
     def abort(self) -> None:
+        """End it, finished or not; raise where that cannot be proved.
+
+        Returns once nothing touches any memory, as late as that may be.
+        """
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.abort()
@@ -132,8 +174,8 @@ class NcclPipe(Pipe):
             self._stream.close()
 
 
-class NcclMove(Move):
-    """See Move."""
+class NcclMove:
+    """Follows one payload under way."""
 
     def __init__(
         self,
@@ -157,6 +199,7 @@ class NcclMove(Move):
             stream.gather(payload, self.packed)
 
     def progress(self) -> MoveProgress:
+        """Return how far it is, or raise: it failed, and with it the communicator."""
         if self._event is None:
             if not self._pipe.taken():
                 return MoveProgress.QUEUED
@@ -164,3 +207,14 @@ class NcclMove(Move):
                 self._stream.scatter(self.packed, self._into)
             self._event = self._stream.record()
         return MoveProgress.DONE if self._event.query() else MoveProgress.LAUNCHED
+
+
+def _number(settings: Mapping[str, str], key: str) -> float:
+    text = settings.get(key, _DEFAULTS[key])
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 86_400:
+        raise UsageError(f"backends.nccl: {key}={text!r} is no number of 0 to 86,400")
+    return number

@@ -16,7 +16,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Role
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import chosen
+from kvwire_nccl.nccl import Nccl
 from tests.backends.lane_recorder import LaneRecorder
 from tests.gpu.devices import Gpu
 from tests.support.pairs import until
@@ -31,7 +31,7 @@ def lanes(devices: tuple[str, str]) -> list[NcclLane]:
         return [
             NcclLane(
                 LaneContext(role=role, number=1, secret=bytes(32)),
-                chosen({**_SETTINGS, "device": device}),
+                Nccl({**_SETTINGS, "device": device}),
             )
             for role, device in zip(roles, devices, strict=True)
         ]

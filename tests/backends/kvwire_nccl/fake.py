@@ -12,13 +12,7 @@ from kvwire.memory.copy import copy
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
 from kvwire_nccl.lane import NcclLane
-from kvwire_nccl.library import (
-    CollectiveLibrary,
-    Move,
-    MoveFailed,
-    MoveProgress,
-    Pipe,
-)
+from kvwire_nccl.nccl import MoveFailed, MoveProgress, Nccl, NcclMove, NcclPipe
 
 _names = itertools.count()
 _lock = threading.Lock()
@@ -40,19 +34,20 @@ class Faults:
             gate.set()
 
 
-class FakeLibrary(CollectiveLibrary):
+class FakeLibrary(Nccl):
     """Moves host memory within the process."""
 
     kinds = frozenset({MemoryKind.HOST})
 
     def __init__(self, faults: Faults | None = None, version: str = "fake 1") -> None:
+        self.start_timeout_s, self.move_timeout_s = 20.0, 30.0
         self.version = version
         self.faults = Faults() if faults is None else faults
 
     def name(self) -> bytes:
         return b"wire %d" % next(_names)
 
-    def open(self, name: bytes, sends: bool) -> Pipe:
+    def open(self, name: bytes, sends: bool) -> NcclPipe:
         return FakeOneWay(self.faults, name, sends=sends)
 
 
@@ -67,7 +62,7 @@ class FakeBackend(NcclBackend):
         return NcclLane(context, FakeLibrary())
 
 
-class FakeOneWay(Pipe):
+class FakeOneWay(NcclPipe):
     """One end of a wire."""
 
     def __init__(self, faults: Faults, name: bytes, *, sends: bool) -> None:
@@ -75,6 +70,7 @@ class FakeOneWay(Pipe):
         self.name = name
         self.sends = sends
         self.moves: list[FakeMove] = []
+        self.up = False
         self.dead = False
 
     @property
@@ -86,23 +82,27 @@ class FakeOneWay(Pipe):
         with _lock:
             _wires.setdefault(self.name, []).append(self)
 
-    def is_up(self) -> bool:
-        self._may_fail("is_up")
-        with _lock:
-            return self.peer is not None and self.faults.start.is_set()
-
-    def move(self, payload: Payload | None, nbytes: int) -> Move:
-        self._may_fail("move")
-        with _lock:
-            move = FakeMove(self, len(self.moves), payload, nbytes)
-            self.moves.append(move)
-            return move
+    def taken(self) -> bool:
+        if not self.up:
+            self._may_fail("is_up")
+            with _lock:
+                self.up = self.peer is not None and self.faults.start.is_set()
+        else:
+            self.check()
+        return self.up
 
     def check(self) -> None:
         self._may_fail("check")
         peer = self.peer
         if peer is None or peer.dead:
             raise MoveFailed("the other end is gone")
+
+    def move(self, payload: Payload | None, nbytes: int) -> NcclMove:
+        self._may_fail("move")
+        with _lock:
+            move = FakeMove(self, len(self.moves), payload, nbytes)
+            self.moves.append(move)
+            return move
 
     def abort(self) -> None:
         self.faults.aborts += 1
@@ -120,7 +120,7 @@ class FakeOneWay(Pipe):
             raise MoveFailed(f"NCCL: {call}: remote process exited")
 
 
-class FakeMove(Move):
+class FakeMove(NcclMove):
     """Done once the receiver has copied."""
 
     def __init__(

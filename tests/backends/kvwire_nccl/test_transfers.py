@@ -12,14 +12,14 @@ import pytest
 
 from kvwire import KVSpec, PagedCache
 from kvwire.backend import Availability, Payload
-from kvwire.backend.lane import LaneContext
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
 from kvwire.memory.copy import copy
 from kvwire.memory.device.ops import device_ops
 from kvwire.types import MemoryKind
 from kvwire_nccl.backend import NcclBackend
-from kvwire_nccl.library import CollectiveLibrary
+from kvwire_nccl.lane import NcclLane
 from tests.backends.kvwire_nccl import fake
 from tests.support.pairs import Pair, communicators
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
@@ -55,11 +55,11 @@ def _over_device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def availability(_: type[NcclBackend]) -> Availability:
         return Availability(available=True, reason="a fake for tests")
 
-    def library(_: NcclBackend, context: LaneContext) -> CollectiveLibrary:
-        return DeviceLibrary()
+    def open_lane(_: NcclBackend, context: LaneContext) -> Lane:
+        return NcclLane(context, DeviceLibrary())
 
     monkeypatch.setattr(NcclBackend, "availability", classmethod(availability))
-    monkeypatch.setattr(NcclBackend, "library", library)
+    monkeypatch.setattr(NcclBackend, "open_lane", open_lane)
     monkeypatch.setattr(fake, "copy", on_device)
     yield
     fake._wires.clear()
