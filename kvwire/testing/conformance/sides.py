@@ -149,11 +149,16 @@ class Witness:
 
     # --- for the side -----------------------------------------------------------------
 
-    def _number(self, number: int | None) -> int:
-        """Return the next payload's number; by default one more than of the last."""
+    def _token(
+        self, length: int, cut: Cut | None, number: int | None, memory: Memory | None
+    ) -> Token:
+        """Return the next payload; its number is by default one more than the last."""
         number = self._next_number if number is None else number
         self._next_number = number + 1
-        return number
+        if memory is None and length:
+            memory = Memory(length, cut)
+            memory.fill(pattern(number, length))
+        return Token(number, memory)
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
@@ -215,14 +220,27 @@ def _nothing(*_: object) -> None:
     """Do nothing, where a check does not listen to a callback."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What the control link says of one payload."""
+
+    number: int
+    length: int
+    descriptor: bytes
+
+
+def _memory_of(item: Head | Parcel) -> Memory | None:
+    return Memory(item.length) if item.length else None
+
+
 class KitLanding(Landing):
-    """A landing that knows its frame."""
+    """A landing that knows the number of its payload."""
 
-    __slots__ = ("head", "memory")
+    __slots__ = ("memory", "number")
 
-    def __init__(self, head: Head, memory: Memory | None) -> None:
-        super().__init__(head.length, memory.payload if memory else None)
-        self.head: Head = head
+    def __init__(self, item: Head | Parcel, memory: Memory | None) -> None:
+        super().__init__(item.length, memory.payload if memory else None)
+        self.number: int = item.number
         self.memory: Memory | None = memory
 
 
@@ -236,8 +254,7 @@ class LinkSide(Witness, LinkHandler):
     def __init__(self, name: str, link: Link, verdicts: Verdicts) -> None:
         super().__init__(name, link, verdicts)
         self.link = link
-        self.queued: int = 0
-        self.land: Callable[[Head], Memory | None] = _view_of_frame
+        self.land: Callable[[Head], Memory | None] = _memory_of
         self.on_header: Callable[[Head], None] = _nothing
         self.on_arrival: Callable[[KitLanding], None] = _nothing
         self._landing: KitLanding | None = None
@@ -260,19 +277,13 @@ class LinkSide(Witness, LinkHandler):
         token: bool = True,
     ) -> Token:
         """Send a frame of ``length`` pseudo-random bytes, without a flush."""
-        number = self._number(number)
-        self.queued += 1
-        if memory is None and length:
-            memory = Memory(length, cut)
-            memory.fill(pattern(number, length))
-        made = Token(number, memory)
-        payload = memory.payload if memory else None
+        made = self._token(length, cut, number, memory)
+        header = Head(made.number, length).encode()
+        payload = made.memory.payload if made.memory else None
         if token and not self._aborted:
             self._lent.append(made)
         with self._calling("send"):
-            self.link.send(
-                Head(number, length).encode(), payload, made if token else None
-            )
+            self.link.send(header, payload, made if token else None)
         return made
 
     def send(self, length: int = 0, cut: Cut | None = None) -> Token:
@@ -319,7 +330,7 @@ class LinkSide(Witness, LinkHandler):
             if self._aborted:
                 self.wrong("body_received after abort")
             self._judge_body(expected)
-            self.arrived.append(expected.head.number)
+            self.arrived.append(expected.number)
             self.on_arrival(expected)
 
     def frame_sent(self, link: Link, token: object) -> None:
@@ -337,37 +348,13 @@ class LinkSide(Witness, LinkHandler):
             self.on_closed()
 
     def _judge_body(self, landing: KitLanding) -> None:
-        memory, head = landing.memory, landing.head
+        memory = landing.memory
         if memory is None:
             return
-        if memory.nbytes != head.length:
+        if memory.nbytes != landing.length:
             self.wrong(f"body_received for a destination of {memory.nbytes} bytes")
             return
-        self._judge("body_received", head.number, memory)
-
-
-def _view_of_frame(head: Head) -> Memory | None:
-    return Memory(head.length) if head.length else None
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """What the control link says of one payload."""
-
-    number: int
-    length: int
-    descriptor: bytes
-
-
-class LaneLanding(Landing):
-    """A landing that knows its payload's number."""
-
-    __slots__ = ("memory", "number")
-
-    def __init__(self, parcel: Parcel, memory: Memory | None) -> None:
-        super().__init__(parcel.length, memory.payload if memory else None)
-        self.number: int = parcel.number
-        self.memory: Memory | None = memory
+        self._judge("body_received", landing.number, memory)
 
 
 class LaneSide(Witness, LaneHandler):
@@ -387,9 +374,9 @@ class LaneSide(Witness, LaneHandler):
         self.inbox: deque[Parcel] = deque()
         self.holding: bool = False
         self.trusting = True
-        self.land: Callable[[Parcel], Memory | None] = _view_of_parcel
-        self.on_arrival: Callable[[LaneLanding], None] = _nothing
-        self._landings: list[LaneLanding] = []
+        self.land: Callable[[Parcel], Memory | None] = _memory_of
+        self.on_arrival: Callable[[KitLanding], None] = _nothing
+        self._landings: list[KitLanding] = []
 
     # --- what a check does ------------------------------------------------------------
 
@@ -407,21 +394,18 @@ class LaneSide(Witness, LaneHandler):
         number: int | None = None,
     ) -> Token:
         """Send ``length`` pseudo-random bytes, without a flush on either side."""
-        number = self._number(number)
-        if memory is None:
-            memory = Memory(length, cut)
-            memory.fill(pattern(number, length))
-        token = Token(number, memory)
+        token = self._token(length, cut, number, memory)
+        assert token.memory is not None, "a payload of a lane is not empty"
         ended = bool(self.closed)
         if not ended and not self._aborted:
             self._lent.append(token)
         with self._calling("send"):
-            descriptor = self.lane.send(memory.payload, token)
+            descriptor = self.lane.send(token.memory.payload, token)
         if len(descriptor) > DESCRIPTOR_BYTES_MAX:
             self.wrong(f"send returned a descriptor of {len(descriptor)} bytes")
         if ended and descriptor:
             self.wrong("send returned a descriptor after lane_closed")
-        self.across.inbox.append(Parcel(number, length, descriptor))
+        self.across.inbox.append(Parcel(token.number, length, descriptor))
         return token
 
     def send(self, length: int, cut: Cut | None = None) -> Token:
@@ -446,9 +430,9 @@ class LaneSide(Witness, LaneHandler):
     def receive(self, parcel: Parcel) -> None:
         """Queue one arrival, as the control link said it."""
         if self.closed or self._aborted:
-            landing = LaneLanding(parcel, None)
+            landing = KitLanding(parcel, None)
         else:
-            landing = LaneLanding(parcel, self.land(parcel))
+            landing = KitLanding(parcel, self.land(parcel))
             self._landings.append(landing)
         try:
             with self._calling("receive"):
@@ -477,7 +461,7 @@ class LaneSide(Witness, LaneHandler):
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
         with self._told("payload_received", lane):
-            if not isinstance(landing, LaneLanding) or landing not in self._landings:
+            if not isinstance(landing, KitLanding) or landing not in self._landings:
                 self.wrong(f"payload_received for {landing!r}, which is not awaited")
                 return
             self._landings.remove(landing)
@@ -504,7 +488,3 @@ class LaneSide(Witness, LaneHandler):
         with self._told("lane_closed", lane):
             self.closed.append(error)
             self.on_closed()
-
-
-def _view_of_parcel(parcel: Parcel) -> Memory | None:
-    return Memory(parcel.length)

@@ -312,7 +312,7 @@ async def _(rig: Rig) -> None:
 async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
 
     def echo(landing: KitLanding) -> None:
-        right.queue(landing.head.length, number=landing.head.number)
+        right.queue(landing.length, number=landing.number)
         right.flush()
 
     right.on_arrival = echo

@@ -383,7 +383,7 @@ class Elsewhere:
 
 async def _echo_until_closed(rig: Rig, right: LinkSide) -> None:
     def echo(landing: KitLanding) -> None:
-        right.queue(landing.head.length, CUTS["pages"], number=landing.head.number)
+        right.queue(landing.length, CUTS["pages"], number=landing.number)
         right.flush()
 
     right.land = lambda head: Memory(head.length, CUTS["uneven"])
