@@ -17,8 +17,6 @@ for name in (
     "overlap",
     "fragments",
     "many",
-    "ops",
-    "setup",
     "store",
     "codecs",
 ):
