@@ -7,12 +7,9 @@ Each round is a new connection, which iperf3 cannot avoid, and moves at least
 from __future__ import annotations
 
 import json
-import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,15 +18,13 @@ from kvwire.cli.bench.pair import Contender, Work
 from kvwire.cli.bench.side import HOST, Side
 from kvwire.cli.bench.turns import Benchmark, Missing
 from kvwire.limits import GIB, MIB
+from tests.support.servers import Server
 
 INSTALL: Final = "apt-get install iperf3, or brew install iperf3"
 ROUND_BYTES_MIN: Final = 1 * GIB
 # The largest block that iperf3 takes.
 _BLOCK_BYTES_MAX: Final = 1 * MIB
 _TIMEOUT_S: Final = 60.0
-# Below what Linux and macOS give to connections.
-_PORTS: Final = range(20_000, 32_768)
-_TRIES: Final = 100
 
 
 def missing() -> Missing | None:
@@ -63,8 +58,6 @@ class AnyWork(Work):
 
     layers: int = 0
     cross_layer: bool = False
-    blocks: int = 1
-    fresh: int = 0
 
 
 class Iperf3Side(Side[AnyWork]):
@@ -74,24 +67,23 @@ class Iperf3Side(Side[AnyWork]):
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
-        self._port = free_port()
-        self._server: subprocess.Popen[str] | None = None
+        command = ["iperf3", "-s", "-B", HOST, "-p", "{port}", "--forceflush"]
+        self._server = Server(command, "listening")
 
     async def connect(self, address: Any) -> dict[str, Any]:
-        command = ["iperf3", "-s", "-B", HOST, "-p", str(self._port), "--forceflush"]
-        self._server = await_line(command, "listening")
+        self._server.start()
         return {"version": _output(["iperf3", "--version"]).partition("\n")[0]}
 
     async def drive(self, work: AnyWork) -> dict[str, Any]:
         total = max(work.moved_bytes, ROUND_BYTES_MIN)
         block = min(work.nbytes, _BLOCK_BYTES_MAX)
-        command = ["iperf3", "-J", "-c", HOST, "-p", str(self._port)]
+        command = ["iperf3", "-J", "-c", HOST, "-p", str(self._server.port)]
         command += ["-n", str(total), "-l", str(block)]
         command += ["-R"] * (work.verb in {"get", "pull"})
         return read_report(_output(command))
 
     async def close(self) -> None:
-        end(self._server)
+        self._server.kill()
 
 
 def _output(command: Sequence[str]) -> str:
@@ -120,42 +112,3 @@ def read_report(text: str) -> dict[str, Any]:
         raise KVWireError("iperf3 reports that nothing was received")
     cpu_s = percent / 100 * elapsed_s
     return {"values": [rate], "moved_bytes": moved_bytes, "cpu_s": cpu_s}
-
-
-def await_line(command: Sequence[str], ready: str) -> subprocess.Popen[str]:
-    """Start a server, and wait until it says that it is ready."""
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert server.stdout is not None
-    said = ""
-    for line in server.stdout:
-        said = line.strip() or said
-        if ready in line:
-            return server
-    end(server)
-    raise KVWireError(f"{command[0]} ended: {said}")
-
-
-def end(server: subprocess.Popen[str] | None) -> None:
-    """End a server."""
-    if server is not None:
-        server.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(_TIMEOUT_S)
-        assert server.stdout is not None
-        server.stdout.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on, just now.
-
-    None of those that the kernel gives to connections: one of them would have it before
-    the program that is told to listen there.
-    """
-    for _ in range(_TRIES):
-        port = _PORTS[secrets.randbelow(len(_PORTS))]
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((HOST, port))
-            return port
-    raise KVWireError(f"no free port was found in {_PORTS.start} to {_PORTS.stop - 1}")

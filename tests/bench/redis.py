@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
 from kvwire.cli.bench.turns import Missing
 from kvwire.store.namespace import DIGEST_BYTES
-from tests.bench.iperf3 import await_line, end, free_port
 from tests.bench.store_peers import FlatSet, PeerSide
+from tests.support.servers import Server
 
 PROGRAM: Final = "redis-server"
 INSTALL: Final = "apt-get install redis-server, or brew install redis"
@@ -40,16 +40,18 @@ def missing() -> Missing | None:
 class RedisSide(PeerSide):
     """A server, and one connection to it."""
 
-    _server: subprocess.Popen[str] | None = None
     _socket: socket.socket
 
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        command = [PROGRAM, "--bind", HOST, "--port", "{port}"]
+        command += ["--save", "", "--appendonly", "no"]
+        self._server = Server(command, _READY)
+
     async def connect(self, address: Any) -> dict[str, Any]:
-        port = free_port()
-        command = [PROGRAM, "--bind", HOST, "--port", str(port)]
-        self._server = await_line(
-            [*command, "--save", "", "--appendonly", "no"], _READY
-        )
-        self._socket = socket.create_connection((HOST, port), _TIMEOUT_S)
+        self._server.start()
+        where = HOST, self._server.port
+        self._socket = socket.create_connection(where, _TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return {"redis": self._info("server")["redis_version"]}
 
@@ -99,7 +101,7 @@ class RedisSide(PeerSide):
     async def close(self) -> None:
         if hasattr(self, "_socket"):
             self._socket.close()
-        end(self._server)
+        self._server.kill()
 
     def _info(self, section: str) -> dict[str, str]:
         self._socket.sendall(_request(b"INFO", section.encode()))

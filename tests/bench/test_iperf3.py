@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from kvwire import KVWireError
 from kvwire.cli.bench.pair import BenchError, Work
-from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.turns import MICROSECONDS
 from kvwire.limits import GIB, MIB
 from tests.bench import iperf3
@@ -66,17 +64,8 @@ def test_it_stands_beside_rates_or_is_named_with_its_remedy(
     fake.write_text("#!/bin/sh\necho cannot bind\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(BenchError, match="iperf3 ended: cannot bind"):
+    with pytest.raises(BenchError, match="cannot bind"):
         iperf3.contender().start()
-
-
-def test_a_free_port_is_no_one_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 20_000 <= iperf3.free_port() < 32_768
-    with socket.create_server((HOST, 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(iperf3, "_PORTS", range(port, port + 1))
-        with pytest.raises(KVWireError, match="no free port was found"):
-            iperf3.free_port()
 
 
 @pytest.mark.skipif(
