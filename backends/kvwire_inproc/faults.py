@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,35 +102,22 @@ class FaultPlan:
         return f"FaultPlan({', '.join(said)})"
 
 
-@dataclass(frozen=True, slots=True)
-class FaultDecision:
-    """Holds what happens to one frame."""
+def schedule(plan: FaultPlan, direction: str) -> Iterator[tuple[Fault, float]]:
+    """Draw what happens to each frame of one direction of one link, in order.
 
-    faults: Fault
-    where: float  # from 0 to 1: the bit that a corruption flips
-
-
-class Schedule:
-    """Draws the faults of the frames of one direction of one link, in order."""
-
-    def __init__(self, plan: FaultPlan, direction: str) -> None:
-        self._plan = plan
-        # Seeded by text: the same in every Python version and process.
-        self._random = random.Random(f"{plan.seed}/{direction}")  # noqa: S311 - not a secret
-        self._count = 0
-
-    def __next__(self) -> FaultDecision:
-        """Return what happens to the next frame."""
-        plan, number = self._plan, self._count
-        self._count += 1
-        first = {"stall": plan.stall_after, "kill": plan.kill_after}
+    With it comes a number from 0 to 1: the bit that a corruption flips.
+    """
+    # Seeded by text: the same in every Python version and process.
+    chance = random.Random(f"{plan.seed}/{direction}")  # noqa: S311 - not a secret
+    first = {"stall": plan.stall_after, "kill": plan.kill_after}
+    for number in itertools.count():
         faults = Fault.NONE
         for name in _CHANCES:
             # Always drawn: what happens to a frame depends on its number only.
-            drawn = self._random.random()
+            drawn = chance.random()
             if drawn < getattr(plan, name) and number >= first.get(name, plan.spare):
                 faults |= Fault[name.upper()]
-        return FaultDecision(faults, self._random.random())
+        yield faults, chance.random()
 
 
 _injected: ContextVar[FaultPlan | None] = ContextVar(
@@ -160,7 +148,7 @@ class FaultyPipe(InprocPipe):
 
     def __init__(self, lock: RLock, plan: FaultPlan, direction: str) -> None:
         super().__init__(lock)
-        self._schedule = Schedule(plan, direction)
+        self._schedule = schedule(plan, direction)
         self._delay_s = plan.delay_s
         # Frames that others overtake at this moment.
         self._overtaken: list[PipeFrame] = []
@@ -177,7 +165,7 @@ class FaultyPipe(InprocPipe):
                 if frame is None or frame.judged:
                     return frame
                 frame.judged = True
-                self._befall(frame, next(self._schedule))
+                self._befall(frame, *next(self._schedule))
             return None
 
     def outcome(self) -> PipeEnd | None:
@@ -200,8 +188,7 @@ class FaultyPipe(InprocPipe):
             timer.cancel()
         self._timers.clear()
 
-    def _befall(self, frame: PipeFrame, decision: FaultDecision) -> None:
-        faults = decision.faults
+    def _befall(self, frame: PipeFrame, faults: Fault, where: float) -> None:
         if Fault.KILL in faults:
             self.end(ConnectionLost("the link was killed by its fault plan"))
         elif Fault.STALL in faults:
@@ -213,7 +200,7 @@ class FaultyPipe(InprocPipe):
             if Fault.DUPLICATE in faults:
                 self._duplicate(frame)
             if Fault.CORRUPT in faults:
-                _flip_bit(self._frames[0], decision.where)
+                _flip_bit(self._frames[0], where)
             if Fault.REORDER in faults:
                 self._set_aside(frame)
             elif Fault.DELAY in faults:
