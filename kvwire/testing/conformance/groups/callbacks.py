@@ -23,16 +23,6 @@ isolation: Group = Group("isolation")
 # --- callback -------------------------------------------------------------------------
 
 
-@callback.both("idle", "Where nothing happens nothing is called")
-async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    left.send(100_000)
-    await rig.moved(left, right, 1)
-    before = (right.arrived[:], len(left.sent), left.writable, right.writable)
-    await rig.settle()
-    after = (right.arrived[:], len(left.sent), left.writable, right.writable)
-    require(before == after, f"{before} became {after}")
-
-
 @callback.both(
     "unasked", "A sender needs no further call to be told what was sent", held=True
 )

@@ -250,15 +250,6 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     require(len(left.closed) == 1, f"the end was told {len(left.closed)} times")
 
 
-@abort.both("both", "Both sides abort at once")
-async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    left.send(MIB)
-    right.send(MIB)
-    left.abort()
-    right.abort()
-    await rig.closes(left, right)
-
-
 @abort.both("others-live", "Aborting one leaves the others alone")
 async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()

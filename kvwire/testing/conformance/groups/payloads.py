@@ -65,16 +65,10 @@ async def _(rig: Rig, left: LinkSide, right: LinkSide, size: int) -> None:
     await rig.arrives(right, 21)
 
 
-@frame.links("untokened-cut", "The same for fragments")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    _send_and_reuse(left, 40_000, CUTS["odd-pages"])
-    await rig.arrives(right, 20)
-
-
-def _send_and_reuse(left: LinkSide, size: int, cut: Cut | None = None) -> None:
+def _send_and_reuse(left: LinkSide, size: int) -> None:
     """Send 20 payloads without a token, each overwritten as soon as it is flushed."""
-    for _ in range(20):
-        sent = left.queue(size, cut, token=False)
+    for number in range(20):
+        sent = left.queue(size, CUTS["odd-pages"] if number % 2 else None, token=False)
         left.flush()
         poison(sent)
 
@@ -216,14 +210,6 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
         sorted(right.arrived) == list(range(LANE_PAYLOADS_MAX)),
         "some payloads arrived twice, and some did not",
     )
-
-
-@payload.lanes("large-many", "64 MiB in chunks arrive, all queued at once")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    left.queue_many(64, MIB, CUTS["pages"])
-    left.flush()
-    right.take()
-    await rig.moved(left, right, 64)
 
 
 @payload.lanes("early", "An arrival may be queued before the sender flushes")

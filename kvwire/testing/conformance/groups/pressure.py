@@ -35,17 +35,6 @@ async def _fill(rig: Rig, side: LinkSide) -> None:
     require(side.link.queued_bytes > 0, "the transport took 32 MiB that nobody reads")
 
 
-@pressure.links("queued-none", "queued_bytes and received_bytes are 0 at first")
-async def _(rig: Rig) -> None:
-    left, right = await rig.pair(start_left=False, start_right=False)
-    for side in (left, right):
-        link = side.link
-        require(link.queued_bytes == 0, f"{side.name}: {link.queued_bytes} queued")
-        require(
-            link.received_bytes == 0, f"{side.name}: {link.received_bytes} received"
-        )
-
-
 @pressure.links(
     "queued-counts", "queued_bytes counts headers and payload before a flush"
 )
