@@ -24,8 +24,7 @@ from kvwire.errors import (
     printable,
 )
 from kvwire.limits import HEADER_BYTES, REASON_CHARS_MAX
-from kvwire.proto.agreement import Agreement
-from kvwire.proto.handshake import Handshake, HandshakeState, ServerHandshake
+from kvwire.proto.handshake import Agreement, Handshake, HandshakeState, ServerHandshake
 from kvwire.types import Candidate, TransportReport, TrustMode
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from kvwire.wire.header import FrameType

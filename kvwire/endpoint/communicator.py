@@ -58,9 +58,8 @@ from kvwire.errors import (
 )
 from kvwire.limits import CLOSE_SLACK_S, PEERS_MAX, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
-from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.handshake import ClientHandshake, Handshake
+from kvwire.proto.handshake import Agreement, ClientHandshake, Handshake, Identity
 from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.security.keys import crosses_hosts, load_keys, resolve
 from kvwire.security.tls import CredentialFiles

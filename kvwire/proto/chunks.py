@@ -21,10 +21,9 @@ import msgspec
 
 from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
 from kvwire.limits import LINK_CHUNKS_MAX, SPAN_BYTES_MAX
-from kvwire.proto.chunk_set import ChunkSet
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord
-from kvwire.proto.requests import SENDING, RequestRecord, RequestTable
+from kvwire.proto.requests import SENDING, ChunkSet, RequestRecord, RequestTable
 from kvwire.proto.scheduler import Mover, Scheduler
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId

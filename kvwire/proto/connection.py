@@ -30,18 +30,16 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import LAST_WORD_DELAY_S
-from kvwire.proto.agreement import Agreement
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, check_numbers
-from kvwire.proto.events import Ended
+from kvwire.proto.events import Ended, Outbox
 from kvwire.proto.framing import Framing
+from kvwire.proto.handshake import Agreement
 from kvwire.proto.holds import Holds
-from kvwire.proto.keepalive import Keepalive
 from kvwire.proto.lanes import LaneTable
-from kvwire.proto.liveness import Liveness, LivenessVerdict
+from kvwire.proto.liveness import Keepalive, Liveness, LivenessVerdict
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
-from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.regions import GrantRow, Grants, RegionRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
@@ -290,7 +288,6 @@ class ConnectionCore:
     def chunk_header(self, chunk: Chunk, check: int | None) -> bytes:
         """Return a chunk's header; frames are numbered as called."""
         frame_type, offset, wire_id = _DATA, chunk.position, chunk.request.wire_id
-        assert wire_id is not None
         if chunk.number and (mark := self.transfers.said(chunk)) is not None:
             frame_type, offset = _MARKED_DATA, mark
         return self.outbox.framing.payload(
@@ -540,7 +537,6 @@ class ConnectionCore:
         self._requests.check_room()
         return RequestRecord(
             kind=kind,
-            wire_id=None,
             buffer=buffer,
             nbytes=nbytes,
             tag=tag,

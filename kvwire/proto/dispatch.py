@@ -15,11 +15,11 @@ from kvwire.errors import (
     shown,
 )
 from kvwire.limits import REASON_CHARS_MAX
+from kvwire.proto.events import Outbox
 from kvwire.proto.lanes import LaneTable
 from kvwire.proto.liveness import Liveness
 from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
-from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestTable
 from kvwire.proto.state import RequestKind
 from kvwire.proto.transfers import Transfers

@@ -60,8 +60,8 @@ from kvwire.proto.events import (
     LaneClosed,
     LaneDataReceived,
     LaneOpened,
+    Outbox,
 )
-from kvwire.proto.outbox import Outbox
 from kvwire.types import Role
 from kvwire.wire.control import (
     LaneAck,
@@ -272,7 +272,6 @@ class LaneTable:
         lane.waiting[chunk.index] = chunk  # bounded: LANE_PAYLOADS_MAX
         lane.waiting_bytes += chunk.length
         request, segment = chunk.request, chunk.number
-        assert request.wire_id is not None
         body = LaneData(
             lane=number,
             segment=segment,

@@ -1,4 +1,4 @@
-"""Is the peer there? Pings when it is silent, and a verdict when it stays so.
+"""Is the peer there, and does it hear of us? Pings, a verdict and a reminder.
 
 Any byte from the peer is a sign of life. After one interval of silence a PING goes out,
 then one more per interval; after ``misses`` intervals without a byte the peer is dead.
@@ -22,6 +22,7 @@ from kvwire.limits import PINGS_PER_SECOND_MAX, PINGS_SAVED_MAX, STALL_TOLERANCE
 from kvwire.wire.control import Ping
 
 _NUMBER_MASK: Final = 0xFFFF_FFFF
+_LOOKS_PER_INTERVAL: Final = 2
 
 
 class LivenessVerdict(enum.Enum):
@@ -118,3 +119,40 @@ class Liveness:
             raise FlowControlViolation(
                 "KVW-LV-02", f"more than {PINGS_PER_SECOND_MAX} pings a second"
             )
+
+
+class Keepalive:
+    """Watches how often this side speaks, and reminds it to when it has been silent.
+
+    A side that only receives says nothing of its own accord. If the other sends faster
+    than the wire carries, its pings wait behind megabytes of payload, no answer can
+    come in time, and it would take us for dead. So whoever has sent nothing for an
+    interval speaks first: the way back is free.
+
+    The core is told how many frames were sent and not when. So it looks twice an
+    interval, and speaks when nothing was sent since the last look: after half an
+    interval of silence at the earliest, after a whole one at the latest.
+
+    Attributes:
+        due: When to look next.
+    """
+
+    __slots__ = ("_frames_sent", "_period_s", "due")
+
+    def __init__(self, *, interval_s: float, now: float, frames_sent: int) -> None:
+        self._period_s = interval_s / _LOOKS_PER_INTERVAL
+        self._frames_sent = frames_sent
+        self.due: float = now + self._period_s
+
+    def is_idle(self, frames_sent: int) -> bool:
+        """Tell whether nothing was sent since the last look."""
+        return frames_sent == self._frames_sent
+
+    def is_due(self, now: float, frames_sent: int) -> bool:
+        """Tell whether to send something; call it when ``due`` has come."""
+        if now < self.due:
+            return False
+        silent = frames_sent == self._frames_sent
+        self._frames_sent = frames_sent
+        self.due = now + self._period_s
+        return silent

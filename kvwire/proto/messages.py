@@ -32,9 +32,8 @@ from kvwire.errors import (
 from kvwire.limits import DISCARDED_TAGS_MAX, REQUESTS_MAX
 from kvwire.proto.chunks import ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.credits import ReceiveCredit, SendCredit
-from kvwire.proto.events import MemoryWanted, MessageDropped
+from kvwire.proto.events import MemoryWanted, MessageDropped, Outbox
 from kvwire.proto.holds import Holds
-from kvwire.proto.outbox import Outbox
 from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId, RequestId
@@ -106,7 +105,6 @@ class Messages:
         """Tell the receiver of a message that waits for its memory."""
         self._requests.start(request)
         body = Announce(tag=request.tag.to_bytes(8, "little"), nbytes=request.nbytes)
-        assert request.wire_id is not None
         self._outbox.send(FrameType.ANNOUNCE, body, request=request.wire_id)
 
     def ready_received(self, header: Header, body: Ready) -> None:
@@ -378,7 +376,6 @@ class Messages:
         self._requests.finish(request, held=waiting.buffer)
 
     def _receive(self, request: RequestRecord) -> None:
-        assert request.wire_id is not None
         self._outbox.send(
             FrameType.READY, Ready(nbytes=request.nbytes), request=request.wire_id
         )

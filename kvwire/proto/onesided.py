@@ -16,7 +16,7 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.proto.chunks import ChunkMover
-from kvwire.proto.outbox import Outbox
+from kvwire.proto.events import Outbox
 from kvwire.proto.regions import Grants
 from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
@@ -108,5 +108,4 @@ class OneSided:
         self, frame_type: FrameType, request: RequestRecord, where: AccessBody
     ) -> None:
         self._requests.start(request)
-        assert request.wire_id is not None
         self._outbox.send(frame_type, where, request=request.wire_id)

@@ -1,4 +1,10 @@
-"""The parts of a KV transfer as the protocol sees them: numbered, sized, under way."""
+"""The parts of a KV transfer as the protocol sees them: numbered, sized, under way.
+
+A segment of one chunk needs no frame of its own to say which part of the cache it is:
+its box fits the offset of a header, which is 0 for the first chunk. Such a mark is
+*unsaid* until the chunk leaves. What has to come behind it, the mark of a longer
+segment or COMMIT, says it by SEGMENT before itself.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvwire.errors import MalformedFrame
+from kvwire.proto.events import Outbox
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId
+from kvwire.wire.control import SegmentBody
+from kvwire.wire.header import FrameType, Header
 
 Box = tuple[int, int, int, int, int]
 """(group, layer, layers, granule, granules)"""
@@ -16,6 +26,7 @@ Box = tuple[int, int, int, int, int]
 # What becomes of a chunk at the consumer.
 CHUNK_ARRIVING: Final = 1
 CHUNK_LANDED: Final = 2
+_COMMIT_MAX: Final = 2
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -85,3 +96,41 @@ class TransferRecord:
     committed: bool = False
     acknowledge: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
+
+
+def packed_mark(box: Box, commit: int) -> int | None:
+    """Return a mark as the offset of MARKED_DATA; None if that has no room for it."""
+    group, layer, layers, granule, granules = box
+    if max(granule, granules) > 0xFFFF or max(layer, layers) > 0xFFF or group > 0x3F:
+        return None
+    packed = commit << 6 | group
+    return packed << 56 | layer << 44 | layers << 32 | granule << 16 | granules
+
+
+def read_mark(header: Header) -> SegmentBody:
+    """Return what MARKED_DATA says of its segment."""
+    mark, commit = header.offset, header.offset >> 62
+    if commit > _COMMIT_MAX:
+        raise MalformedFrame("KVW-TR-13", f"MARKED_DATA with commit {commit}")
+    layer, layers = mark >> 44 & 0xFFF, mark >> 32 & 0xFFF
+    box = (mark >> 56 & 0x3F, layer, layers, mark >> 16 & 0xFFFF, mark & 0xFFFF)
+    number, nbytes = header.segment, header.length
+    return SegmentBody(number=number, box=box, nbytes=nbytes, commit=commit)
+
+
+def say_mark(outbox: Outbox, segment: SegmentRecord, commit: int) -> None:
+    """Send the SEGMENT of a segment."""
+    body = SegmentBody(
+        number=segment.number, box=segment.box, nbytes=segment.nbytes, commit=commit
+    )
+    outbox.send(FrameType.SEGMENT, body, request=segment.request.wire_id)
+
+
+def say_marks(outbox: Outbox, transfer: TransferRecord) -> None:
+    """Send the SEGMENT of every segment whose mark is unsaid."""
+    for segment in transfer.unsaid:
+        assert segment.unsaid is not None
+        commit = segment.unsaid >> 62
+        segment.unsaid = None
+        say_mark(outbox, segment, commit)
+    transfer.unsaid.clear()

@@ -23,10 +23,8 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
-from kvwire.proto.chunk_set import ChunkSet
-from kvwire.proto.events import RequestDone
+from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.holds import Holds
-from kvwire.proto.outbox import Outbox
 from kvwire.proto.state import (
     FIRST_STATE,
     REQUEST_TRANSITIONS,
@@ -41,6 +39,47 @@ from kvwire.wire.header import FrameType
 
 SENDING: Final = frozenset({RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE_GET})
 SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
+_UNMATCHED: Final = RequestId(0)
+
+
+class ChunkSet:
+    """Knows which chunks of one movement have come; needs no memory in order.
+
+    A bitmap would be as long as the peer's number of bytes says, before one of them has
+    come. Here all below ``_next`` have come, and each number kept beyond it was paid
+    for with the payload of a whole chunk.
+    """
+
+    __slots__ = ("_beyond", "_holes", "_next")
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._beyond: set[int] = set()
+        self._holes: set[int] = set()
+
+    def note(self, number: int) -> bool:
+        """Note a chunk; False if it had come before."""
+        if number in self._holes:
+            self._holes.remove(number)
+            return True
+        if number < self._next or number in self._beyond:
+            return False
+        if number > self._next:
+            # Not more than there are chunks of CHUNK_BYTES_MIN in REQUEST_BYTES_MAX.
+            self._beyond.add(number)  # bounded: REQUEST_BYTES_MAX, CHUNK_BYTES_MIN
+            return True
+        self._next += 1
+        while self._next in self._beyond:
+            self._beyond.remove(self._next)
+            self._next += 1
+        return True
+
+    def forget(self, number: int) -> None:
+        """Remove a chunk that got lost with its lane: it may come again."""
+        if number in self._beyond:
+            self._beyond.remove(number)
+        else:
+            self._holes.add(number)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
 
 
 class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
@@ -48,7 +87,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
 
     Attributes:
         kind: What it does.
-        wire_id: Its number on the wire; None for a RECV that has no match yet.
+        wire_id: Its number on the wire; 0 for a RECV that has no match yet.
         tag: Of a message.
         buffer: Its memory; None for a RECV that was posted without any.
         base: Where in the buffer its bytes begin.
@@ -64,7 +103,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     """
 
     kind: RequestKind
-    wire_id: RequestId | None
+    wire_id: RequestId = _UNMATCHED
     buffer: BufferId | None
     nbytes: int
     tag: int = 0
@@ -186,7 +225,6 @@ class RequestTable:
 
     def serve(self, request: RequestRecord) -> None:
         """Keep a request that the peer has started."""
-        assert request.wire_id is not None
         self._theirs[request.wire_id] = request  # bounded: REQUESTS_MAX
 
     def find(self, wire_id: int) -> RequestRecord | None:
@@ -229,7 +267,7 @@ class RequestTable:
             return
         request.advance(RequestInput.FAIL)
         self._leave(request)
-        if tell is not None and request.wire_id is not None:
+        if tell is not None and request.wire_id:
             self.tell_failed(request.wire_id, tell, str(error))
         self._outbox.report(
             RequestDone(request=request, error=error, nbytes=0, held=held)
@@ -242,7 +280,6 @@ class RequestTable:
 
     def tell_done(self, request: RequestRecord) -> None:
         """Send FIN: every byte of a put is in place."""
-        assert request.wire_id is not None
         body = Fin(nbytes=request.nbytes)
         self._outbox.send(FrameType.FIN, body, request=request.wire_id)
 
@@ -275,7 +312,7 @@ class RequestTable:
         heapq.heappush(self._deadlines, entry)  # bounded: twice REQUESTS_MAX
 
     def _leave(self, request: RequestRecord) -> None:
-        if request.wire_id is None:
+        if not request.wire_id:
             self._unmatched.pop(id(request), None)
         elif self._is_theirs(request.wire_id):
             self._theirs.pop(request.wire_id, None)

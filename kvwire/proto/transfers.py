@@ -32,6 +32,7 @@ from kvwire.limits import (
 )
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover, ChunkPlace
 from kvwire.proto.events import (
+    Outbox,
     SegmentLanded,
     SegmentMarked,
     SegmentsAcknowledged,
@@ -40,14 +41,16 @@ from kvwire.proto.events import (
     TransferSettled,
 )
 from kvwire.proto.holds import Holds
-from kvwire.proto.marks import packed_mark, read_mark, say_mark, say_marks
-from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import (
     CHUNK_ARRIVING,
     CHUNK_LANDED,
     Box,
     SegmentRecord,
     TransferRecord,
+    packed_mark,
+    read_mark,
+    say_mark,
+    say_marks,
 )
 from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
@@ -130,7 +133,6 @@ class Transfers:
             description=description,
             done=self._take_last_words(),
         )
-        assert request.wire_id is not None
         self._outbox.send(FrameType.OPEN, body, request=request.wire_id)
 
     def agree(self, request: RequestRecord, description: bytes) -> None:
@@ -139,7 +141,6 @@ class Transfers:
             return
         self._unanswered.pop(request, None)
         request.advance(RequestInput.GO)
-        assert request.wire_id is not None
         body = Agree(description=description, done=self._take_last_words())
         self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
 
@@ -231,7 +232,6 @@ class Transfers:
         transfer = self._transfers[request]
         transfer.committed = True
         say_marks(self._outbox, transfer)
-        assert request.wire_id is not None
         body = Commit(segments=len(transfer.segments), complete=complete)
         self._outbox.send(FrameType.COMMIT, body, request=request.wire_id)
         self.settle(request)
@@ -290,7 +290,6 @@ class Transfers:
         transfer.damaged = list(body.damaged)
         request.confirmed = True
         if self.brief:
-            assert request.wire_id is not None
             self.last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
             if len(self.last_words) == LAST_WORDS_MAX:
                 self.say_last_words()
@@ -525,7 +524,6 @@ class Transfers:
         transfer.open_segments -= 1
 
     def _send_landed(self, request: RequestRecord, transfer: TransferRecord) -> None:
-        assert request.wire_id is not None
         numbers = transfer.acknowledge
         for start in range(0, len(numbers), LANDED_MAX):
             body = SegmentAck(segments=tuple(numbers[start : start + LANDED_MAX]))
@@ -544,7 +542,6 @@ class Transfers:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
             self._requests.fail(request, error, tell=WireCode.INTEGRITY)
             return
-        assert request.wire_id is not None
         body = CommitAck(damaged=tuple(sorted(transfer.damaged)))
         self._outbox.send(FrameType.COMMIT_ACK, body, request=request.wire_id)
         request.advance(RequestInput.MOVED)

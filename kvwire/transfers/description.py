@@ -27,7 +27,7 @@ from kvwire.limits import (
     NAME_CHARS_MAX,
     PROFILE_FIELDS_MAX,
 )
-from kvwire.wire.decode_errors import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS
 
 GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Pairs = Annotated[

@@ -35,7 +35,6 @@ from kvwire.limits import (
     SETTLED_MAX,
     TRANSFER_ID_BYTES_MAX,
 )
-from kvwire.wire.decode_errors import DECODE_ERRORS
 from kvwire.wire.header import FrameType
 
 U16 = Annotated[int, Meta(ge=0, le=2**16 - 1)]
@@ -285,6 +284,10 @@ _BODIES: Final[dict[int, type[Body]]] = {
 _DECODERS: Final = {
     frame_type: msgspec.msgpack.Decoder(cls) for frame_type, cls in _BODIES.items()
 }
+# It reports a text that is no UTF-8 as Python does, and likewise what is deeper than
+# its stack, even among fields that this version does not know.
+DECODE_ERRORS: Final = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""What msgspec raises of bytes that it cannot read."""
 encode_body: Final[Callable[[Body], bytes]] = msgspec.msgpack.Encoder().encode
 """Returns the bytes of a control body."""
 

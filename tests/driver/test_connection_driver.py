@@ -76,9 +76,7 @@ class CountedLink:
 
 def _nothing_new() -> TransferAgreed:
     """An event of which nobody knows what to do."""
-    nobody = RequestRecord(
-        kind=RequestKind.INCOMING, wire_id=None, buffer=None, nbytes=0
-    )
+    nobody = RequestRecord(kind=RequestKind.INCOMING, buffer=None, nbytes=0)
     return TransferAgreed(request=nobody, description=b"")
 
 

@@ -10,8 +10,7 @@ import pytest
 import kvwire
 from kvwire import Address, limits
 from kvwire.driver.handshake import report_of
-from kvwire.proto.agreement import Identity
-from kvwire.proto.handshake import ClientHandshake
+from kvwire.proto.handshake import ClientHandshake, Identity
 from kvwire.types import TrustMode
 from kvwire.wire.control import (
     BackendOffer,

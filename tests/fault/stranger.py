@@ -12,8 +12,13 @@ from typing import Any
 from kvwire import Address, limits
 from kvwire.limits import HEADER_BYTES
 from kvwire.memory.checksum import checksum
-from kvwire.proto.agreement import Agreement, Identity
-from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
+from kvwire.proto.handshake import (
+    Agreement,
+    ClientHandshake,
+    Handshake,
+    Identity,
+    ServerHandshake,
+)
 from kvwire.wire.control import Body, encode_body
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 from tests.support.core_pair.handshakes import begin, choose_first, identity

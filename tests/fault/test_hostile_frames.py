@@ -17,7 +17,7 @@ import pytest
 import kvwire
 from kvwire import Connection, ConnectionClosed, ConnectionLost, IntegrityError, limits
 from kvwire.errors import ProtocolError
-from kvwire.proto.agreement import Identity
+from kvwire.proto.handshake import Identity
 from kvwire.security.keys import read_key_file, write_key_file
 from kvwire.types import TrustMode
 from kvwire.wire.control import AccessBody, Announce, Close, Ping

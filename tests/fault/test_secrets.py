@@ -20,8 +20,8 @@ import pytest
 import kvwire
 from kvwire import Connection, Grant, KVWireError, Request
 from kvwire.driver.connection_driver import ConnectionDriver
-from kvwire.proto.agreement import Agreement, Identity
 from kvwire.proto.auth import Keys, key_id
+from kvwire.proto.handshake import Agreement, Identity
 from kvwire.security.keys import read_key_file, write_key_file
 from tests.fault.stranger import TERMS, dial
 from tests.support.core_pair.handshakes import identity

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvwire.proto.chunks import Chunk, ChunkMover
-from kvwire.proto.events import RequestDone
+from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
-from kvwire.proto.outbox import Outbox
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import RequestInput, RequestKind
@@ -34,7 +33,6 @@ class Side:
     def request(self, kind: RequestKind, nbytes: int, base: int = 0) -> RequestRecord:
         request = RequestRecord(
             kind=kind,
-            wire_id=None,
             buffer=self.holds.new(),
             nbytes=nbytes,
             base=base,
@@ -83,10 +81,8 @@ class Side:
         return [event for event in events if isinstance(event, RequestDone)]
 
 
-def data(wire_id: int | None, offset: int, length: int) -> Header:
-    raw = encode_header(
-        FrameType.DATA, Flag.CHECKED, 0, length, wire_id or 0, offset=offset
-    )
+def data(wire_id: int, offset: int, length: int) -> Header:
+    raw = encode_header(FrameType.DATA, Flag.CHECKED, 0, length, wire_id, offset=offset)
     return decode_header(raw)
 
 

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from kvwire.errors import (
     ConnectionLost,
-    IntegrityError,
     MalformedFrame,
     UnexpectedFrame,
 )
 from kvwire.limits import LINK_CHUNKS_MAX
 from kvwire.proto.chunks import ChunkPlace
-from kvwire.proto.records import SegmentRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.wire.header import FrameType, decode_header
 from tests.proto.flowing import CHUNK, Side, data, pieces
@@ -56,29 +54,6 @@ def test_what_is_due_is_the_rest_of_what_has_its_turn() -> None:
     assert side.chunks.due_bytes == CHUNK
 
 
-def test_a_chunk_of_a_segment_names_it() -> None:
-    """Its request and its number."""
-    side = Side()
-    segment = side.segment(5, priority=0, number=7)
-    chunk = side.chunk()
-    assert (chunk.request, chunk.number, chunk.unsaid) == (segment.request, 7, False)
-    segment.unsaid = 1
-    assert chunk.unsaid
-
-
-def test_a_segment_is_sent_when_its_last_chunk_is() -> None:
-    """Not when the link still works on one, and once."""
-    side, sent = Side(), list[SegmentRecord]()
-    side.chunks.on_segment_sent(sent.append)
-    segment = side.segment(25, priority=3)
-    first, second, third = (side.chunk() for _ in range(3))
-    side.chunks.chunk_sent(third)
-    side.chunks.chunk_sent(first)
-    assert sent == []
-    side.chunks.chunk_sent(second)
-    assert sent == [segment]
-
-
 def test_completions_in_any_order() -> None:
     """A link may be through with its frames as it likes."""
     for order in itertools.permutations(range(3)):
@@ -90,19 +65,6 @@ def test_completions_in_any_order() -> None:
             side.chunks.chunk_sent(chunks[number])
         assert request.state is RequestStage.WAITING
         assert side.holds.drained == []
-
-
-def test_confirmed_before_the_link_was_through() -> None:
-    """The peer's FIN may be quicker than our link's word."""
-    side = Side()
-    request = side.put(5)
-    chunk = side.chunk()
-    request.confirmed = True
-    assert side.done() == []
-    side.chunks.chunk_sent(chunk)
-    (done,) = side.done()
-    assert (done.request, done.error) == (request, None)
-    assert side.holds.drained == [request.buffer]
 
 
 def test_a_link_that_reports_nothing_gets_no_more() -> None:
@@ -251,36 +213,6 @@ def test_payload_for_what_does_not_receive() -> None:
         with pytest.raises(UnexpectedFrame, match=request.state.value) as caught:
             side.chunks.data_header(data(request.wire_id, 0, 5))
         assert caught.value.rule == "KVW-DT-01"
-
-
-@pytest.mark.rule("KVW-DT-04", "breaks")
-def test_damage_fails_the_request_and_nothing_else() -> None:
-    """The peer is told, and a chunk that is right does not repair it."""
-    side = Side()
-    damaged, other = side.get(25), side.get(5)
-    first = side.chunks.data_header(data(damaged.wire_id, 0, 10))
-    side.chunks.data_landed(first, intact=False)
-    (done,) = side.done()
-    assert isinstance(done.error, IntegrityError)
-    assert [decode_header(h).type for h, _ in side.outbox.frames] == [FrameType.FAIL]
-    late = side.chunks.data_header(data(damaged.wire_id, 10, 10))
-    assert late.place is ChunkPlace.NOWHERE
-    arrival = side.chunks.data_header(data(other.wire_id, 0, 5))
-    side.chunks.data_landed(arrival, intact=True)
-    assert [event.error for event in side.done()] == [None]
-
-
-@pytest.mark.parametrize("intact", [True, False])
-def test_memory_is_held_while_the_link_writes(intact: bool) -> None:
-    """A request that ends meanwhile has its memory back when the bytes are in."""
-    side = Side()
-    request = side.get(25)
-    arrival = side.chunks.data_header(data(request.wire_id, 0, 10))
-    side.requests.fail(request, ConnectionLost("x"), tell=None)
-    assert side.holds.drained == []
-    side.chunks.data_landed(arrival, intact=intact)
-    assert side.holds.drained == [request.buffer]
-    assert len(side.done()) == 1
 
 
 # --- the end

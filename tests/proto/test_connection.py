@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -17,10 +16,8 @@ from kvwire.errors import (
     PeerCancelled,
     PeerUnresponsive,
     RequestCancelled,
-    StaleRegion,
     WireCode,
 )
-from kvwire.limits import LAST_WORD_DELAY_S
 from kvwire.proto.events import Ended
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import CloseState
@@ -237,20 +234,6 @@ def test_close_when_idle(who: str) -> None:
         assert end.core.phase is CloseState.CLOSED
 
 
-def test_close_ends_what_the_peer_waits_for() -> None:
-    """It cannot be met any more, and nobody has to wait for the deadline."""
-    pair = ConnectionPair()
-    waiting = waiting_on(pair.server)
-    pair.run()
-    pair.client.close()
-    expect_fine(pair)
-    for request in waiting:
-        expect_error(pair.server, request, ClosedOK)
-    for end in (pair.client, pair.server):
-        assert type(end.core.error) is ClosedOK
-        assert len(end.core.holds) == 0
-
-
 def test_close_may_be_called_in_every_phase() -> None:
     """And again, and leads to an end."""
     for phase in CloseState:
@@ -425,38 +408,6 @@ def test_a_request_that_is_withdrawn_and_one_that_is_cancelled() -> None:
     for request in (one, two):
         expect_error(pair.client, request, RequestCancelled)
     assert not pair.client.wire
-
-
-def test_regions_are_revoked_in_any_phase() -> None:
-    """Before, during and after a close."""
-    for phases in list(itertools.product([True, False], repeat=2)):
-        closing, gone = phases
-        pair = ConnectionPair()
-        region = pair.server.expose(100)
-        pair.server.stalled = True
-        got = pair.client.get(pair.server.grant(region))
-        pair.run()
-        if closing:
-            pair.server.close()
-        if gone:
-            pair.server.lose()
-        pair.server.close_region(region)
-        assert region.buffer in pair.server.freed
-        pair.run()
-        if not gone:
-            expect_error(pair.client, got, StaleRegion)
-
-
-def test_the_last_word_waits_no_longer_than_said() -> None:
-    """Then it has a frame of its own."""
-    m = moved(brief=True)
-    m.mark(b"x", commit=2)
-    expect_fine(m.pair)
-    m.pair.advance(LAST_WORD_DELAY_S / 2)
-    assert not m.over()
-    m.pair.advance(LAST_WORD_DELAY_S)
-    assert m.over()
-    assert m.consumer.error(m.incoming) is None
 
 
 def test_a_message_announced_while_the_peer_closes() -> None:

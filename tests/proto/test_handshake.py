@@ -18,9 +18,8 @@ from kvwire.errors import (
     WireCode,
 )
 from kvwire.limits import HANDSHAKE_BODY_BYTES
-from kvwire.proto.agreement import Identity
 from kvwire.proto.framing import Framing
-from kvwire.proto.handshake import Handshake, HandshakeState, accepted_digest
+from kvwire.proto.handshake import Handshake, HandshakeState, Identity, accepted_digest
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     HandshakeVerdict,

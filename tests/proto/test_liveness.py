@@ -14,7 +14,7 @@ from kvwire.limits import (
     PINGS_SAVED_MAX,
     STALL_TOLERANCE_S,
 )
-from kvwire.proto.liveness import Liveness, LivenessVerdict
+from kvwire.proto.liveness import Keepalive, Liveness, LivenessVerdict
 from kvwire.wire.control import Ping
 
 
@@ -127,3 +127,26 @@ def test_pings_that_waited_come_together() -> None:
     for _ in range(60 * PINGS_PER_SECOND_MAX):
         liveness.ping_received(160.0)
     assert liveness._pings_left == PINGS_PER_SECOND_MAX
+
+
+# --- what we say ourselves
+
+
+def test_no_silence_of_ours_is_longer_than_an_interval() -> None:
+    """Nor shorter than half of one, whenever the last frame was sent."""
+    for seed in range(20):
+        chance, mine = (
+            random.Random(seed),
+            Keepalive(interval_s=PING_INTERVAL_S, now=100.0, frames_sent=5),
+        )
+        spoke_at, frames_sent = 100.0, 5
+        while mine.due < 200.0:
+            if chance.random() < 0.5:
+                spoke_at, frames_sent = (
+                    mine.due - chance.uniform(0.0, 1.0),
+                    frames_sent + 1,
+                )
+            now = mine.due
+            if mine.is_due(now, frames_sent):
+                assert PING_INTERVAL_S / 2 <= now - spoke_at <= PING_INTERVAL_S
+                spoke_at, frames_sent = now, frames_sent + 1

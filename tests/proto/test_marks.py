@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from kvwire.errors import MalformedFrame
 from kvwire.limits import LAST_WORD_DELAY_S, SEGMENTS_TOGETHER
 from kvwire.proto.events import SegmentsAcknowledged
-from kvwire.proto.marks import packed_mark, read_mark
-from kvwire.proto.records import Box
+from kvwire.proto.records import Box, packed_mark, read_mark
 from kvwire.wire.header import FrameType, decode_header, encode_header
 from tests.proto.moving import Moved, events_of, expect_fine, moved
 

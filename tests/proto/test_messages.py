@@ -149,13 +149,13 @@ def test_ready_for_what_was_not_announced() -> None:
     pair = ConnectionPair()
     region = pair.server.expose(100)
     put = pair.client.put(bytes(100), pair.server.grant(region))
-    pair.server.forge(FrameType.READY, Ready(100), request=put.wire_id or 0)
+    pair.server.forge(FrameType.READY, Ready(100), request=put.wire_id)
     expect_broken(pair, pair.client, "KVW-MS-02")
     other = ConnectionPair()
     other.client.send(TAG, bytes(100))
     receive = other.server.recv(TAG, 100)
     other.deliver(other.client)
-    other.client.forge(FrameType.READY, Ready(100), request=receive.wire_id or 0)
+    other.client.forge(FrameType.READY, Ready(100), request=receive.wire_id)
     expect_broken(other, other.server, "KVW-MS-02")
 
 

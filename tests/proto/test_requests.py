@@ -5,25 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvwire.errors import (
     ConnectionLost,
-    DeadlineExceeded,
     FlowControlViolation,
-    PeerCancelled,
     UnexpectedFrame,
     UsageError,
-    WireCode,
 )
 from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
-from kvwire.proto.events import RequestDone
+from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
-from kvwire.proto.outbox import Outbox
-from kvwire.proto.requests import SERVING, RequestRecord, RequestTable
+from kvwire.proto.requests import ChunkSet, RequestRecord, RequestTable
 from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind
-from kvwire.types import BufferId, RequestId, Role
-from kvwire.wire.control import Body, Fail, Fin, decode_body
+from kvwire.types import RequestId, Role
+from kvwire.wire.control import Body, decode_body
 from kvwire.wire.header import decode_header
 
 both_roles = pytest.mark.parametrize("role", list(Role))
@@ -55,7 +53,6 @@ class Table:
     ) -> RequestRecord:
         return RequestRecord(
             kind=kind,
-            wire_id=None,
             buffer=self.holds.new(),
             nbytes=nbytes,
             deadline=deadline,
@@ -116,7 +113,6 @@ def test_a_number_of_the_past_is_late(role: Role) -> None:
     ours, theirs = side.started(), side.served(first_of(role.other))
     for request in (ours, theirs):
         side.requests.fail(request, ConnectionLost("over"), tell=None)
-        assert request.wire_id is not None
         assert side.requests.find(request.wire_id) is None
 
 
@@ -176,70 +172,6 @@ def test_numbers_are_used_up_some_day() -> None:
         side.requests.check_room()
 
 
-def test_a_receive_gets_its_number_when_it_is_matched() -> None:
-    """It is the peer's, since the peer has begun."""
-    side = table()
-    receive = side.request(RequestKind.RECV)
-    side.requests.post(receive)
-    assert list(side.requests) == [receive]
-    side.requests.match(receive, side.requests.admit(2))
-    assert side.requests.find(2) is receive
-    assert list(side.requests) == [receive]
-    side.requests.fail(receive, ConnectionLost("over"), tell=None)
-    assert list(side.requests) == []
-
-
-@pytest.mark.rule("KVW-RQ-01", "keeps")
-def test_one_completion_when_it_is_done() -> None:
-    """With the bytes moved; its memory drains."""
-    side = table()
-    request = side.started(RequestKind.GET)
-    request.advance(RequestInput.MOVED)
-    side.requests.finish(request, held=BufferId(99))
-    (done,) = side.done()
-    assert (done.request, done.error, done.nbytes, done.held) == (request, None, 5, 99)
-    assert side.holds.drained == [request.buffer]
-    assert request.over
-
-
-def test_one_completion_when_it_fails() -> None:
-    """Whatever else goes wrong afterwards; the peer is told once."""
-    side = table()
-    request = side.started()
-    side.requests.fail(request, PeerCancelled("first"), tell=WireCode.CANCELLED)
-    side.requests.fail(request, PeerCancelled("second"), tell=WireCode.CANCELLED)
-    (done,) = side.done()
-    assert str(done.error) == "first"
-    assert done.nbytes == 0
-    assert side.said() == [(1, Fail(WireCode.CANCELLED, "first"))]
-
-
-def test_whose_memory_drains() -> None:
-    """A request's own; a region's belongs to the region."""
-    for kind in RequestKind:
-        side = table()
-        request = side.started(kind)
-        side.requests.fail(request, ConnectionLost("over"), tell=None)
-        assert side.holds.drained == ([] if kind in SERVING else [request.buffer])
-
-
-def test_a_request_without_memory_fails_too() -> None:
-    """A receive that has met nothing."""
-    side = table()
-    request = RequestRecord(kind=RequestKind.RECV, wire_id=None, buffer=None, nbytes=5)
-    side.requests.post(request)
-    side.requests.fail(request, ConnectionLost("over"), tell=WireCode.CANCELLED)
-    assert len(side.done()) == 1
-    assert side.said() == [], "the peer does not know of it"
-
-
-def test_done_says_how_much() -> None:
-    """All of it, since a put is all or nothing."""
-    side = table()
-    side.requests.tell_done(side.served(2, RequestKind.SERVE_PUT))
-    assert side.said() == [(2, Fin(5))]
-
-
 @pytest.mark.rule("KVW-RQ-01", "breaks")
 def test_a_step_that_does_not_exist() -> None:
     """It names the request, its state and what came."""
@@ -267,14 +199,6 @@ def test_a_request_without_a_deadline_never_expires() -> None:
     assert side.requests.expire(1e9) == []
 
 
-def test_a_receive_that_waits_expires_too() -> None:
-    """It has no number yet."""
-    side = table()
-    receive = side.request(RequestKind.RECV, deadline=3.0)
-    side.requests.post(receive)
-    assert side.requests.expire(3.0) == [receive]
-
-
 def test_deadlines_of_the_past_are_forgotten() -> None:
     """A million requests that end in time leave no million entries."""
     side = table()
@@ -288,10 +212,29 @@ def test_deadlines_of_the_past_are_forgotten() -> None:
     assert side.requests.next_deadline == 1e9 + 5
 
 
-def test_the_error_of_a_deadline_says_how_far_it_came() -> None:
-    """Kind, state and bytes."""
-    request = table().started(RequestKind.GET)
-    request.moved = 3
-    error = RequestTable.expired(request)
-    assert isinstance(error, DeadlineExceeded)
-    assert "the get was moving, 3 of 5 bytes" in str(error)
+# --- which chunks have come
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40))))
+def test_chunks_that_came_are_a_set(steps: list[tuple[bool, int]]) -> None:
+    """In any order, with any repetitions, from any start; what was lost is new."""
+    seen, model = ChunkSet(), set[int]()
+    for lost, number in steps:
+        if lost and number in model:
+            seen.forget(number)
+            model.remove(number)
+        else:
+            assert seen.note(number) is (number not in model)
+            model.add(number)
+
+
+def test_chunks_in_order_cost_no_memory() -> None:
+    """A size that the peer announces costs nothing; what came out of order is kept."""
+    seen = ChunkSet()
+    assert all(seen.note(number) for number in range(1000))
+    assert not seen._beyond
+    assert seen.note(10**12)
+    assert seen._beyond == {10**12}
+    assert seen.note(1001)
+    assert seen.note(1000)
+    assert seen._beyond == {10**12}

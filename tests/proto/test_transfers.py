@@ -27,8 +27,7 @@ from kvwire.proto.events import (
     TransferAgreed,
     TransferOpened,
 )
-from kvwire.proto.marks import packed_mark
-from kvwire.proto.records import SegmentRecord
+from kvwire.proto.records import SegmentRecord, packed_mark
 from kvwire.wire.control import (
     Agree,
     Body,
@@ -433,16 +432,6 @@ def test_an_end_between_a_mark_and_its_bytes() -> None:
     m.pair.run()
     assert m.consumer.ended is not None
     assert not events_of(m.consumer, SegmentLanded)
-
-
-def test_a_commit_that_is_not_complete() -> None:
-    """The other one that SEGMENT can say."""
-    m = moved(brief=True)
-    m.mark(b"x")
-    m.mark(b"y", commit=1)
-    expect_fine(m.pair)
-    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
-    assert sorted(itertools.chain(*said)) == [1, 2]
 
 
 def test_the_last_word_of_a_connection_that_is_aborted() -> None:

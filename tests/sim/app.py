@@ -384,7 +384,7 @@ class App:
         endpoint.pump()
         endpoint.set_timer()
         for ask in endpoint.open:
-            unmet = ask.kind is RequestKind.RECV and ask.core.wire_id is None
+            unmet = ask.kind is RequestKind.RECV and not ask.core.wire_id
             demand(
                 not unmet or ask.core.state is not RequestStage.POSTED,
                 "close",

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
 from kvwire.limits import HANDSHAKE_TIMEOUT_S
-from kvwire.proto.agreement import Agreement
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
-from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
+from kvwire.proto.handshake import (
+    Agreement,
+    ClientHandshake,
+    Handshake,
+    ServerHandshake,
+)
 from kvwire.types import BufferId, Role
 from kvwire.wire.control import (
     BackendOffer,
@@ -91,7 +95,7 @@ class Endpoint:
         """Remember a request that the core has taken."""
         ask.core.context = ask
         self.open[ask] = None
-        if numbered and ask.core.wire_id is not None:
+        if numbered and ask.core.wire_id:
             self.asks[ask.core.wire_id] = ask
 
     def keep(self, ask: Ask, *, numbered: bool = True) -> None:

@@ -306,7 +306,7 @@ def _other(ask: Ask) -> Ask:
     """The same transfer at the other side."""
     peer = ask.endpoint.peer
     other = None
-    if peer is not None and ask.core.wire_id is not None:
+    if peer is not None and ask.core.wire_id:
         other = peer.asks.get(ask.core.wire_id)
     demand(other, "kv", "a transfer that the other side does not know")
     assert other is not None
@@ -517,7 +517,7 @@ def _asked(endpoint: Endpoint, request: RequestRecord) -> Ask:
     """What the peer's application asked for, which this side carries out."""
     peer = endpoint.peer
     ask = None
-    if peer is not None and request.wire_id is not None:
+    if peer is not None and request.wire_id:
         ask = peer.asks.get(request.wire_id)
     if ask is None:
         raise Violation("place", f"request {request.wire_id} was never asked for")

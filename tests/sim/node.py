@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvwire.proto.agreement import Identity
+from kvwire.proto.handshake import Identity
 from kvwire.proto.holds import Holds
 from kvwire.proto.regions import RegionTable
 from kvwire.types import BufferId, TrustMode

@@ -36,7 +36,6 @@ class Hostile:
         end = self.out._state.attempts[0] if producer else self.inc._state.attempt
         assert end is not None
         assert end.core is not None
-        assert end.core.wire_id is not None
         connection: Any = end.connection
         outbox = connection.core.outbox
         outbox.send(frame_type, body, request=end.core.wire_id)
@@ -229,7 +228,6 @@ def test_payload_for_a_segment_that_was_not_marked() -> None:
     def act(hostile: Hostile) -> None:
         delivery = hostile.out._state.attempts[0]
         assert delivery.core is not None
-        assert delivery.core.wire_id is not None
         connection: Any = delivery.connection
         framing = connection.core.outbox.framing
         header = framing.payload(

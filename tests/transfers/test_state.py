@@ -90,9 +90,7 @@ class Link:
         origin = b"peer"
 
     def __init__(self) -> None:
-        self.request = RequestRecord(
-            kind=RequestKind.OUTGOING, wire_id=None, buffer=None, nbytes=0
-        )
+        self.request = RequestRecord(kind=RequestKind.OUTGOING, buffer=None, nbytes=0)
         self.transfers = self
         self.full = False
         self.forgotten = False

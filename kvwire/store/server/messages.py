@@ -54,7 +54,7 @@ from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, UNKNOWN, Namespace, of_tenant
 from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
-from kvwire.wire.decode_errors import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""

@@ -34,7 +34,7 @@ from kvwire.store.images import Sums
 from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from kvwire.wire.decode_errors import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS
 
 FORMAT: Final = 2
 """Of the tables and the file of images. Format 1 had no SQLite."""

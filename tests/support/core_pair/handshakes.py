@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvwire.limits import CHUNK_BYTES_MIN, HEADER_BYTES, KIB
-from kvwire.proto.agreement import Identity
 from kvwire.proto.auth import key_id
-from kvwire.proto.handshake import ClientHandshake, Handshake, ServerHandshake
+from kvwire.proto.handshake import ClientHandshake, Handshake, Identity, ServerHandshake
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     BackendOffer,

@@ -23,7 +23,6 @@ from typing import Final
 
 from kvwire.errors import KVWireError, ProtocolError
 from kvwire.memory.checksum import checksum
-from kvwire.proto.agreement import Identity
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
@@ -39,7 +38,7 @@ from kvwire.proto.events import (
     RequestDone,
     SegmentMarked,
 )
-from kvwire.proto.handshake import Handshake
+from kvwire.proto.handshake import Handshake, Identity
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.regions import RegionRecord, RegionTable

@@ -25,7 +25,6 @@ from typing import Final
 
 from kvwire.errors import HandshakeError, ProtocolError
 from kvwire.limits import SEAL_BYTES
-from kvwire.proto.agreement import Identity
 from kvwire.proto.events import (
     Ended,
     Event,
@@ -34,7 +33,7 @@ from kvwire.proto.events import (
     SegmentMarked,
     SegmentsAcknowledged,
 )
-from kvwire.proto.handshake import Handshake, ServerHandshake
+from kvwire.proto.handshake import Handshake, Identity, ServerHandshake
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Fail, decode_body, narrowed
 from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS

@@ -40,7 +40,7 @@ from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, flee
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.observe.page import CONTENT_TYPE, HEADERS
 from kvwire.security.keys import is_loopback
-from kvwire.wire.decode_errors import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):
     from prometheus_client import CollectorRegistry, generate_latest

@@ -24,7 +24,7 @@ from kvwire.integrations.vllm.announce import KV_EVENTS
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.policy import LeastLoaded, Policy
 from kvwire.limits import KV_EVENT_BLOCKS_MAX, KV_EVENT_BYTES_MAX
-from kvwire.wire.decode_errors import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS
 
 with needed_by("--route kv-events", extra="kv-events"):
     import zmq

@@ -40,7 +40,7 @@ from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.whole import AS_STREAM, in_one_piece
 from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
-from kvwire.wire.decode_errors import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
-from kvwire.wire.decode_errors import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS
 
 AS_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
 """What is asked of an engine beside the client's own fields."""
