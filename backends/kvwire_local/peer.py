@@ -93,17 +93,7 @@ class PeerMemory:
         self._addresses.clear()
 
 
-class PeerRead:
-    """Copies one payload from the peer's memory into ours, step by step."""
-
-    rest: int
-
-    def step(self, bytes_max: int) -> int:
-        """Read some more, at most so many bytes, and say how many."""
-        raise NotImplementedError
-
-
-class MemoryReading(PeerRead):
+class MemoryReading:
     """Reads the peer's address space, many fragments with one system call.
 
     The last call reads the cookie as well, after the payload.
@@ -123,6 +113,7 @@ class MemoryReading(PeerRead):
         self.rest = source.nbytes
 
     def step(self, bytes_max: int) -> int:
+        """Read some more, at most so many bytes, and say how many."""
         remote = self._remote.window(bytes_max, self._tails[0])
         local = self._local.window(bytes_max, self._tails[1])
         try:
@@ -138,7 +129,7 @@ class MemoryReading(PeerRead):
         return moved
 
 
-class MappedReading(PeerRead):
+class MappedReading:
     """Reads an arena of the peer that is mapped here."""
 
     def __init__(self, source: Fragments, destination: Fragments) -> None:
@@ -147,6 +138,7 @@ class MappedReading(PeerRead):
         self.rest = source.nbytes
 
     def step(self, bytes_max: int) -> int:
+        """Read some more, at most so many bytes, and say how many."""
         done = self._source.nbytes - self.rest
         length = min(self.rest, bytes_max)
         if length == self._source.nbytes:
@@ -156,6 +148,10 @@ class MappedReading(PeerRead):
             copy(part, self._destination.slice(done, length))
         self.rest -= length
         return length
+
+
+PeerRead = MemoryReading | MappedReading
+"""Copies one payload from the peer's memory into ours, step by step."""
 
 
 def _seals(fd: int) -> int:

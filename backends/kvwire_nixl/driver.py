@@ -33,8 +33,9 @@ import numpy as np
 
 from kvwire.backend import Landing
 from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import LANE_WAKEUP_BYTES
-from kvwire.memory.copy import as_fragments, copy
+from kvwire.memory.copy import as_fragments, copy, paired
 from kvwire_nixl.library import NixlAgent, Rows, rows
 from kvwire_nixl.ranges import NixlSlot, NixlSlots
 from kvwire_nixl.settings import NixlSettings
@@ -267,8 +268,12 @@ class NixlDriver:
         if read.landing.payload is None or not nbytes:
             return
         if read.is_direct:
-            pieces = as_fragments(read.landing.payload)
-            local, remote = _paired(pieces.addresses, pieces.lengths, read.place)
+            place = read.place
+            theirs = Fragments(
+                place.addresses, place.lengths, owner=None, writable=False
+            )
+            there, here, lengths = paired(theirs, as_fragments(read.landing.payload))
+            local, remote = rows(here, lengths), rows(there, lengths)
         else:
             read.slot = self._slots.take(nbytes)
             remote = rows(read.place.addresses, read.place.lengths)
@@ -429,21 +434,3 @@ def _peer_has_ended() -> ConnectionLost:
 
 def _one_row(address: int) -> Rows:
     return np.array([[address, WORD_BYTES, 0]], np.uint64)
-
-
-def _paired(
-    addresses: np.ndarray[tuple[int], np.dtype[np.uint64]],
-    lengths: np.ndarray[tuple[int], np.dtype[np.uint64]],
-    place: NixlPlace,
-) -> tuple[Rows, Rows]:
-    """Cut two lists of pieces where either is cut; return both as descriptors."""
-    ours, theirs = np.cumsum(lengths), np.cumsum(place.lengths)
-    ends = np.union1d(ours, theirs)
-    starts = np.concatenate((np.zeros(1, np.uint64), ends[:-1]))
-
-    def cut(places: Rows, sizes: Rows, borders: Rows) -> Rows:
-        at = borders.searchsorted(starts, "right")
-        begins = borders[at] - sizes[at]
-        return rows(places[at] + starts - begins, ends - starts)
-
-    return cut(addresses, lengths, ours), cut(place.addresses, place.lengths, theirs)

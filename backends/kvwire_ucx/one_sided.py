@@ -36,7 +36,7 @@ from kvwire.backend import Payload
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
-from kvwire.memory.copy import as_fragments, copy
+from kvwire.memory.copy import as_fragments, copy, paired
 from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import RECEIPT, UcxBootstrap
 from kvwire_ucx.pieces import PIECES_MAX, LentFragment, lent_descriptor
@@ -224,17 +224,13 @@ def _meet(
     lent: list[LentFragment], into: Fragments
 ) -> Iterator[tuple[int, int, int, int]]:
     """Cut both sides where either is cut: (key, address there, here, bytes)."""
-    starts = np.cumsum([0, *(one.nbytes for one in lent)], dtype=np.uint64)
-    cuts = np.union1d(starts, into.starts)
-    theirs = starts.searchsorted(cuts[:-1], "right") - 1
-    ours = into.starts.searchsorted(cuts[:-1], "right") - 1
-    local = into.addresses[ours] + (cuts[:-1] - into.starts[ours])
-    for which, cut, start, here, nbytes in zip(
-        theirs.tolist(),
-        cuts.tolist(),
-        starts[theirs].tolist(),
-        local.tolist(),
-        np.diff(cuts).tolist(),
-        strict=False,
-    ):
-        yield which, lent[which].address + cut - start, here, nbytes
+    theirs = Fragments(
+        np.array([one.address for one in lent], np.uint64),
+        np.array([one.nbytes for one in lent], np.uint64),
+        owner=None,
+        writable=False,
+    )
+    remote, local, lengths = paired(theirs, into)
+    keys = theirs.starts.searchsorted(lengths.cumsum() - lengths, "right") - 1
+    columns = (keys, remote, local, lengths)
+    yield from zip(*(column.tolist() for column in columns), strict=True)

@@ -138,12 +138,20 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
+def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
+    """Cut both where either is cut: the addresses of both, and the lengths.
+
+    At least one of them is fragments.
+    """
+    borders = _borders(source, destination)
+    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
+    return _places(source, starts), _places(destination, starts), lengths
+
+
 def _copy_pieces(
     source: Payload, destination: Payload, turn: Callable[[], object] | None
 ) -> None:
-    borders = _borders(source, destination)
-    starts, lengths = borders[:-1], borders[1:] - borders[:-1]
-    origin, target = _places(source, starts), _places(destination, starts)
+    origin, target, lengths = paired(source, destination)
     if _numpy_is_faster(lengths, _RELEASE_GIL_BYTES):
         runs = min(_runs(origin, lengths), _runs(target, lengths), key=len)
         if len(runs) * _RUN_PIECES <= lengths.size or len(runs) == 2:
@@ -158,6 +166,7 @@ def _copy_pieces(
         move(origin, target, lengths)
         return
     # Planned once for all of it: for each turn that would take as long as the copy.
+    starts = lengths.cumsum() - lengths
     ends = starts.searchsorted(
         np.arange(_TURN_BYTES, source.nbytes, _TURN_BYTES, dtype=np.uint64)
     )
