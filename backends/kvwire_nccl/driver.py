@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvwire.limits import LANE_WAKEUP_BYTES
+from kvwire.backend.outbox import Outbox
 from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
 from kvwire_nccl.nccl import MoveProgress, NcclMove, NcclPipe
 
@@ -55,14 +54,12 @@ class Driver:
     ) -> None:
         self._pipe = pipe
         self._state = state
-        self._call_soon = call_soon
-        self._tell_moved = moved
+        self._outbox = Outbox(call_soon, moved, lambda job: job.nbytes)
         self._tell_gone = gone
         self._clock = clock
         # Guards the state; notified when something was said to it.
         self._changed = threading.Condition()
         self._moves: list[NcclMove] = []
-        self._done: deque[PayloadMove] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -99,7 +96,7 @@ class Driver:
                     self._quarantine(exc)
                     return
                 self.abort(exc)
-        self._on_loop(self._leave)
+        self._outbox.leave(lambda: self._tell_gone(self._state.error))
 
     def _next(self) -> DirectionStep:
         with self._changed:
@@ -149,7 +146,7 @@ class Driver:
             with self._changed:
                 done.append(self._state.done(self._clock()))
         if done:
-            self._report(done)
+            self._outbox.put(done)
             return
         self._pipe.taken()
         self._pause(LOOK_S)
@@ -158,42 +155,6 @@ class Driver:
         """Rest a moment, or until something is said."""
         with self._changed:
             self._changed.wait(seconds)
-
-    def _report(self, done: list[PayloadMove]) -> None:
-        with self._changed:
-            awake = bool(self._done)
-            self._done += done  # bounded: LANE_PAYLOADS_MAX
-        if not awake:
-            self._on_loop(self._deliver)
-
-    def _deliver(self) -> None:
-        """Tell of what is done, and let the loop do something else in between."""
-        moved: list[PayloadMove] = []
-        budget = LANE_WAKEUP_BYTES
-        with self._changed:
-            while self._done and budget > 0:
-                moved.append(self._done.popleft())
-                budget -= moved[-1].nbytes
-            more = bool(self._done)
-        if moved:
-            self._tell_moved(moved)
-        if more:
-            self._on_loop(self._deliver)
-
-    def _leave(self) -> None:
-        """Say the last word, once everything before it is said."""
-        self._deliver()
-        if self._done:
-            self._on_loop(self._leave)
-        else:
-            self._tell_gone(self._state.error)
-
-    def _on_loop(self, call: Callable[[], None]) -> None:
-        try:
-            self._call_soon(call)
-        except RuntimeError:
-            # The loop is closed: whoever waited for this is gone with it.
-            return
 
     def _quarantine(self, error: Exception) -> None:
         """Keep the memory: it cannot prove that nothing touches it."""

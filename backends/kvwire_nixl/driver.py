@@ -32,9 +32,9 @@ from typing import Final
 import numpy as np
 
 from kvwire.backend import Landing
+from kvwire.backend.outbox import Outbox
 from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import LANE_WAKEUP_BYTES
 from kvwire.memory.copy import as_fragments, copy, paired
 from kvwire_nixl.library import NixlAgent, Rows, rows
 from kvwire_nixl.ranges import NixlSlot, NixlSlots
@@ -111,16 +111,14 @@ class NixlDriver:
         self._settings = settings
         self.own: NixlBootstrap = own
         self._proofs = proofs
-        self._call_soon = call_soon
+        self._outbox = Outbox(call_soon, received, lambda landing: landing.length)
         self._tell_joined = joined
-        self._tell_received = received
         self._tell_sent = sent
         self._tell_gone = gone
         self._page = NixlSlot(_PAGE_BYTES)
         # Guards what both threads use; notified when something was said.
         self._changed = threading.Condition()
         self._inbox: deque[NixlRead] = deque()
-        self._outbox: deque[NixlRead] = deque()
         self._offered = 0
         self._closing = False
         self._ending = False
@@ -187,7 +185,7 @@ class NixlDriver:
         except Exception as exc:  # noqa: BLE001 - whatever NIXL raises
             self.end(exc)
         self._quiesce()
-        self._on_loop(self._leave)
+        self._outbox.leave(self._leave)
 
     def _join(self) -> None:
         page = self._page.range
@@ -210,7 +208,7 @@ class NixlDriver:
                 self._rest(_LOOK_S)
         if not self._ending:
             self._joined = True
-            self._on_loop(lambda: self._tell_joined(None))
+            self._outbox.on_loop(lambda: self._tell_joined(None))
 
     def _learn(self, news: tuple[bytes, ...], word: int) -> None:
         """Take in what the peer has described."""
@@ -307,7 +305,7 @@ class NixlDriver:
             if not self._word_is_there():
                 return False
             done, self._confirming = self._confirming, []
-            self._report(done)
+            self._outbox.put(read.landing for read in done)
             return True
         late = time.monotonic() > self._word_at + _WORD_S
         looks = late and self._taken < self._offered and self._word_handle is not None
@@ -345,7 +343,7 @@ class NixlDriver:
         if not self._taken < taken <= self._offered:
             return False
         self._taken = taken
-        self._on_loop(lambda: self._tell_sent(taken))
+        self._outbox.on_loop(lambda: self._tell_sent(taken))
         return True
 
     def _rest(self, seconds: float) -> None:
@@ -386,46 +384,12 @@ class NixlDriver:
         except KVWireError:
             return True  # failed: the agent's end is what proves that it is quiet
 
-    # --- to the loop ------------------------------------------------------------------
-
-    def _report(self, done: list[NixlRead]) -> None:
-        with self._changed:
-            awake = bool(self._outbox)
-            self._outbox += done  # bounded: LANE_PAYLOADS_MAX
-        if done and not awake:
-            self._on_loop(self._deliver)
-
-    def _deliver(self) -> None:
-        """Tell of what is in place, and let the loop do something else in between."""
-        landings: list[Landing] = []
-        budget = LANE_WAKEUP_BYTES
-        with self._changed:
-            while self._outbox and budget > 0:
-                landings.append(self._outbox.popleft().landing)
-                budget -= landings[-1].length
-            more = bool(self._outbox)
-        if landings:
-            self._tell_received(landings)
-        if more:
-            self._on_loop(self._deliver)
-
     def _leave(self) -> None:
-        """Say the last word, once everything before it is said."""
-        if self._outbox:
-            self._deliver()
-            self._on_loop(self._leave)
-            return
+        """Say the last word."""
         if not self._joined:
             error = self._error or BackendUnavailable("the lane was aborted")
             self._tell_joined(error)
         self._tell_gone(self._error)
-
-    def _on_loop(self, call: Callable[[], None]) -> None:
-        try:
-            self._call_soon(call)
-        except RuntimeError:
-            # The loop is closed: whoever waited for this is gone with it.
-            return
 
 
 def _peer_has_ended() -> ConnectionLost:
