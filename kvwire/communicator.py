@@ -21,9 +21,8 @@ from kvwire.limits import MEMBER_LEASE_S
 from kvwire.memory.buffers import Memory
 from kvwire.region import Region
 from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.coded import incoming_state, outgoing_state
 from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_options
-from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Access, AccessName, Address
 
 
@@ -330,6 +329,8 @@ class Communicator(AsyncWith):
             content: A name of all the tokens, which both sides compare in place of
                 their hashes: for blocks of other sizes.
             lease_s: How long the blocks are held while nobody is at work on them.
+            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
+                the peer names the same. See docs/topics/codecs.md.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.
             growing: Not all blocks that ``tokens`` need are known yet, as in chunked
@@ -341,7 +342,7 @@ class Communicator(AsyncWith):
         self._state.thread.check("Communicator.publish")
         check_options("publish", options)
         consumers = options.get("consumers", 1)
-        state = OutgoingState(self._state, id, cache, blocks, options, consumers)
+        state = outgoing_state(self._state, id, cache, blocks, options, consumers)
         self._state.start(state)
         return Outgoing(state)
 
@@ -361,7 +362,7 @@ class Communicator(AsyncWith):
         """
         self._state.thread.check("Communicator.expect")
         check_options("expect", options)
-        state = IncomingState(self._state, id, cache, blocks, options)
+        state = incoming_state(self._state, id, cache, blocks, options)
         self._state.start(state)
         return Incoming(state)
 

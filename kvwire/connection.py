@@ -14,13 +14,12 @@ from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory
 from kvwire.request import Request
 from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.incoming import IncomingState
+from kvwire.transfers.coded import incoming_state, outgoing_state
 from kvwire.transfers.options import (
     ReceiveOptions,
     SendOptions,
     check_options,
 )
-from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import Deadline, Grant, PeerInfo, TransportReport
 
 
@@ -52,6 +51,8 @@ class _TransferVerbs:
                 their hashes: for blocks of other sizes.
             have: Hashes this side has, or a predicate: those blocks are not sent.
             lease_s: How long to wait for another link after a lost one.
+            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
+                the peer names the same. See docs/topics/codecs.md.
 
         Raises:
             UsageError: The cache or the blocks cannot be used; nothing was sent. What
@@ -60,7 +61,7 @@ class _TransferVerbs:
         """
         self._state.thread.check(f"{type(self).__name__}.pull")
         check_options("pull", options)
-        state = IncomingState(self._state.communicator, id, cache, blocks, options)
+        state = incoming_state(self._state.communicator, id, cache, blocks, options)
         self._state.start(state)
         return Incoming(state)
 
@@ -83,6 +84,8 @@ class _TransferVerbs:
             hashes: One for each block.
             content: As for :meth:`pull`.
             lease_s: How long to wait for another link after a lost one.
+            codec: Encodes what moves, with loss: ``"fp8"``, ``"int8"`` or ``"int4"``;
+                the peer names the same. See docs/topics/codecs.md.
             group_bytes: Layers smaller than this together travel together; None for
                 the default, 1 for layer by layer.
             growing: Not all blocks that ``tokens`` need are known yet, as in chunked
@@ -95,7 +98,7 @@ class _TransferVerbs:
         """
         self._state.thread.check(f"{type(self).__name__}.push")
         check_options("push", options)
-        state = OutgoingState(self._state.communicator, id, cache, blocks, options)
+        state = outgoing_state(self._state.communicator, id, cache, blocks, options)
         self._state.start(state)
         return Outgoing(state)
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from kvwire.backend import Backend
 from kvwire.config import Config
 from kvwire.driver.buffers import BufferTable
+from kvwire.driver.codec_threads import CodecThreads
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
 
@@ -20,6 +21,7 @@ class DriverOwner(Protocol):
     buffers: BufferTable
     counters: Counters
     devices: Devices
+    codec_threads: CodecThreads
 
     def lane_backend(self, name: str) -> Backend:
         """Return the backend of this name."""

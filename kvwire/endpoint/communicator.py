@@ -24,6 +24,7 @@ from kvwire.clock import at_most, yields_before_raising
 from kvwire.config import Config
 from kvwire.directory import Record
 from kvwire.driver.buffers import BufferTable
+from kvwire.driver.codec_threads import CodecThreads
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.counters import Counters
 from kvwire.driver.devices import Devices
@@ -98,6 +99,7 @@ class CommunicatorState:
         buffers: The memory its users have lent it.
         counters: What has happened so far.
         devices: The devices that some of that memory belongs to.
+        codec_threads: Who encodes and decodes for its transfers.
         membership: What it knows of its directory.
         peers: Those that are known by name.
         thread: Who may call it.
@@ -127,6 +129,7 @@ class CommunicatorState:
         self.devices: Devices = Devices(
             self.loop, max(config.chunk_bytes, SPAN_BYTES_MAX)
         )
+        self.codec_threads: CodecThreads = CodecThreads()
         self.registry: TransferRegistry = TransferRegistry()
         self.recovery: Reconnector = Reconnector(self)
         self.membership: Membership = Membership(config.directory)
@@ -443,6 +446,8 @@ class CommunicatorState:
                 self.quarantined_bytes,
             )
         await self._reception.close()
+        # Transfers that were being decoded have their outcomes after this.
+        await self.codec_threads.close()
         self.devices.close()
         for backend in self._backends.values():
             await backend.aclose()

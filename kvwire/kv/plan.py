@@ -122,7 +122,8 @@ class TransferPlan:
     """Says how one side takes part in one transfer. Immutable.
 
     ``have`` says of each group which positions of the *consumer's* list it has already,
-    shape (blocks,); it is the same on both sides.
+    shape (blocks,); it is the same on both sides. ``named`` is what outcomes call the
+    blocks, where ``blocks`` is not what the caller knows them by.
     """
 
     __slots__ = (
@@ -147,14 +148,16 @@ class TransferPlan:
         tokens: Tokens = None,
         have: Mapping[str, Bits] | None = None,
         local: Geometry | None = None,
+        named: BlockLists | None = None,
     ) -> None:
         if side is PlanSide.CONSUMER and not cache.writable:
             raise UsageError(
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
         self.side = side
-        self.lists: BlockLists = cache.block_lists(blocks)
-        self.local: Geometry = local or describe(cache, self.lists, tokens)
+        ids = cache.block_lists(blocks)
+        self.lists: BlockLists = ids if named is None else named
+        self.local: Geometry = local or describe(cache, ids, tokens)
         # The template keeps both ends alive, so no other has one of their numbers.
         template = computed_once(
             cache,
@@ -171,7 +174,7 @@ class TransferPlan:
         self._whole = not have
         self.maps: tuple[GroupMap, ...] = tuple(
             [
-                GroupMap(steps, self.lists[steps.walk.group], granules)
+                GroupMap(steps, ids[steps.walk.group], granules)
                 for steps, granules in zip(template.steps, wanted, strict=True)
             ]
         )

@@ -225,12 +225,13 @@ class KVSpec:
     def _geometry(self) -> dict[str, int | str]:
         """Return what must agree; layers and heads are the whole model's."""
         return {
+            # First: another model, or codec, is why the rest differs.
+            "fingerprint": self.fingerprint,
             "layers": self.total_layers,
             "kv_heads": self.total_kv_heads,
             "head_dim": self.head_dim,
             "dtype": self.dtype,
             "components": self.components,
-            "fingerprint": self.fingerprint,
             "kind": self.kind,
         }
 

@@ -239,6 +239,9 @@ class KVTransfer:
 
     # Which end it is.
     receives = False
+    # What links read or write: the listed blocks, unless they are encoded.
+    memory: PagedCache
+    memory_lists: BlockLists
     # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
     trace: bytes = b""
     peer_trace: bytes = b""
@@ -276,13 +279,13 @@ class KVTransfer:
         self.registry: TransferRegistry = communicator.registry
         self.observers: ObserverPort = communicator.watchers
         self.priority = priority
-        tokens = options.get("tokens")
-        self.tokens: Tokens = tokens
+        self.tokens: Tokens = options.get("tokens")
         self.lists: BlockLists = self.listed(blocks)
-        self.geometry: Geometry = describe(cache, self.lists, tokens)
-        if cache.device is not None:
+        self.memory, self.memory_lists = self.choose_memory()
+        self.geometry: Geometry = describe(self.memory, self.memory_lists, self.tokens)
+        if self.memory.device is not None:
             # That a device does not work is known before anything is promised.
-            communicator.devices.copy_engine(cache.device)
+            communicator.devices.copy_engine(self.memory.device)
         self.deadline: float | None = absolute(options.get("deadline"))
         self.lease_s: float = (
             self.communicator.config.lease_s if lease_s is None else lease_s
@@ -384,6 +387,10 @@ class KVTransfer:
             UsageError: Names the group, the block id and the range.
         """
         return self.cache.block_lists(blocks)
+
+    def choose_memory(self) -> tuple[PagedCache, BlockLists]:
+        """Return the cache that links touch, and where the listed blocks are in it."""
+        return self.cache, self.lists
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
         """End every attempt with an error, and so the transfer."""

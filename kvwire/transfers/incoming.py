@@ -43,6 +43,7 @@ from kvwire.transfers.settle import SettleAttempt
 from kvwire.transfers.state import (
     OFF_LINK,
     ON_LINK,
+    OVER,
     UNNOTIFIED,
     AttemptInput,
     AttemptState,
@@ -277,8 +278,8 @@ class IncomingState(KVTransfer):
         assert self.attempt is not None
         if description.trace or self.ring is not None:
             self.note_peer(self.attempt.connection, description.trace)
-        if self.cache.device is not None:
-            self.attempt.connection.staging.open(self.cache.device)
+        if self.memory.device is not None:
+            self.attempt.connection.staging.open(self.memory.device)
         description.require_same_hashes(self.hashes)
         if self.peer_id not in (b"", description.endpoint_id):
             raise ProfileMismatch(
@@ -287,13 +288,14 @@ class IncomingState(KVTransfer):
         # Without hashes on both sides nobody knows that it has the same blocks.
         comparable = self.hashes and description.hashes
         plan = TransferPlan(
-            self.cache,
-            self.lists,
+            self.memory,
+            self.memory_lists,
             description.read_geometry(),
             PlanSide.CONSUMER,
             tokens=self.tokens,
             have=self.have if comparable else None,
             local=self.geometry,
+            named=self.lists,
         )
         first = not self.peer_id
         self.peer_id = description.endpoint_id
@@ -343,8 +345,9 @@ class IncomingState(KVTransfer):
             self.start_lease()
             return
         attempt.advance(AttemptInput.END)
-        if self.outcome is not None:
-            attempt.release()
+        if self.state in OVER:
+            if self.outcome is not None:
+                attempt.release()
             if lost:
                 self.registry.unconfirmed(SettleAttempt(self, attempt))
             self.registry.settled(self)
@@ -375,7 +378,7 @@ class IncomingState(KVTransfer):
             have=pack_have(self.have),
             landed=tuple(segment.box for segment in self.reported),
             plan=plan,
-            settled=self.outcome is not None,
+            settled=self.state in OVER,
             trace=self.trace,
         )
 

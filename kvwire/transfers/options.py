@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypedDict
 
 from kvwire.errors import UsageError, nearest
+from kvwire.kv.codecs.rows import TransferCodec
 from kvwire.kv.geometry import Tokens
 from kvwire.transfers.dedup import Hashes, Have
 from kvwire.types import Deadline
@@ -22,6 +23,7 @@ class TransferOptions(TypedDict, total=False):
         content: A name of all the tokens, which both sides compare in place of their
             hashes: for blocks of other sizes.
         lease_s: How long to wait for another link after a lost one.
+        codec: Encode what moves; the peer names the same. None moves it as it is.
     """
 
     deadline: Deadline
@@ -30,6 +32,7 @@ class TransferOptions(TypedDict, total=False):
     hashes: Hashes
     content: bytes | None
     lease_s: float | None
+    codec: TransferCodec | None
 
 
 class ReceiveOptions(TransferOptions, total=False):

@@ -35,7 +35,7 @@ from kvwire.transfers.dedup import digest, listed_hashes
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.options import SendOptions
 from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
-from kvwire.transfers.ready_log import ReadyLog
+from kvwire.transfers.ready_log import Encoder, ReadyLog
 from kvwire.transfers.sender import SendAttempt
 from kvwire.transfers.state import (
     OFF_LINK,
@@ -78,8 +78,13 @@ class OutgoingState(KVTransfer):
             self.loop,
             self._marked,
             self.communicator.devices,
+            self.encoder(),
         )
         self.attempts: list[SendAttempt] = []
+
+    def encoder(self) -> Encoder | None:
+        """Return what has to be done with a part before it may be sent, if anything."""
+        return None
 
     def extend(self, blocks: Blocks) -> None:
         """See :meth:`kvwire.Outgoing.extend`."""

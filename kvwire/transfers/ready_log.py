@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from kvwire.transfers.coverage import Coverage
 from kvwire.transfers.event_wait import EventWaiter, Failure
 
 Which = int | slice | None
+Encoder: TypeAlias = "Callable[[ReadyRange, Callable[[Failure], None]], None]"
+"""Begins to encode a part, and calls back once and from any thread; thread-safe."""
 
 
 class ReadyRange(NamedTuple):
@@ -85,6 +88,7 @@ class ReadyLog:
         loop: asyncio.AbstractEventLoop,
         wake: Callable[[], None],
         devices: Devices,
+        encode: Encoder | None = None,
     ) -> None:
         self.log: list[ReadyRange] = []
         self.finished: bool = False
@@ -93,6 +97,7 @@ class ReadyLog:
         self._thread = threading.get_ident()
         self._wake = wake
         self._waiter = EventWaiter(devices)
+        self._encode = encode
         self._woken = False
         self._lock = threading.Lock()
         self._later = 0
@@ -132,16 +137,21 @@ class ReadyLog:
         else:
             made = [self._mark(self._only if group is None else group, layers, blocks)]
         wait = None if after is None else self._waiter.prepare(after)
+        at_once = wait is None and self._encode is None
+        # Each layer flows as soon as it is encoded.
+        parts = [made] if self._encode is None else [[m] for m in _by_layer(made)]
         with self._lock:
             self._cover(made)
-            if wait is None:
+            if at_once:
                 self.log.extend(made)  # bounded: SEGMENTS_MAX
             else:
-                self._later += 1
-        if wait is None:
+                self._later += len(parts)
+        if at_once:
             self.wake()
+        elif wait is None:
+            self._came_true(parts, "")
         else:
-            wait(lambda failure: self._arrived(made, failure))
+            wait(lambda failure: self._came_true(parts, failure))
 
     def finish(self, *, partial: bool) -> None:
         """Close the log: no mark will come any more."""
@@ -190,6 +200,13 @@ class ReadyLog:
     def _look(self) -> None:
         self._woken = False
         self._wake()
+
+    def _came_true(self, parts: list[list[ReadyRange]], failure: Failure) -> None:
+        for part in parts:
+            if failure or self._encode is None:
+                self._arrived(part, failure)
+            else:
+                self._encode(part[0], partial(self._arrived, part))
 
     def _arrived(self, made: list[ReadyRange], failure: Failure) -> None:
         with self._lock:
@@ -266,6 +283,12 @@ class ReadyLog:
                     f"{name!r} ({group.coverage.untouched} layers are wholly missing)"
                 )
         return ""
+
+
+def _by_layer(made: list[ReadyRange]) -> Iterator[ReadyRange]:
+    for mark in made:
+        for layer in mark.layers:
+            yield mark._replace(layers=range(layer, layer + 1))
 
 
 def _range(which: Which, held: range, what: str, group: str) -> range:

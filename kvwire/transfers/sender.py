@@ -90,7 +90,7 @@ class SendAttempt(Attempt):
         record = transfers.transfer(self.core)
         record.on_sent = self._link_sent
         if transfers.brief_layers:
-            in_memory = self.outgoing.cache.device is None
+            in_memory = self.outgoing.memory.device is None
             record.marks_in_data = transfers.marks_in_data and in_memory
         if settled:
             self.advance(AttemptInput.SETTLE)
@@ -111,20 +111,21 @@ class SendAttempt(Attempt):
             out.note_peer(self.connection, description.trace)
         self.peer_id: bytes = description.endpoint_id
         self.confirmed = self.confirmed or bool(description.peer_id)
-        if out.cache.device is not None:
-            self.connection.staging.open(out.cache.device)
+        if out.memory.device is not None:
+            self.connection.staging.open(out.memory.device)
         description.require_same_hashes(out.hashes)
         peer = description.read_geometry()
         # Without hashes on both sides nobody knows that it has the same blocks.
         comparable = out.hashes and description.hashes
         plan = TransferPlan(
-            out.cache,
-            out.lists,
+            out.memory,
+            out.memory_lists,
             peer,
             PlanSide.PRODUCER,
             tokens=out.tokens,
             have=description.read_have(peer) if comparable else None,
             local=out.geometry,
+            named=out.lists,
         )
         out.require_same_tokens(plan)
         if not self.planned:

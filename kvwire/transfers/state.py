@@ -11,7 +11,8 @@ States of a transfer:
 * NEW: made and checked; no observer knows of it.
 * DOOMED: ended while its peer was being asked; observers hear of it first.
 * OPEN: under way, or waiting for its peers; its deadline counts.
-* ENDING: it will have an outcome as soon as there is memory for one.
+* ENDING: it will have an outcome as soon as there is memory for one, and what has
+  landed of it is decoded.
 * ENDED: it has an outcome. Links may still touch its memory.
 * DRAINED: nothing of kvwire can touch its memory any more.
 
@@ -73,6 +74,11 @@ class TransferInput(Symbol):
     RECORD = "record"
     DRAIN = "drain"
 
+
+# It goes on no more, whether it has an outcome yet or not.
+OVER: Final = frozenset(
+    {TransferState.ENDING, TransferState.ENDED, TransferState.DRAINED}
+)
 
 TRANSFER_TRANSITIONS: Final = Transitions[TransferState, TransferInput](
     "a transfer",

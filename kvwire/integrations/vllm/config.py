@@ -10,6 +10,7 @@ from typing import Any, Final
 from kvwire.config import FIELDS, Config
 from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.announce import ROLES, http_url
+from kvwire.kv.codecs.rows import ROW_CODECS
 from kvwire.limits import MIB
 from kvwire.types import Address
 
@@ -50,6 +51,7 @@ _VALUES: Final[dict[str, ValueCheck]] = {
     "stream": one_of(LAYER, CHUNK, REQUEST),
     "layout": one_of(*LAYOUTS),
     "role": one_of("", *ROLES),
+    "codec": one_of("", *ROW_CODECS),
     **dict.fromkeys(("listen", "advertise", "fingerprint", "http"), TEXT),
     **dict.fromkeys(("load_timeout_s", "fence_s"), SECONDS),
     **dict.fromkeys(("group_bytes", "gate_layers"), whole_number(0)),
@@ -82,6 +84,8 @@ class VllmSettings:
             those that somebody with the key of ``psk_file`` has signed, and with trust
             ``"loopback"`` any of this host.
         fingerprint: Names the weights, where model configs alone cannot tell them.
+        codec: Encodes what moves between engines, with loss: ``"fp8"``, ``"int8"`` or
+            ``"int4"``; "" for no codec. The same on both.
         load_timeout_s: After this what has not arrived is computed instead, or fails,
             as vLLM's ``kv_load_failure_policy`` says.
         fence_s: How long a preemption waits for links to let go of its blocks before
@@ -101,6 +105,7 @@ class VllmSettings:
     layout: str = ""
     peers: Sequence[str] = ()
     fingerprint: str = ""
+    codec: str = ""
     load_timeout_s: float = 300.0
     fence_s: float = 1.0
     http: str = ""
@@ -151,6 +156,8 @@ def read_settings(
         )
     # Two engines that both wait for the other would wait for ever.
     profile = {"vllm_kv_mode": settings.mode, **profile, **said}
+    if settings.codec:
+        profile = {"vllm_kv_codec": settings.codec, **profile}
     return settings, Config.load(profile=profile, **wire)
 
 

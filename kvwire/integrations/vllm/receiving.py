@@ -46,11 +46,13 @@ class PromptReceive(PromptEnd[Incoming]):
         route: RankRoute,
         timeout_s: float,
         after: object | None,
+        codec: str = "",
     ) -> None:
         super().__init__(engine, cache, peers, route)
         self.load = load  # what is fetched
         self._timeout_s = timeout_s
         self._after = after
+        self._codec = codec or None
         self._left = "anything"
         # Resolves when nothing of kvwire can touch the blocks any more; never fails.
         self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
@@ -155,6 +157,7 @@ class PromptReceive(PromptEnd[Incoming]):
             blocks = {name: [0] * (name == first) for name in self._cache.groups}
             options = {"tokens": {name: len(ids) for name, ids in blocks.items()}}
         peers = self._route.peers
+        options["codec"] = self._codec
         links = [
             await self._peers.connection(communicator, peer.address)
             for peer in (() if self._route.pushed else peers)

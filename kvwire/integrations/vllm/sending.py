@@ -46,6 +46,7 @@ class PromptSend(PromptEnd[Outgoing]):
         cache: PagedCache,
         peers: Peers,
         route: RankRoute,
+        codec: str = "",
     ) -> None:
         self.tokens: int = send.tokens  # of the prompt
         # How many leading blocks of each list the forward pass has completed.
@@ -53,6 +54,7 @@ class PromptSend(PromptEnd[Outgoing]):
         self.finished: bool = False  # whether all of them are
         super().__init__(engine, cache, peers, route)
         self._send = send
+        self._codec = codec or None
         # What was said before there was anybody to say it to.
         self._early: list[Callable[[Outgoing], None]] | None = []
         # Resolves when nothing of kvwire can touch the blocks any more; never fails.
@@ -105,7 +107,7 @@ class PromptSend(PromptEnd[Outgoing]):
 
     async def _begin(self, communicator: Communicator) -> list[Outgoing]:
         send, route = self._send, self._route
-        options = {**send.options, "growing": True}
+        options = {**send.options, "growing": True, "codec": self._codec}
         if not route.pushed:
             options["consumers"] = len(route.peers)
             return [communicator.publish(route.id, self._cache, send.blocks, **options)]

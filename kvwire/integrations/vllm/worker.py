@@ -227,7 +227,12 @@ class WorkerSide:
             return
         assert self._caches is not None
         self._departures[send.request_id] = PromptSend(
-            self._engine, send, self._caches.cache, self._peers, route
+            self._engine,
+            send,
+            self._caches.cache,
+            self._peers,
+            route,
+            self._settings.codec,
         )
 
     def _extend(self, departure: PromptSend, written: ComputedTokens) -> PromptBlocks:
@@ -259,6 +264,7 @@ class WorkerSide:
             route,
             self._settings.load_timeout_s,
             after,
+            self._settings.codec,
         )
         if not load.declined:
             self._arrivals[load.request_id] = arrival

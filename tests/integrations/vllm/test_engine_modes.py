@@ -116,6 +116,29 @@ def test_blocks_of_other_sizes_are_refused_on_cpus(model: Path, tmp_path: Path) 
     assert "vllm_blocks" in made[1].log.read_text(errors="replace")
 
 
+def test_encoded_rows(model: Path, tmp_path: Path) -> None:
+    """A quarter of the bytes move.
+
+    A model of random weights is never sure of a token, and another one follows from
+    there. That most answers begin alike, of 512 words, shows that each row is in place.
+    """
+    transfer = {"require": ["tcp"], "codec": "int8"}
+    made = [
+        engine(model, tmp_path, name, core, transfer)
+        for core, name in enumerate(("prefill", "decode"))
+    ]
+    with running(*made):
+        pair, prompts = Pair(*made), [prompt(200, seed=seed) for seed in range(12)]
+        alike = [pair.both(ids)[0] == pair.local(ids)[0] for ids in prompts]
+        tokens = sum(map(len, prompts))
+        assert pair.fetched == tokens
+        moved = pair.decode.metric("vllm:kvwire_received_bytes_sum")
+    assert sum(alike) > len(alike) / 2, alike
+    # Two blocks of 128 tokens each, in 4 layers, keys and values, 2 heads; a row is 32
+    # numbers of 8 bits, and a scale.
+    assert moved == len(prompts) * 256 * 4 * 2 * 2 * (32 + 4)
+
+
 def files(folder: Path) -> dict[str, Any]:
     """vLLM's own connector that keeps KV in files."""
     return {

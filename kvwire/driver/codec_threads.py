@@ -1,0 +1,58 @@
+"""Threads that encode and decode for transfers with ``codec=``, so that loops go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from kvwire.errors import ClosedOK
+from kvwire.memory.staging.device_copies import DeviceCopies
+
+# As many layers at once, if there are so many CPUs: more would only take turns.
+_THREADS: Final = min(4, os.cpu_count() or 1)
+
+
+class CodecThreads:
+    """Runs the codec jobs of one communicator; the threads start with the first."""
+
+    def __init__(self) -> None:
+        self.devices: DeviceCopies = DeviceCopies()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def run(
+        self, job: Callable[[], None], then: Callable[[Exception | None], None]
+    ) -> None:
+        """Run a job, and tell how it ended: once, from any thread. Thread-safe."""
+
+        def work() -> None:
+            try:
+                job()
+            except Exception as exc:  # noqa: BLE001 - it is told, whatever it is
+                then(exc)
+            else:
+                then(None)
+
+        with self._lock:
+            if not self._closed:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(_THREADS, "kvwire-codec")
+                self._pool.submit(work)
+                return
+        then(ClosedOK("the communicator is closed"))
+
+    async def close(self) -> None:
+        """Wait for the jobs that have begun or wait; take no more.
+
+        Cancel safety: they go on, and the threads end after them.
+        """
+        with self._lock:
+            self._closed, pool = True, self._pool
+        if pool is not None:
+            await asyncio.to_thread(pool.shutdown)
+        self.devices.close()

@@ -1,0 +1,139 @@
+"""Codecs of rows, for transfers: each head of each token by itself, in a fixed size.
+
+A transfer moves any part of a cache, in any order, to a cache that is cut in another
+way. So its codec knows no block: a *row* is the elements of one head of one token, and
+is encoded as so many bytes whatever is in it, with scales of its own behind the codes.
+Tiers have codecs of whole blocks (:mod:`kvwire.kv.codecs.scaled`), whose groups are
+larger, and which may leave alone what does not fit.
+
+=========  ============================  ====================  ================
+codec      codes                         behind them           128 x bfloat16
+=========  ============================  ====================  ================
+``fp8``    float8_e4m3fn                 largest / 448         132 of 256 bytes
+``int8``   -127 to 127                   largest / 127         132 of 256 bytes
+``int4``   0 to 15, two in a byte        least, step           72 of 256 bytes
+=========  ============================  ====================  ================
+
+The numbers behind the codes are float32. A row with a number that is not finite comes
+out as NaNs; other rows do not suffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+
+from kvwire.errors import UsageError, nearest
+from kvwire.kv.codecs.base import Bytes
+from kvwire.kv.codecs.floats import E4M3_MAX, Floats, of_e4m3, to_e4m3
+
+TransferCodec: TypeAlias = Literal["fp8", "int8", "int4"]
+"""What ``codec=`` of a transfer may be."""
+
+_INT8_MAX: Final = 127.0
+_INT4_MAX: Final = 15.0
+# Smaller ones would make a division overflow; what they lose is nothing.
+_SCALE_MIN: Final = np.float32(2.0**-100)
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodec:
+    """Encodes rows of numbers; NumPy lets go of the interpreter's lock meanwhile."""
+
+    name: TransferCodec
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Return the bytes of an encoded row of so many elements."""
+        if self.name == "int4":
+            return -(-head_dim // 2) + 8
+        return head_dim + 4
+
+    def encode(self, rows: Floats, into: Bytes) -> None:
+        """Encode rows, shape (n, head_dim), into (n, row_bytes); uses up ``rows``."""
+        with np.errstate(all="ignore"):
+            if self.name == "int4":
+                codes, numbers = _nibbles(rows)
+            else:
+                codes, numbers = _scaled(rows, is_fp8=self.name == "fp8")
+        into[:, : codes.shape[1]] = codes
+        into[:, codes.shape[1] :] = numbers.view(np.uint8)
+
+    def decode(self, encoded: Bytes, head_dim: int) -> Floats:
+        """Return the numbers of encoded rows, shape (n, head_dim)."""
+        width = self.row_bytes(head_dim) - (8 if self.name == "int4" else 4)
+        codes = encoded[:, :width]
+        numbers = np.ascontiguousarray(encoded[:, width:]).view(np.float32)
+        with np.errstate(all="ignore"):
+            if self.name == "int4":
+                rows = np.empty((len(codes), 2 * width), np.float32)
+                rows[:, ::2] = codes & np.uint8(15)
+                rows[:, 1::2] = codes >> np.uint8(4)
+                rows = rows[:, :head_dim]
+                rows *= numbers[:, 1:]
+                rows += numbers[:, :1]
+                return rows
+            rows = of_e4m3(codes) if self.name == "fp8" else _of_int8(codes)
+            rows *= numbers
+        return rows
+
+
+ROW_CODECS: Final[Mapping[str, RowCodec]] = {
+    "fp8": RowCodec("fp8"),
+    "int8": RowCodec("int8"),
+    "int4": RowCodec("int4"),
+}
+
+
+def row_codec(name: object) -> RowCodec:
+    """Return a transfer's codec by the name that a user has written.
+
+    Raises:
+        UsageError: There is none of this name.
+    """
+    found = ROW_CODECS.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise UsageError(
+            f"codec={name!r}: transfers have {', '.join(ROW_CODECS)}, whose sizes are "
+            f"known before; {nearest(str(name), ROW_CODECS)}"
+        )
+    return found
+
+
+def _scaled(rows: Floats, *, is_fp8: bool) -> tuple[Bytes, Floats]:
+    largest = np.float32(E4M3_MAX if is_fp8 else _INT8_MAX)
+    peak = np.maximum(rows.max(1, keepdims=True), -rows.min(1, keepdims=True))
+    scale = np.maximum(peak / largest, _SCALE_MIN)
+    _mark_unfinite(rows, scale)
+    rows /= scale
+    np.clip(rows, -largest, largest, out=rows)
+    if is_fp8:
+        return to_e4m3(rows), scale
+    return np.rint(rows, out=rows).astype(np.int8).view(np.uint8), scale
+
+
+def _nibbles(rows: Floats) -> tuple[Bytes, Floats]:
+    least, most = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
+    step = np.maximum((most - least) / np.float32(_INT4_MAX), _SCALE_MIN)
+    _mark_unfinite(rows, step)
+    rows -= least
+    rows /= step
+    np.clip(np.rint(rows, out=rows), 0, _INT4_MAX, out=rows)
+    codes = np.nan_to_num(rows, copy=False).astype(np.uint8)
+    packed = codes[:, ::2].copy()
+    packed[:, : codes.shape[1] // 2] |= codes[:, 1::2] << np.uint8(4)
+    return packed, np.concatenate((least, step), axis=1)
+
+
+def _mark_unfinite(rows: Floats, scale: Floats) -> None:
+    """Have rows without a finite scale come out as NaNs."""
+    wrong = ~np.isfinite(scale[:, 0])
+    if wrong.any():
+        scale[wrong] = np.nan
+        rows[wrong] = 0
+
+
+def _of_int8(codes: Bytes) -> Floats:
+    return np.ascontiguousarray(codes).view(np.int8).astype(np.float32)

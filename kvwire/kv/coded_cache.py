@@ -1,0 +1,197 @@
+"""A cache of encoded rows, which a transfer with ``codec=`` moves in a cache's place.
+
+The blocks that a transfer lists have a *shadow*: a cache in host memory with the same
+layers, heads and tokens, whose rows are the encoded ones, as ``uint8``. Block i of the
+shadow belongs to position i of the list. The transfer moves the shadow like any other
+cache, so what it promises (parts, other block sizes and shards, resuming, exact
+outcomes) holds for encoded rows without another word of protocol. The producer encodes
+a part before it counts as marked; the consumer decodes a part that has landed before it
+counts as landed.
+
+That both ends mean the same shows in the description that they compare: the shadow's
+fingerprint names codec and element type.
+
+Groups that hold no tokens of floating point (recurrent states, a cache of fp8) have a
+shadow too, with their bytes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from kvwire.errors import UsageError
+from kvwire.kv.blocks import Bits, BlockLists, Ids
+from kvwire.kv.canonical import Canonical
+from kvwire.kv.codecs.base import Bytes
+from kvwire.kv.codecs.floats import FLOATS, as_floats, put_floats
+from kvwire.kv.codecs.rows import RowCodec
+from kvwire.kv.fragments import Fragments
+from kvwire.kv.layout import AxisOrder
+from kvwire.kv.mapping import GroupMap, Steps
+from kvwire.kv.paged import CacheGroup, GroupSource, PagedCache
+from kvwire.kv.spec import KVSpec
+
+Move: TypeAlias = Callable[["Fragments | memoryview", "Fragments | memoryview"], None]
+"""Copies between two lists of one length; one of them may lie on a device."""
+
+# Encoded at once: with fewer, threads wait for the interpreter between steps of NumPy.
+_PIECE_ELEMENTS: Final = 512 * 1024
+_ORDER: Final = ("layer", "block", "kv", "token", "head", "dim")
+_LAYOUT: Final = AxisOrder(" ".join(_ORDER))
+
+
+class CodedCache:
+    """Keeps the encoded rows of the listed blocks of a cache.
+
+    Attributes:
+        cache: The shadow.
+        lists: Its block lists: each block at its own position.
+    """
+
+    def __init__(self, cache: PagedCache, lists: BlockLists, codec: RowCodec) -> None:
+        if not any(map(_is_coded, cache.groups.values())):
+            raise UsageError(
+                f"codec={codec.name!r}: this cache has no tokens of "
+                f"{', '.join(sorted(FLOATS))}; leave codec= out"
+            )
+        sources: dict[str, GroupSource] = {}
+        for name, group in cache.groups.items():
+            spec = _shadow_spec(group, codec)
+            blocks = max(1, lists[name].size)
+            shape = (spec.layers, blocks, *_block_shape(spec))
+            # Of one byte; types that NumPy lacks come as uint8.
+            dtype = np.int8 if spec.dtype == "int8" else np.uint8
+            sources[name] = (spec, np.empty(shape, dtype), _LAYOUT)
+        self.cache: PagedCache = PagedCache.grouped(sources)
+        self.lists = BlockLists(
+            (name, np.arange(ids.size, dtype=np.int64)) for name, ids in lists.items()
+        )
+        self._groups = {
+            name: _CodedGroup(
+                group,
+                self.cache.groups[name],
+                lists[name],
+                codec if _is_coded(group) else None,
+            )
+            for name, group in cache.groups.items()
+        }
+
+    def encode(self, group: str, layers: range, blocks: range, move: Move) -> None:
+        """Encode some layers, counted within the group, of positions of its list."""
+        self._groups[group].encode(layers, blocks, move)
+
+    def decode(
+        self, walk: Canonical, layers: range, granules: slice, wanted: Bits, move: Move
+    ) -> None:
+        """Decode what has landed: of a transfer's walk some layers and granules."""
+        self._groups[walk.group].decode(walk, layers, granules, wanted, move)
+
+
+class _CodedGroup:
+    """Maps one group of a cache onto its shadow."""
+
+    def __init__(
+        self, real: CacheGroup, shadow: CacheGroup, ids: Ids, codec: RowCodec | None
+    ) -> None:
+        self._real = real
+        self._shadow = shadow
+        # Those of a growing transfer are named as it goes.
+        self._ids = ids
+        self._codec = codec
+
+    def encode(self, layers: range, blocks: range, move: Move) -> None:
+        spec = self._real.spec
+        walk = Canonical(
+            group=self._real.name,
+            order=_ORDER,
+            layers=spec.layer_indices,
+            heads=spec.heads,
+            components=spec.components,
+            head_dim=spec.head_dim,
+            item_bytes=spec.item_bytes,
+            tokens=self._ids.size * spec.block_tokens,
+            granule_tokens=spec.block_tokens,
+            granules=self._ids.size,
+        )
+        named = range(spec.first_layer + layers.start, spec.first_layer + layers.stop)
+        wanted = np.ones(self._ids.size, np.bool_)
+        whole = slice(blocks.start, blocks.stop)
+        for real, shadow in self._pieces(walk, named, whole, wanted):
+            if self._codec is None:
+                move(real, shadow)
+                continue
+            image = np.empty(real.nbytes, np.uint8)
+            move(real, image.data)
+            rows = as_floats(image, spec.dtype).reshape(-1, spec.head_dim)
+            encoded = np.empty((len(rows), self._shadow.spec.head_dim), np.uint8)
+            self._codec.encode(rows, encoded)
+            move(encoded.reshape(-1).data, shadow)
+
+    def decode(
+        self, walk: Canonical, layers: range, granules: slice, wanted: Bits, move: Move
+    ) -> None:
+        spec = self._real.spec
+        for real, shadow in self._pieces(walk, layers, granules, wanted):
+            if self._codec is None:
+                move(shadow, real)
+                continue
+            encoded = np.empty(shadow.nbytes, np.uint8)
+            move(shadow, encoded.data)
+            coded_rows = encoded.reshape(-1, self._shadow.spec.head_dim)
+            rows = self._codec.decode(coded_rows, spec.head_dim)
+            image: Bytes = np.empty(real.nbytes, np.uint8)
+            put_floats(np.ascontiguousarray(rows), spec.dtype, image)
+            move(image.data, real)
+
+    def _pieces(
+        self, walk: Canonical, layers: range, granules: slice, wanted: Bits
+    ) -> Iterator[tuple[Fragments, Fragments]]:
+        """Yield the same rows of the cache and of its shadow, a few at a time."""
+        ends = [
+            GroupMap(Steps(_walked(walk, memory.spec), memory), ids, wanted)
+            for memory, ids in (
+                (self._real, self._ids),
+                (self._shadow, np.arange(self._ids.size, dtype=np.int64)),
+            )
+        ]
+        elements = ends[0].granule_bytes // self._real.spec.item_bytes
+        step = max(1, _PIECE_ELEMENTS // elements)
+        for layer in layers:
+            for first in range(granules.start, granules.stop, step):
+                part = slice(first, min(first + step, granules.stop))
+                if wanted[part].any():
+                    real, shadow = (
+                        end.fragments(range(layer, layer + 1), part) for end in ends
+                    )
+                    yield real, shadow
+
+
+def _is_coded(group: CacheGroup) -> bool:
+    return group.spec.kind == "tokens" and group.spec.dtype in FLOATS
+
+
+def _shadow_spec(group: CacheGroup, codec: RowCodec) -> KVSpec:
+    spec = group.spec
+    if not _is_coded(group):
+        return spec
+    return replace(
+        spec,
+        dtype="uint8",
+        head_dim=codec.row_bytes(spec.head_dim),
+        fingerprint=f"{spec.fingerprint} codec={codec.name} of {spec.dtype}".lstrip(),
+    )
+
+
+def _block_shape(spec: KVSpec) -> tuple[int, int, int, int]:
+    return spec.components, spec.block_tokens, spec.kv_heads, spec.head_dim
+
+
+def _walked(walk: Canonical, spec: KVSpec) -> Canonical:
+    """Return a walk with the rows of one end, in the order of both."""
+    return replace(
+        walk, order=_ORDER, head_dim=spec.head_dim, item_bytes=spec.item_bytes
+    )
