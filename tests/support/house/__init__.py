@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from tests.support.house import bounds, contracts, forbidden, pages, shape, suite
+from tests.support.house import bounds, contracts, files, forbidden, suite
 from tests.support.house.check import Check, Finding
 
 CHECKS: tuple[Check, ...] = (
     *forbidden.CHECKS,
-    *shape.CHECKS,
     *contracts.CHECKS,
     *bounds.CHECKS,
-    *pages.CHECKS,
+    *files.CHECKS,
     *suite.CHECKS,
 )
 

@@ -1,4 +1,4 @@
-"""What a test may not do: wait for a clock, assert nothing, skip without a reason."""
+"""What a test may not do: wait for a clock, assert nothing."""
 
 from __future__ import annotations
 
@@ -59,30 +59,6 @@ def _asks(function: AnyFunction) -> bool:
     return False
 
 
-def silent_skips(source: Source) -> Iterator[Finding]:
-    """A skip or expected failure without a reason that pytest can print."""
-    nodes = list(ast.walk(source.syntax))
-    # The function of a call is judged with the call.
-    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    for node in nodes:
-        match node:
-            case ast.Call(func=function, args=arguments, keywords=keywords):
-                name = dotted(function)
-                says = any(keyword.arg == "reason" for keyword in keywords)
-                says = says or (name == "pytest.skip" and bool(arguments))
-            case ast.Attribute() if id(node) not in called:
-                name, says = dotted(node), False
-            case _:
-                continue
-        if name in _SKIPS and not says:
-            yield Finding(source.path, node.lineno, name, "says no reason")
-
-
-_SKIPS = {
-    "pytest.skip",
-    *(f"pytest.mark.{mark}" for mark in ("skip", "skipif", "xfail")),
-}
-
 _TESTS = ("tests/",)
 
 CHECKS = (
@@ -124,24 +100,6 @@ CHECKS = (
             ("tests/a.py", "def test_a():\n    with pytest.raises(E):\n        run()"),
             ("tests/a.py", "def test_a():\n    assert_closed(pair)"),
             ("tests/a.py", "def helper():\n    run()"),
-        ],
-    ),
-    Check(
-        name="skips say why",
-        over=_TESTS,
-        find=each(silent_skips),
-        bad=[
-            ("tests/a.py", "@pytest.mark.skip\ndef test_a(): ..."),
-            ("tests/a.py", "@pytest.mark.skipif(WINDOWS)\ndef test_a(): ..."),
-            ("tests/a.py", "def test_a():\n    pytest.skip()"),
-            ("tests/a.py", "pytestmark = pytest.mark.xfail(strict=True)"),
-        ],
-        good=[
-            (
-                "tests/a.py",
-                "@pytest.mark.skipif(X, reason='no GPU')\ndef test_a(): ...",
-            ),
-            ("tests/a.py", "def test_a():\n    pytest.skip('no GPU')"),
         ],
     ),
 )

@@ -1,4 +1,4 @@
-"""What a page of the documentation owes its reader: links that lead somewhere."""
+"""Files: short ones, and pages whose links lead somewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from tests.support.house.check import Check, Finding, each
 from tests.support.tree import ROOT, Source, sources
 
 _LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
+
+
+# Projects that set no cap have one file of thousands of lines and never split it.
+FILE_LINES_MAX = 600
+
+
+def long_files(source: Source) -> Iterator[Finding]:
+    """A file that has become two."""
+    length = len(source.lines)
+    if length > FILE_LINES_MAX:
+        text = f"{length} lines; {FILE_LINES_MAX} are allowed"
+        yield Finding(source.path, length, "file", text)
 
 
 def dead_links(source: Source) -> Iterator[Finding]:
@@ -27,7 +39,17 @@ def _exists(path: str) -> bool:
     return any(s.path == path for s in sources(path)) or (ROOT / path).exists()
 
 
+_CODE = ("kvwire/", "backends/", "tests/", "examples/")
+
 CHECKS = (
+    Check(
+        name="files are short",
+        over=(*_CODE, "docs/", "README.md", "CONTRIBUTING.md", "SECURITY.md"),
+        suffixes=(".py", ".md"),
+        find=each(long_files),
+        bad=[("a.py", "x = 1\n" * (FILE_LINES_MAX + 1))],
+        good=[("a.py", "x = 1\n" * FILE_LINES_MAX)],
+    ),
     Check(
         name="links lead somewhere",
         over=("",),
