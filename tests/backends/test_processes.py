@@ -18,7 +18,6 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from tests.backends.child import child
 from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx.support import (
     SHARED_MEMORY,
@@ -27,7 +26,7 @@ from tests.backends.kvwire_ucx.support import (
     needs_ucx,
     transports_of_this_loop,
 )
-from tests.support.child import Child
+from tests.support.child import Child, child
 
 # Longer than those of other tests: a starved child must not pass for a dead one.
 INTERVAL_S, MISSES = 0.6, 3

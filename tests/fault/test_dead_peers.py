@@ -18,9 +18,8 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from tests.fault.child import child
 from tests.fault.producer import cache
-from tests.support.child import Child
+from tests.support.child import Child, child
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
 from tests.support.proxy import Cut, Direction, Ending, Proxy

@@ -1,18 +1,21 @@
 """A peer in a process of its own, which a test can kill, stop and continue.
 
-Whose module it runs connects, says that it is there, and receives until the connection
-ends. The last line it prints is how that was.
+It connects, says that it is there, and receives until the connection ends. The last
+line it prints is how that was.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from typing import Any
 
+import kvwire
 from kvwire import Communicator, Connection, KVWireError
 from tests.support.tree import ROOT
 
@@ -37,13 +40,17 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def started(
-    comm: Communicator, module: str, *arguments: object
-) -> AsyncIterator[Child]:
-    """Run a module that connects to a communicator."""
+async def child(comm: Communicator) -> AsyncIterator[Child]:
+    """Start a peer that connects to a communicator, with the same configuration."""
     address = await comm.listen("127.0.0.1:0")
+    config: dict[str, Any] = {
+        "ping_interval_s": comm.config.ping_interval_s,
+        "ping_misses": comm.config.ping_misses,
+        "require": comm.config.require,
+        "backends": dict(comm.config.backends),
+    }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, str(address), *map(str, arguments)),
+        *(sys.executable, "-m", __name__, str(address), json.dumps(config)),
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
     )
@@ -57,11 +64,30 @@ async def started(
         await process.communicate()
 
 
-async def stay(connection: Connection, tag: int = 1) -> None:
-    """The child's part: say that it is there, receive, and print the end."""
-    await connection.send(1, b"here")
-    try:
-        while True:
-            await connection.recv(tag)
-    except KVWireError as exc:
-        print(type(exc).__name__)
+async def _main(address: str, config: dict[str, Any]) -> None:
+    if "nixl" in config["require"]:
+        _load_nixl()
+    async with kvwire.open(name="child", **config) as comm:
+        connection = await comm.connect(address)
+        await connection.send(1, b"here")
+        try:
+            while True:
+                await connection.recv(1)
+        except KVWireError as exc:
+            print(type(exc).__name__)
+
+
+def _load_nixl() -> None:
+    from kvwire_nixl.library import NixlAgent
+    from kvwire_nixl.settings import parse
+    from kvwire_ucx.library import answer
+
+    # Another UCX is in the process, as behind any look at all transports; NIXL must not
+    # call that in the place of its own.
+    answer()
+    # Its first agent takes a process longer than a lane may on a busy machine.
+    NixlAgent(parse({}), "first").close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(sys.argv[1], json.loads(sys.argv[2])))
