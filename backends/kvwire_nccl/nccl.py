@@ -22,8 +22,7 @@ from typing import Any, Final
 from kvwire.backend import Payload
 from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.cuda.external import DeviceArray
-from kvwire.memory.device.ops import DeviceOps, Event, Stream, device_ops
+from kvwire.memory.device.ops import DeviceArray, DeviceOps, Event, Stream, device_ops
 from kvwire.types import Device, MemoryKind
 
 # ncclResult_t of nccl.h.

@@ -10,14 +10,16 @@ is where ``"auto"`` checks only some.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvwire.backend import Payload
-from kvwire.driver.scratch import ScratchPool
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX
+from kvwire.limits import EAGER_BYTES_MAX, KIB, LINK_QUEUE_BYTES
 from kvwire.memory.checksum import checksum, is_scattered
-from kvwire.memory.copy import copy
+from kvwire.memory.copy import copy, mid_page_memory
 from kvwire.wire.header import Flag, Header
 
 # Then it costs an eighth, and of chunks that are all damaged the 13th is seen at last.
@@ -30,6 +32,58 @@ _CHECKED: Final = int(Flag.CHECKED)
 # block and no power of two: each position of a transfer has its turn.
 _STEP: Final = 0x9E3779B1
 _TURN: Final = 2**32
+# Capacities of copies are multiples of this, so that a spare fits the next chunk too.
+_GRAIN_BYTES: Final = 64 * KIB
+
+_Memory: TypeAlias = npt.NDArray[np.uint8]
+
+
+class ScratchPool:
+    """Memory for the copies of one connection, each on behalf of an owner.
+
+    New memory is faulted in page by page, and on a virtual machine that takes several
+    times as long as the copy that goes there. So what was given back is kept for the
+    next copy, until the connection has its next look at the clock: an idle one keeps
+    none.
+
+    Attributes:
+        lent_bytes: Of copies that are in use.
+        spare_bytes: Of memory kept for the next ones.
+    """
+
+    __slots__ = ("_lent", "_spare", "lent_bytes", "spare_bytes")
+
+    def __init__(self) -> None:
+        self.lent_bytes: int = 0
+        self.spare_bytes: int = 0
+        self._lent: dict[object, _Memory] = {}
+        self._spare: list[_Memory] = []
+
+    def room(self, nbytes: int, owner: object) -> memoryview:
+        """Memory of so many bytes until the owner gives it back; not cleared."""
+        if self._spare and self._spare[-1].nbytes >= nbytes:
+            memory = self._spare.pop()
+            self.spare_bytes -= memory.nbytes
+        else:
+            memory = mid_page_memory(-(-nbytes // _GRAIN_BYTES) * _GRAIN_BYTES)
+        self._lent[owner] = memory  # bounded: LINK_QUEUE_BYTES
+        self.lent_bytes += memory.nbytes
+        return memory.data[:nbytes]
+
+    def give_back(self, owner: object) -> None:
+        """What an owner has, if anything, is not used any more."""
+        memory = self._lent.pop(owner, None)
+        if memory is None:
+            return
+        self.lent_bytes -= memory.nbytes
+        if self.spare_bytes < 2 * LINK_QUEUE_BYTES:
+            self.spare_bytes += memory.nbytes
+            self._spare.append(memory)  # bounded: LINK_QUEUE_BYTES
+
+    def trim(self) -> None:
+        """Keep no memory that is not in use."""
+        self._spare.clear()
+        self.spare_bytes = 0
 
 
 class ChecksumPolicy:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvwire.errors import ClosedOK
-from kvwire.memory.staging.device_copies import DeviceCopies
+from kvwire.memory.device.device_copies import DeviceCopies
 
 # As many layers at once, if there are so many CPUs: more would only take turns.
 _THREADS: Final = min(4, os.cpu_count() or 1)

@@ -15,14 +15,19 @@ from functools import partial
 from typing import Final
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
-from kvwire.driver.checksums import ChecksumPolicy, arrived, landing_for, matches
+from kvwire.driver.checksums import (
+    ChecksumPolicy,
+    ScratchPool,
+    arrived,
+    landing_for,
+    matches,
+)
 from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.scheduler import LaneScheduler
 from kvwire.driver.lanes.setup import LaneSetup
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
 from kvwire.driver.ports import DriverOwner
-from kvwire.driver.scratch import ScratchPool
 from kvwire.driver.unreceived_log import UnreceivedLog
 from kvwire.errors import ConnectionClosed, ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments

@@ -31,9 +31,7 @@ from kvwire.driver.buffers import BufferTable
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import SPAN_BYTES_MAX, STAGING_SLOTS
-from kvwire.memory.device.completion_thread import Done
-from kvwire.memory.staging.copy_engine import CopyEngine
-from kvwire.memory.staging.ring import Ring
+from kvwire.memory.device.copy_engine import CopyEngine, Done
 from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.state import RequestStage
@@ -131,7 +129,7 @@ class DeviceStaging:
         """Copy a chunk to the host; it is in ``ready`` after that."""
         assert source.device is not None
         slots, _ = self._slots[source.device]
-        if not slots.ring.free:
+        if not slots.free:
             assert self._waiting is None
             self._waiting = chunk
             return
@@ -139,7 +137,7 @@ class DeviceStaging:
         self._copy(
             chunk.buffer,
             lambda done: slots.copy_engine.to_host(source, slot.view, done),
-            partial(self._gathered, chunk, slot),
+            partial(self._gathered, chunk),
             slots.copy_engine,
         )
 
@@ -147,7 +145,7 @@ class DeviceStaging:
         """The transport is through with a chunk: its slot is free."""
         slot = self._leaving.pop(chunk, None)
         if slot is not None:
-            slot.slots.ring.emptied(slot.number)
+            slot.give_back()
             self._stage_waiting()
 
     # --- inbound ----------------------------------------------------------------------
@@ -157,7 +155,7 @@ class DeviceStaging:
         assert into.device is not None
         _, slots = self._slots[into.device]
         slot = self._landing[arrival] = slots.take(arrival.length)
-        if not slots.ring.free:
+        if not slots.free:
             self._paused = True
             self._link.pause()
         return slot.view
@@ -179,10 +177,9 @@ class DeviceStaging:
             return False
         if not intact or arrival.buffer in self._buffers.holds.retired:
             # It is damaged, or nobody wants it any more.
-            slot.slots.ring.dropped(slot.number)
+            slot.give_back()
             self._resume()
             return False
-        slot.slots.ring.filled(slot.number)
         into = self._buffers.part(arrival.buffer, arrival.offset, arrival.length)
         assert isinstance(into, Fragments)
         self._copy(
@@ -201,7 +198,7 @@ class DeviceStaging:
             self.sent(chunk)
         for arrival in [a for a in self._landing if a.lane == number]:
             slot = self._landing.pop(arrival)
-            slot.slots.ring.dropped(slot.number)
+            slot.give_back()
             self._resume()
 
     def link_gone(self) -> None:
@@ -245,8 +242,7 @@ class DeviceStaging:
             self._copying -= 1
             self._failed(copy_engine, exc)
 
-    def _gathered(self, chunk: Chunk, slot: _Slot) -> None:
-        slot.slots.ring.filled(slot.number)
+    def _gathered(self, chunk: Chunk) -> None:
         if self._ended:
             return
         if chunk.mover.state is RequestStage.MOVING:
@@ -258,7 +254,7 @@ class DeviceStaging:
     def _scattered(
         self, slot: _Slot, arrival: ChunkArrival, then: Callable[[ChunkArrival], None]
     ) -> None:
-        slot.slots.ring.emptied(slot.number)
+        slot.give_back()
         then(arrival)
         self._resume()
 
@@ -277,7 +273,7 @@ class DeviceStaging:
         if (
             self._paused
             and not self._ended
-            and all(i.ring.free for _, i in self._slots.values())
+            and all(i.free for _, i in self._slots.values())
         ):
             self._paused = False
             self._link.resume()
@@ -295,20 +291,27 @@ class DeviceStaging:
 
 
 class _Slots:
-    """A ring of pinned memory for one device and direction."""
+    """Pinned memory for one device and direction, in slots that are used in turn.
+
+    When none is free, whoever would take one waits: that is all there is of
+    back-pressure, and it needs no number from a peer.
+    """
 
     def __init__(self, copy_engine: CopyEngine, slot_bytes: int) -> None:
         self.copy_engine = copy_engine
-        self.ring = Ring(STAGING_SLOTS)
         memory = copy_engine.ops.pinned(STAGING_SLOTS * slot_bytes)
         self._views = [
             memory[begin : begin + slot_bytes]
             for begin in range(0, len(memory), slot_bytes)
         ]
+        # The slot that has rested longest is next.
+        self.free = deque(range(STAGING_SLOTS), maxlen=STAGING_SLOTS)
+        self._used: set[int] = set()
 
     def take(self, nbytes: int) -> _Slot:
-        """A free slot, as long as what it is for."""
-        number = self.ring.take()
+        """A free slot, as long as what it is for; there must be one."""
+        number = self.free.popleft()
+        self._used.add(number)  # bounded: STAGING_SLOTS
         return _Slot(self, number, self._views[number][:nbytes])
 
 
@@ -318,3 +321,8 @@ class _Slot(NamedTuple):
     slots: _Slots
     number: int
     view: memoryview
+
+    def give_back(self) -> None:
+        """Nobody reads or fills it any more; only once."""
+        self.slots._used.remove(self.number)  # noqa: SLF001 - of this file's class
+        self.slots.free.append(self.number)  # bounded: STAGING_SLOTS

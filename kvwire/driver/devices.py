@@ -7,8 +7,8 @@ import threading
 from typing import Any
 
 from kvwire.errors import BackendUnavailable, KVWireError
+from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
 from kvwire.memory.device.ops import DeviceOps, device_ops
-from kvwire.memory.staging.copy_engine import CopyEngine, StreamWaiters
 from kvwire.types import Device
 
 

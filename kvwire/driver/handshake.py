@@ -59,13 +59,8 @@ class HandlerSwitch:
 
     def switch(self, handler: LinkHandler) -> None:
         """From now on, call the methods of this handler."""
-        self.header_received: Callable[[Link, memoryview], Landing] = (
-            handler.header_received
-        )
-        self.body_received: Callable[[Link, Landing], None] = handler.body_received
-        self.frame_sent: Callable[[Link, object], None] = handler.frame_sent
-        self.link_writable: Callable[[Link], None] = handler.link_writable
-        self.link_closed: Callable[[Link, Exception | None], None] = handler.link_closed
+        for method in self.__slots__:
+            setattr(self, method, getattr(handler, method))
 
 
 class HandshakeDriver(LinkHandler, Generic[T]):

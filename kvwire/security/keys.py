@@ -1,4 +1,6 @@
-"""Trust at the edge: key files, and which addresses may be used without a key.
+"""Trust at the edge: files with secrets, and which addresses need no key.
+
+A file is read once, within a limit, and a secret one only if nobody else can read it.
 
 Without a key, only this host is answered (Redis calls it protected mode): an address
 that others can reach is refused and not merely warned about.
@@ -11,6 +13,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import stat
 from pathlib import Path
 
 from kvwire.backend import Backend
@@ -18,7 +21,6 @@ from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import check_psk, key_id
-from kvwire.security.files import read_file
 from kvwire.types import Address, TrustMode
 
 # A key file holds the key in hexadecimal; two digits a byte, and a line end.
@@ -60,6 +62,35 @@ def read_key_file(path: str) -> bytes:
     except UsageError as exc:
         raise UsageError(f"psk_file {path}: {exc}") from None
     return key
+
+
+def read_file(
+    option: str, path: str, bytes_max: int, *, private: bool = False
+) -> bytes:
+    """Read a file that an option names, up to so many bytes."""
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - fstat the file that is read
+            status = os.fstat(file.fileno())
+            content = file.read(bytes_max)
+    except OSError as exc:
+        raise UsageError(f"{option} {path}: {exc.strerror}") from None
+    if private and not _is_private(status):
+        mode = stat.S_IMODE(status.st_mode)
+        raise UsageError(
+            f"{option} {path} has mode {mode:04o} and others can read it: chmod 600 it"
+        )
+    return content
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Tell whether only this user can reach a file.
+
+    Kubernetes gives a pod that does not run as root its Secrets as files of root's that
+    the pod's group (``fsGroup``) may read, and no other way is there.
+    """
+    others = status.st_mode & 0o077
+    is_lent = others == stat.S_IRGRP and status.st_uid == 0 and os.geteuid() != 0
+    return not others or (is_lent and status.st_gid in {os.getegid(), *os.getgroups()})
 
 
 def load_keys(config: Config) -> tuple[TrustMode, bytes, dict[bytes, bytes]]:

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from kvwire.config import ANYBODY, Config
 from kvwire.errors import AuthenticationFailed, UsageError, shown
-from kvwire.security.files import read_file
+from kvwire.security.keys import read_file
 from kvwire.types import PeerIdentity, Role
 
 # Names of one certificate that an error message lists.

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.copy import copy
-from kvwire.memory.staging.device_copies import DeviceCopies
+from kvwire.memory.device.device_copies import DeviceCopies
 from kvwire.store.cleanup import run_to_completion
 
 T = TypeVar("T")

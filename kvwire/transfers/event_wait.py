@@ -13,8 +13,8 @@ from typing import Any
 
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.memory.device.copy_engine import StreamWaiters
 from kvwire.memory.device.ops import event_ops
-from kvwire.memory.staging.copy_engine import StreamWaiters
 
 Failure = str
 """How what was waited for failed; "" if it came true."""

@@ -7,9 +7,9 @@ import contextlib
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire.memory.cuda.cupy_ops import CupyOps
-from kvwire.memory.cuda.torch_ops import TorchOps
+from kvwire.memory.device.cupy_ops import CupyOps
 from kvwire.memory.device.ops import DeviceOps
+from kvwire.memory.device.torch_ops import TorchOps
 
 
 @pytest.fixture(scope="session", autouse=True)

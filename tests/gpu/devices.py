@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire.memory.cuda.cupy_ops import CupyOps
-from kvwire.memory.cuda.torch_ops import TorchOps
+from kvwire.memory.device.cupy_ops import CupyOps
 from kvwire.memory.device.ops import DeviceOps, register, unregister
+from kvwire.memory.device.torch_ops import TorchOps
 
 LIBRARIES = ("torch", "cupy")
 

@@ -24,9 +24,9 @@ from kvwire import KVSpec, PagedCache
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
-from kvwire.memory.cuda.torch_ops import TorchOps
+from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.memory.device.ops import register
-from kvwire.memory.staging.copy_engine import CopyEngine
+from kvwire.memory.device.torch_ops import TorchOps
 
 ROUNDS = 15
 CHUNK_BYTES = 4 * MIB

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.driver.scratch import ScratchPool
+from kvwire.driver.checksums import ScratchPool
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB

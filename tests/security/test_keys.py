@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -13,11 +14,15 @@ from kvwire.proto.auth import key_id
 from kvwire.security.keys import (
     is_loopback,
     load_keys,
+    read_file,
     read_key_file,
     resolve,
     write_key_file,
 )
 from kvwire.types import TrustMode
+
+GROUP = os.getegid()
+OTHERS = (0o640, 0o604, 0o660, 0o620, 0o601)
 
 
 def key_file(folder: Path, name: str = "key") -> Path:
@@ -149,3 +154,42 @@ async def test_a_name_stands_for_one_numeric_address() -> None:
 def test_only_numbers_are_loopback() -> None:
     for host in ["", "localhost", "fe80::1%lo", "nonsense"]:
         assert not is_loopback(host)
+
+
+# --- files with secrets ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "user", "is_read"),
+    [
+        (0o600, 1000, GROUP, 1000, True),
+        (0o400, 1000, GROUP, 1000, True),
+        (0o440, 0, GROUP, 1000, True),  # a Secret of Kubernetes, with fsGroup
+        (0o440, 0, GROUP + 100_000, 1000, False),
+        (0o440, 1000, GROUP, 1000, False),
+        (0o440, 0, GROUP, 0, False),
+        (0o460, 0, GROUP, 1000, False),
+        (0o444, 0, GROUP, 1000, False),
+        *((mode, 1000, GROUP, 1000, False) for mode in OTHERS),
+    ],
+)
+def test_who_may_reach_a_private_file(
+    mode: int,
+    owner: int,
+    group: int,
+    user: int,
+    is_read: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"secret")
+    status = os.stat_result((0o100000 | mode, 1, 1, 1, owner, group, 6, 0, 0, 0))
+    monkeypatch.setattr("kvwire.security.keys.os.fstat", lambda _: status)
+    monkeypatch.setattr("kvwire.security.keys.os.geteuid", lambda: user)
+    assert read_file("tls_ca_file", str(path), 3) == b"sec"
+    if is_read:
+        assert read_file("psk_file", str(path), 9, private=True) == b"secret"
+    else:
+        with pytest.raises(UsageError, match=rf"psk_file .* mode {mode:04o} .*chmod"):
+            read_file("psk_file", str(path), 9, private=True)

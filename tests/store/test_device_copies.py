@@ -18,7 +18,7 @@ import pytest
 from kvwire import BackendUnavailable, BlockStore, Outcome, PagedCache, UsageError
 from kvwire.kv.layout import Layout
 from kvwire.limits import KIB
-from kvwire.memory.staging import device_copies
+from kvwire.memory.device import device_copies
 from tests.store.caches import LARGE, Filled, chain
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 

@@ -15,8 +15,8 @@ is through with, so any kernel that is queued after that may use it.
 from __future__ import annotations
 
 from kvwire import Communicator, Engine
+from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.memory.device.ops import device_ops
-from kvwire.memory.staging.copy_engine import CopyEngine
 from kvwire.types import Device
 
 

@@ -1,1 +1,1 @@
-"""Devices whose memory host code cannot touch: streams, events, copies."""
+"""Devices by what a library offers, and their memory on its way through the host."""

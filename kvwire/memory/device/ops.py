@@ -1,7 +1,7 @@
 """What kvwire needs of a device: streams of work, events, pinned host memory, copies.
 
-Two implementations: torch (:mod:`kvwire.memory.cuda.torch_ops`) and CuPy
-(:mod:`kvwire.memory.cuda.cupy_ops`). Tests register a third, whose streams are threads.
+Two implementations: torch (:mod:`kvwire.memory.device.torch_ops`) and CuPy
+(:mod:`kvwire.memory.device.cupy_ops`). Tests register a third: threads are its streams.
 
 The rules are CUDA's. A stream does its work in order, beside the host; every method of
 a stream only queues. Memory that queued work touches stays alive and unchanged until an
@@ -163,14 +163,63 @@ def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Frag
     )
 
 
+class DeviceArray:
+    """Shows device memory at an address, as libraries take it without a copy.
+
+    Whoever uses it keeps the memory's owner, and sees to the order of streams.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (address, False),
+            "strides": None,
+            "stream": None,
+            "version": 3,
+        }
+
+
+def wait_on_pointer(stream: int, index: int, event: object) -> None:
+    """Have the stream at a pointer wait for a torch or CuPy event.
+
+    A stream is a pointer that both libraries take, an event is not: only the library
+    that made it can have a stream wait for it.
+
+    Args:
+        stream: The ``cudaStream_t``.
+        index: Its GPU.
+        event: Ours, or one of either library.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    native: Any = event.native if isinstance(event, Event) else event
+    library = type(native).__module__.partition(".")[0]
+    if library == "torch":
+        import torch  # noqa: PLC0415 - there is an event of it, so it is imported
+
+        torch.cuda.ExternalStream(stream, device=index).wait_event(native)
+    elif library == "cupy":
+        import cupy  # noqa: PLC0415 - likewise
+
+        with cupy.cuda.Device(index):
+            cupy.cuda.ExternalStream(stream, index).wait_event(native)
+    else:
+        raise UsageError(
+            f"an event of type {type(native).__name__}: pass a torch.cuda.Event or a "
+            f"cupy.cuda.Event that was recorded on the producing stream"
+        )
+
+
 _lock: Final = threading.Lock()
 _known: Final[dict[Device, DeviceOps]] = {}
 
 
 def _cuda_ops(index: int) -> DeviceOps:
     # Imported on demand, and each of them imports this module.
-    from kvwire.memory.cuda.cupy_ops import CupyOps  # noqa: PLC0415
-    from kvwire.memory.cuda.torch_ops import TorchOps  # noqa: PLC0415
+    from kvwire.memory.device.cupy_ops import CupyOps  # noqa: PLC0415
+    from kvwire.memory.device.torch_ops import TorchOps  # noqa: PLC0415
 
     makers: list[tuple[str, Callable[[int], DeviceOps]]] = [
         ("torch", TorchOps),

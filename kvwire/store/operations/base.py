@@ -17,7 +17,7 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
-from kvwire.memory.staging.device_copies import DeviceFailed
+from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
 from kvwire.store.operations.group_request import BlockRequest

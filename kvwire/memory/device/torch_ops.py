@@ -1,21 +1,69 @@
 """A GPU through torch: its streams, its allocator, gathers by ``index_select``.
 
 Written against torch 2.4 to 2.13. What of it has run on a GPU, docs/topics/gpu.md says.
+
+A library's own gather (``index_select``) moves equal rows of a table. Fragments become
+that: the table begins at the lowest address and has one row for every *step*, the
+largest number of bytes that divides all their lengths and all distances between them.
+The table may span memory that is not ours: only the rows that are named are touched.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.cuda.external import DeviceArray, wait_on_pointer
-from kvwire.memory.device.ops import DeviceOps, Event, Stream, contiguous
-from kvwire.memory.device.rows import FragmentRows, as_rows
+from kvwire.memory.device.ops import (
+    DeviceArray,
+    DeviceOps,
+    Event,
+    Stream,
+    contiguous,
+    wait_on_pointer,
+)
 from kvwire.types import Device, MemoryKind
 
 # Rows are moved as the widest element that divides them: fewer threads for more bytes.
 _WIDTHS: Final = (("<i8", 8), ("<i4", 4), ("<i2", 2), ("|u1", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentRows:
+    """Describes fragments as rows of a table.
+
+    Attributes:
+        base: The address of row 0.
+        row_bytes: Bytes of a row.
+        count: Rows in the table's span.
+        index: Shape (n,), int64: the rows of the fragments, in their order.
+    """
+
+    base: int
+    row_bytes: int
+    count: int
+    index: npt.NDArray[np.int64]
+
+
+def as_rows(fragments: Fragments) -> FragmentRows:
+    """See fragments, at least one, as rows of one table."""
+    addresses, lengths = fragments.addresses, fragments.lengths
+    base = addresses.min()
+    offsets = addresses - base
+    step = np.gcd(np.gcd.reduce(lengths), np.gcd.reduce(offsets))
+    first = (offsets // step).astype(np.int64)
+    rows = (lengths // step).astype(np.int64)
+    if (rows == 1).all():
+        index = first
+    else:
+        # Row k of the stream is the k-th row of its fragment, counted from its first.
+        begins = np.cumsum(rows) - rows
+        index = np.arange(rows.sum()) + np.repeat(first - begins, rows)
+    return FragmentRows(int(base), int(step), int(index.max()) + 1, index)
 
 
 class TorchOps(DeviceOps):
@@ -37,18 +85,15 @@ class TorchOps(DeviceOps):
         self.description: str = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
 
     def stream(self) -> Stream:
-        """See DeviceOps."""
         return TorchStream(self)
 
     def record_current(self) -> Event:
-        """See DeviceOps."""
         cuda = self.torch.cuda
         event = cuda.Event(blocking=True)
         event.record(cuda.current_stream(self.device.index))
         return TorchEvent(event)
 
     def pinned(self, nbytes: int) -> memoryview:
-        """See DeviceOps."""
         torch = self.torch
         try:
             tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -60,7 +105,6 @@ class TorchOps(DeviceOps):
         return view
 
     def owns(self, event: object) -> bool:
-        """See DeviceOps."""
         if not isinstance(event, self.torch.cuda.Event):
             return False
         # An event that was never recorded has no device; every stream may wait for it.
@@ -75,16 +119,14 @@ class TorchEvent(Event):
         self.native: Any = native
 
     def query(self) -> bool:
-        """See Event."""
         return bool(self.native.query())
 
     def synchronize(self) -> None:
-        """See Event."""
         self.native.synchronize()
 
 
 class TorchStream(Stream):
-    """See Stream."""
+    """Queues gathers and copies of torch, on a stream that no other waits for."""
 
     def __init__(self, ops: TorchOps) -> None:
         self._ops = ops
@@ -94,21 +136,17 @@ class TorchStream(Stream):
 
     @property
     def pointer(self) -> int:
-        """See Stream."""
         return int(self._stream.cuda_stream)
 
     def wait(self, event: object) -> None:
-        """See Stream."""
         wait_on_pointer(self.pointer, self._index, event)
 
     def record(self) -> Event:
-        """See Stream."""
         event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return TorchEvent(event)
 
     def buffer(self, nbytes: int) -> Fragments:
-        """See Stream."""
         torch = self._torch
         # Allocated for this stream, so that the allocator orders its reuse by it.
         with torch.cuda.stream(self._stream):
@@ -116,36 +154,31 @@ class TorchStream(Stream):
         return contiguous(tensor.data_ptr(), nbytes, tensor, self._ops.device)
 
     def gather(self, source: Fragments, into: Fragments) -> None:
-        """See Stream."""
         rows = as_rows(source)
         with self._torch.cuda.stream(self._stream):
             table, index, packed = self._tables(rows, into)
             self._torch.index_select(table, 0, index, out=packed)
 
     def scatter(self, source: Fragments, into: Fragments) -> None:
-        """See Stream."""
         rows = as_rows(into)
         with self._torch.cuda.stream(self._stream):
             table, index, packed = self._tables(rows, source)
             table.index_copy_(0, index, packed)
 
     def to_host(self, source: Fragments, into: memoryview) -> None:
-        """See Stream."""
         host = self._torch.frombuffer(into, dtype=self._torch.uint8)
         with self._torch.cuda.stream(self._stream):
             for begin, end, run in self._runs(source):
                 host[begin:end].copy_(run, non_blocking=True)
 
     def to_device(self, source: memoryview, into: Fragments) -> None:
-        """See Stream."""
         host = self._torch.frombuffer(source, dtype=self._torch.uint8)
         with self._torch.cuda.stream(self._stream):
             for begin, end, run in self._runs(into):
                 run.copy_(host[begin:end], non_blocking=True)
 
     def close(self) -> None:
-        """See Stream."""
-        # torch keeps its streams in a pool for the life of the process.
+        """Do nothing: torch keeps its streams in a pool for the life of the process."""
 
     @property
     def _where(self) -> str:

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.cuda.torch_ops import TorchOps
 from kvwire.memory.device.ops import contiguous
+from kvwire.memory.device.torch_ops import TorchOps, as_rows
 
 OUR_STREAM = 0xABC
 
@@ -222,3 +222,42 @@ def test_an_event_on_the_callers_stream(torch: FakeTorch) -> None:
     event = TorchOps(0).record_current()
     assert isinstance(event.native, FakeEvent)
     assert event.native.stream == "the caller's on cuda:0"
+
+
+# --- fragments as rows of a table
+
+
+def table_fragments(pairs: list[tuple[int, int]], unit: int) -> Fragments:
+    addresses = np.array([address * unit for address, _ in pairs], np.uint64)
+    lengths = np.array([length * unit for _, length in pairs], np.uint64)
+    return Fragments(addresses, lengths, owner=None, writable=True)
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 9)), min_size=1),
+    unit=st.sampled_from([1, 2, 3, 16, 24]),
+)
+def test_rows_are_the_fragments(pairs: list[tuple[int, int]], unit: int) -> None:
+    memory = np.random.default_rng(0).integers(0, 256, 100 * unit, np.uint8)
+    given = table_fragments(pairs, unit)
+    rows = as_rows(given)
+    expected = [memory[a * unit : (a + n) * unit] for a, n in pairs]
+    assert rows.row_bytes % unit == 0
+    assert rows.index.size * rows.row_bytes == given.nbytes
+    # What a library's gather does: rows of a table that begins at the base.
+    table = memory[rows.base :][: rows.count * rows.row_bytes]
+    gathered = table.reshape(rows.count, rows.row_bytes)[rows.index]
+    assert gathered.tobytes() == np.concatenate(expected).tobytes()
+
+
+def test_equal_fragments_are_one_row_each() -> None:
+    """Blocks of a cache: no more rows than fragments."""
+    rows = as_rows(table_fragments([(5, 1), (2, 1), (9, 1)], unit=4096))
+    assert (rows.row_bytes, rows.index.tolist()) == (4096, [3, 0, 7])
+
+
+def test_the_span_ends_with_the_last_fragment() -> None:
+    """Nothing behind it is even named."""
+    given = table_fragments([(0, 2), (7, 3)], unit=8)
+    rows = as_rows(given)
+    assert rows.base + rows.count * rows.row_bytes == 10 * 8

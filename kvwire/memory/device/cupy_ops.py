@@ -13,8 +13,13 @@ import numpy as np
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.cuda.external import wait_on_pointer
-from kvwire.memory.device.ops import DeviceOps, Event, Stream, contiguous
+from kvwire.memory.device.ops import (
+    DeviceOps,
+    Event,
+    Stream,
+    contiguous,
+    wait_on_pointer,
+)
 from kvwire.types import Device, MemoryKind
 
 # One block of threads copies one fragment, 16 bytes a thread: 4 KiB in one go.
@@ -77,18 +82,15 @@ class CupyOps(DeviceOps):
         self.description: str = f"CuPy {cupy.__version__}, CUDA {runtime}"
 
     def stream(self) -> Stream:
-        """See DeviceOps."""
         return CupyStream(self)
 
     def record_current(self) -> Event:
-        """See DeviceOps."""
         with self.cupy.cuda.Device(self.device.index):
             event = self.cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self.cupy.cuda.get_current_stream())
         return CupyEvent(event)
 
     def pinned(self, nbytes: int) -> memoryview:
-        """See DeviceOps."""
         cupy = self.cupy
         try:
             with cupy.cuda.Device(self.device.index):
@@ -101,7 +103,6 @@ class CupyOps(DeviceOps):
         return np.frombuffer(memory, np.uint8, nbytes).data
 
     def owns(self, event: object) -> bool:
-        """See DeviceOps."""
         # CuPy's events do not say their GPU, and a stream may wait for those of others.
         return isinstance(event, self.cupy.cuda.Event)
 
@@ -113,16 +114,14 @@ class CupyEvent(Event):
         self.native: Any = native
 
     def query(self) -> bool:
-        """See Event."""
         return bool(self.native.done)
 
     def synchronize(self) -> None:
-        """See Event."""
         self.native.synchronize()
 
 
 class CupyStream(Stream):
-    """See Stream."""
+    """Queues kernels of our own and copies, on a stream that CuPy made."""
 
     def __init__(self, ops: CupyOps) -> None:
         self._ops = ops
@@ -138,36 +137,29 @@ class CupyStream(Stream):
 
     @property
     def pointer(self) -> int:
-        """See Stream."""
         return int(self._stream.ptr)
 
     def wait(self, event: object) -> None:
-        """See Stream."""
         wait_on_pointer(self.pointer, self._index, event)
 
     def record(self) -> Event:
-        """See Stream."""
         with self._entered():
             event = self._cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._stream)
         return CupyEvent(event)
 
     def buffer(self, nbytes: int) -> Fragments:
-        """See Stream."""
         with self._entered():
             memory = self._cupy.cuda.alloc(nbytes)
         return contiguous(memory.ptr, nbytes, memory, self._ops.device)
 
     def gather(self, source: Fragments, into: Fragments) -> None:
-        """See Stream."""
         self._launch(self._gather, source, into)
 
     def scatter(self, source: Fragments, into: Fragments) -> None:
-        """See Stream."""
         self._launch(self._scatter, into, source)
 
     def to_host(self, source: Fragments, into: memoryview) -> None:
-        """See Stream."""
         host = np.frombuffer(into, np.uint8).ctypes.data
         kind = self._runtime.memcpyDeviceToHost
         with self._entered():
@@ -177,7 +169,6 @@ class CupyStream(Stream):
                 )
 
     def to_device(self, source: memoryview, into: Fragments) -> None:
-        """See Stream."""
         host = np.frombuffer(source, np.uint8).ctypes.data
         kind = self._runtime.memcpyHostToDevice
         with self._entered():
@@ -187,8 +178,7 @@ class CupyStream(Stream):
                 )
 
     def close(self) -> None:
-        """See Stream."""
-        # CUDA frees a stream that is destroyed once its work is done.
+        """CUDA frees a stream that is destroyed once its work is done."""
 
     def _launch(self, kernel: Any, many: Fragments, packed: Fragments) -> None:
         table = np.concatenate((many.addresses, many.starts))

@@ -22,8 +22,8 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_PIECE_BYTES
 from kvwire.memory.copy import copy
+from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.memory.device.ops import DeviceOps, device_ops
-from kvwire.memory.staging.copy_engine import CopyEngine
 from kvwire.types import Device
 
 _SLOTS: Final = 2

@@ -1,0 +1,295 @@
+"""The streams of a device: what is copied which way, and events that are waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvwire.kv.fragments import Fragments
+from kvwire.memory.device.copy_engine import (
+    RUNS_MAX,
+    CompletionThread,
+    CopyEngine,
+    StreamWaiters,
+)
+from kvwire.memory.device.ops import Event
+from tests.support.simulated_device import SimulatedArray, SimulatedDevice
+
+PIECE_BYTES = 64
+
+
+class Loop:
+    """Notes what it is asked to call, and calls it when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self.woken = threading.Semaphore(0)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+        self.woken.release()
+
+    def turn(self) -> int:
+        """Wait to be woken, and call what there is; how often we were woken."""
+        self.woken.acquire()
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call()
+        return len(calls)
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def copy_engine(device: SimulatedDevice, loop: Loop) -> Iterator[CopyEngine]:
+    made = CopyEngine(device, loop.call_soon, 100 * PIECE_BYTES)
+    yield made
+    # Its streams are done before their memory ends.
+    for way in (made.outbound, made.inbound):
+        way.stream.record().synchronize()
+    made.close()
+
+
+def pieces(array: SimulatedArray, device: SimulatedDevice, count: int) -> Fragments:
+    """Every other piece of an array, backwards."""
+    indices = np.arange(count, dtype=np.uint64)[::-1] * np.uint64(2)
+    return Fragments(
+        indices * np.uint64(PIECE_BYTES) + np.uint64(array.data_ptr()),
+        np.full(count, PIECE_BYTES, np.uint64),
+        owner=array,
+        writable=True,
+        device=device.device,
+    )
+
+
+@pytest.mark.parametrize("count", [1, RUNS_MAX, RUNS_MAX + 1, 100])
+def test_out_of_the_device_and_into_it(
+    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine, count: int
+) -> None:
+    """Copied piece by piece or by way of a gather: the same bytes."""
+    values = np.random.default_rng(count).integers(0, 256, (200, PIECE_BYTES), np.uint8)
+    source, target = device.array(values), device.array(np.zeros_like(values))
+    slot = device.pinned(count * PIECE_BYTES)
+    told: list[Exception | None] = []
+    copy_engine.to_host(pieces(source, device, count), slot, told.append)
+    loop.turn()
+    assert told == [None]
+    assert bytes(slot) == values[: 2 * count : 2][::-1].tobytes()
+    copy_engine.to_device(slot, pieces(target, device, count), told.append)
+    loop.turn()
+    assert told == [None, None]
+    result = target.read()
+    assert np.array_equal(result[: 2 * count : 2], values[: 2 * count : 2])
+    assert not result[1::2].any()
+
+
+def test_one_buffer_serves_all_that_is_queued(
+    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine
+) -> None:
+    """The stream's order keeps one gather from overwriting the one before."""
+    values = np.random.default_rng(0).integers(0, 256, (200, PIECE_BYTES), np.uint8)
+    array, told = device.array(values), list[Exception | None]()
+    slots = [device.pinned(n * PIECE_BYTES) for n in (100, 50, 20)]
+    device.hold()
+    for slot, count in zip(slots, (100, 50, 20), strict=True):
+        copy_engine.to_host(pieces(array, device, count), slot, told.append)
+    device.release()
+    while len(told) < 3:
+        loop.turn()
+    for slot, count in zip(slots, (100, 50, 20), strict=True):
+        assert bytes(slot) == values[: 2 * count : 2][::-1].tobytes()
+
+
+def test_what_has_landed_has_an_event(
+    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine
+) -> None:
+    copy_engine.landed.synchronize()  # of nothing, before anything has
+    array, told = device.array(np.zeros(64, np.uint8)), list[Exception | None]()
+    copy_engine.to_device(
+        device.pinned(PIECE_BYTES), pieces(array, device, 1), told.append
+    )
+    loop.turn()
+    assert copy_engine.landed.query()
+    assert copy_engine.landed is copy_engine.inbound.last
+
+
+def test_the_events_of_one_producer_hold_up_no_other(
+    device: SimulatedDevice, loop: Loop
+) -> None:
+    waiters = StreamWaiters(device, loop.call_soon)
+    slow, fast, told = device.stream(), device.stream(), list[str]()
+    gate = device.stream()
+    device.hold()
+    gate.call(lambda: None)
+    slow.wait(gate.record())
+    waiters.wait(waiters.assign(), slow.record(), lambda error: told.append("slow"))
+    waiters.wait(waiters.assign(), fast.record(), lambda error: told.append("fast"))
+    loop.turn()
+    assert told == ["fast"]
+    device.release()
+    loop.turn()
+    assert told == ["fast", "slow"]
+    waiters.close()
+    for stream in (slow, fast, gate):
+        stream.close()
+
+
+# --- events that a thread waits for
+
+
+class Gate(Event):
+    """Fires when it is told to."""
+
+    def __init__(self) -> None:
+        self.native = self
+        self._fired = threading.Event()
+        self.asleep = threading.Event()
+        self.error: Exception | None = None
+
+    def fire(self, error: Exception | None = None) -> None:
+        self.error = error
+        self._fired.set()
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self._fired.is_set()
+
+    def synchronize(self) -> None:
+        self.asleep.set()
+        self._fired.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def completions(loop: Loop) -> Iterator[CompletionThread]:
+    made = CompletionThread("completions", loop.call_soon)
+    yield made
+    made.close()
+
+
+def test_one_wake_up_for_a_batch(loop: Loop, completions: CompletionThread) -> None:
+    told: list[int] = []
+    gates = [Gate() for _ in range(50)]
+    for number, gate in enumerate(gates):
+        completions.watch(gate, lambda error, number=number: told.append(number))  # type: ignore[misc]
+    gates[0].asleep.wait()
+    for gate in reversed(gates):
+        gate.fire()
+    wakes = 0
+    while len(told) < len(gates):
+        wakes += loop.turn()
+    assert told == list(range(50))
+    assert wakes == 1
+    assert completions.watched == 0
+
+
+def test_what_has_fired_does_not_wait_for_what_has_not(
+    loop: Loop, completions: CompletionThread
+) -> None:
+    told: list[str] = []
+    early, late = Gate(), Gate()
+    completions.watch(early, lambda error: told.append("early"))
+    completions.watch(late, lambda error: told.append("late"))
+    early.fire()
+    loop.turn()
+    assert told == ["early"]
+    late.fire()
+    loop.turn()
+    assert told == ["early", "late"]
+
+
+def test_a_failure_is_reported_and_not_the_end(
+    loop: Loop, completions: CompletionThread
+) -> None:
+    told: list[Exception | None] = []
+    broken, fine = Gate(), Gate()
+    error = RuntimeError("an illegal memory access")
+    completions.watch(broken, told.append)
+    broken.fire(error)
+    loop.turn()
+    completions.watch(fine, told.append)
+    fine.fire()
+    loop.turn()
+    assert told == [error, None]
+
+
+def test_who_raises_takes_nothing_from_the_others(
+    loop: Loop, completions: CompletionThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may be of other connections, whose memory would be held for ever."""
+    told: list[Exception | None] = []
+
+    def bug(_: Exception | None) -> None:
+        raise ZeroDivisionError("planted")
+
+    gates = [Gate() for _ in range(3)]
+    completions.watch(gates[0], told.append)
+    gates[0].asleep.wait()
+    completions.watch(gates[1], bug)
+    completions.watch(gates[2], told.append)
+    for gate in reversed(gates):
+        gate.fire()
+    while len(told) < 2:
+        loop.turn()
+    assert told == [None, None]
+    assert "planted" in caplog.text
+
+
+def test_events_that_failed_while_others_were_reported(
+    loop: Loop, completions: CompletionThread
+) -> None:
+    """One that says of itself, when asked, that it failed."""
+    told: list[Exception | None] = []
+    first, second = Gate(), Gate()
+    error = RuntimeError("gone")
+    completions.watch(first, told.append)
+    first.asleep.wait()
+    completions.watch(second, told.append)
+    second.fire(error)
+    first.fire()
+    while len(told) < 2:
+        loop.turn()
+    assert told == [None, error]
+
+
+def test_close_waits_for_what_is_watched(loop: Loop) -> None:
+    completions = CompletionThread("completions", loop.call_soon)
+    gate = Gate()
+    told: list[Exception | None] = []
+    completions.watch(gate, told.append)
+    completions.close()
+    gate.fire()
+    loop.turn()
+    assert told == [None]
+
+
+def test_a_closed_loop_is_no_error() -> None:
+    closed = threading.Event()
+
+    def call_soon(call: Callable[[], None]) -> None:
+        closed.set()
+        raise RuntimeError("Event loop is closed")
+
+    completions = CompletionThread("completions", call_soon)
+    gate = Gate()
+    gate.fire()
+    told: list[Exception | None] = []
+    completions.watch(gate, told.append)
+    closed.wait()
+    completions.close()
+    assert told == []
