@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from matplotlib.figure import Figure
 
 import kvwire
+from kvwire.cli.plot import new_figure
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.relay import BLOCK_TOKENS, Relay
 from tests.integrations.vllm.serving import Engine, engine, prompt
@@ -176,7 +176,7 @@ def table(seconds: Seconds, again: Mapping[str, Mapping[int, int]]) -> str:
 
 def draw(seconds: Seconds, path: Path) -> None:
     """Draw the mean first token of a batch over the prompts that lost KV."""
-    figure = Figure((7, 4), layout="constrained")
+    figure = new_figure(7, 4)
     axes = figure.subplots()
     for way in WAYS:
         means = [_median_ms(seconds[way][lost], statistics.mean) for lost in LOST]

@@ -1,4 +1,4 @@
-"""``kvwire bench many``: a small transfer beside large ones, on one connection.
+"""``kvwire bench many``: many transfers at once, and a small one beside large ones.
 
 What is asked is whether anybody has to wait for somebody else's long prompt. Times are
 from the call to the outcome, at the side that pulls.
@@ -28,29 +28,31 @@ import kvwire
 from kvwire.cli.bench import report
 from kvwire.cli.bench.pair import Contender, Work
 from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds, size_name
-from kvwire.cli.bench.side import (
-    ConnectedSide,
-    End,
-    digest,
-    fill,
-    mark_all,
-    over,
-    paged,
+from kvwire.cli.bench.side import HOST, End, Side, digest, fill, mark_all, over, paged
+from kvwire.cli.bench.turns import (
+    MILLISECONDS,
+    Benchmark,
+    Case,
+    CaseResult,
+    Findings,
+    part_of,
 )
-from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, Findings
 from kvwire.limits import KIB, MIB
 
 LAYERS: Final = 16
 LAYER_BYTES: Final = 4 * KIB
 BLOCK_BYTES: Final = LAYERS * LAYER_BYTES
-# Prompts of 16 tokens, and of 256.
+# Of 100 transfers: prompts of 16 tokens, of 256, and one that is long.
 SMALL_BYTES: Final = BLOCK_BYTES
 MEDIUM_BYTES: Final = 1 * MIB
+MEDIUM_SHARE: Final = 0.18
+LARGE_SHARE: Final = 0.02
 # The least whose 99th percentile is not simply the slowest.
 TIMED: Final = 101
 BESIDE_TARGET: Final = 3.0
 # Between the priority of those beside it and the highest there is.
 URGENT: Final = 1
+AT_ONCE: Final = "at once"
 ONE_BY_ONE: Final = "one by one"
 BESIDE: Final = "beside"
 _GO: Final = 1
@@ -58,47 +60,98 @@ _STOP: Final = 2
 # Published before they are pulled, so that nobody waits for the other side's loop.
 _AHEAD: Final = 4
 
+Endpoints = Annotated[int, Parameter(validator=Number(gte=1, lte=32))]
+Transfers = Annotated[int, Parameter(validator=Number(gte=10, lte=100_000))]
 Others = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManyWork(Work):
-    """``count`` transfers of ``nbytes``, each begun when the one before is over.
+    """``count`` transfers; ``verb`` is one of those above.
 
-    Meanwhile ``others`` are always under way, whose priority is 0.
+    * ``at once``: all of them begin together, spread over all connections; ``nbytes``
+      is the size of the largest;
+    * ``one by one``: each of ``nbytes``, begun when the one before is over;
+    * ``beside``: likewise, and on the same connection ``others`` are always under way,
+      whose priority is 0.
     """
 
     others: int = 0
     other_bytes: int = 0
     priority: int = 0
 
+    def sizes(self) -> list[int]:
+        """Bytes of each transfer, in the order in which they begin."""
+        if self.verb != AT_ONCE:
+            return [self.nbytes] * self.count
+        large = max(1, round(self.count * LARGE_SHARE))
+        medium = max(1, round(self.count * MEDIUM_SHARE))
+        sizes = np.full(self.count, SMALL_BYTES)
+        sizes[:medium] = MEDIUM_BYTES
+        sizes[medium : medium + large] = self.nbytes
+        mixed: list[int] = np.random.default_rng(0).permutation(sizes).tolist()
+        return mixed
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of a round, without those of the others."""
+        return sum(self.sizes())
+
+    @property
+    def distinct(self) -> list[int]:
+        """Bytes of the transfers that have blocks of their own, without the others."""
+        return self.sizes() if self.verb == AT_ONCE else [self.nbytes]
+
     def shares(self, *, publishes: bool) -> tuple[int, list[list[int]]]:
         """Count the blocks that one side needs, and say which transfer has which.
 
-        The first share is of those that are timed. At the side that ``publishes`` the
-        others have one share, instead of one each.
+        At the side that ``publishes`` the others have one share, instead of one each.
         """
-        parts = min(self.others, 1) if publishes else self.others
-        counts = [
-            self.nbytes // BLOCK_BYTES,
-            *[self.other_bytes // BLOCK_BYTES] * parts,
-        ]
-        order = np.random.default_rng(1).permutation(sum(counts))
-        own, *others = (p.tolist() for p in np.split(order, np.cumsum(counts)[:-1]))
-        return len(order), [own, *others * (self.others if publishes else 1)]
+        counts = [1, self.others] if publishes and self.others else [self.others, 1]
+        sizes = self.distinct + [self.other_bytes] * counts[0]
+        blocks = sum(sizes) // BLOCK_BYTES
+        order = np.random.default_rng(1).permutation(blocks)
+        ends = np.cumsum(np.array(sizes) // BLOCK_BYTES)
+        parts = [part.tolist() for part in np.split(order, ends)[: len(sizes)]]
+        own = len(self.distinct)
+        return blocks, parts[:own] + parts[own:] * counts[1]
 
 
-class ManySide(ConnectedSide[ManyWork]):
-    """The left side pulls, the right one publishes."""
+class ManySide(Side[ManyWork]):
+    """Some communicators on each side, every one connected to every other."""
 
     work_type: ClassVar[type[Work]] = ManyWork
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
+        self._endpoints = int(options["endpoints"])
+        self._communicators: list[kvwire.Communicator] = []
+        self._connections: list[kvwire.Connection] = []
         self._work: ManyWork | None = None
         # Whose blocks are which: those that are timed, then the others beside.
         self.shares: list[list[int]] = []
         self.memory = np.zeros(0, np.uint8)
+        # Of rounds: ids are never used twice.
+        self._number = 0
+
+    async def listen(self) -> list[str]:
+        await self._open("right")
+        return [str(await c.listen(f"tcp://{HOST}:0")) for c in self._communicators]
+
+    async def accept(self) -> None:
+        for communicator in self._communicators:
+            for _ in range(self._endpoints):
+                self._connections.append(await communicator.accept())
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        await self._open("left")
+        transport = self.options["transport"]
+        for where in address:
+            for communicator in self._communicators:
+                made = await communicator.connect(where, transport=transport)
+                self._connections.append(made)
+        count, (first, *_) = len(self._connections), self._connections
+        return {"connections": count, "transport": str(first.transport_report)}
 
     async def prepare(self, work: ManyWork) -> None:
         await self._have(work, publishes=True)
@@ -111,36 +164,65 @@ class ManySide(ConnectedSide[ManyWork]):
 
     async def digest(self, work: ManyWork) -> str:
         """Of the blocks that are timed: the others need not come to their end."""
+        own = np.concatenate(self.shares[: len(work.distinct)])
         layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
-        return await asyncio.to_thread(lambda: digest(layers[:, self.shares[0]].copy()))
+        return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))
 
     async def drive(self, work: ManyWork) -> dict[str, Any]:
         """``values`` are seconds of each transfer, in their order."""
-        number, clock, values = self.next_id(), time.perf_counter, []
-        await self.connection.recv(_GO)
+        first, control, clock = self._next(), self._connections[0], time.perf_counter
+        await control.recv(_GO)
+
+        async def pulled(
+            id: str, blocks: Sequence[int], at: int, priority: int
+        ) -> float:
+            began = clock()
+            await over(self._pull(f"{first}-{id}", blocks, at=at, priority=priority))
+            return clock() - began
+
+        if work.verb == AT_ONCE:
+            each = (
+                pulled(f"{i}", blocks, i, 0) for i, blocks in enumerate(self.shares)
+            )
+            return {"values": await asyncio.gather(*each)}
         own, *others = self.shares
-        async with self._beside(f"{number}-other", others, self._pull):
-            for index in range(work.count):
-                began = clock()
-                await over(self._pull(f"{number}-{index}", own, priority=work.priority))
-                values.append(clock() - began)
-            await self.connection.send(_STOP, b"")
+        async with self._beside(f"{first}-other", others, self._pull):
+            values = [
+                await pulled(f"{i}", own, 0, work.priority) for i in range(work.count)
+            ]
+            await control.send(_STOP, b"")
         return {"values": values}
 
     async def serve(self, work: ManyWork) -> dict[str, Any]:
-        number = self.next_id()
+        first, control = self._next(), self._connections[0]
+        if work.verb == AT_ONCE:
+            shares = enumerate(self.shares)
+            published = [self._offer(f"{first}-{i}", b, at=i) for i, b in shares]
+            await control.send(_GO, b"")
+            await asyncio.gather(*map(over, published))
+            return {}
         own, *others = self.shares
-        async with self._beside(f"{number}-other", others, self._publish):
-            ids = [f"{number}-{index}" for index in range(work.count)]
-            ahead = [self._publish(id, own) for id in ids[:_AHEAD]]
-            await self.connection.send(_GO, b"")
+        async with self._beside(f"{first}-other", others, self._offer):
+            ids = [f"{first}-{number}" for number in range(work.count)]
+            ahead = [self._offer(id, own) for id in ids[:_AHEAD]]
+            await control.send(_GO, b"")
             for id in ids[_AHEAD:]:
                 await over(ahead.pop(0))
-                ahead.append(self._publish(id, own))
+                ahead.append(self._offer(id, own))
             for outgoing in ahead:
                 await over(outgoing)
-            await self.connection.recv(_STOP)
+            await control.recv(_STOP)
         return {}
+
+    async def close(self) -> None:
+        for communicator in self._communicators:
+            communicator.abort()
+            await communicator.close()
+
+    async def _open(self, name: str) -> None:
+        for number in range(self._endpoints):
+            communicator = await kvwire.open(name=f"bench-{name}-{number}")
+            self._communicators.append(communicator)
 
     async def _have(self, work: ManyWork, *, publishes: bool) -> None:
         """Have the memory of a work as a cache; never an old one and a new one at once.
@@ -159,13 +241,20 @@ class ManySide(ConnectedSide[ManyWork]):
         self._cache = paged(self.memory, LAYERS, blocks)
         self._work = work
 
-    def _pull(
-        self, id: str, blocks: Sequence[int], *, priority: int = 0
-    ) -> kvwire.Incoming:
-        return self.connection.pull(id, self._cache, blocks, priority=priority)
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
 
-    def _publish(self, id: str, blocks: Sequence[int]) -> kvwire.Outgoing:
-        return mark_all(self.communicator.publish(id, self._cache, blocks))
+    def _pull(
+        self, id: str, blocks: Sequence[int], *, at: int = 0, priority: int = 0
+    ) -> kvwire.Incoming:
+        connection = self._connections[at % len(self._connections)]
+        return connection.pull(id, self._cache, blocks, priority=priority)
+
+    def _offer(self, id: str, blocks: Sequence[int], *, at: int = 0) -> kvwire.Outgoing:
+        """Publish at whoever has that connection."""
+        number = at % len(self._connections) // self._endpoints
+        return mark_all(self._communicators[number].publish(id, self._cache, blocks))
 
     @asynccontextmanager
     async def _beside(
@@ -193,6 +282,20 @@ class ManySide(ConnectedSide[ManyWork]):
                 task.cancel()
 
 
+def by_size(finding: CaseResult) -> Findings:
+    """Make a row of each size of transfers of one case."""
+    if finding.case.group != AT_ONCE:
+        return [finding]
+    sizes = finding.case.work.sizes()
+
+    def of(nbytes: int) -> CaseResult:
+        name = f"{finding.case.name}: {size_name(nbytes)}"
+        chosen = [size == nbytes for size in sizes]
+        return part_of(finding, name, lambda v: [*itertools.compress(v, chosen)])
+
+    return [of(nbytes) for nbytes in sorted(set(sizes))]
+
+
 def to_alone(findings: Findings) -> list[RenderableType]:
     """Say how much longer a transfer takes beside others, by 99th percentiles."""
     lines: list[RenderableType] = []
@@ -218,18 +321,24 @@ def to_alone(findings: Findings) -> list[RenderableType]:
 def command(
     *,
     transport: str = "tcp",
+    endpoints: Endpoints = 16,
+    transfers: Transfers = 1000,
+    large_mib: Mebibytes = 4,
     others: Others = 8,
     other_mib: Mebibytes = 16,
     rounds: Rounds = 3,
     common: Common = COMMON,
 ) -> int:
-    """A small transfer beside many large ones, on the same connection.
+    """Many transfers at once over many connections, and a small one beside large ones.
 
     Everything travels in fragments of 4 KiB. With --other-mib 1024, the side that pulls
     has 8 GiB of memory, and the one that publishes 1 GiB, which all the others want.
 
     Args:
         transport: Of kvwire, separated by commas; those that join two processes.
+        endpoints: Communicators on each side; each is connected to each.
+        transfers: How many begin at once: 80 of 100 have 64 KiB, 18 have 1 MiB.
+        large_mib: MiB of the other two of 100.
         others: How many are always under way beside the one that is timed.
         other_mib: MiB of each of them.
         rounds: How often everything is measured; percentiles are of all rounds.
@@ -237,12 +346,13 @@ def command(
     """
     transports = transport.split(",")
     report.require_known(transports)
-    contenders = [
+    options = {"loop": common.loop, "endpoints": endpoints}
+    pairs = [
         Contender(
             f"kvwire {name}",
             ManySide,
             ours=True,
-            options={"transport": name, "loop": common.loop},
+            options={"transport": name, **options},
         )
         for name in transports
     ]
@@ -250,11 +360,13 @@ def command(
     crowd = f"beside {others} x {other_mib} MiB"
     alone = ManyWork(verb=ONE_BY_ONE, nbytes=MEDIUM_BYTES, count=TIMED)
     beside = replace(alone, verb=BESIDE, others=others, other_bytes=other_mib * MIB)
+    at_once = ManyWork(verb=AT_ONCE, nbytes=large_mib * MIB, count=transfers)
     works = {
         f"{medium} alone": alone,
         f"{medium} {crowd}": beside,
         f"{medium} {crowd}, priority {URGENT}": replace(beside, priority=URGENT),
         f"{size_name(SMALL_BYTES)} alone": replace(alone, nbytes=SMALL_BYTES),
+        f"{transfers} at once": at_once,
     }
     benchmark = Benchmark(
         name="many",
@@ -263,19 +375,16 @@ def command(
                 name=name,
                 work=work,
                 unit=MILLISECONDS,
-                contenders=contenders,
+                contenders=pairs,
                 group=work.verb,
                 tail=True,
             )
             for name, work in works.items()
         ],
-        notes=["From the call to the outcome."],
+        notes=[f"{endpoints} x {endpoints} connections. From the call to the outcome."],
+        split=by_size,
         below=to_alone,
     )
-    return common.run(
-        benchmark,
-        transport=transports,
-        others=others,
-        other_mib=other_mib,
-        rounds=rounds,
-    )
+    settings = {"endpoints": endpoints, "transfers": transfers, "large_mib": large_mib}
+    settings |= {"others": others, "other_mib": other_mib, "rounds": rounds}
+    return common.run(benchmark, transport=transports, **settings)

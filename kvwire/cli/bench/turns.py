@@ -134,6 +134,8 @@ class Benchmark:
     cases: Sequence[Case]
     missing: Sequence[Missing] = ()
     notes: Sequence[str] = ()
+    # Makes several rows of one case.
+    split: Callable[[CaseResult], Findings] = lambda found: [found]
     # Makes what is shown below the table, and more keys of the document.
     below: Callable[[Findings], Sequence[RenderableType]] = lambda _: ()
     more: Callable[[Findings], Mapping[str, Any]] = lambda _: {}
@@ -174,6 +176,17 @@ def compare(finding: CaseResult) -> Comparison:
     if case.target is not None:
         met = ratio <= case.target if less else ratio >= case.target
     return Comparison(best=best, ratio=ratio, low=min(each), high=max(each), met=met)
+
+
+def part_of(
+    found: CaseResult, name: str, part: Callable[[Sequence[float]], Sequence[float]]
+) -> CaseResult:
+    """Make a row of a part of the values of each round."""
+    samples = {
+        who: Samples([replace(one, values=part(one.values)) for one in these.rounds])
+        for who, these in found.samples.items()
+    }
+    return replace(found, case=replace(found.case, name=name), samples=samples)
 
 
 def steps(plan: Benchmark, rounds: int) -> int:

@@ -6,5 +6,5 @@
 * :mod:`~kvwire.cli.demo.lines`: what the processes tell each other.
 * :mod:`~kvwire.cli.demo.llama`: what a role needs of a model, ``numpy_llama`` and
   ``torch_llama`` are two that compute the same.
-* :mod:`~kvwire.cli.demo.record`: what happened; ``show`` and ``picture`` show it.
+* :mod:`~kvwire.cli.demo.record`: what happened; ``show`` shows it.
 """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -21,6 +22,7 @@ from kvwire.cli.bench import (
     fragments,
     many,
     messages,
+    overlap,
     store,
 )
 from kvwire.cli.bench.store_side import can_drop
@@ -58,9 +60,18 @@ def codecs_tell_what_is_lost(found: Document) -> None:
         assert all(0.2 < one[images]["ratio"] < 0.9 for one in (exact, coarse))
 
 
+def many_counts_by_size(found: Document) -> None:
+    assert found["contenders"]["kvwire tcp"]["connections"] == 4
+    at_once = [r["contenders"]["kvwire tcp"]["count"] for r in found["cases"][-3:]]
+    assert at_once == [15, 4, 1]
+
+
 def efficiencies_are_judged(found: Document) -> None:
-    counts = [row["work"]["count"] for row in found["cases"]]
-    assert counts == [2, 2, 4, 4, 32]
+    assert [row["work"]["count"] for row in found["cases"]] == [
+        *(2, 2, 4, 4, 32),
+        *(2, 4),
+        *(1, 32, 32),
+    ]
     assert len(found["efficiencies"]) == 5
 
 
@@ -108,18 +119,20 @@ RUNS = {
         {},
     ),
     "many": Run(
-        "--others 2 --other-mib 2",
+        "--endpoints 2 --transfers 20 --large-mib 2 --others 2 --other-mib 2",
         each(
             [
                 "one by one 1 MiB alone",
                 "beside 1 MiB beside 2 x 2 MiB",
                 "beside 1 MiB beside 2 x 2 MiB, priority 1",
                 "one by one 64 KiB alone",
+                *(f"at once 20 at once: {s}" for s in ("64 KiB", "1 MiB", "2 MiB")),
             ],
             "kvwire tcp",
         ),
-        ["kvwire tcp, 1 MiB beside 2 x 2 MiB: p99 "],
+        ["2 x 2 connections.", "kvwire tcp, 1 MiB beside 2 x 2 MiB: p99 "],
         {(many, "TIMED"): 5},
+        many_counts_by_size,
     ),
     "overlap": Run(
         "--layers 2 4 --layer-kib 128",
@@ -133,9 +146,20 @@ RUNS = {
                 f"{EXPOSED} a short prompt",
             ],
             *("streamed", "whole", "one layer"),
+        )
+        | each(
+            [f"from the first mark {count} layers, no compute" for count in (2, 4)],
+            *("streamed", "whole"),
+        )
+        | each(
+            [
+                f"CPU of both sides {name}"
+                for name in ("1 tiny layer", "32 of them", "32, each sent by itself")
+            ],
+            "streamed",
         ),
-        [EXPOSED, "efficiency >= 0.95"],
-        {},
+        [EXPOSED, "more tiny layers add", "efficiency >= 0.95"],
+        {(overlap, "CONTROL_REPEAT"): 2},
         efficiencies_are_judged,
     ),
     "codecs": Run(
@@ -172,9 +196,10 @@ RUNS = {
 
 
 def document(arguments: list[str], tmp_path: Path) -> Document:
-    """Run a command; every row has a sample of everybody."""
-    out = tmp_path / "found.json"
-    assert main([*arguments, "--json", str(out)]) == 0
+    """Run a command; every row has a sample of everybody, and there is a picture."""
+    out, plot = tmp_path / "found.json", tmp_path / "found.svg"
+    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
+    assert ET.parse(plot).getroot().tag.endswith("svg")
     found: Document = json.loads(out.read_text())
     for row in found["cases"]:
         assert not row["failures"]

@@ -1,10 +1,11 @@
-"""The table and the document; numbers worked out by hand."""
+"""The table, the document, the picture; numbers worked out by hand."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rich.console import Console
 
 import kvwire
 from kvwire.cli.bench.pair import Sample
-from kvwire.cli.bench.report import Common, render, show
+from kvwire.cli.bench.report import Common, draw, render, show
 from kvwire.cli.bench.turns import (
     MICROSECONDS,
     Benchmark,
@@ -24,6 +25,9 @@ from kvwire.cli.bench.turns import (
     take_turns,
 )
 from tests.cli.bench.contenders import Scripted, benchmark, case, measured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
 
@@ -189,3 +193,44 @@ def test_a_document_goes_to_a_file_or_alone_to_the_output(
     missing = tmp_path / "no" / "found.json"
     with pytest.raises(kvwire.UsageError, match=f"{missing}: No such file"):
         show("a table", dict, json=missing)
+
+
+# --- the picture ----------------------------------------------------------------------
+
+
+def drawn(whole: Benchmark, rounds: int = 2) -> list[Axes]:
+    return draw(whole, take_turns(whole, rounds, lambda _: None)).axes
+
+
+def bars(axes: Axes) -> list[float]:
+    widths = [container.datavalues for container in axes.containers]  # type: ignore[attr-defined]
+    return [float(width) for bar in widths for width in bar]
+
+
+def texts(axes: Axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_rates_are_bars_with_a_line_from_the_smallest_to_the_99th_percentile() -> None:
+    ours, broken = Scripted("kvwire", [[1e9, 2e9, 3e9]]), Scripted("c", failing="round")
+    (axes,) = drawn(benchmark(case(ours, Scripted("b", [[4e9]]), broken)))
+    assert bars(axes) == pytest.approx([2.0, 4.0])
+    assert texts(axes) == ["2", "4"]
+    assert axes.get_xlim()[0] == 0
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1 KiB send"]
+    assert axes.get_title(loc="left") == "GB/s"
+    assert np.asarray(axes.lines[0].get_xdata()).tolist() == pytest.approx([1.0, 3.0])
+
+
+def test_times_are_points_on_a_logarithmic_axis_in_a_panel_of_their_own() -> None:
+    """From 20 us to 20 ms no bar could be compared with another."""
+    slow, fast = Scripted("kvwire", [[2e-2]]), Scripted("b", [[2e-5]])
+    rates = case(Scripted("kvwire", [[1e9]]), Scripted("b", [[1e9]]))
+    first, axes = drawn(benchmark(rates, case(slow, fast, unit=MICROSECONDS)))
+    assert axes.get_xscale() == "log"
+    points = [line for line in axes.lines if line.get_marker() == "o"]
+    found = np.concatenate([point.get_xdata() for point in points])
+    assert found.tolist() == pytest.approx([2e4, 20.0])
+    assert texts(axes) == ["2e+04", "20"]
+    # Everybody has one colour in both.
+    assert len(first.patches) == len(points) == 2

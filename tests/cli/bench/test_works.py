@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.cli.bench import overlap
+from kvwire.cli.bench import many, overlap
 from kvwire.cli.bench.fragments import (
     ARENA,
     LAYERS_MAX,
@@ -23,7 +23,7 @@ from kvwire.cli.bench.fragments import (
     contenders,
     work_of,
 )
-from kvwire.cli.bench.many import BESIDE, BLOCK_BYTES, ManySide, ManyWork
+from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManySide, ManyWork
 from kvwire.cli.bench.overlap import OverlapSide, OverlapWork, efficiency
 from kvwire.cli.bench.pair import Contender, Sample
 from kvwire.cli.bench.side import JoinedSide
@@ -115,8 +115,21 @@ def test_rows_are_where_the_cache_has_its_blocks(work: FragmentWork) -> None:
 # --- many -----------------------------------------------------------------------------
 
 
+def test_the_sizes_of_a_mix_are_shares_of_all() -> None:
+    work = ManyWork(verb=AT_ONCE, nbytes=4 * MIB, count=1000)
+    sizes = work.sizes()
+    counts = [sizes.count(s) for s in (many.SMALL_BYTES, many.MEDIUM_BYTES, 4 * MIB)]
+    assert counts == [800, 180, 20]
+    assert work.moved_bytes == sum(sizes)
+    for publishes in (False, True):
+        blocks, shares = work.shares(publishes=publishes)
+        assert blocks * BLOCK_BYTES == sum(sizes)
+        assert [len(share) * BLOCK_BYTES for share in shares] == sizes
+
+
 def test_who_publishes_has_the_blocks_of_the_others_once() -> None:
     work = ManyWork(verb=BESIDE, nbytes=MIB, count=9, others=3, other_bytes=2 * MIB)
+    assert work.moved_bytes == 9 * MIB
     blocks, (own, *others) = work.shares(publishes=True)
     assert blocks * BLOCK_BYTES == 3 * MIB
     assert others == [others[0]] * 3
@@ -129,7 +142,7 @@ def test_who_publishes_has_the_blocks_of_the_others_once() -> None:
 async def test_memory_of_two_works_is_never_there_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    side = ManySide({"transport": "tcp"})
+    side = ManySide({"transport": "tcp", "endpoints": "1"})
     work = ManyWork(verb=BESIDE, nbytes=MIB, count=1, others=1, other_bytes=MIB)
     await side.use(work, None)
     kept: list[int] = []
@@ -174,7 +187,7 @@ def test_the_efficiency_is_what_was_hidden_of_what_could_be(
     met: bool,
 ) -> None:
     work = OverlapWork(
-        verb=overlap.STREAMED, nbytes=64 * KIB, count=10, compute_s=compute_ms * MS
+        verb=overlap.EXPOSED, nbytes=64 * KIB, count=10, compute_s=compute_ms * MS
     )
     times = zip(overlap.WAYS, (streamed_ms, whole_ms, 2.0), strict=True)
     ways = [Scripted(way, [[ms * MS]]) for way, ms in times]
@@ -191,7 +204,9 @@ async def test_every_way_moves_its_bytes(way: str, layers: int, nbytes: int) -> 
     """Real blocks, and those of a toy model of which the payload is next to nothing."""
     options: dict[str, Any] = {"transport": "tcp"}
     both = JoinedSide(OverlapSide(options), OverlapSide(options))
-    work = OverlapWork(verb=way, nbytes=nbytes, count=layers, repeat=2)
+    work = OverlapWork(
+        verb=overlap.EXPOSED, nbytes=nbytes, count=layers, repeat=2, way=way
+    )
     try:
         await both.connect(None)
         await both.fill(work)

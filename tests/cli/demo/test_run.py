@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +28,13 @@ with_torch = pytest.mark.skipif(
 
 @pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=with_torch)])
 def test_two_processes_say_what_one_says(
-    library: str, capfd: pytest.CaptureFixture[str]
+    library: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One of three requests loses blocks, and exactly what is missing is computed."""
     size = ["--requests", "3", "--prompt", "96", "--new", "4", "--wire-gbit", "1"]
+    events = tmp_path / "trace.json"
     option = ["--torch"] if library == "torch" else []
-    assert main(["demo", *size, *option, "--json"]) == 0
+    assert main(["demo", *size, "--trace", str(events), *option, "--json"]) == 0
     said, progress = capfd.readouterr()
     assert f"weights in {library}" in progress
     rows: list[dict[str, Any]] = json.loads(said)
@@ -52,6 +54,7 @@ def test_two_processes_say_what_one_says(
     assert rows[1]["lost_blocks"] == [2, 3]
     assert rows[1]["usable_tokens"] == 32
     assert rows[1]["prefilled_by_decode"] == [[32, 95]]
+    assert json.loads(events.read_text())["traceEvents"]
 
 
 async def test_a_process_that_ends_early_is_named() -> None:
