@@ -8,9 +8,9 @@ minute, and what counts is the ratio.
 * :mod:`~kvwire.cli.bench.pair`: contenders, and their processes.
 * :mod:`~kvwire.cli.bench.turns`: cases, and the rounds in which everybody takes turns.
 * :mod:`~kvwire.cli.bench.report`: how it is shown, and the common options.
-* :mod:`~kvwire.cli.bench.bare`: streams and sockets.
+* :mod:`~kvwire.cli.bench.operations`: the side of kvwire of several benchmarks, and
+  ``bare``: streams and sockets beside it.
 
-A new benchmark is a module like :mod:`~kvwire.cli.bench.messages`: a side and a list of
-cases.
+A new benchmark is a module like :mod:`~kvwire.cli.bench.messages`: a list of cases.
 That of others' software stands beside it in ``tests/bench`` of the source tree.
 """

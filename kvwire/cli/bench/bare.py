@@ -6,74 +6,75 @@ import asyncio
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar
 
+from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import Work
 from kvwire.cli.bench.side import HOST, Side, digest, fill
-from kvwire.limits import KIB
-
-# A round trip over a connection of its own.
-CONNECT: Final = "connect"
 
 
-class StreamsSide(Side[Work]):
+class StreamsSide(Side[OpsWork]):
     """The streams of asyncio, bare: a round trip with which nothing else is done."""
 
+    work_type: ClassVar[type[Work]] = OpsWork
     _server: asyncio.Server
-    _port: int
-    _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
+        self._joined = asyncio.Event()
         self._ball = b""
 
     async def listen(self) -> int:
-        self._server = await asyncio.start_server(self._send_back, HOST, 0)
+        self._server = await asyncio.start_server(self.take, HOST, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
+    async def accept(self) -> None:
+        await self._joined.wait()
+
     async def connect(self, address: Any) -> dict[str, Any]:
-        self._port = address
-        self._streams = await asyncio.open_connection(HOST, address)
+        await self.take(*await asyncio.open_connection(HOST, address))
         return {"loop": type(asyncio.get_running_loop()).__module__.partition(".")[0]}
 
-    async def fill(self, work: Work) -> None:
+    async def fill(self, work: OpsWork) -> None:
         ball = bytearray(work.nbytes)
         await fill(ball)
         self._ball = bytes(ball)
 
-    async def digest(self, work: Work) -> str:
+    async def digest(self, work: OpsWork) -> str:
         return digest(self._ball)
 
-    async def drive(self, work: Work) -> dict[str, Any]:
-        reader, writer = self._streams
+    async def drive(self, work: OpsWork) -> dict[str, Any]:
+        reader, writer = self._reader, self._writer
         nbytes, ball = work.nbytes, self._ball
         clock, values = time.perf_counter, []
         for _ in range(work.count):
             began = clock()
-            if work.verb == CONNECT:
-                reader, writer = await asyncio.open_connection(HOST, self._port)
             writer.write(ball)
             ball = await reader.readexactly(nbytes)
             values.append(clock() - began)
-            if work.verb == CONNECT:
-                writer.close()
         self._ball = ball
         return {"values": values}
 
+    async def serve(self, work: OpsWork) -> dict[str, Any]:
+        reader, writer, nbytes = self._reader, self._writer, work.nbytes
+        for _ in range(work.count):
+            self._ball = await reader.readexactly(nbytes)
+            writer.write(self._ball)
+        return {}
+
     async def close(self) -> None:
-        if hasattr(self, "_streams"):
-            self._streams[1].close()
+        if self._joined.is_set():
+            self._writer.close()
         if hasattr(self, "_server"):
             self._server.close()
 
-    async def _send_back(
+    async def take(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        while data := await reader.read(KIB):
-            self._ball = data
-            writer.write(data)
-        writer.close()
+        """Use a connection that was made or accepted."""
+        self._reader, self._writer = reader, writer
+        self._joined.set()
 
 
 class SocketsSide(Side[Work]):
@@ -83,6 +84,7 @@ class SocketsSide(Side[Work]):
     elsewhere, since one that stays in the cache is not what anybody receives into.
     """
 
+    work_type: ClassVar[type[Work]] = OpsWork
     _listener: socket.socket
     _socket: socket.socket
 

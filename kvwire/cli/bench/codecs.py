@@ -1,7 +1,8 @@
 """``kvwire bench codecs``: what codecs of KV blocks save, cost and lose.
 
-The rates are of one thread, beside a copy of the same images. What is lost is the error
-of the images' numbers, after a way through the codec and back.
+The rates are of one thread, beside a copy of the same images. What is lost is what the
+demo's model makes of it: a prompt's KV goes through the codec and back, and the model
+goes on from there, by itself and along the text.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ ENCODE: Final = "encode"
 DECODE: Final = "decode"
 # Sets of images by name, with the tokens of a block: of the demo's model, of the same
 # with a prompt as one block, and numbers of a normal distribution.
-SETS: Final = {"demo KV": 16, "demo KV in large blocks": 512, "normal numbers": 512}
-NORMAL: Final = [*SETS][-1]
+SMALL: Final = "demo KV"
+LARGE: Final = "demo KV in large blocks"
+NORMAL: Final = "normal numbers"
+SETS: Final = {SMALL: 16, LARGE: 512, NORMAL: 512}
 AXES: Final = ("layer", "kv", "token", "head", "dim")
-PROMPTS: Final = 2
-PROMPT_TOKENS: Final = 512
+
+PROMPT: Final = 256
+SCORED: Final = 192
+SAID: Final = 32
+TEXTS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +80,18 @@ class CodecSide(Side[CodecWork]):
         return {"values": [images.nbytes / took], "cpu_s": cpu}
 
 
-class Saving(NamedTuple):
-    """Says what a codec saves of a set of images, and what it loses."""
+class CodecFinding(NamedTuple):
+    """Says what a codec saves of the demo's KV, and what the model loses by it."""
 
-    # Bytes of the entries by those of the images.
-    ratio: float
+    # Bytes of the entries by those of the images, by set.
+    ratios: dict[str, float]
     # Root of the mean square, by that of the numbers.
     error: float
+    # Of the text behind the prompts.
+    perplexity: float
+    # Tokens that the model says otherwise, of those that it says by itself.
+    differing: int
+    said: int
 
 
 @cache
@@ -95,7 +106,7 @@ def images_of(name: str) -> tuple[npt.NDArray[np.uint8], ImageForm]:
         values: Floats = rng.standard_normal((4, *form.shape), np.float32)
     else:
         whole = _long_prompts()
-        # The tokens in blocks.
+        # (text, layer, component, token, head, element), the tokens in blocks.
         cut = whole.reshape(*whole.shape[:3], -1, SETS[name], *whole.shape[4:])
         values = np.moveaxis(cut, 3, 1).reshape(-1, *form.shape)
     images = np.empty((len(values), form.nbytes), np.uint8)
@@ -103,26 +114,47 @@ def images_of(name: str) -> tuple[npt.NDArray[np.uint8], ImageForm]:
     return images, form
 
 
-def saving(name: str, images: str) -> Saving:
-    """Find out what a codec saves of a set and loses."""
-    rows, form = images_of(images)
-    codec, kept, nbytes = codec_named(name), rows.copy(), 0
-    entry = np.empty(form.nbytes, np.uint8)
-    for row, back in zip(rows, kept, strict=True):
-        # An image that does not shrink is kept as it is.
-        size = encode_entry(codec, row, form, entry)
-        nbytes += size or form.nbytes
-        if size:
-            decode_entry(entry[:size], form, back, name)
-    exact, coarse = (as_floats(one.reshape(-1), "bfloat16") for one in (rows, kept))
-    error = ((coarse - exact) ** 2).mean() / (exact**2).mean()
-    return Saving(nbytes / rows.nbytes, float(np.sqrt(error)))
+def measured(name: str, texts: int = TEXTS) -> CodecFinding:
+    """Find out what a codec saves and loses; without a name, bfloat16 loses it."""
+    ratios = {images: _ratio(name, images) for images in SETS if name}
+    tokens = _texts(PROMPT + SCORED, texts)
+    errors, logs, differing = [], [], 0
+    for number, text in enumerate(tokens):
+        exact, plain = _without(number, texts)
+        kept = through(name, exact)
+        errors.append(((kept - exact) ** 2).mean() / (exact**2).mean())
+        logs.append(_likelihood(kept, text))
+        said = _said(kept, text) if name else plain
+        differing += sum(map(int.__ne__, said, plain))
+    return CodecFinding(
+        ratios,
+        float(np.sqrt(np.mean(errors))),
+        float(np.exp(-np.mean(logs))),
+        differing,
+        SAID * len(tokens),
+    )
+
+
+def through(name: str, exact: Floats) -> Floats:
+    """Return the KV of a prompt as it is after a codec, by blocks of 16 tokens."""
+    _, form = images_of(SMALL)
+    layers, components, tokens, *rest = exact.shape
+    cut = exact.reshape(layers, components, tokens // 16, 16, *rest)
+    blocks = np.moveaxis(cut, 2, 0).copy()
+    for block in blocks:
+        image, entry = (np.empty(form.nbytes, np.uint8) for _ in range(2))
+        put_floats(block.copy(), "bfloat16", image)
+        if name and (size := encode_entry(codec_named(name), image, form, entry)):
+            decode_entry(entry[:size], form, image, name)
+        block[:] = as_floats(image, "bfloat16").reshape(block.shape)
+    return np.moveaxis(blocks, 0, 2).reshape(exact.shape)
 
 
 def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) -> int:
-    """What codecs of KV blocks save, what they cost, and how exact they are.
+    """What codecs of KV blocks save, what they cost, and what a model loses by them.
 
-    The KV is that of the demo's model; and numbers of a normal distribution.
+    The KV is that of the demo's model, which knows its book by heart; and numbers of a
+    normal distribution.
 
     Args:
         codec: Names, separated by commas; or all. Those without loss need the extra
@@ -133,7 +165,7 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
     names = list(CODECS) if codec == "all" else codec.split(",")
     for name in names:
         codec_named(name).require()
-    found = {n: {images: saving(n, images) for images in SETS} for n in names}
+    found = {name: measured(name) for name in ("", *names)}
     # Each a process, for all cases.
     ours = Contender("kvwire", CodecSide, alone=True)
     memcpy = Contender("memcpy", CodecSide, alone=True, options={"copy": 1})
@@ -160,31 +192,83 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
         ],
         notes=["One thread; bfloat16. Rates are of the images' bytes."],
         below=lambda _: [_table(found)],
-        more=lambda _: {
-            "codecs": {
-                name: {images: one._asdict() for images, one in by_set.items()}
-                for name, by_set in found.items()
-            }
-        },
+        more=lambda _: {"codecs": {n: f._asdict() for n, f in found.items()}},
     )
     return common.run(benchmark, codec=names, rounds=rounds)
 
 
-def _table(found: Mapping[str, Mapping[str, Saving]]) -> Table:
-    table = new_table("Bytes left of each set, and the error of its numbers", *SETS)
-    for name, by_set in found.items():
-        cells = (f"{one.ratio:.3f}, {one.error:.2%}" for one in by_set.values())
-        table.add_row(name, *cells)
+def _table(found: Mapping[str, CodecFinding]) -> Table:
+    columns = (*SETS, "error", "perplexity", "tokens")
+    short = ("demo", "large", "normal", *columns[3:])
+    table = new_table("Bytes left of each set; what the demo's model loses", *short)
+    for name, one in found.items():
+        ratios = [f"{one.ratios[images]:.3f}" if name else "1" for images in SETS]
+        table.add_row(
+            name or "bfloat16",
+            *ratios,
+            f"{one.error:.2%}",
+            f"{one.perplexity:.4f}",
+            f"{one.differing}/{one.said}",
+        )
     return table
 
 
 @cache
+def _without(number: int, texts: int) -> tuple[Floats, list[int]]:
+    """Return the KV of a prompt, and what the model says with it as bfloat16."""
+    text = _texts(PROMPT + SCORED, texts)[number]
+    exact = _kv(text[:PROMPT])
+    return exact, _said(through("", exact), text)
+
+
+def _ratio(name: str, images: str) -> float:
+    rows, form = images_of(images)
+    room = np.empty(form.nbytes, np.uint8)
+    sizes = [encode_entry(codec_named(name), row, form, room) for row in rows]
+    return sum(size or form.nbytes for size in sizes) / rows.nbytes
+
+
+@cache
+def _llama() -> NumpyLlama:
+    return NumpyLlama(1)
+
+
+@cache
+def _texts(length: int, count: int) -> list[list[int]]:
+    tokenizer = Tokenizer()
+    return [tokenizer.encode(text)[:length] for text in passages(count).values()]
+
+
+def _kv(prompt: list[int]) -> Floats:
+    """Compute the KV of a prompt: (layer, component, token, head, element)."""
+    sequence = Plain(8)
+    _llama().forward(prompt, sequence)
+    kv = [np.stack(layer) for layer in sequence.kv if layer is not None]
+    return np.stack(kv)
+
+
+@cache
 def _long_prompts() -> Floats:
-    """Compute the KV of prompts: (text, layer, component, token, head, element)."""
-    llama, tokenizer = NumpyLlama(1), Tokenizer()
-    prompts = []
-    for text in passages(PROMPTS).values():
-        sequence = Plain(8)
-        llama.forward(tokenizer.encode(text)[:PROMPT_TOKENS], sequence)
-        prompts.append(np.stack([np.stack(kv) for kv in sequence.kv if kv is not None]))
-    return np.stack(prompts)
+    return np.stack([_kv(prompt) for prompt in _texts(512, 2)])
+
+
+def _behind(kv: Floats) -> Plain:
+    """Return a sequence that has the KV of all but the prompt's last token."""
+    sequence = Plain(len(kv))
+    sequence.length = kv.shape[2] - 1
+    sequence.kv = [(layer[0, :-1], layer[1, :-1]) for layer in kv]
+    return sequence
+
+
+def _likelihood(kv: Floats, text: list[int]) -> float:
+    """Return the mean log probability of the text behind the prompt."""
+    scores = _llama().scores(text[PROMPT - 1 : -1], _behind(kv))
+    return float(scores[np.arange(len(scores)), text[PROMPT:]].mean())
+
+
+def _said(kv: Floats, text: list[int]) -> list[int]:
+    """Return what the model says behind the prompt by itself."""
+    sequence, said = _behind(kv), [text[PROMPT - 1]]
+    while len(said) <= SAID:
+        said.append(_llama().forward(said[-1:], sequence).token)
+    return said[1:]

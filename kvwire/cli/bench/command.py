@@ -17,6 +17,8 @@ for name in (
     "overlap",
     "fragments",
     "many",
+    "ops",
+    "setup",
     "store",
     "codecs",
 ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +23,12 @@ from kvwire.cli.bench import (
     fragments,
     many,
     messages,
+    ops,
     overlap,
+    setup,
     store,
 )
+from kvwire.cli.bench.ops import operations
 from kvwire.cli.bench.store_side import can_drop
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
@@ -54,16 +58,26 @@ def each(names: list[str], *who: str) -> dict[str, set[str]]:
 
 
 def codecs_tell_what_is_lost(found: Document) -> None:
-    exact, coarse = (found["codecs"][name] for name in ("zstd-planes", "int4"))
-    for images in codecs.SETS:
-        assert exact[images]["error"] == 0 < coarse[images]["error"] < 0.2
-        assert all(0.2 < one[images]["ratio"] < 0.9 for one in (exact, coarse))
+    plain, exact, coarse = (found["codecs"][n] for n in ("", "zstd-planes", "int4"))
+    assert exact["error"] == plain["error"] < 0.01 < coarse["error"] < 0.2
+    assert exact["perplexity"] == plain["perplexity"]
+    assert exact["differing"] == 0
+    for ratios in (exact["ratios"], coarse["ratios"]):
+        assert set(ratios) == set(codecs.SETS)
+        assert all(0.2 < ratio < 0.9 for ratio in ratios.values())
 
 
 def many_counts_by_size(found: Document) -> None:
     assert found["contenders"]["kvwire tcp"]["connections"] == 4
     at_once = [r["contenders"]["kvwire tcp"]["count"] for r in found["cases"][-3:]]
     assert at_once == [15, 4, 1]
+
+
+def operations_have_counts(found: Document) -> None:
+    for row in found["cases"]:
+        assert row["counts"]["calls"] > 0
+        sides = row["cpu_s"]["kvwire tcp"]
+        assert sides is None if row["name"].startswith("first") else min(sides) > 0
 
 
 def efficiencies_are_judged(found: Document) -> None:
@@ -83,19 +97,19 @@ EXPOSED = "exposed after the last mark"
 RUNS = {
     "messages": Run(
         "--round-mib 1",
-        each(
-            ["64 B round trip", "64 B on a new connection"],
-            *("kvwire", "uvloop streams"),
-        )
+        each(["64 B round trip"], "kvwire", "uvloop streams")
         | each(
             [f"{size} KiB {verb}" for size in (64, 256) for verb in VERBS],
             *("kvwire", "bare sockets"),
         ),
         ["64 B round trip, us", "<= 1.3", ">= 0.9"],
-        {
-            (messages, "SIZES"): (64 * KIB, 256 * KIB),
-            (messages, "CONNECTIONS"): 3,
-        },
+        {(messages, "SIZES"): (64 * KIB, 256 * KIB)},
+    ),
+    "setup": Run(
+        "",
+        each([f"tcp {name}" for name in setup.COLUMNS], "kvwire tcp", "uvloop streams"),
+        ["tcp first transfer, us"],
+        {(setup, "CONNECTIONS"): 3},
     ),
     "fragments": Run(
         "--transport tcp,inproc --sizes-kib 4 --round-mib 2",
@@ -133,6 +147,14 @@ RUNS = {
         ["2 x 2 connections.", "kvwire tcp, 1 MiB beside 2 x 2 MiB: p99 "],
         {(many, "TIMED"): 5},
         many_counts_by_size,
+    ),
+    "ops": Run(
+        "",
+        each([work.name for work in operations()], "kvwire tcp")
+        | each(["round trip, 64 B"], "kvwire tcp", "uvloop streams"),
+        ["put, 64 KiB: 1 DATA, 1 FIN, 1 PUT", "uvloop streams", "round trip, 64 B, us"],
+        {(ops, "COUNT"): 3, (ops, "FRESH_COUNT"): 2},
+        operations_have_counts,
     ),
     "overlap": Run(
         "--layers 2 4 --layer-kib 128",
@@ -176,7 +198,10 @@ RUNS = {
             *("kvwire", "memcpy"),
         ),
         ["int4 decode, GB/s"],
-        {(codecs, "PROMPTS"): 1},
+        {
+            (codecs, "measured"): partial(codecs.measured, texts=1),
+            (codecs, "SAID"): 4,
+        },
         codecs_tell_what_is_lost,
     ),
     "store": Run(
@@ -285,7 +310,7 @@ ONE_PROCESS = "--transport inproc joins two loops of one process"
     [
         *(
             (f"{name} --transport pigeons", NOBODY)
-            for name in ("messages", "overlap", "many", "store")
+            for name in ("messages", "overlap", "many", "ops", "setup", "store")
         ),
         ("fragments --transport pigeons", "--transport pigeons: "),
         ("fragments --layout cross-layer --sizes-kib 1024", "sizes of up to 64 KiB"),

@@ -8,16 +8,16 @@ import pytest
 
 from kvwire.cli.bench import pair
 from kvwire.cli.bench.bare import SocketsSide
-from kvwire.cli.bench.messages import MessagesSide
-from kvwire.cli.bench.pair import BenchError, Contender, SideProcess, Work
+from kvwire.cli.bench.operations import OpsSide, OpsWork
+from kvwire.cli.bench.pair import BenchError, Contender, SideProcess
 from kvwire.limits import KIB, MIB
 
 # Each starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(60)
 
-PING = Work(verb="round trip", nbytes=64, count=3)
+PING = OpsWork(verb="round trip", nbytes=64, count=3)
 BULK = [
-    Work(verb=verb, nbytes=nbytes, count=6, in_flight=4)
+    OpsWork(verb=verb, nbytes=nbytes, count=6, in_flight=4)
     for verb in ("send", "put", "get")
     for nbytes in (64 * KIB, 3 * MIB)
 ]
@@ -33,7 +33,7 @@ def side() -> Iterator[SideProcess]:
 def test_two_processes_do_every_work() -> None:
     """Checked, then timed twice; what a round reports is plausible."""
     options = {"transport": "tcp", "loop": "uvloop"}
-    with Contender("it", MessagesSide, options=options).start() as found:
+    with Contender("it", OpsSide, options=options).start() as found:
         for work in [PING, *BULK]:
             found.check(work)
             for _ in range(2):
@@ -89,7 +89,7 @@ def test_a_pair_that_cannot_start_leaves_no_process(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(BenchError, match="carrier"):
-        Contender("it", MessagesSide, options={"transport": "carrier"}).start()
+        Contender("it", OpsSide, options={"transport": "carrier"}).start()
     with pytest.raises(BenchError, match="ended with status 1"):
         Contender("it", "kvwire.cli.bench.bare:CarrierPigeons").start()
     assert "CarrierPigeons" in capfd.readouterr().err
