@@ -53,17 +53,6 @@ def test_who_asks_late_is_told_at_once() -> None:
     assert told == [1]
 
 
-def test_parts_are_views_of_the_same_memory() -> None:
-    table = BufferTable()
-    memory = bytearray(range(8))
-    buffer = table.lend(memoryview(memory))
-    whole, part = table.part(buffer, 0, 8), table.part(buffer, 2, 3)
-    assert isinstance(part, memoryview)
-    part[:] = b"abc"
-    assert memory == bytes([0, 1, *b"abc", 5, 6, 7])
-    assert whole.nbytes == 8
-
-
 def test_who_is_told_may_lend_and_take_back() -> None:
     """A drained buffer is often the reason to use the next."""
     table = BufferTable()

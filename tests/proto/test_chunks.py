@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import msgspec
@@ -52,19 +51,6 @@ def test_what_is_due_is_the_rest_of_what_has_its_turn() -> None:
     assert side.chunks.due_bytes == 25 - CHUNK
     side.chunks.chunk_missed(chunk)
     assert side.chunks.due_bytes == CHUNK
-
-
-def test_completions_in_any_order() -> None:
-    """A link may be through with its frames as it likes."""
-    for order in itertools.permutations(range(3)):
-        side = Side()
-        request = side.put(25)
-        chunks = [side.chunk() for _ in range(3)]
-        for number in order:
-            assert request.state is RequestStage.MOVING
-            side.chunks.chunk_sent(chunks[number])
-        assert request.state is RequestStage.WAITING
-        assert side.holds.drained == []
 
 
 def test_a_link_that_reports_nothing_gets_no_more() -> None:
@@ -146,18 +132,6 @@ def test_what_is_no_span_is_refused() -> None:
         )
         with pytest.raises(MalformedFrame, match="KVW-DT-02"):
             side.chunks.data_header(header)
-
-
-def test_a_request_ends_while_its_lost_chunk_waits() -> None:
-    """It is not sent any more, and its memory is given back."""
-    side = Side()
-    request = side.put(15)
-    side.chunks.chunk_missed(side.chunk())
-    side.requests.fail(request, ConnectionLost("x"), tell=None)
-    assert side.holds.drained == []
-    assert side.chunks.next_chunk() is None
-    assert side.holds.drained == [request.buffer]
-    assert request.in_flight == 0
 
 
 def test_a_lost_arrival_of_a_segment_may_come_again() -> None:

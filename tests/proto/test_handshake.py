@@ -352,18 +352,6 @@ def test_a_second_offer_before_the_first_is_answered() -> None:
         shaking.server.header_received(again)
 
 
-@pytest.mark.rule("KVW-AU-01", "breaks")
-def test_a_server_that_leaves_its_seals_off() -> None:
-    """A downgrade: the client demands them."""
-    shaking = start(TrustMode.PSK)
-    shake_until(shaking, FrameType.CHOICE)
-    framing = Framing()
-    framing.sent = 1
-    body = encode_body(TransportChoice(name="s", verdicts=(), profile=()))
-    with pytest.raises(UnexpectedFrame, match="KVW-AU-01"):
-        receive(shaking.client, framing.control(FrameType.CHOICE, body))
-
-
 def accept_with(shaking: Shaking, change: dict[str, Any], *, prove: bool) -> Frame:
     """An ACCEPT of a server that does something else, with a right proof if asked."""
     hello = shaking.client.outgoing.pop(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.errors import IntegrityError
 from kvwire.limits import CHUNK_BYTES_MIN, LANE_PAYLOADS_MAX, LANES_MAX
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import (
@@ -109,15 +108,6 @@ def test_a_lane_comes_up() -> None:
         LaneBootstrapped(lane=1, bootstrap=b"the server's half")
     ]
     assert scene.server.core.lanes.backend(1) == BACKEND
-
-
-def test_numbers_end_before_they_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvwire.proto.lanes.LANE_NUMBER_MAX", 1)
-    scene = Scene()
-    scene.up()
-    scene.lanes.end(scene.half(CLIENT))
-    scene.lanes.rest()
-    assert scene.client.core.lanes.next_number() is None
 
 
 @pytest.mark.parametrize("late", ["answer", "raised"])
@@ -274,20 +264,6 @@ def announced(scene: Scene, chunk: Chunk, check: int | None) -> tuple[bytes, byt
     return scene.client.core.lanes.announce(chunk, 1, descriptor, check)
 
 
-def test_damage_fails_the_request_and_not_the_lane() -> None:
-    scene = Scene(chunks=1)
-    scene.up()
-    request = scene.put()
-    scene.pair.run()
-    (descriptor,) = scene.descriptors(SERVER)
-    scene.lanes.move(scene.half(SERVER), descriptor, flip=True)
-    scene.lanes.rest()
-    assert isinstance(scene.client.error(request), IntegrityError)
-    again = scene.put()
-    scene.lanes.rest()
-    expect_whole(scene, again)
-
-
 @pytest.mark.parametrize("cut", [False, True])
 def test_payload_of_a_request_that_is_over_goes_nowhere(cut: bool) -> None:
     """It is received all the same, and the sender's memory held until it is."""
@@ -378,19 +354,6 @@ def test_what_was_missed_is_sent_again(role: Role) -> None:
     assert (lower.seen, lower.missed) == (3, (0, 2))
     scene.lanes.rest()
     expect_whole(scene, request)
-
-
-def test_memory_is_held_until_both_halves_have_spoken() -> None:
-    """Ours is through with it, and theirs has said what became of it."""
-    scene = Scene(chunks=1)
-    scene.up()
-    request = scene.put()
-    scene.pair.run()
-    scene.client.cancel(request)
-    scene.lanes.end(scene.half(CLIENT))
-    assert request.buffer in scene.client.memory
-    scene.lanes.rest()
-    assert request.buffer in scene.client.freed
 
 
 def test_the_end_of_the_wire_frees_what_lanes_are_through_with() -> None:

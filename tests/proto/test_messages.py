@@ -240,22 +240,6 @@ def test_cancelled_after_any_number_of_frames(data: bytes) -> None:
             assert pair.server.received(late) == b"alive"
 
 
-def test_a_receive_that_was_withdrawn() -> None:
-    """It takes no message; the others keep their order."""
-    for place in [0, 1, 2]:
-        pair = ConnectionPair()
-        receives = [pair.server.recv(TAG, 100) for _ in range(3)]
-        gone = receives.pop(place)
-        assert pair.server.core.withdraw(gone)
-        assert not pair.server.core.withdraw(gone)
-        pair.server.collect()
-        expect_error(pair.server, gone, RequestCancelled)
-        for data in (b"one", b"two"):
-            pair.client.send(TAG, data)
-        expect_fine(pair)
-        assert [pair.server.received(r) for r in receives] == [b"one", b"two"]
-
-
 def test_memory_for_a_receive_that_is_over() -> None:
     """It drains at once."""
     pair = ConnectionPair()

@@ -10,7 +10,6 @@ import pytest
 from kvwire.errors import (
     AccessDenied,
     IntegrityError,
-    RequestCancelled,
     StaleRegion,
 )
 from kvwire.limits import REQUEST_BYTES_MAX
@@ -158,17 +157,6 @@ def test_done_before_the_link_is_through() -> None:
     assert request.buffer in pair.client.freed
 
 
-def test_done_for_a_put_of_the_past_is_late() -> None:
-    """It was cancelled meanwhile."""
-    pair = ConnectionPair()
-    request = put_of(pair)
-    pair.deliver(pair.client)
-    pair.deliver(pair.client)
-    pair.client.cancel(request)
-    expect_fine(pair)
-    expect_error(pair.client, request, RequestCancelled)
-
-
 # --- ended by either side, at every point
 
 
@@ -188,21 +176,6 @@ def test_only_what_works_on_the_region_ends() -> None:
     expect_error(pair.client, ends, StaleRegion)
     assert pair.client.received(stays) == BEFORE
     assert pair.server.received(ours) == BEFORE
-
-
-@both_verbs
-def test_damage_on_the_way(verb: Verb) -> None:
-    """The asker gets IntegrityError, whichever side has noticed it."""
-    pair = ConnectionPair()
-    request = verb(pair.client, pair.server.grant(pair.server.expose(BEFORE)))
-    pair.deliver(pair.client)
-    sender, receiver = pair.client, pair.server
-    if verb is get:
-        sender, receiver = receiver, sender
-    header, body = sender.wire.popleft()
-    receiver.receive((header, body[:-1] + b"\x99"))
-    expect_fine(pair)
-    expect_error(pair.client, request, IntegrityError)
 
 
 @pytest.mark.rule("KVW-DT-04", "breaks")

@@ -185,13 +185,6 @@ def test_no_grant_beyond_its_region() -> None:
             Grants(KEY).give(region_of(RegionTable()), offset, nbytes, Access.READ)
 
 
-def test_grants_up_to_the_edge() -> None:
-    """All of it, none of it, the last byte."""
-    for offset, nbytes in [(0, SIZE), (SIZE, 0), (SIZE - 1, 1)]:
-        row = Grants(KEY).give(region_of(RegionTable()), offset, nbytes, Access.READ)
-        assert (row.offset, row.nbytes) == (offset, nbytes)
-
-
 def test_no_grant_of_more_than_was_registered() -> None:
     """Read for read, write for write."""
     for registered in DIRECTIONS:

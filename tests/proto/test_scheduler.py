@@ -46,13 +46,6 @@ def queued(turns: Scheduler) -> int:
 # --- who is next
 
 
-def test_requests_take_turns(side: Side) -> None:
-    """One chunk each, so a short one does not wait for a long one."""
-    long, short = side.put(50), side.put(20)
-    order = [send(side) for _ in range(7)]
-    assert order == [long, short, long, short, long, long, long]
-
-
 def test_a_higher_priority_goes_first(side: Side) -> None:
     """And the lower one goes on when there is nothing else."""
     low = side.segment(25, priority=1)
@@ -97,15 +90,6 @@ def test_a_transfer_has_one_turn_however_many_its_segments(side: Side) -> None:
     assert not side.chunks.sending
     fourth = side.segment_of(first.request, 5, 4)
     assert send(side) is fourth
-
-
-def test_many_small_segments_are_one_turn(side: Side) -> None:
-    """A short prompt of many layers waits for others once, not for each layer."""
-    side.put(1000)
-    send(side)
-    layers = [side.segment(2, priority=0)]
-    layers += [side.segment_of(layers[0].request, 2, n) for n in range(2, 6)]
-    assert [send(side) for _ in range(5)] == layers
 
 
 def test_a_layer_that_comes_later_is_new_again(side: Side) -> None:
@@ -230,14 +214,3 @@ def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
         side.requests.fail(request, ConnectionLost("x"), tell=None)
         side.done()
     assert sum(looked) <= 4 * REQUESTS_MAX
-
-
-def test_nobody_sends_after_the_end(side: Side) -> None:
-    """What waited for its turn is forgotten, and so is what waited behind it."""
-    first = side.segment(5, priority=3)
-    side.segment_of(first.request, 5, 2)
-    side.put(5)
-    turns_of(side).clear()
-    assert turns_of(side).head() is None
-    assert (turns_of(side).count, len(turns_of(side)._behind)) == (0, 0)
-    assert not side.chunks.sending

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from kvwire.driver.lanes.reconnect import LaneReconnector
-from kvwire.errors import BackendUnavailable, ConnectionLost
+from kvwire.errors import BackendUnavailable
 from kvwire.limits import RERAISE_S, RERAISE_S_MAX
 from tests.support import virtual_time
 
@@ -127,33 +127,5 @@ def test_what_is_not_missing_is_not_opened() -> None:
         await virtual_time.pass_time(100)
         assert not lanes.tried_at
         assert not lanes.reconnector.busy
-
-    virtually(scenario)
-
-
-def test_the_end_of_the_connection_ends_it() -> None:
-    async def scenario() -> None:
-        lanes = Lanes(ConnectionLost("the peer is gone"))
-        lanes.lose()
-        await virtual_time.pass_time(100)
-        assert len(lanes.tried_at) == 1
-        assert lanes.missing
-        assert not lanes.reconnector.busy
-
-    virtually(scenario)
-
-
-def test_cancelled_while_it_waits_it_tries_nothing_more() -> None:
-    async def scenario() -> None:
-        lanes = Lanes()
-        lanes.reconnector.cancel()
-        lanes.lose()
-        await asyncio.sleep(0)
-        lanes.reconnector.cancel()
-        lanes.reconnector.cancel()
-        await virtual_time.pass_time(100)
-        assert not lanes.tried_at
-        assert not lanes.reconnector.busy
-        assert lanes.ended == 1
 
     virtually(scenario)

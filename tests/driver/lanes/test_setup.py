@@ -93,18 +93,6 @@ async def test_a_connection_s_own_wish_counts() -> None:
         assert own.transport == other.transport == "inproc"
 
 
-async def test_either_side_can_forbid() -> None:
-    async with (
-        kvwire.open(forbid=("inproc",)) as far,
-        kvwire.open(prefer=("inproc", "tcp")) as near,
-    ):
-        address = await far.listen("127.0.0.1:0")
-        connection = await near.connect(address)
-        assert connection.transport == "tcp"
-        why = reasons(connection.transport_report)["inproc"]
-        assert why == "forbidden by `forbid`"
-
-
 async def test_require_against_forbid_is_an_error_with_the_reason() -> None:
     async with (
         kvwire.open(forbid=("inproc",)) as far,

@@ -80,16 +80,6 @@ def test_every_state_and_every_input(state: LaneState, happened: LaneInput) -> N
     assert (made in lanes.open) == (made.state is LaneState.OPEN)
 
 
-def test_no_state_leads_back_to_one_that_may_be_sent_on() -> None:
-    into_open = [pair for pair, to in LANE_TRANSITIONS.items() if to is LaneState.OPEN]
-    assert into_open == [(LaneState.JOINED, LaneInput.READY)]
-    for (state, _), to in LANE_TRANSITIONS.items():
-        if state is LaneState.CLOSED:
-            assert to is LaneState.CLOSED
-        if state is LaneState.CLOSING:
-            assert to in (LaneState.CLOSING, LaneState.CLOSED)
-
-
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(LaneInput)), max_size=60))
 def test_what_carries_the_data_follows_from_what_is_open(
     steps: list[tuple[int, LaneInput]],
@@ -126,24 +116,6 @@ def test_before_the_first_choice_it_is_what_both_sides_prefer() -> None:
     assert not lanes.shared
     lanes.end_initial_set()
     assert (lanes.transport, lanes.why) == ("tcp", "offered by both sides")
-
-
-def test_a_lane_of_the_control_link_s_own_transport_shares_with_it() -> None:
-    lanes = LaneSet("fast", REPORT)
-    opened(lanes)
-    assert lanes.shared
-    assert lanes.why == "offered by both sides"
-
-
-def test_the_control_link_carries_data_only_where_it_may() -> None:
-    only = TransportReport(
-        (
-            Candidate("fast", True, "offered by both sides", possible=True),
-            Candidate("tcp", False, "not among `require`"),
-        )
-    )
-    assert not LaneSet("tcp", only).fallback
-    assert LaneSet("tcp", REPORT).fallback
 
 
 def test_the_end_of_the_connection_is_no_broken_lane() -> None:
