@@ -21,7 +21,7 @@ from kvwire.limits import MEMBER_LEASE_S
 from kvwire.memory.buffers import Memory
 from kvwire.region import Region
 from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.coded import incoming_state, outgoing_state
+from kvwire.transfers.coded import incoming_kind, outgoing_kind
 from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_options
 from kvwire.types import Access, AccessName, Address
 
@@ -342,7 +342,9 @@ class Communicator(AsyncWith):
         self._state.thread.check("Communicator.publish")
         check_options("publish", options)
         consumers = options.get("consumers", 1)
-        state = outgoing_state(self._state, id, cache, blocks, options, consumers)
+        state = outgoing_kind(options)(
+            self._state, id, cache, blocks, options, consumers
+        )
         self._state.start(state)
         return Outgoing(state)
 
@@ -362,7 +364,7 @@ class Communicator(AsyncWith):
         """
         self._state.thread.check("Communicator.expect")
         check_options("expect", options)
-        state = incoming_state(self._state, id, cache, blocks, options)
+        state = incoming_kind(options)(self._state, id, cache, blocks, options)
         self._state.start(state)
         return Incoming(state)
 

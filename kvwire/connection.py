@@ -14,7 +14,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory
 from kvwire.request import Request
 from kvwire.transfer import Incoming, Outgoing
-from kvwire.transfers.coded import incoming_state, outgoing_state
+from kvwire.transfers.coded import incoming_kind, outgoing_kind
 from kvwire.transfers.options import (
     ReceiveOptions,
     SendOptions,
@@ -61,7 +61,9 @@ class _TransferVerbs:
         """
         self._state.thread.check(f"{type(self).__name__}.pull")
         check_options("pull", options)
-        state = incoming_state(self._state.communicator, id, cache, blocks, options)
+        state = incoming_kind(options)(
+            self._state.communicator, id, cache, blocks, options
+        )
         self._state.start(state)
         return Incoming(state)
 
@@ -98,7 +100,9 @@ class _TransferVerbs:
         """
         self._state.thread.check(f"{type(self).__name__}.push")
         check_options("push", options)
-        state = outgoing_state(self._state.communicator, id, cache, blocks, options)
+        state = outgoing_kind(options)(
+            self._state.communicator, id, cache, blocks, options
+        )
         self._state.start(state)
         return Outgoing(state)
 

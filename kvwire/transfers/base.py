@@ -281,7 +281,7 @@ class KVTransfer:
         self.priority = priority
         self.tokens: Tokens = options.get("tokens")
         self.lists: BlockLists = self.listed(blocks)
-        self.memory, self.memory_lists = self.choose_memory()
+        self.memory, self.memory_lists = self.choose_memory(options.get("codec"))
         self.geometry: Geometry = describe(self.memory, self.memory_lists, self.tokens)
         if self.memory.device is not None:
             # That a device does not work is known before anything is promised.
@@ -388,7 +388,7 @@ class KVTransfer:
         """
         return self.cache.block_lists(blocks)
 
-    def choose_memory(self) -> tuple[PagedCache, BlockLists]:
+    def choose_memory(self, codec: object) -> tuple[PagedCache, BlockLists]:
         """Return the cache that links touch, and where the listed blocks are in it."""
         return self.cache, self.lists
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.errors import BackendUnavailable, KVWireError, RequestCancelled, WireCode
-from kvwire.kv.blocks import BlockLists, Blocks
+from kvwire.kv.blocks import BlockLists
 from kvwire.kv.codecs.rows import row_codec
 from kvwire.kv.coded_cache import CodedCache, Move
 from kvwire.kv.fragments import Fragments
@@ -37,7 +37,6 @@ from kvwire.transfers.event_wait import Failure
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.options import ReceiveOptions, SendOptions
 from kvwire.transfers.outgoing import OutgoingState
-from kvwire.transfers.ports import CommunicatorPort
 from kvwire.transfers.ready_log import Encoder, ReadyRange
 from kvwire.transfers.state import OVER
 
@@ -45,54 +44,28 @@ if TYPE_CHECKING:
     from kvwire.driver.codec_threads import CodecThreads
 
 
-def outgoing_state(
-    communicator: CommunicatorPort,
-    id: str | bytes | int,
-    cache: PagedCache,
-    blocks: Blocks,
-    options: SendOptions,
-    consumers: int = 1,
-) -> OutgoingState:
-    """Return the producer's end of a transfer, encoded or not."""
-    kind = OutgoingState if options.get("codec") is None else CodedOutgoing
-    return kind(communicator, id, cache, blocks, options, consumers)
+def outgoing_kind(options: SendOptions) -> type[OutgoingState]:
+    """Return the class of the producer's end of a transfer."""
+    return OutgoingState if options.get("codec") is None else CodedOutgoing
 
 
-def incoming_state(
-    communicator: CommunicatorPort,
-    id: str | bytes | int,
-    cache: PagedCache,
-    blocks: Blocks,
-    options: ReceiveOptions,
-) -> IncomingState:
-    """Return the consumer's end of a transfer, encoded or not."""
-    kind = IncomingState if options.get("codec") is None else CodedIncoming
-    return kind(communicator, id, cache, blocks, options)
+def incoming_kind(options: ReceiveOptions) -> type[IncomingState]:
+    """Return the class of the consumer's end of a transfer."""
+    return IncomingState if options.get("codec") is None else CodedIncoming
 
 
 class CodedOutgoing(OutgoingState):
     """Encodes what is marked ready, and sends it after that."""
 
-    def __init__(
-        self,
-        communicator: CommunicatorPort,
-        id: str | bytes | int,
-        cache: PagedCache,
-        blocks: Blocks,
-        options: SendOptions,
-        consumers: int = 1,
-    ) -> None:
-        self._codec = row_codec(options.get("codec"))
-        self._lock = threading.Lock()
-        # Jobs that read the caller's blocks; no other begins once it has stopped.
-        self._jobs = 0
-        self._stopped = False
-        super().__init__(communicator, id, cache, blocks, options, consumers)
+    # Jobs that read the caller's blocks; no other begins once it has stopped.
+    _jobs = 0
+    _stopped = False
 
-    def choose_memory(self) -> tuple[PagedCache, BlockLists]:
+    def choose_memory(self, codec: object) -> tuple[PagedCache, BlockLists]:
         """See KVTransfer."""
+        self._lock = threading.Lock()
         self._threads = self.communicator.codec_threads
-        self._coded = CodedCache(self.cache, self.lists, self._codec)
+        self._coded = CodedCache(self.cache, self.lists, row_codec(codec))
         _move(self._threads, self.cache)  # a device that does not work is known now
         return self._coded.cache, self._coded.lists
 
@@ -134,29 +107,19 @@ class CodedOutgoing(OutgoingState):
 class CodedIncoming(IncomingState):
     """Decodes what has landed, and counts it as landed after that."""
 
-    def __init__(
-        self,
-        communicator: CommunicatorPort,
-        id: str | bytes | int,
-        cache: PagedCache,
-        blocks: Blocks,
-        options: ReceiveOptions,
-    ) -> None:
-        self._codec = row_codec(options.get("codec"))
-        # What jobs have begun with, and what they are through with.
-        self._begun: Landed | None = None
-        self._decoded: Landed | None = None
-        self._jobs = 0
-        # It was ended from here: jobs that have not begun are left out.
-        self._stopped = False
-        # Why it ends, while jobs are not through.
-        self._cause: KVWireError | None = None
-        super().__init__(communicator, id, cache, blocks, options)
+    # What jobs have begun with, and what they are through with.
+    _begun: Landed | None = None
+    _decoded: Landed | None = None
+    _jobs = 0
+    # It was ended from here: jobs that have not begun are left out.
+    _stopped = False
+    # Why it ends, while jobs are not through.
+    _cause: KVWireError | None = None
 
-    def choose_memory(self) -> tuple[PagedCache, BlockLists]:
+    def choose_memory(self, codec: object) -> tuple[PagedCache, BlockLists]:
         """See KVTransfer."""
         self._threads = self.communicator.codec_threads
-        self._coded = CodedCache(self.cache, self.lists, self._codec)
+        self._coded = CodedCache(self.cache, self.lists, row_codec(codec))
         _move(self._threads, self.cache)  # a device that does not work is known now
         return self._coded.cache, self._coded.lists
 
