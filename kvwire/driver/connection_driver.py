@@ -167,7 +167,6 @@ class ConnectionDriver(LinkHandler):
     # --- the link ---------------------------------------------------------------------
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """See LinkHandler."""
         try:
             arrival = self._core.header_received(header)
             if arrival.place is ChunkPlace.MARKED:
@@ -185,7 +184,6 @@ class ConnectionDriver(LinkHandler):
         return landing
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """See LinkHandler."""
         assert isinstance(landing, _Landing)
         core = self._core
         arrival, payload = landing.arrival, landing.payload
@@ -215,7 +213,6 @@ class ConnectionDriver(LinkHandler):
         self.run()
 
     def frame_sent(self, link: Link, token: object) -> None:
-        """See LinkHandler."""
         assert isinstance(token, Chunk)
         self.staging.sent(token)
         self._copies.give_back(token)
@@ -223,11 +220,9 @@ class ConnectionDriver(LinkHandler):
         self.run()
 
     def link_writable(self, link: Link) -> None:
-        """See LinkHandler."""
         self.run()
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
-        """See LinkHandler."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
-from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
-from kvwire.memory.device.ops import DeviceOps, device_ops
+from kvwire.memory.device.ops import DeviceOps, device_ops, working
 from kvwire.types import Device
 
 
@@ -30,15 +28,13 @@ class Devices:
     def copy_engine(self, device: Device) -> CopyEngine:
         """Where the memory of a device is copied from and to. On the loop."""
         if device not in self._copy_engines:
-            # bounded by the devices of this host
-            self._copy_engines[device] = _tried(
-                device,
-                lambda: CopyEngine(
+            with working(device):
+                # bounded by the devices of this host
+                self._copy_engines[device] = CopyEngine(
                     device_ops(device),
                     self._loop.call_soon_threadsafe,
                     self._chunk_bytes,
-                ),
-            )
+                )
         return self._copy_engines[device]
 
     def waiters(self, ops: DeviceOps) -> StreamWaiters:
@@ -60,13 +56,3 @@ class Devices:
         for copy_engine in self._copy_engines.values():
             copy_engine.close()
         self._copy_engines.clear()
-
-
-def _tried(device: Device, make: Any) -> Any:
-    """What ``make`` makes; the library's errors as ours."""
-    try:
-        return make()
-    except KVWireError:
-        raise
-    except Exception as exc:
-        raise BackendUnavailable(f"{device} does not work: {exc}") from exc

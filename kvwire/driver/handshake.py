@@ -134,7 +134,6 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             raise
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """See LinkHandler."""
         if self.done.done():
             return Landing(0, None)
         try:
@@ -149,7 +148,6 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         return Landing(length, memoryview(bytearray(length)))
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """See LinkHandler."""
         if self.done.done():
             return  # the link is closing: nothing of the peer is read any more
         body = landing.payload
@@ -176,7 +174,6 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         """See LinkHandler; the handshake answers, it never waits for room."""
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
-        """See LinkHandler."""
         self.ended.set_result(None)
         stranger = self._stranger()
         if not self.done.done() and isinstance(error, HandshakeError):
@@ -196,7 +193,10 @@ class HandshakeDriver(LinkHandler, Generic[T]):
 
     def timeout(self, timeout_s: float) -> HandshakeError:
         """Make the error for a peer that took too long, or that speaks no kvwire."""
-        return self._stranger() or handshake_timeout(self.handshake, timeout_s)
+        return self._stranger() or HandshakeTimeout(
+            f"no handshake within {timeout_s:g} s; it waited for "
+            f"{self.handshake.state.name} from the peer"
+        )
 
     def _stranger(self) -> HandshakeError | None:
         """Return the error for a peer whose first bytes are not kvwire's, or None."""
@@ -254,14 +254,6 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             link.send(header, memoryview(body))
         outgoing.clear()
         link.flush()
-
-
-def handshake_timeout(handshake: Handshake, timeout_s: float) -> HandshakeTimeout:
-    """Make the error for a peer that took too long."""
-    return HandshakeTimeout(
-        f"no handshake within {timeout_s:g} s; it waited for "
-        f"{handshake.state.name} from the peer"
-    )
 
 
 def _check_first(header: bytes) -> None:

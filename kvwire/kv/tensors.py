@@ -25,7 +25,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import numpy as np
 
@@ -63,11 +63,11 @@ def tensor_view(tensor: object, where: str) -> TensorView:
     """Read where an array or tensor lies."""
     if isinstance(tensor, np.ndarray):
         return _view_of_array(tensor)
-    if isinstance(tensor, _TorchLike):
+    if hasattr(tensor, "data_ptr"):
         return _view_of_torch(tensor, where)
     if hasattr(tensor, "__cuda_array_interface__"):
         return _view_of_cuda_array(tensor, where)
-    if isinstance(tensor, _DLPackLike):
+    if hasattr(tensor, "__dlpack__"):
         return _view_of_dlpack(tensor, where)
     raise UsageError(
         f"{where}: a {type(tensor).__name__} is neither a NumPy array nor a torch "
@@ -97,39 +97,7 @@ _KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _FLOAT8: Final = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
-@runtime_checkable
-class _DLPackLike(Protocol):
-    """Names what is used of an array that speaks DLPack."""
-
-    def __dlpack__(self, *, stream: int | None = None) -> object: ...
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-
-
-class _TorchDevice(Protocol):
-    @property
-    def type(self) -> str: ...
-    @property
-    def index(self) -> int | None: ...
-
-
-@runtime_checkable
-class _TorchLike(Protocol):
-    """Names what is used of a torch tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> object: ...
-    @property
-    def device(self) -> _TorchDevice: ...
-    def data_ptr(self) -> int: ...
-    def stride(self) -> tuple[int, ...]: ...
-    def element_size(self) -> int: ...
-
-
-def _view_of_array(
-    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]],
-) -> TensorView:
+def _view_of_array(array: np.ndarray[Any, Any]) -> TensorView:
     return TensorView(
         address=array.__array_interface__["data"][0],
         shape=array.shape,
@@ -142,7 +110,7 @@ def _view_of_array(
     )
 
 
-def _view_of_torch(tensor: _TorchLike, where: str) -> TensorView:
+def _view_of_torch(tensor: Any, where: str) -> TensorView:
     # By its pointer and never by its array interface: that of torch has no float8, and
     # refuses tensors that ask for a gradient.
     item_bytes = tensor.element_size()
@@ -158,7 +126,7 @@ def _view_of_torch(tensor: _TorchLike, where: str) -> TensorView:
     )
 
 
-def _torch_device(device: _TorchDevice, where: str) -> Device | None:
+def _torch_device(device: Any, where: str) -> Device | None:
     if device.type == "cpu":
         return None
     kind = _DEVICE_KINDS.get(device.type)
@@ -202,7 +170,7 @@ def _cuda_index(array: Any, where: str) -> int:
     )
 
 
-def _view_of_dlpack(array: _DLPackLike, where: str) -> TensorView:
+def _view_of_dlpack(array: Any, where: str) -> TensorView:
     kind, index = map(int, array.__dlpack_device__())
     if kind not in (_HOST, _CUDA, _CUDA_HOST):
         raise _unknown(where, f"number {kind} of DLPack")

@@ -88,13 +88,6 @@ def everything(
     return begun
 
 
-def waiting_on(end: Peer) -> list[RequestRecord]:
-    """What nobody at the other end has met: a receive, a message, a transfer."""
-    message = end.send(TAG, LARGE)
-    assert message is not None
-    return [end.recv(99), message, ask(end)]
-
-
 # --- the link
 
 

@@ -21,8 +21,6 @@ from kvwire.proto.holds import Holds
 from kvwire.proto.requests import ChunkSet, RequestRecord, RequestTable
 from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind
 from kvwire.types import RequestId, Role
-from kvwire.wire.control import Body, decode_body
-from kvwire.wire.header import decode_header
 
 both_roles = pytest.mark.parametrize("role", list(Role))
 
@@ -34,14 +32,6 @@ class Table:
     requests: RequestTable
     outbox: Outbox
     holds: Holds
-
-    def said(self) -> list[tuple[int, Body]]:
-        frames = []
-        while self.outbox.frames:
-            raw, body = self.outbox.frames.popleft()
-            header = decode_header(raw)
-            frames.append((header.request, decode_body(header.type, body)))
-        return frames
 
     def done(self) -> list[RequestDone]:
         events = self.outbox.events.copy()

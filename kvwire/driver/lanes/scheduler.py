@@ -161,14 +161,12 @@ class LaneScheduler(LaneHandler):
     # --- the lanes --------------------------------------------------------------------
 
     def payload_sent(self, lane: Lane, token: object) -> None:
-        """See LaneHandler."""
         assert isinstance(token, Chunk)
         self._staging.sent(token)
         if self._core.chunk_sent(token):
             self._run()  # else it is held until LANE_ACK, and there is nothing new
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
-        """See LaneHandler."""
         assert isinstance(landing, _Landing)
         arrival = landing.arrival
         intact = matches(landing.payload, arrival.header)
@@ -178,11 +176,9 @@ class LaneScheduler(LaneHandler):
         self._run()
 
     def lane_writable(self, lane: Lane) -> None:
-        """See LaneHandler."""
         self._run()
 
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        """See LaneHandler."""
         endpoint = self._lanes.of(lane)
         self._staging.lane_gone(endpoint.number)
         reason = str(error or "this side ended it")

@@ -23,7 +23,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_PIECE_BYTES
 from kvwire.memory.copy import copy
 from kvwire.memory.device.copy_engine import CopyEngine
-from kvwire.memory.device.ops import DeviceOps, device_ops
+from kvwire.memory.device.ops import DeviceOps, device_ops, working
 from kvwire.types import Device
 
 _SLOTS: Final = 2
@@ -63,7 +63,8 @@ class DeviceCopies:
             )
         with self._lock:
             if device not in self._copiers:
-                self._copiers[device] = _copier(ops)
+                with working(device):
+                    self._copiers[device] = _DeviceCopier(ops)
         return ops.record_current() if after is None else after
 
     def copy(self, source: Fragments, destination: Fragments, after: object) -> None:
@@ -153,15 +154,6 @@ class _DeviceCopier:
 
     def close(self) -> None:
         self._engine.close()
-
-
-def _copier(ops: DeviceOps) -> _DeviceCopier:
-    try:
-        return _DeviceCopier(ops)
-    except BackendUnavailable:
-        raise
-    except Exception as exc:
-        raise BackendUnavailable(f"{ops.device} does not work: {exc}") from exc
 
 
 def _pieces(

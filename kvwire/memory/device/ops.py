@@ -17,12 +17,13 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 
-from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.extras import install_command
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Device, MemoryKind
@@ -150,6 +151,17 @@ def unregister(ops: DeviceOps) -> None:
     """Forget a device."""
     with _lock:
         _known.pop(ops.device, None)
+
+
+@contextmanager
+def working(device: Device) -> Iterator[None]:
+    """Raise what the library raises of a device that does not work as ours."""
+    try:
+        yield
+    except KVWireError:
+        raise
+    except Exception as exc:
+        raise BackendUnavailable(f"{device} does not work: {exc}") from exc
 
 
 def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Fragments:
