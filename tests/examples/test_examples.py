@@ -20,6 +20,7 @@ from tests.support.tree import ROOT
 pytestmark = pytest.mark.timeout(60)
 
 EXAMPLES = ROOT / "examples"
+HELLO = [sys.executable, "-W", "error", str(EXAMPLES / "hello.py")]
 
 
 def run_example(name: str, folder: Path, *arguments: str, timeout_s: float = 50) -> str:
@@ -90,3 +91,32 @@ def test_training_finds_the_files_of_the_demo(tmp_path: Path) -> None:
         "transformers", reason="transformers: `make test-torch` installs it"
     )
     assert "--steps" in run_example("train_demo.py", tmp_path, "--help")
+
+
+def test_prefill_writes_what_decode_lends() -> None:
+    with subprocess.Popen(
+        [*HELLO, "decode"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as decode:
+        assert decode.stdout is not None
+        address = decode.stdout.readline().strip()
+        prefill = subprocess.run(
+            [*HELLO, "prefill", address],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        said, errors = decode.communicate(timeout=30)
+    assert (prefill.returncode, prefill.stdout, prefill.stderr) == (0, "", "")
+    assert (decode.returncode, errors) == (0, "")
+    assert said.splitlines() == [
+        "prefill-0 over tcp: block 3 is written",
+        "block 3 is there",
+        "its neighbours are whole",
+    ]
+
+
+def test_called_wrong_it_says_how() -> None:
+    done = subprocess.run(HELLO, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "hello.py decode" in done.stderr

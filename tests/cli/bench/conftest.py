@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kvwire.cli.bench import pair
-from tests.cli.bench.thread_side import ThreadSide
+from tests.cli.bench.contenders import ThreadSide
 
 
 @pytest.fixture(params=["threads", pytest.param("processes", marks=pytest.mark.slow)])

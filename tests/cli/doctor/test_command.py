@@ -20,7 +20,7 @@ import pytest
 from kvwire.cli.doctor.command import UNWELL
 from kvwire.cli.doctor.peer import FRAGMENT_BYTES
 from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, main
-from tests.cli.doctor.two import ward
+from tests.cli.doctor.hosts import ward
 
 
 @pytest.fixture(autouse=True)

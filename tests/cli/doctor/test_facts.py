@@ -22,7 +22,7 @@ from kvwire.cli.doctor.facts import (
     machine_at,
     process_at,
 )
-from tests.cli.doctor.trees import GPU, IB, LIMITS, port, tree
+from tests.cli.doctor.hosts import GPU, IB, LIMITS, port, tree
 
 
 def look(root: Path, told: str = "", **environment: str) -> Machine:

@@ -15,7 +15,7 @@ from kvwire.cli.doctor.facts import (
     Process,
 )
 from kvwire.limits import GIB, MIB
-from tests.cli.doctor.trees import machine, port
+from tests.cli.doctor.hosts import machine, port
 
 TRACER = Process(capabilities=1 << CAP_SYS_PTRACE)
 IB = machine(rdma=(port(),), rdma_nodes=("uverbs0",))

@@ -32,8 +32,7 @@ from kvwire.cli.doctor.peer import (
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.types import Candidate
-from tests.cli.doctor.trees import examination
-from tests.cli.doctor.two import THERE, ward
+from tests.cli.doctor.hosts import THERE, examination, ward
 
 
 async def greeted(connection: Connection) -> Greeting:

@@ -20,7 +20,7 @@ from kvwire.cli.doctor.screen import (
     written,
 )
 from kvwire.types import Candidate
-from tests.cli.doctor.trees import examination, machine, port
+from tests.cli.doctor.hosts import examination, machine, port
 
 WARNING = Finding(name="ptrace scope", state="warn", text="3: nobody", remedy="reboot")
 TCP = Candidate("tcp", True, "offered by both sides")

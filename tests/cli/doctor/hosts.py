@@ -1,14 +1,21 @@
-"""Fabricated ``/proc``, ``/sys`` and ``/dev``, and hosts as the doctor finds them."""
+"""Fabricated ``/proc``, ``/sys`` and ``/dev``, hosts made of them, and two doctors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kvwire
+from kvwire import Address, Communicator, Connection
 from kvwire.backend import Finding
 from kvwire.cli.doctor.examination import Examination, Transport
 from kvwire.cli.doctor.facts import Machine, Process, RdmaPort
+from kvwire.cli.doctor.peer import PROFILE, SEED, PeerReport, ProbeMemory, attend
+from kvwire.limits import MIB
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -83,3 +90,42 @@ def examination(
         findings=findings,
         asked=asked,
     )
+
+
+# --- two doctors in this process: one attends, the other one probes -------------------
+
+THERE: Examination = examination(machine(system="the other host"))
+
+
+@dataclass(slots=True)
+class Ward:
+    """An attendant, and whoever wants to be served by it."""
+
+    # A communicator with the doctor's profile.
+    prober: Communicator
+    # Where the attendant listens.
+    address: Address
+    # The reports that it was given; None for a visit without.
+    heard: list[PeerReport | None] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def ward(
+    pass_bytes: int = MIB, kind: type[ProbeMemory] = ProbeMemory
+) -> AsyncIterator[Ward]:
+    """An attendant that lends ``pass_bytes`` of a kind of memory."""
+    async with (
+        kvwire.open(profile=PROFILE, require=("tcp",)) as there,
+        kvwire.open(profile=PROFILE, require=("tcp",)) as here,
+    ):
+        found = Ward(here, await there.listen("127.0.0.1:0"))
+
+        def heard(_: Connection, report: PeerReport | None) -> None:
+            found.heard.append(report)
+
+        serving = asyncio.create_task(
+            attend(there, THERE, heard, lend=lambda: kind(pass_bytes, SEED))
+        )
+        yield found
+        await there.close()
+        await serving
