@@ -58,6 +58,8 @@ class AnyWork(Work):
 
     layers: int = 0
     cross_layer: bool = False
+    blocks: int = 1
+    fresh: int = 0
 
 
 class Iperf3Side(Side[AnyWork]):

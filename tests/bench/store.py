@@ -1,7 +1,7 @@
 """Who stands beside each tier of ``kvwire bench store``.
 
-What is left of the same work without a store: a copy, a file, a transfer, objects,
-redis. Nobody of those has hashes, an index, eviction, scattered blocks or, but
+What is left of the same work without a store: a copy, a file, a transfer, a socket,
+objects, redis. Nobody of those has hashes, an index, eviction, scattered blocks or, but
 for the transfer, checksums; so the ratio is what that costs.
 """
 
@@ -24,7 +24,8 @@ from kvwire.cli.bench.store_side import (
 )
 from kvwire.cli.bench.turns import Benchmark, Case
 from tests.bench import redis
-from tests.bench.store_peers import CopySide, FileSide, ObjectSide, TransferSide
+from tests.bench.store_pairs import BlockSocketsSide, TransferSide
+from tests.bench.store_peers import CopySide, DictSide, FileSide, ObjectSide
 
 NOTES = (
     "Of the others only a transfer has checksums, and blocks that lie scattered.",
@@ -48,7 +49,7 @@ def beside(benchmark: Benchmark) -> Benchmark:
         ours, match = case.contenders[0].options, case.work.verb == MATCH
         memcpy, place = made("memcpy", CopySide), Path(str(ours["place"]))
         if case.group == MEMORY:
-            return [] if match else [memcpy]
+            return [made("dict", DictSide) if match else memcpy]
         if case.group == DISK:
             file = made("file", FileSide, place=place.parent)
             # A copy has nothing to flush, and never finds anything cold.
@@ -65,8 +66,9 @@ def beside(benchmark: Benchmark) -> Benchmark:
             pool_bytes=pool_bytes,
             loop=ours["loop"],
         )
-        server = [made("redis", redis.RedisSide)] * (absent is None)
-        return server if match else [transfer, *server]
+        servers = [made("sockets", BlockSocketsSide, alone=False)]
+        servers += [made("redis", redis.RedisSide)] * (absent is None)
+        return servers if match else [transfer, *servers]
 
     cases = [
         replace(case, contenders=[*case.contenders, *peers(case)])

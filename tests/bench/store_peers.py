@@ -1,4 +1,4 @@
-"""What stands beside a store: a memcpy, a file, objects, a transfer."""
+"""What stands beside a store in one process: a memcpy, a dict, a file, objects."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvwire.cli.bench.fragments import FragmentsSide
-from kvwire.cli.bench.side import Bytes, Side
+from kvwire.cli.bench.side import Bytes, Side, require_same
 from kvwire.cli.bench.store_side import (
     COLD_GET,
     FIRST_PUT,
     FLUSHED_PUT,
+    HASH_BYTES,
+    LOOKUPS,
     MATCH,
     ONE,
     PUTS,
@@ -243,33 +245,36 @@ class ObjectSide(PeerSide):
         await asyncio.gather(*(lane() for _ in range(STORE_OBJECT_REQUESTS)))
 
 
-class TransferSide(FragmentsSide):
-    """kvwire without a store: a put is a push of a set, a get is a pull."""
+class DictSide(Side[StoreWork]):
+    """A dict with as many hashes, and nothing else."""
 
     work_type = StoreWork
 
-    async def prepare(self, work: Any) -> None:
-        await super().prepare(work.transfer)
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self._hashes: list[bytes] = []
 
-    async def use(self, work: Any, given: None) -> None:
-        await super().use(work.transfer, given)
+    async def use(self, work: StoreWork, given: None) -> None:
+        if not self._hashes:
+            self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
+        require_same(self._found(self._table()), work.count)
 
-    async def digest(self, work: Any) -> str:
-        # One by one, not all of them travel.
-        return "" if work.verb == ONE else await super().digest(work.transfer)
+    async def drive(self, work: StoreWork) -> dict[str, Any]:
+        table, clock, values = self._table(), time.perf_counter, []
+        for _ in range(LOOKUPS):
+            began = clock()
+            self._found(table)
+            values.append(clock() - began)
+        return {"values": values}
 
-    async def drive(self, work: Any) -> dict[str, Any]:
-        if work.verb != ONE:
-            return await super().drive(work.transfer)
-        blocks = self.pool.blocks[: work.count]
-        return {"values": [await self.ask(work.transfer, [one]) for one in blocks]}
+    def _table(self) -> dict[bytes, int]:
+        return dict(zip(self._hashes, range(len(self._hashes)), strict=True))
 
-    async def serve(self, work: Any) -> dict[str, Any]:
-        if work.verb != ONE:
-            return await super().serve(work.transfer)
-        for block in self.pool.blocks[: work.count]:
-            await self.offer(work.transfer, [block])
-        return {}
+    def _found(self, table: dict[bytes, int]) -> int:
+        slots = np.fromiter(
+            map(table.get, self._hashes, repeat(-1)), np.int64, len(self._hashes)
+        )
+        return int((slots >= 0).sum())
 
 
 def _object(work: StoreWork, number: int, begin: int) -> str:

@@ -32,13 +32,8 @@ from kvwire.limits import MIB
 from tests.bench import redis
 from tests.bench.redis import PROGRAM, RedisSide
 from tests.bench.store import beside
-from tests.bench.store_peers import (
-    CopySide,
-    FileSide,
-    ObjectSide,
-    PeerSide,
-    TransferSide,
-)
+from tests.bench.store_pairs import BlockSocketsSide, TransferSide
+from tests.bench.store_peers import CopySide, DictSide, FileSide, ObjectSide, PeerSide
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,12 +69,12 @@ def test_each_stands_beside_the_tiers_that_do_the_same_work(
     }
     for name, expected in {
         "memory 64 KiB put": ["memcpy"],
-        "memory 4 KiB match": [],
+        "memory 4 KiB match": ["dict"],
         "disk 64 KiB put": ["memcpy", "file"],
         "disk 64 KiB put, flushed": ["file"],
         "disk 4 KiB match": [],
-        "server over tcp 64 KiB get": ["transfer tcp"],
-        "server over tcp 4 KiB match": [],
+        "server over tcp 64 KiB get": ["transfer tcp", "sockets"],
+        "server over tcp 4 KiB match": ["sockets"],
         "object 64 KiB get of one": ["obstore"],
     }.items():
         assert others[name] == expected
@@ -115,6 +110,12 @@ async def test_they_do_every_work(name: str, tmp_path: Path) -> None:
         await peer.close()
 
 
+async def test_a_dict_finds_its_hashes() -> None:
+    table, done = DictSide({}), work(MATCH)
+    await table.use(done, None)
+    assert len((await table.drive(done))["values"]) == LOOKUPS
+
+
 @pytest.mark.parametrize("verb", [PUT, GET, ONE])
 async def test_transfers_do_every_work(verb: str) -> None:
     done = work(verb)
@@ -143,6 +144,12 @@ def does_every_work(contender: Contender) -> bool:
             assert min(sample.values) > 0
             assert sum(sample.cpu_s) > 0
     return True
+
+
+@pytest.mark.usefixtures("threads")
+def test_sockets_do_every_work() -> None:
+    """Each on a thread: they block their loops, which is why they are processes."""
+    assert does_every_work(Contender("sockets", BlockSocketsSide))
 
 
 def test_redis_does_every_work() -> None:

@@ -86,7 +86,7 @@ class SocketsSide(Side[Work]):
 
     work_type: ClassVar[type[Work]] = OpsWork
     _listener: socket.socket
-    _socket: socket.socket
+    socket: socket.socket
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
@@ -99,53 +99,53 @@ class SocketsSide(Side[Work]):
         return port
 
     async def accept(self) -> None:
-        self._socket, _ = self._listener.accept()
+        self.socket, _ = self._listener.accept()
 
     async def connect(self, address: Any) -> dict[str, Any]:
-        self._socket = socket.create_connection((HOST, address))
+        self.socket = socket.create_connection((HOST, address))
         return {}
 
     async def fill(self, work: Work) -> None:
-        await fill(self._have(work)[0])
+        await fill(self.parts(work)[0])
 
     async def digest(self, work: Work) -> str:
-        return digest(self._have(work)[0])
+        return digest(self.parts(work)[0])
 
     async def drive(self, work: Work) -> dict[str, Any]:
-        self._wait()
+        self.wait()
         began = time.perf_counter()
         if work.verb == "get":
-            self._receive(work)
+            self.receive(work)
         else:
-            self._send(work)
-            self._wait()
+            self.send(work)
+            self.wait()
         return {"values": [work.moved_bytes / (time.perf_counter() - began)]}
 
     async def serve(self, work: Work) -> dict[str, Any]:
-        self._socket.sendall(b"!")
+        self.socket.sendall(b"!")
         if work.verb == "get":
-            self._send(work)
+            self.send(work)
         else:
-            self._receive(work)
-            self._socket.sendall(b"!")
+            self.receive(work)
+            self.socket.sendall(b"!")
         return {}
 
     async def close(self) -> None:
-        for name in ("_socket", "_listener"):
+        for name in ("socket", "_listener"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
-    def _send(self, work: Work) -> None:
+    def send(self, work: Work) -> None:
         """Send the same part for each operation."""
         for _ in range(work.count):
-            self._socket.sendall(self._have(work)[0])
+            self.socket.sendall(self.parts(work)[0])
 
-    def _receive(self, work: Work) -> None:
+    def receive(self, work: Work) -> None:
         """Receive into one part after the other."""
         for number in range(work.count):
-            self.receive_into(self._have(work)[number % work.in_flight])
+            self.receive_into(self.parts(work)[number % work.in_flight])
 
-    def _have(self, work: Work) -> list[memoryview]:
+    def parts(self, work: Work) -> list[memoryview]:
         """Return the memory of a work."""
         if work.nbytes not in self._parts:
             self._parts[work.nbytes] = [
@@ -157,11 +157,11 @@ class SocketsSide(Side[Work]):
         """Fill memory from the socket."""
         have = 0
         while have < len(part):
-            count = self._socket.recv_into(part[have:])
+            count = self.socket.recv_into(part[have:])
             if not count:
                 raise ConnectionError("the other side has ended")
             have += count
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait for a byte, which says that the other side is there too."""
         self.receive_into(memoryview(bytearray(1)))
