@@ -15,7 +15,7 @@ from kvwire.backend import (
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.memory import cma
 from kvwire.memory.arena import Arena
-from kvwire.memory.iovec import address_of
+from kvwire.memory.copy import address_of
 from kvwire_local.lane import READ_METHODS, LocalLane
 from kvwire_local.tracer_slot import CHOICES, tracers
 

@@ -17,9 +17,9 @@ from typing import Final
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory import cma
-from kvwire.memory.arena import SEALS, address_of_map, use_huge_pages
-from kvwire.memory.copy import copy
-from kvwire.memory.iovec import Iovecs, address_of
+from kvwire.memory.arena import SEALS, use_huge_pages
+from kvwire.memory.copy import address_of, copy
+from kvwire.memory.iovec import Iovecs
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind
 from kvwire_local.wire import ARENAS_MAX
 
@@ -68,7 +68,7 @@ class PeerMemory:
             os.close(fd)
         use_huge_pages(mapping)
         self._maps.append(mapping)  # bounded: ARENAS_MAX
-        self._addresses.append(address_of_map(mapping))  # bounded: ARENAS_MAX
+        self._addresses.append(address_of(mapping))  # bounded: ARENAS_MAX
 
     def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
         """Return a payload's reader; None while its arena is not announced."""

@@ -31,8 +31,8 @@ from typing import Final, Protocol
 from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import UsageError
 from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
-from kvwire.memory.copy import copy
-from kvwire.memory.iovec import Iovecs, address_of, simplest
+from kvwire.memory.copy import address_of, copy
+from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.wire import Wire
 
 # Measured: a burst of 64-byte frames gains nothing from more. All that a peer pins

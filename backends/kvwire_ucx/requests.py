@@ -16,7 +16,7 @@ import numpy as np
 
 from kvwire.backend import Payload
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.iovec import address_of
+from kvwire.memory.copy import address_of
 from kvwire.types import MemoryKind
 from kvwire_ucx import binding
 from kvwire_ucx.binding import IN_PROGRESS, OK

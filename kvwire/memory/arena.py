@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.copy import MID_PAGE_BYTES
+from kvwire.memory.copy import MID_PAGE_BYTES, address_of
 
 # Not in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
@@ -81,7 +81,7 @@ class Arena:
             os.close(self._fd)
             raise
         use_huge_pages(self._map)
-        self.address: int = address_of_map(self._map)
+        self.address: int = address_of(self._map)
         self.serial: int = _arenas.add(self)
 
     def numpy(
@@ -206,11 +206,6 @@ def use_huge_pages(mapping: mmap.mmap) -> None:
             mapping.madvise(advice)
         except OSError:
             return  # a kernel without them; the mapping works all the same
-
-
-def address_of_map(mapping: mmap.mmap) -> int:
-    """Return where a mapping begins, whether it is writable or not."""
-    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
 class _Arenas:

@@ -15,7 +15,7 @@ import functools
 import os
 from typing import Final
 
-from kvwire.memory.iovec import address_of
+from kvwire.memory.copy import address_of
 
 Window = tuple[int, int]
 """Address and number of rows of a table of iovecs, as ``Iovecs.window`` lays it out."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -130,12 +131,13 @@ def as_fragments(payload: Payload) -> Fragments:
         return payload
     count = 1 if payload.nbytes else 0
     lengths = np.full(count, payload.nbytes, np.uint64)
-    addresses = np.full(count, _address(payload) if count else 0, np.uint64)
+    addresses = np.full(count, address_of(payload) if count else 0, np.uint64)
     return Fragments(addresses, lengths, owner=payload, writable=not payload.readonly)
 
 
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+def address_of(buffer: bytes | bytearray | memoryview | mmap.mmap) -> int:
+    """Return where the bytes of a non-empty buffer lie; the caller keeps it alive."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
 
 
 def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
@@ -220,7 +222,7 @@ def _borders(source: Payload, destination: Payload) -> Array:
 def _places(payload: Payload, offsets: Array) -> Array:
     """Return where the bytes at these offsets of a payload lie in memory."""
     if isinstance(payload, memoryview):
-        return offsets + np.uint64(_address(payload))
+        return offsets + np.uint64(address_of(payload))
     if offsets.size == payload.addresses.size:
         return payload.addresses  # no border of the other side is within a fragment
     index = np.searchsorted(payload.starts, offsets, "right") - 1

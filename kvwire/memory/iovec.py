@@ -17,7 +17,7 @@ import numpy as np
 
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.buffers import Payload
-from kvwire.memory.copy import copy
+from kvwire.memory.copy import address_of, copy
 
 # Linux and macOS both take 1,024 and refuse more with EINVAL.
 IOVECS_MAX: Final = 1024
@@ -168,11 +168,6 @@ def simplest(payload: Payload) -> Payload:
     array.owner = payload.owner  # type: ignore[attr-defined]  # keeps it alive
     view = memoryview(array).cast("B")
     return view if payload.writable else view.toreadonly()
-
-
-def address_of(buffer: bytes | bytearray | memoryview) -> int:
-    """Return where the bytes of a non-empty buffer lie; the caller keeps it alive."""
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
 
 
 def _moved(result: int) -> int:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from kvwire.memory import cma
-from kvwire.memory.arena import address_of_map
-from kvwire.memory.copy import as_fragments
-from kvwire.memory.iovec import Iovecs, address_of
+from kvwire.memory.copy import address_of, as_fragments
+from kvwire.memory.iovec import Iovecs
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="process_vm_readv is a system call of Linux"
@@ -49,7 +48,7 @@ def test_what_is_not_mapped_is_refused() -> None:
 def test_what_is_read_only_in_part_is_refused() -> None:
     """The first page is mapped, and what follows it is not."""
     with mmap.mmap(-1, 3 * mmap.PAGESIZE) as mapping:
-        page = address_of_map(mapping) + mmap.PAGESIZE
+        page = address_of(mapping) + mmap.PAGESIZE
         libc = ctypes.CDLL(None)
         libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         assert libc.mprotect(page, mmap.PAGESIZE, 0) == 0

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.iovec import IOVECS_MAX, Iovecs, address_of, readv, simplest, writev
+from kvwire.memory.copy import address_of
+from kvwire.memory.iovec import IOVECS_MAX, Iovecs, readv, simplest, writev
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=40)
 TAIL = (4096, 8)  # never read or written here

@@ -10,7 +10,7 @@ import pytest
 from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
 from kvwire.limits import LANE_PAYLOADS_MAX
-from kvwire.memory.iovec import address_of
+from kvwire.memory.copy import address_of
 from kvwire_local.descriptor import LATER, PlaceKind, encode_piece
 from kvwire_local.peer import PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads

@@ -14,7 +14,7 @@ import numpy as np
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES
-from kvwire.memory.iovec import address_of
+from kvwire.memory.copy import address_of
 from kvwire.types import Address
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.link import TcpLink

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvwire.errors import MalformedFrame
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB
-from kvwire.memory.iovec import address_of
+from kvwire.memory.copy import address_of
 from kvwire_ucx.bootstrap import MESSAGES
 from kvwire_ucx.pieces import (
     KEY_BYTES_MAX,

@@ -11,7 +11,7 @@ import pytest
 
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.iovec import address_of
+from kvwire.memory.copy import address_of
 from kvwire.types import Device, MemoryKind
 from kvwire_ucx import binding
 from kvwire_ucx.context import Context
