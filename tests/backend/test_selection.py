@@ -214,11 +214,6 @@ def test_the_client_does_not_offer_it_either(mtls: Config) -> None:
     assert not selection.local_rejection(named, "ucx", "tcp")
 
 
-def test_without_certificates_nothing_is_different(mtls: Config) -> None:
-    assert mtls.trust == "mtls"
-    assert taken(Config(), "ucx", "tcp") == "ucx"
-
-
 def test_a_control_link_that_knows_no_tls(mtls: Config) -> None:
     assert not selection.control_rejection(mtls, "tcp")
     assert "cannot be inside TLS" in selection.control_rejection(mtls, "unix")

@@ -6,7 +6,6 @@ import ast
 import asyncio
 import gc
 import inspect
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -225,17 +224,3 @@ def test_nobody_polls(module: object) -> None:
             assert ast.unparse(node) == "asyncio.sleep(0)"
         if isinstance(node, ast.While):
             pytest.fail(f"line {node.lineno}: {ast.unparse(node)}")
-
-
-def test_sockets_of_the_loop_are_served(thread: IOThread) -> None:
-    """The loop waits in the kernel and is woken by it."""
-    left, right = socket.socketpair()
-    left.setblocking(False)
-
-    async def receive() -> bytes:
-        return await asyncio.get_running_loop().sock_recv(left, 10)
-
-    with left, right, ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(thread.call, receive())
-        right.sendall(b"hello")
-        assert waiting.result(10) == b"hello"

@@ -116,14 +116,6 @@ def test_equal_pieces(way: str, piece: int) -> None:
     assert content(destination) == content(source)
 
 
-def test_borders_that_do_not_agree(way: str) -> None:
-    source, memory = scattered([3] * 5000, 1)
-    memory[:] = random_bytes(memory.size)
-    destination, _ = scattered([5] * 3000, 2)
-    copy(source, destination)
-    assert content(destination) == content(source)
-
-
 def test_very_many_lengths(way: str) -> None:
     lengths = list(range(1, 301))
     source, memory = scattered(lengths, 1)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire import AuthenticationFailed, BackendUnavailable, HandshakeError
+from kvwire import AuthenticationFailed, HandshakeError
 from kvwire.limits import KIB, MIB
 from kvwire.security.keys import write_key_file
 from kvwire.types import PeerInfo, TrustMode
@@ -413,13 +413,6 @@ async def test_every_socket_of_a_connection_is_inside_tls(
         pass
     assert len(wires) == 4  # both ends of two lanes beside the control link
     assert not any(isinstance(wire, PlainWire) for wire in wires)
-
-
-async def test_a_control_link_without_tls_is_refused(authority: Authority) -> None:
-    async with kvwire.open(**authority.config(NEAR)) as a:
-        for call in (a.listen, a.connect):
-            with pytest.raises(BackendUnavailable, match="cannot be inside TLS"):
-                await call("inproc://mtls")
 
 
 async def test_new_connections_use_new_certificates(authority: Authority) -> None:

@@ -115,18 +115,6 @@ async def test_the_end_of_a_connection_is_no_broken_lane(
     assert not warned(caplog)
 
 
-async def test_an_abort_ends_the_lanes_too() -> None:
-    async with connected(**BESIDE) as pair:
-        region = pair.far.register(bytearray(len(DATA)), "readwrite")
-        put = pair.left.put(DATA, region.grant(pair.right))
-        pair.left.abort("enough")
-        with pytest.raises(ConnectionClosed):
-            await put
-        await put.released()
-        await region.close()
-        await until(lambda: pair.right._state.driver.lanes.quiet)
-
-
 class _EndsWhileItSends(InprocLane):
     """Like a lane whose end has been seen, and not been told yet."""
 

@@ -93,16 +93,6 @@ async def test_a_connection_s_own_wish_counts() -> None:
         assert own.transport == other.transport == "inproc"
 
 
-async def test_require_against_forbid_is_an_error_with_the_reason() -> None:
-    async with (
-        kvwire.open(forbid=("inproc",)) as far,
-        kvwire.open(require=("inproc",)) as near,
-    ):
-        address = await far.listen("127.0.0.1:0")
-        with pytest.raises(kvwire.HandshakeError, match="forbidden by `forbid`"):
-            await near.connect(address)
-
-
 async def test_more_lanes_of_one_transport() -> None:
     async with connected(**BESIDE, lanes=3) as pair:
         await until(lambda: len(pair.right._state.driver.lanes.open) == 3)
@@ -376,16 +366,6 @@ async def test_as_many_come_back_as_there_were(broken: int) -> None:
             assert end._state.driver.lanes.shared
             taken = next(c for c in end.transport_report if c.taken)
             assert (taken.name, taken.reason) == ("tcp", "offered by both sides")
-
-
-@pytest.mark.usefixtures("comes_back")
-async def test_a_required_transport_comes_back_while_some_of_it_is_left() -> None:
-    async with connected(**ONLY, lanes=2) as pair:
-        await until(lambda: len(pair.right._state.driver.lanes.open) == 2)
-        pair.left._state.driver.lanes.open[0].lane.abort()
-        await restored(pair, 1)
-        await expect_moves(pair)
-        assert len(pair.left._state.driver.lanes.open) == 2
 
 
 async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
