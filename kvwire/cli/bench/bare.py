@@ -11,29 +11,29 @@ from typing import Any, ClassVar
 from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import Work
 from kvwire.cli.bench.side import HOST, Side, digest, fill
+from kvwire.limits import KIB
 
 
 class StreamsSide(Side[OpsWork]):
     """The streams of asyncio, bare: a round trip with which nothing else is done."""
 
     work_type: ClassVar[type[Work]] = OpsWork
+    port: int
     _server: asyncio.Server
+    _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
-        self._joined = asyncio.Event()
         self._ball = b""
 
     async def listen(self) -> int:
-        self._server = await asyncio.start_server(self.take, HOST, 0)
+        self._server = await asyncio.start_server(self.answer, HOST, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    async def accept(self) -> None:
-        await self._joined.wait()
-
     async def connect(self, address: Any) -> dict[str, Any]:
-        await self.take(*await asyncio.open_connection(HOST, address))
+        self.port = address
+        self._streams = await asyncio.open_connection(HOST, address)
         return {"loop": type(asyncio.get_running_loop()).__module__.partition(".")[0]}
 
     async def fill(self, work: OpsWork) -> None:
@@ -45,7 +45,7 @@ class StreamsSide(Side[OpsWork]):
         return digest(self._ball)
 
     async def drive(self, work: OpsWork) -> dict[str, Any]:
-        reader, writer = self._reader, self._writer
+        reader, writer = self._streams
         nbytes, ball = work.nbytes, self._ball
         clock, values = time.perf_counter, []
         for _ in range(work.count):
@@ -56,25 +56,20 @@ class StreamsSide(Side[OpsWork]):
         self._ball = ball
         return {"values": values}
 
-    async def serve(self, work: OpsWork) -> dict[str, Any]:
-        reader, writer, nbytes = self._reader, self._writer, work.nbytes
-        for _ in range(work.count):
-            self._ball = await reader.readexactly(nbytes)
-            writer.write(self._ball)
-        return {}
-
     async def close(self) -> None:
-        if self._joined.is_set():
-            self._writer.close()
+        if hasattr(self, "_streams"):
+            self._streams[1].close()
         if hasattr(self, "_server"):
             self._server.close()
 
-    async def take(
+    async def answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Use a connection that was made or accepted."""
-        self._reader, self._writer = reader, writer
-        self._joined.set()
+        """Right: send back what comes, until the connection ends."""
+        while ball := await reader.read(KIB):
+            self._ball = ball
+            writer.write(ball)
+        writer.close()
 
 
 class SocketsSide(Side[Work]):

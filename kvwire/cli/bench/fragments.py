@@ -31,7 +31,6 @@ from kvwire.cli.bench.report import (
     Common,
     Mebibytes,
     Rounds,
-    registered,
     require_known,
     size_name,
 )
@@ -396,7 +395,7 @@ def command(
         rounds: How often everybody does their work; more rounds, firmer medians.
         common: Options of every benchmark.
     """
-    transports = registered() if transport == "all" else transport.split(",")
+    transports = registry.names() if transport == "all" else transport.split(",")
     layouts = {"per-layer": (False,), "cross-layer": (True,), "both": (False, True)}
     works = [
         work_of(one, kib * KIB, cross_layer=cross, round_bytes=round_mib * MIB)
@@ -410,7 +409,7 @@ def command(
     benchmark = fragments(transports, works, common.loop)
     failed = common.run(
         benchmark,
-        transport=transports,
+        transport=list(transports),
         sizes_kib=list(sizes_kib),
         rounds=rounds,
         round_mib=round_mib,

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvwire
+from kvwire.backend import registry
 from kvwire.cli.bench.turns import (
     Benchmark,
     Case,
@@ -119,14 +119,9 @@ def short(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def registered() -> list[str]:
-    """Name the backends that are installed, whether they can run or not."""
-    return sorted({entry.name for entry in entry_points(group="kvwire.backends")})
-
-
 def require_known(transports: Sequence[str], *, processes: bool = True) -> None:
     """Refuse transports that are not installed, or do not join two ``processes``."""
-    known = [name for name in registered() if not processes or name != "inproc"]
+    known = [name for name in registry.names() if not processes or name != "inproc"]
     for name in transports:
         why = ": no such backend is installed"
         if name == "inproc" and processes:

@@ -37,23 +37,11 @@ class BareSetupSide(StreamsSide):
     What cannot be less: no handshake above that of TCP, no plan, no checksum.
     """
 
-    _port: int
-
-    async def accept(self) -> None:
-        """Nothing: connections are made in each round."""
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        self._port = address
-        return {}
-
-    async def serve(self, work: OpsWork) -> dict[str, Any]:
-        return {}
-
     async def drive(self, work: OpsWork) -> dict[str, Any]:
         clock, values = time.perf_counter, []
         for _ in range(work.count):
             times = [clock()]
-            reader, writer = await asyncio.open_connection(HOST, self._port)
+            reader, writer = await asyncio.open_connection(HOST, self.port)
             times.append(clock())
             for _ in COLUMNS[1:]:
                 writer.write(b"!")
@@ -67,7 +55,7 @@ class BareSetupSide(StreamsSide):
     async def digest(self, work: OpsWork) -> str:
         return ""
 
-    async def take(
+    async def answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         while await reader.read(1):
