@@ -1,4 +1,4 @@
-"""The flows of one side, with chunks so small that a few bytes make many."""
+"""The requests and flows of one side, with chunks so small that few bytes make many."""
 
 from __future__ import annotations
 
@@ -19,25 +19,44 @@ CHUNK = 10
 
 @dataclass
 class Side:
-    """The flows of one side, with chunks of ten bytes."""
+    """The requests and flows of one side, with chunks of ten bytes."""
 
+    role: Role = Role.CLIENT
     outbox: Outbox = field(default_factory=lambda: Outbox(Framing()))
     holds: Holds = field(default_factory=Holds)
     requests: RequestTable = field(init=False)
     chunks: ChunkMover = field(init=False)
 
     def __post_init__(self) -> None:
-        self.requests = RequestTable(Role.CLIENT, self.outbox, self.holds)
+        self.requests = RequestTable(self.role, self.outbox, self.holds)
         self.chunks = ChunkMover(self.requests, self.holds, CHUNK)
 
-    def request(self, kind: RequestKind, nbytes: int, base: int = 0) -> RequestRecord:
+    def request(
+        self,
+        kind: RequestKind,
+        nbytes: int = 5,
+        base: int = 0,
+        deadline: float | None = None,
+    ) -> RequestRecord:
         request = RequestRecord(
             kind=kind,
             buffer=self.holds.new(),
             nbytes=nbytes,
             base=base,
+            deadline=deadline,
         )
         self.requests.start(request)
+        return request
+
+    def served(self, wire_id: int) -> RequestRecord:
+        """A request that the peer has started."""
+        request = RequestRecord(
+            kind=RequestKind.SERVE_GET,
+            wire_id=self.requests.admit(wire_id),
+            buffer=self.holds.new(),
+            nbytes=5,
+        )
+        self.requests.serve(request)
         return request
 
     def put(self, nbytes: int, base: int = 0) -> RequestRecord:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,58 +13,12 @@ from kvwire.errors import (
     UsageError,
 )
 from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
-from kvwire.proto.events import Outbox, RequestDone
-from kvwire.proto.framing import Framing
-from kvwire.proto.holds import Holds
-from kvwire.proto.requests import ChunkSet, RequestRecord, RequestTable
+from kvwire.proto.requests import ChunkSet, RequestRecord
 from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind
 from kvwire.types import RequestId, Role
+from tests.proto.flowing import Side
 
 both_roles = pytest.mark.parametrize("role", list(Role))
-
-
-@dataclass
-class Table:
-    """The requests of one side, and what they say."""
-
-    requests: RequestTable
-    outbox: Outbox
-    holds: Holds
-
-    def done(self) -> list[RequestDone]:
-        events = self.outbox.events.copy()
-        self.outbox.events.clear()
-        return [event for event in events if isinstance(event, RequestDone)]
-
-    def request(
-        self, kind: RequestKind, *, deadline: float | None = None, nbytes: int = 5
-    ) -> RequestRecord:
-        return RequestRecord(
-            kind=kind,
-            buffer=self.holds.new(),
-            nbytes=nbytes,
-            deadline=deadline,
-        )
-
-    def started(
-        self, kind: RequestKind = RequestKind.PUT, *, deadline: float | None = None
-    ) -> RequestRecord:
-        request = self.request(kind, deadline=deadline)
-        self.requests.start(request)
-        return request
-
-    def served(
-        self, wire_id: int, kind: RequestKind = RequestKind.SERVE_GET
-    ) -> RequestRecord:
-        request = self.request(kind)
-        request.wire_id = self.requests.admit(wire_id)
-        self.requests.serve(request)
-        return request
-
-
-def table(role: Role = Role.CLIENT) -> Table:
-    outbox, holds = Outbox(Framing()), Holds()
-    return Table(RequestTable(role, outbox, holds), outbox, holds)
 
 
 def first_of(role: Role) -> int:
@@ -77,7 +29,7 @@ def first_of(role: Role) -> int:
 @both_roles
 def test_the_peer_counts_as_well(role: Role) -> None:
     """In steps of two, from its own first number."""
-    side = table(role)
+    side = Side(role=role)
     first = first_of(role.other)
     served = [side.served(first + 2 * count) for count in range(4)]
     assert [side.requests.find(first + 2 * count) for count in range(4)] == served
@@ -87,7 +39,7 @@ def test_the_peer_counts_as_well(role: Role) -> None:
 def test_any_other_number() -> None:
     """Ours, an old one, one left out, the largest: only 4 follows 2."""
     for wire_id in [0, 1, 2, 3, 5, 6, 8, 2**32 - 1, 2**32 - 2]:
-        side = table(Role.CLIENT)
+        side = Side()
         side.served(2)
         with pytest.raises(UnexpectedFrame, match="next one is 4") as caught:
             side.requests.admit(wire_id)
@@ -99,8 +51,8 @@ def test_any_other_number() -> None:
 @both_roles
 def test_a_number_of_the_past_is_late(role: Role) -> None:
     """Frames for a request that is over find nothing, and that is no error."""
-    side = table(role)
-    ours, theirs = side.started(), side.served(first_of(role.other))
+    side = Side(role=role)
+    ours, theirs = side.request(RequestKind.PUT), side.served(first_of(role.other))
     for request in (ours, theirs):
         side.requests.fail(request, ConnectionLost("over"), tell=None)
         assert side.requests.find(request.wire_id) is None
@@ -110,8 +62,8 @@ def test_a_number_of_the_past_is_late(role: Role) -> None:
 def test_a_number_that_never_was() -> None:
     """Whoever should have given it."""
     for wire_id in [0, 3, 4, 5, 6, 2**31, 2**32 - 1, 2**32 - 2]:
-        side = table(Role.CLIENT)
-        side.started()
+        side = Side()
+        side.request(RequestKind.PUT)
         side.served(2)
         with pytest.raises(UnexpectedFrame, match="never was") as caught:
             side.requests.find(wire_id)
@@ -122,7 +74,7 @@ def test_a_number_that_never_was() -> None:
 @pytest.mark.rule("KVW-RQ-03", "breaks")
 def test_how_many_the_peer_may_have_open() -> None:
     """Twice what it may start, for gets whose end it has seen before we have."""
-    side = table(Role.SERVER)
+    side = Side(role=Role.SERVER)
     for count in range(2 * REQUESTS_MAX):
         side.served(2 * count + 1)
     following = 4 * REQUESTS_MAX + 1
@@ -137,14 +89,14 @@ def test_how_many_the_peer_may_have_open() -> None:
 
 def test_how_many_this_side_may_have_open() -> None:
     """Its own, numbered or waiting for a message; what it serves does not count."""
-    side = table()
+    side = Side()
     side.served(2)
-    waiting = side.request(RequestKind.RECV)
+    waiting = RequestRecord(kind=RequestKind.RECV, buffer=None, nbytes=5)
     side.requests.post(waiting)
     for _ in range(REQUESTS_MAX - 2):
-        side.started()
+        side.request(RequestKind.PUT)
     side.requests.check_room()
-    last = side.started()
+    last = side.request(RequestKind.PUT)
     with pytest.raises(UsageError, match=f"{REQUESTS_MAX} requests are open"):
         side.requests.check_room()
     side.requests.fail(last, ConnectionLost("over"), tell=None)
@@ -154,10 +106,10 @@ def test_how_many_this_side_may_have_open() -> None:
 
 def test_numbers_are_used_up_some_day() -> None:
     """They are 32 bits, and never the same twice."""
-    side = table()
+    side = Side()
     side.requests._next_id = REQUEST_ID_MAX
     side.requests.check_room()
-    assert side.started().wire_id == REQUEST_ID_MAX
+    assert side.request(RequestKind.PUT).wire_id == REQUEST_ID_MAX
     with pytest.raises(UsageError, match="reconnect"):
         side.requests.check_room()
 
@@ -181,9 +133,9 @@ def test_a_step_that_does_not_exist() -> None:
 
 def test_a_request_without_a_deadline_never_expires() -> None:
     """Nor does one whose deadline was met."""
-    side = table()
-    side.started()
-    first = side.started(deadline=5.0)
+    side = Side()
+    side.request(RequestKind.PUT)
+    first = side.request(RequestKind.PUT, deadline=5.0)
     side.requests.fail(first, ConnectionLost("over"), tell=None)
     assert side.requests.next_deadline is None
     assert side.requests.expire(1e9) == []
@@ -191,10 +143,10 @@ def test_a_request_without_a_deadline_never_expires() -> None:
 
 def test_deadlines_of_the_past_are_forgotten() -> None:
     """A million requests that end in time leave no million entries."""
-    side = table()
-    keep = [side.started(deadline=1e9 + count) for count in range(10)]
+    side = Side()
+    keep = [side.request(RequestKind.PUT, deadline=1e9 + count) for count in range(10)]
     for count in range(3 * REQUESTS_MAX):
-        request = side.started(deadline=1e6 + count)
+        request = side.request(RequestKind.PUT, deadline=1e6 + count)
         side.requests.fail(request, ConnectionLost("over"), tell=None)
         side.done()
         assert len(side.requests._deadlines) <= REQUESTS_MAX
