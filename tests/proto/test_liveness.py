@@ -124,10 +124,10 @@ def test_pings_that_waited_come_together() -> None:
 def test_no_silence_of_ours_is_longer_than_an_interval() -> None:
     """Nor shorter than half of one, whenever the last frame was sent."""
     for seed in range(20):
-        chance, mine = (
-            random.Random(seed),
-            Keepalive(interval_s=PING_INTERVAL_S, now=100.0, frames_sent=5),
-        )
+        chance = random.Random(seed)
+        mine = Keepalive(interval_s=PING_INTERVAL_S, now=100.0, frames_sent=5)
+        assert mine.is_idle(5)
+        assert not mine.is_idle(6)
         spoke_at, frames_sent = 100.0, 5
         while mine.due < 200.0:
             if chance.random() < 0.5:

@@ -11,7 +11,7 @@ from kvwire.limits import LAST_WORD_DELAY_S, SEGMENTS_TOGETHER
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.records import Box, packed_mark, read_mark
 from kvwire.wire.header import FrameType, decode_header, encode_header
-from tests.proto.moving import Moved, events_of, expect_fine, moved
+from tests.proto.moving import CHUNK, Moved, events_of, expect_fine, moved
 
 
 def acknowledged(m: Moved) -> list[tuple[int, ...]]:
@@ -57,11 +57,12 @@ def test_a_mark_as_an_offset(commit: int, box: Box) -> None:
 def test_commit_says_what_is_unsaid() -> None:
     m = moved(layers=True)
     m.producer.stalled = True
-    m.mark(b"x")
+    for data in (b"x", b"y" * (CHUNK + 1), b"z"):
+        m.mark(data)
     m.commit()
     m.producer.stalled = False
     m.producer.collect()
-    assert m.names == ["SEGMENT", "COMMIT", "DATA"]
+    assert m.names == ["SEGMENT"] * 3 + ["COMMIT"] + ["DATA"] * 4
     expect_fine(m.pair)
 
 
