@@ -214,3 +214,12 @@ def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
         side.requests.fail(request, ConnectionLost("x"), tell=None)
         side.done()
     assert sum(looked) <= 4 * REQUESTS_MAX
+
+
+def test_nobody_sends_after_the_end(side: Side) -> None:
+    """What waited for its turn is forgotten, and so is what waited behind it."""
+    first = side.segment(5, priority=3)
+    side.segment_of(first.request, 5, 2)
+    turns_of(side).clear()
+    assert turns_of(side).head() is None
+    assert (turns_of(side).count, len(turns_of(side)._behind)) == (0, 0)
