@@ -91,7 +91,7 @@ class Backoff:
         return random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
 
     def reset(self) -> None:
-        """It has worked for long enough: begin with the first pause again."""
+        """Begin with the first pause again: it has worked for long enough."""
         self._limit_s = self._first_s
 
 

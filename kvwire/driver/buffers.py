@@ -11,7 +11,7 @@ from kvwire.types import BufferId
 
 
 class BufferTable:
-    """All memory lent to kvwire by the users of one communicator.
+    """Holds all memory lent to kvwire by the users of one communicator.
 
     Attributes:
         holds: What the cores say about it.
@@ -30,7 +30,7 @@ class BufferTable:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes that nobody wants any more and a transport may still touch."""
+        """Count the bytes that nobody wants and a transport may still touch."""
         return sum(self._payloads[b].nbytes for b in self.holds.retired)
 
     def lend(self, payload: Payload) -> BufferId:
@@ -45,18 +45,18 @@ class BufferTable:
         self.collect()
 
     def whole(self, buffer: BufferId) -> Payload:
-        """All of a buffer."""
+        """Return all of a buffer."""
         return self._payloads[buffer]
 
     def part(self, buffer: BufferId, offset: int, nbytes: int) -> Payload:
-        """A byte range of a buffer."""
+        """Return a byte range of a buffer."""
         payload = self._payloads[buffer]
         if not offset and nbytes == payload.nbytes:
             return payload
         return slice_payload(payload, offset, nbytes)
 
     def take(self, buffer: BufferId) -> Payload:
-        """The whole of a buffer that nobody else uses; the table forgets it."""
+        """Return the whole of a buffer that nobody else uses; the table forgets it."""
         return self._payloads.pop(buffer)
 
     def on_drained(self, buffer: BufferId, call: Callable[[], None]) -> None:

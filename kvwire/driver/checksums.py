@@ -71,7 +71,7 @@ class ScratchPool:
         return memory.data[:nbytes]
 
     def give_back(self, owner: object) -> None:
-        """What an owner has, if anything, is not used any more."""
+        """Take back what an owner has, if anything."""
         memory = self._lent.pop(owner, None)
         if memory is None:
             return
@@ -108,7 +108,7 @@ class ChecksumPolicy:
     def seal(
         self, payload: Payload, copies: ScratchPool, owner: object
     ) -> tuple[Payload, int | None]:
-        """What to send for a payload, and the checksum to send it with; None for none.
+        """Return what to send for a payload, and its checksum; None for none.
 
         Small fragments are gathered: the checksum needs that anyway, the copy is still
         in the cache, and it costs a transport a third less than the fragments.
@@ -121,7 +121,7 @@ class ChecksumPolicy:
         return payload, checksum(payload)
 
     def of(self, payload: Payload, *, intact: bool = False) -> int | None:
-        """The checksum to send a payload with; None for none.
+        """Return the checksum to send a payload with; None for none.
 
         ``intact`` if nothing but memory is on its way.
         """
@@ -141,7 +141,7 @@ class ChecksumPolicy:
 def landing_for(
     place: Payload, header: Header, copies: ScratchPool, owner: object
 ) -> Payload:
-    """Where to receive a payload that belongs in ``place``.
+    """Return where to receive a payload that belongs in ``place``.
 
     If it is checked and goes to small fragments, they get theirs by a copy once it is
     known to be intact: :func:`arrived`. The reason is that of
@@ -164,7 +164,7 @@ def arrived(received: Payload | None, place: Payload | None, header: Header) -> 
 
 
 def matches(payload: Payload | None, header: Header) -> bool:
-    """Whether a payload is what its header says, as far as anybody can tell."""
+    """Tell whether a payload matches its header, as far as anybody can tell."""
     if not header.flags & _CHECKED or payload is None:
         return True
     if isinstance(payload, Fragments) and payload.device is not None:

@@ -44,7 +44,7 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 
 
 class DeviceStaging:
-    """The slots of one connection, and what is in them.
+    """Holds the slots of one connection, and what is in them.
 
     Attributes:
         ready: Chunks in host memory that are to be sent, oldest first.
@@ -99,27 +99,27 @@ class DeviceStaging:
 
     @property
     def quiet(self) -> bool:
-        """Whether no copy is under way."""
+        """Tell whether no copy is under way."""
         return not self._copying
 
     @property
     def paused(self) -> bool:
-        """Whether the link waits for us, so that nothing is heard of the peer."""
+        """Tell whether the link waits for us, so that nothing is heard of the peer."""
         return self._paused
 
     # --- outbound ---------------------------------------------------------------------
 
     @property
     def full(self) -> bool:
-        """Whether a chunk waits for a slot; then none is taken from the core."""
+        """Tell whether a chunk waits for a slot; then none is taken from the core."""
         return self._waiting is not None
 
     def whole(self, buffer: BufferId) -> Payload:
-        """All of a buffer, where it has always been."""
+        """Return all of a buffer, where it has always been."""
         return self._buffers.whole(buffer)
 
     def payload(self, chunk: Chunk) -> Payload:
-        """The bytes of a chunk: in its slot, or where they have always been."""
+        """Return the bytes of a chunk: in its slot, or where they have always been."""
         slot = self._leaving.get(chunk)
         if slot is not None:
             return slot.view
@@ -142,7 +142,7 @@ class DeviceStaging:
         )
 
     def sent(self, chunk: Chunk) -> None:
-        """The transport is through with a chunk: its slot is free."""
+        """Free the slot of a chunk that the transport is through with."""
         slot = self._leaving.pop(chunk, None)
         if slot is not None:
             slot.give_back()
@@ -151,7 +151,7 @@ class DeviceStaging:
     # --- inbound ----------------------------------------------------------------------
 
     def land(self, arrival: ChunkArrival, into: Fragments) -> memoryview:
-        """The slot that a payload lands in; there is always one."""
+        """Return the slot that a payload lands in; there is always one."""
         assert into.device is not None
         _, slots = self._slots[into.device]
         slot = self._landing[arrival] = slots.take(arrival.length)
@@ -167,7 +167,7 @@ class DeviceStaging:
         *,
         intact: bool,
     ) -> bool:
-        """A payload is here; call ``then`` with it once it is where it belongs.
+        """Copy a payload that is here to its place; call ``then`` once it is there.
 
         Returns:
             Whether it was staged, and ``then`` is called later.
@@ -193,7 +193,7 @@ class DeviceStaging:
     # --- the end ----------------------------------------------------------------------
 
     def lane_gone(self, number: int) -> None:
-        """A lane touches no memory any more: what it had in slots is out of them."""
+        """Free the slots of a lane that touches no memory any more."""
         for chunk in [c for c in self._leaving if c.lane == number]:
             self.sent(chunk)
         for arrival in [a for a in self._landing if a.lane == number]:
@@ -202,7 +202,7 @@ class DeviceStaging:
             self._resume()
 
     def link_gone(self) -> None:
-        """The control link has ended, so nothing more is sent or told."""
+        """Note the end of the control link: nothing more is sent or told."""
         self._ended = True
         self._waiting = None
         self.ready.clear()
@@ -309,20 +309,20 @@ class _Slots:
         self._used: set[int] = set()
 
     def take(self, nbytes: int) -> _Slot:
-        """A free slot, as long as what it is for; there must be one."""
+        """Take a free slot, as long as what it is for; there must be one."""
         number = self.free.popleft()
         self._used.add(number)  # bounded: STAGING_SLOTS
         return _Slot(self, number, self._views[number][:nbytes])
 
 
 class _Slot(NamedTuple):
-    """A slot in use."""
+    """Names a slot in use."""
 
     slots: _Slots
     number: int
     view: memoryview
 
     def give_back(self) -> None:
-        """Nobody reads or fills it any more; only once."""
+        """Free the slot, once: nobody reads or fills it any more."""
         self.slots._used.remove(self.number)  # noqa: SLF001 - of this file's class
         self.slots.free.append(self.number)  # bounded: STAGING_SLOTS

@@ -26,7 +26,7 @@ class Devices:
         self._waiters: dict[Device, StreamWaiters] = {}
 
     def copy_engine(self, device: Device) -> CopyEngine:
-        """Where the memory of a device is copied from and to. On the loop."""
+        """Return what copies from and to the memory of a device. On the loop."""
         if device not in self._copy_engines:
             with working(device):
                 # bounded by the devices of this host
@@ -38,7 +38,7 @@ class Devices:
         return self._copy_engines[device]
 
     def waiters(self, ops: DeviceOps) -> StreamWaiters:
-        """Who waits for events of a device. From any thread."""
+        """Return what waits for events of a device. From any thread."""
         with self._lock:
             if ops.device not in self._waiters:
                 # bounded by the devices of this host

@@ -41,7 +41,7 @@ _TYPES: Final = frozenset(FrameType)
 
 
 class HandlerSwitch:
-    """What a link calls, whose methods are those of the handler of the moment.
+    """Passes what a link calls on to the handler of the moment.
 
     So a link changes its handler within a frame, and each call costs nothing more.
     """
@@ -58,7 +58,7 @@ class HandlerSwitch:
         self.switch(handler)
 
     def switch(self, handler: LinkHandler) -> None:
-        """From now on, call the methods of this handler."""
+        """Call the methods of this handler from now on."""
         for method in self.__slots__:
             setattr(self, method, getattr(handler, method))
 
@@ -208,7 +208,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         return None
 
     def _know_peer(self, link: Link) -> None:
-        """In ``mtls`` mode, bind the handshake to what TLS has proved."""
+        """Bind the handshake to what TLS has proved, in ``mtls`` mode."""
         handshake = self.handshake
         if handshake.identity.trust is not TrustMode.MTLS:
             return
@@ -272,7 +272,7 @@ def _check_first(header: bytes) -> None:
 
 
 def report_of(choice: TransportChoice) -> TransportReport:
-    """The server's verdicts as the report that both sides show."""
+    """Return the server's verdicts as the report that both sides show."""
     return TransportReport(
         tuple(
             Candidate(printable(v.name), v.taken, printable(v.reason), v.possible)

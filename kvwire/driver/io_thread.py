@@ -38,7 +38,7 @@ _running: set[IOThread] = set()
 
 
 class IOThread:
-    """An event loop on a daemon thread, until it is closed.
+    """Runs an event loop on a daemon thread, until it is closed.
 
     Raises:
         RuntimeError: The system has no more threads.
@@ -63,11 +63,11 @@ class IOThread:
 
     @property
     def ended(self) -> bool:
-        """Whether no call is taken any more."""
+        """Tell whether no call is taken any more."""
         return self._ended
 
     def at_end(self, end: Callable[[], Awaitable[None]]) -> None:
-        """What to run on the loop when the thread is closed."""
+        """Name what to run on the loop when the thread is closed."""
         self._at_end = end
 
     def call(

@@ -14,7 +14,7 @@ from kvwire.driver.devices import Devices
 
 
 class DriverOwner(Protocol):
-    """The communicator, as the driver of one connection sees it."""
+    """Stands for the communicator, as the driver of one connection sees it."""
 
     loop: asyncio.AbstractEventLoop
     config: Config

@@ -107,7 +107,7 @@ class Acceptor:
                 self.inbound.put(connection.public)
 
     def _why_not(self, link: Link, backend: Backend) -> str:
-        """Why a link is not even asked who it is; "" if it is."""
+        """Say why a link is not even asked who it is; "" if it is."""
         remote = link.remote_address
         if self._communicator.links_ended:
             return "the communicator is closed"
@@ -119,7 +119,7 @@ class Acceptor:
         return ""
 
     def _busy(self) -> str:
-        """Why there is no room for another connection; "" if there is."""
+        """Say why there is no room for another connection; "" if there is."""
         limit = self._communicator.config.connections_max
         if len(self._communicator.live_connections) >= limit:
             return f"connections_max={limit} are open"

@@ -88,7 +88,7 @@ Driver = HandshakeDriver[ConnectionState] | ConnectionDriver
 
 
 class CommunicatorState:
-    """The state of one communicator, on the loop it was made on.
+    """Holds the state of one communicator, on the loop it was made on.
 
     Args:
         config: Its configuration.

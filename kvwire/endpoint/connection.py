@@ -80,7 +80,7 @@ _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
 class ConnectionState:
-    """The state of one connection, on the loop it was made on.
+    """Holds the state of one connection, on the loop it was made on.
 
     Attributes:
         communicator: Whose connection it is.
@@ -400,7 +400,7 @@ class ConnectionState:
         payload: memoryview | Fragments,
         at: float | None,
     ) -> RequestRecord:
-        """As :meth:`_lend`, for a verb of messages."""
+        """Lend as :meth:`_lend` does, for a verb of messages."""
         lent = self._buffers.lend(payload)
         try:
             return verb(tag, lent, payload.nbytes, at)

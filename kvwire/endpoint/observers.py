@@ -31,7 +31,7 @@ C = TypeVar("C")
 
 
 class Observer(Protocol[C_contra]):
-    """What is told of each transfer; on the communicator's loop."""
+    """Hears of each transfer, on the communicator's loop."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
         """Note that a transfer has begun, in the context of the call that made it."""
@@ -52,7 +52,7 @@ class Observer(Protocol[C_contra]):
 
 
 class Observers(Generic[C]):
-    """The watchers of one communicator.
+    """Holds the watchers of one communicator.
 
     Attributes:
         traced: Some of them are tracers.

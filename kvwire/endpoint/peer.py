@@ -52,7 +52,7 @@ _SHARES_MAX = 4
 
 
 class PeerState:
-    """The state of one peer, on the loop of its communicator.
+    """Holds the state of one peer, on the loop of its communicator.
 
     Args:
         communicator: Whose peer it is.

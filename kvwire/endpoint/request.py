@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class RequestState(Generic[T]):
-    """What a connection and the tasks that wait know of one request.
+    """Holds what a connection and the tasks that wait know of one request.
 
     Attributes:
         over: The completion is known.
@@ -168,11 +168,11 @@ class RequestState(Generic[T]):
 
 
 class RequestOwner(Protocol):
-    """The connection a request runs on, as the request sees it."""
+    """Stands for the connection a request runs on, as the request sees it."""
 
     @property
     def thread(self) -> LoopThread:
-        """Who may wait for its requests."""
+        """Return who may wait for its requests."""
 
     def describe(self, request: RequestState[Any]) -> str:
         """Say of a request that is not over what it is, and what it waits for."""

@@ -154,7 +154,7 @@ class Snapshot:
 
 
 class StorePort(Protocol):
-    """A store, as snapshots see it."""
+    """Stands for a store, as snapshots see it."""
 
     def _snapshot(self) -> StoreSnapshot:
         """Show it."""

@@ -77,7 +77,7 @@ _CHECKED: Final = int(Flag.CHECKED)
 
 
 class LaneStage(enum.Enum):
-    """How far a lane is for frames: which of them may come, and be sent."""
+    """Names how far a lane is for frames: which may come, and which be sent."""
 
     ASKED = "asked"
     """The client has sent LANE_OPEN; an endpoint is being made, here or there."""
@@ -92,7 +92,7 @@ class LaneStage(enum.Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LaneRecord:
-    """The count of what one lane carries, both ways.
+    """Counts what one lane carries, both ways.
 
     Attributes:
         number: 1 and up, in the order of LANE_OPEN.
@@ -124,13 +124,13 @@ class LaneRecord:
 
     @property
     def over(self) -> bool:
-        """Whether no frame is about it any more."""
+        """Tell whether no frame is about it any more."""
         # What this side has missed is named at the end of the step that missed it.
         return self.stage is LaneStage.CLOSED and self.peer_closed and not self.waiting
 
 
 class LaneTable:
-    """The lanes of one connection.
+    """Holds the lanes of one connection.
 
     Attributes:
         initial_set_done: The client has made its first choice. Lanes may still open.
@@ -164,14 +164,14 @@ class LaneTable:
     # --- opening ----------------------------------------------------------------------
 
     def next_number(self) -> int | None:
-        """The number of the next lane to ask for; None while there are too many."""
+        """Return the number of the next lane to ask for; None if there are too many."""
         open_ones = sum(not lane.over for lane in self._lanes.values())
         if open_ones >= LANES_MAX or self._last >= LANE_NUMBER_MAX:
             return None
         return self._last + 1
 
     def backend(self, number: int) -> str:
-        """What carries a lane."""
+        """Return what carries a lane."""
         return self._lanes[number].backend
 
     def open(self, number: int, backend: str, bootstrap: bytes) -> None:
@@ -248,7 +248,7 @@ class LaneTable:
     # --- sending ----------------------------------------------------------------------
 
     def room(self, number: int, window_bytes: int) -> bool:
-        """Whether a lane may take one more chunk: open, and not too much under way."""
+        """Tell whether a lane may take a chunk: open, and not too much under way."""
         lane = self._lanes[number]
         return (
             lane.stage is LaneStage.OPEN
@@ -331,7 +331,7 @@ class LaneTable:
         )
 
     def expects(self, arrival: ChunkArrival) -> bool:
-        """Whether an arrival is still to come; otherwise it was missed."""
+        """Tell whether an arrival is still to come; otherwise it was missed."""
         lane = self._lanes.get(arrival.lane)
         return lane is not None and arrival.index in lane.arriving
 
@@ -454,7 +454,7 @@ class LaneTable:
 
 
 def _as_data(header: Header, body: LaneData) -> Header:
-    """The header that the chunk would have come under on the control link.
+    """Return the header that the chunk would have had on the control link.
 
     Its type stays, since on a lane several chunks may come at once.
     """

@@ -13,7 +13,7 @@ from kvwire.types import Deadline
 
 
 class TransferOptions(TypedDict, total=False):
-    """What every verb takes.
+    """Lists what every verb takes.
 
     Attributes:
         deadline: An instant of the loop's clock, or a duration; see ``send``.
@@ -36,7 +36,7 @@ class TransferOptions(TypedDict, total=False):
 
 
 class ReceiveOptions(TransferOptions, total=False):
-    """What ``pull`` and ``expect`` take.
+    """Lists what ``pull`` and ``expect`` take.
 
     Attributes:
         have: Hashes this side has, or a predicate: those blocks are not sent.
@@ -46,7 +46,7 @@ class ReceiveOptions(TransferOptions, total=False):
 
 
 class SendOptions(TransferOptions, total=False):
-    """What ``push`` takes.
+    """Lists what ``push`` takes.
 
     Attributes:
         group_bytes: Layers smaller than this together travel together; None for the
@@ -59,7 +59,7 @@ class SendOptions(TransferOptions, total=False):
 
 
 class PublishOptions(SendOptions, total=False):
-    """What ``publish`` takes.
+    """Lists what ``publish`` takes.
 
     Attributes:
         consumers: How many pull it, such as the ranks of a tensor-parallel group.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ConnectionPort(Protocol):
-    """One connection, as transfers use it.
+    """Stands for one connection, as transfers use it.
 
     Attributes:
         chunk_bytes: Bytes of a chunk that arrives here.
@@ -37,7 +37,7 @@ class ConnectionPort(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """How long nothing was heard of the peer."""
+        """Return how long nothing was heard of the peer."""
 
     def start_transfer(
         self,
@@ -60,7 +60,7 @@ class ConnectionPort(Protocol):
 
 
 class ObserverPort(Protocol):
-    """Who is told when transfers begin and end.
+    """Hears when transfers begin and end.
 
     Attributes:
         traced: Whether some watcher traces.
@@ -70,7 +70,7 @@ class ObserverPort(Protocol):
 
     @property
     def watchers(self) -> Sequence[object]:
-        """Who is told; most often nobody."""
+        """Return who is told; most often nobody."""
 
     def trace_context(self) -> bytes:
         """Return the trace that the caller is in; b"" if it is in none."""
@@ -88,7 +88,7 @@ class ObserverPort(Protocol):
 
 
 class CommunicatorPort(DriverOwner, Protocol):
-    """One communicator, as transfers use it.
+    """Stands for one communicator, as transfers use it.
 
     Attributes:
         thread: Who may call its transfers.
@@ -102,4 +102,4 @@ class CommunicatorPort(DriverOwner, Protocol):
 
     @property
     def watchers(self) -> ObserverPort:
-        """Who is told of transfers."""
+        """Return who is told of transfers."""

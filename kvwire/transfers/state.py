@@ -56,7 +56,7 @@ from kvwire.types import Symbol, Transitions
 
 
 class TransferState(Symbol):
-    """How far one end of a transfer is."""
+    """Names how far one end of a transfer is."""
 
     NEW = "new"
     DOOMED = "doomed"
@@ -67,7 +67,7 @@ class TransferState(Symbol):
 
 
 class TransferInput(Symbol):
-    """What can happen to one end of a transfer."""
+    """Names what can happen to one end of a transfer."""
 
     BEGIN = "begin"
     END = "end"
@@ -94,7 +94,7 @@ TRANSFER_TRANSITIONS: Final = Transitions[TransferState, TransferInput](
 
 
 class AttemptState(Symbol):
-    """How far an attempt is."""
+    """Names how far an attempt is."""
 
     ASKED = "asked"
     MOVING = "moving"
@@ -107,7 +107,7 @@ class AttemptState(Symbol):
 
 
 class AttemptInput(Symbol):
-    """What can happen to an attempt."""
+    """Names what can happen to an attempt."""
 
     AGREE = "agree"
     SETTLE = "settle"

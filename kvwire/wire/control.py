@@ -57,7 +57,7 @@ SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Is the base of control bodies; each subclass belongs to one frame type."""
+    """Defines the base of control bodies; each subclass belongs to one frame type."""
 
 
 class BackendOffer(Body, array_like=True, frozen=True, gc=False):

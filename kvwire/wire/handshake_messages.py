@@ -79,7 +79,7 @@ class ConnectionParameters:
 
 
 class _Fixed:
-    """Is the base of messages whose fields follow the magic in their order.
+    """Defines the base of messages whose fields follow the magic in their order.
 
     The role of the sender stands before the trust mode, where a message has one.
     """

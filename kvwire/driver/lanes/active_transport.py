@@ -24,7 +24,7 @@ LOG_DELAY_S: Final = 0.25
 
 
 class ActiveTransport:
-    """The transport that carries a connection's data, derived from its lanes."""
+    """Derives the transport that carries a connection's data from its lanes."""
 
     def __init__(self, lanes: LaneSet, peer: PeerInfo, counters: Counters) -> None:
         self._lanes = lanes
@@ -35,12 +35,12 @@ class ActiveTransport:
 
     @property
     def name(self) -> str:
-        """The transport's name."""
+        """Return the transport's name."""
         return self._lanes.transport
 
     @property
     def report(self) -> TransportReport:
-        """Every transport considered, and why it carries the data or does not.
+        """Return every transport considered, and why it carries the data or not.
 
         In ``mtls`` mode it says of the one that does who can read the data.
         """
@@ -77,7 +77,7 @@ class ActiveTransport:
 
     @property
     def pending(self) -> int:
-        """How many lines for the log still wait for their moment."""
+        """Count the lines for the log that still wait for their moment."""
         now = self._loop.time()
         return sum(line.when() > now for line in self._pending)
 

@@ -41,7 +41,7 @@ class LaneReconnector:
 
     @property
     def busy(self) -> bool:
-        """Whether it waits for the next try, or makes one."""
+        """Tell whether it waits for the next try, or makes one."""
         return self._task is not None
 
     def lost(self) -> None:

@@ -79,21 +79,21 @@ class LaneScheduler(LaneHandler):
 
     @property
     def full(self) -> bool:
-        """Whether the next chunk has to wait for a lane."""
+        """Tell whether the next chunk has to wait for a lane."""
         lanes = self._lanes
         if not lanes.open:
             return not lanes.fallback
         return not lanes.shared and self._roomiest() is None
 
     def pick(self, link_queued_bytes: int) -> LaneEndpoint | None:
-        """The lane that carries the next chunk; None for the control link."""
+        """Choose the lane of the next chunk; None for the control link."""
         endpoint = self._roomiest()
         if endpoint is None or not self._lanes.shared:
             return endpoint
         return endpoint if endpoint.lane.queued_bytes <= link_queued_bytes else None
 
     def carries(self, endpoint: LaneEndpoint, payload: Payload) -> bool:
-        """Whether a lane is to carry a payload: worth it, and memory that it takes.
+        """Tell whether a lane carries a payload: worth it, and memory that it takes.
 
         A lane that takes device memory alone may be all that is allowed; then
         it is for the lane to say why it cannot carry what lies elsewhere.
@@ -120,7 +120,7 @@ class LaneScheduler(LaneHandler):
         return span_bytes
 
     def takes(self, number: int, kind: MemoryKind) -> bool:
-        """Whether a lane moves this kind of memory itself."""
+        """Tell whether a lane moves this kind of memory itself."""
         endpoint = self._lanes.find(number)
         return endpoint is not None and kind in endpoint.lane.memory_kinds
 

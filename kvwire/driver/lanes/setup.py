@@ -78,12 +78,12 @@ class LaneSetup:
 
     @property
     def busy(self) -> bool:
-        """Whether an endpoint is being made, or may be."""
+        """Tell whether an endpoint is being made, or may be."""
         return bool(self._tasks) or self._reconnector.busy
 
     @property
     def _needed(self) -> bool:
-        """Whether the first choice is a transport that needs a lane."""
+        """Tell whether the first choice is a transport that needs a lane."""
         return self._lanes.verdicts.taken not in ("", self._lanes.scheme)
 
     # --- the client -------------------------------------------------------------------
@@ -133,7 +133,7 @@ class LaneSetup:
         return count
 
     def _lacks(self) -> bool:
-        """Whether a lane that had been open is missing, and worth another try."""
+        """Tell whether a lane that had been open is missing, and worth another try."""
         return (
             self._core.phase is CloseState.OPEN
             and self._refusals < REFUSALS_MAX
@@ -200,7 +200,7 @@ class LaneSetup:
             bootstrap.set_result(event.bootstrap)
 
     def _awaited(self, number: int) -> asyncio.Future[bytes] | None:
-        """The bootstrap of a lane if its opening still waits for it."""
+        """Return the bootstrap of a lane if its opening still waits for it."""
         if self._bootstrap is None or self._bootstrap[0] != number:
             return None
         bootstrap = self._bootstrap[1]
@@ -360,7 +360,7 @@ class LaneSetup:
 
 
 def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
-    """What a backend means that raises what the contract does not name."""
+    """Translate what a backend raises and the contract does not name."""
     if isinstance(exc, OSError):
         return BackendUnavailable(f"the system refuses: {exc}")
     logger.error("a bug of backend %s", name, exc_info=exc)
@@ -368,6 +368,6 @@ def _unavailable(name: str, exc: Exception) -> BackendUnavailable:
 
 
 def _is_cancelled() -> bool:
-    """Whether this task is to end, and not only what it waits for."""
+    """Tell whether this task is to end, and not only what it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -35,7 +35,7 @@ _OFFERED: Final = "offered by both sides"
 
 
 class LaneState(enum.Enum):
-    """How far a lane is."""
+    """Names how far a lane is."""
 
     JOINING = "joining"
     JOINED = "joined"
@@ -46,7 +46,7 @@ class LaneState(enum.Enum):
 
 
 class LaneInput(enum.Enum):
-    """What can happen to a lane."""
+    """Names what can happen to a lane."""
 
     JOINED = "joined"
     READY = "ready"
@@ -80,7 +80,7 @@ LANE_TRANSITIONS: Final[dict[tuple[LaneState, LaneInput], LaneState]] = {
 
 
 class LaneEndpoint:
-    """This side's endpoint of one lane. Its state is changed by :class:`LaneSet` alone.
+    """Holds this side's endpoint of one lane; only :class:`LaneSet` changes its state.
 
     Attributes:
         reason: Why it was closed, or "".
@@ -97,7 +97,7 @@ class LaneEndpoint:
 
 
 class LaneSet:
-    """The lanes of one connection.
+    """Holds the lanes of one connection.
 
     Args:
         scheme: The transport of the control link.
@@ -134,23 +134,23 @@ class LaneSet:
         self._endpoints[endpoint.lane] = endpoint  # bounded: LANES_MAX
 
     def of(self, lane: Lane) -> LaneEndpoint:
-        """The endpoint of a backend's lane that is not closed."""
+        """Return the endpoint of a backend's lane that is not closed."""
         return self._endpoints[lane]
 
     def find(self, number: int) -> LaneEndpoint | None:
-        """The endpoint of this number, unless it is closed."""
+        """Return the endpoint of this number, unless it is closed."""
         for endpoint in self._endpoints.values():
             if endpoint.number == number:
                 return endpoint
         return None
 
     def knows(self, lane: Lane) -> bool:
-        """Whether a lane is not closed."""
+        """Tell whether a lane is not closed."""
         return lane in self._endpoints
 
     @property
     def quiet(self) -> bool:
-        """Whether no lane can touch any memory."""
+        """Tell whether no lane can touch any memory."""
         return not self._endpoints
 
     def advance(
@@ -193,17 +193,17 @@ class LaneSet:
 
     @property
     def ended(self) -> bool:
-        """Whether the connection has ended."""
+        """Tell whether the connection has ended."""
         return self._last is not None
 
     @property
     def shared(self) -> bool:
-        """Whether the control link carries payload beside the lanes that are open."""
+        """Tell whether the control link carries payload beside open lanes."""
         return bool(self.open) and self.open[0].backend == self.scheme
 
     @property
     def transport(self) -> str:
-        """The name of the transport that carries the data; "" if none may."""
+        """Name the transport that carries the data; "" if none may."""
         if self._last is not None:
             return self._last[0]
         if self.open:
@@ -214,7 +214,7 @@ class LaneSet:
 
     @property
     def why(self) -> str:
-        """Why this transport carries the data."""
+        """Say why this transport carries the data."""
         if self._last is not None:
             return self._last[1]
         if self.open:
