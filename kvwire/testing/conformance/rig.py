@@ -214,7 +214,8 @@ class JoinedRig(Generic[S]):
             return set()
         opened = open_descriptors() - self._descriptors_before
         # uvloop keeps a spare one from its first stream on, for when none are left.
-        return {each for each in opened if not each.endswith(" /dev/null")}
+        spare = next((each for each in opened if each.endswith(" /dev/null")), None)
+        return opened - {spare}
 
     def forget(self, *sides: S) -> None:
         """Let go of sides that have ended, so that nothing here keeps them alive."""
