@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from kvwire.integrations.vllm.proxy.client import EngineClient, Unanswered
+from kvwire.integrations.vllm.announce import DECODE
+from kvwire.integrations.vllm.proxy.client import EngineClient, EngineFailed
+from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from tests.support.servers import free_port
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
@@ -35,10 +37,15 @@ async def engine(said: bytes, *, silent: bool = False) -> AsyncIterator[list[byt
         yield heard
 
 
+def at(port: int | bytes) -> VllmEngine:
+    server = VllmServer(f"http://127.0.0.1:{int(port)}", ())
+    return VllmEngine(server=server, role=DECODE)
+
+
 async def asked(port: int | bytes, limit: int | None = None) -> tuple[int, bytes]:
     client = EngineClient()
     try:
-        async with client.ask(f"http://127.0.0.1:{int(port)}/x", {"a": "b"}) as said:
+        async with client.ask(at(port), "/x", {"a": "b"}) as said:
             return said.status, await said.body(limit)
     finally:
         await client.close()
@@ -79,22 +86,21 @@ async def test_what_an_engine_answers(said: bytes, answer: tuple[int, bytes]) ->
 )
 async def test_what_is_no_answer(said: bytes, why: str) -> None:
     async with engine(said) as heard:
-        with pytest.raises(Unanswered, match=why):
+        with pytest.raises(EngineFailed, match=why):
             await asked(heard[0], 9)
 
 
 async def test_nobody_listens() -> None:
     """That is no silence, and the reason has no address."""
-    with pytest.raises(Unanswered, match=r"^Connection refused$") as caught:
+    with pytest.raises(EngineFailed) as caught:
         await asked(free_port())
-    assert not caught.value.silent
+    assert (caught.value.why, caught.value.silent) == ("Connection refused", False)
 
 
 async def test_an_answer_that_is_given_up_ends_its_connection() -> None:
     async with engine(HEAD + b"\r\none", silent=True) as heard:
         client = EngineClient()
-        url = f"http://127.0.0.1:{int(heard[0])}"
-        async with client.ask(url, body={"a": 1}) as said:
+        async with client.ask(at(heard[0]), "/", body={"a": 1}) as said:
             assert await anext(said.parts) == b"one"
         assert b"\r\nContent-Type: application/json\r\n".lower() in heard[1].lower()
         await client.close()

@@ -17,7 +17,6 @@ from kvwire.integrations.vllm.proxy.client import (
     PROBE_S,
     SILENT_S,
     SLOW_S,
-    EngineResponse,
     Prober,
 )
 from kvwire.integrations.vllm.proxy.discovery import (
@@ -46,6 +45,7 @@ from tests.integrations.vllm.test_proxy import (
     P1,
     P2,
     Engines,
+    Said,
     answer,
     fine,
     refused,
@@ -380,11 +380,11 @@ def test_death_is_noticed_within_a_second() -> None:
     """And silence, and a sick engine, and their ends. Virtual time."""
     silent = asyncio.Event()
 
-    async def hangs(_: dict[str, Any]) -> EngineResponse:
+    async def hangs(_: dict[str, Any]) -> Said:
         await silent.wait()
         return await fine({})
 
-    async def sick(_: dict[str, Any]) -> EngineResponse:
+    async def sick(_: dict[str, Any]) -> Said:
         return answer(503, {})
 
     async def watch() -> None:

@@ -15,7 +15,6 @@ from kvwire.directory import open_directory
 from kvwire.integrations.vllm.announce import BOTH, DECODE
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.client import EngineResponse
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -34,6 +33,7 @@ from tests.integrations.vllm.test_proxy import (
     P2,
     Engines,
     Handler,
+    Said,
     call,
     fine,
     refused,
@@ -52,7 +52,7 @@ def app(network: Engines, **options: Any) -> Starlette:
 async def test_too_many_requests() -> None:
     may_answer = asyncio.Event()
 
-    async def waits(body: dict[str, Any]) -> EngineResponse:
+    async def waits(body: dict[str, Any]) -> Said:
         await may_answer.wait()
         return await fine(body)
 
@@ -112,7 +112,7 @@ async def test_health_is_that_of_decode_engines() -> None:
 async def test_draining_an_engine() -> None:
     may_answer = asyncio.Event()
 
-    async def waits(body: dict[str, Any]) -> EngineResponse:
+    async def waits(body: dict[str, Any]) -> Said:
         await may_answer.wait()
         return await fine(body)
 
@@ -167,7 +167,7 @@ async def test_who_may_drain(key: bytes, client: str, header: str, status: int) 
 async def test_an_engine_that_is_given_up_costs_another_try() -> None:
     """It was silent for too long, so what waits for it is asked elsewhere."""
 
-    async def hangs(_: dict[str, Any]) -> EngineResponse:
+    async def hangs(_: dict[str, Any]) -> Said:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -187,11 +187,11 @@ async def test_the_page_shows_engines_and_their_hits() -> None:
     """What they say is escaped; one that says too much, or nothing, has no figures."""
 
     def says(text: str) -> Handler:
-        async def handler(_: dict[str, Any]) -> EngineResponse:
+        async def handler(_: dict[str, Any]) -> Said:
             async def parts() -> AsyncIterator[bytes]:
                 yield text.encode()
 
-            return EngineResponse(200, {}, parts())
+            return 200, {}, parts()
 
         return handler
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+import aiohttp
 import pytest
 from starlette.applications import Starlette
 
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
 from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import kept_by
@@ -23,6 +23,7 @@ from tests.integrations.vllm.test_proxy import (
     EVENTS,
     Engines,
     Handler,
+    Said,
     answer,
     call,
     refused,
@@ -56,11 +57,11 @@ class Decoder:
         self.silent = -1  # the place of a token that has no text of its own
         self.thinks = False  # its parser says what of an answer is thought
 
-    async def __call__(self, body: dict[str, Any]) -> EngineResponse:
+    async def __call__(self, body: dict[str, Any]) -> Said:
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode") or not body.get("stream"):
             return answer(200, {"choices": [{"text": "x"}]})
-        return EngineResponse(200, EVENTS, self.parts(body))
+        return 200, EVENTS, self.parts(body)
 
     async def step(self) -> None:
         """Make a token now and then, until this is cancelled."""
@@ -81,7 +82,7 @@ class Decoder:
             yield f"data: {json.dumps(said)}\n\n".encode()
         for i in range(body["max_tokens"]):
             if self.dies and self.steps.locked():
-                raise Unanswered("reset")
+                raise aiohttp.ClientError("reset")
             if self.steps.locked():
                 self.stuck.set()
             await self.steps.acquire()
@@ -310,9 +311,9 @@ async def test_a_source_that_dies_while_it_moves() -> None:
     """Its KV does not come; the target computes it."""
     first, second = Decoder(4, dies=True), Decoder()
 
-    async def gone(body: dict[str, Any]) -> EngineResponse:
+    async def gone(body: dict[str, Any]) -> Said:
         if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
-            raise Unanswered("reset")
+            raise aiohttp.ClientError("reset")
         return await first(body)
 
     application, _ = front(d1=gone, d2=second)

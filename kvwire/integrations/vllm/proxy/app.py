@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -23,16 +23,12 @@ from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
 from kvwire.integrations.vllm.proxy.client import (
     PROBE_S,
     EngineClient,
+    EngineFailed,
     EngineResponse,
     Prober,
-    Unanswered,
 )
 from kvwire.integrations.vllm.proxy.discovery import Discovery
-from kvwire.integrations.vllm.proxy.dispatch import (
-    ClientRequest,
-    Dispatcher,
-    EngineFailed,
-)
+from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
@@ -46,6 +42,7 @@ with needed_by("the proxy", extra="vllm"):
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
@@ -112,6 +109,9 @@ def make_app(
             Route("/drain", front.drain, methods=["POST"]),
             Route("/migrate", front.migrate, methods=["POST"]),
         ],
+        exception_handlers=dict.fromkeys(
+            (HTTPException, EngineFailed, UsageError), _refused
+        ),
         lifespan=lifespan,
     )
 
@@ -148,49 +148,32 @@ class _Front:
         self._registry.register(ProxyCollector(state))
 
     async def generate(self, request: Request) -> Response:
-        response = await self._generated(request)
+        try:
+            response = await self._generated(request)
+        except (HTTPException, QueueFull, EngineFailed) as exc:
+            response = await _refused(request, exc)
         self._state.answered[response.status_code] += 1
         return response
 
     async def _generated(self, request: Request) -> Response:
-        try:
-            # Takes no NaN and no half of a surrogate pair, which Python's own would
-            # read and the engines' requests could not be written with.
-            body = msgspec.json.decode(await request.body())
-        except DECODE_ERRORS as exc:
-            return _error(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {exc}")
-        if not isinstance(body, dict):
-            return _error(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
+        body = await _read(request, dict[str, Any])
         # Engines hear of each other from us alone.
         body.pop("kv_transfer_params", None)
         headers, since = _passed_on(request), self._state.fleet.clock()
         asked = ClientRequest(request.url.path, body, headers, since)
         async with AsyncExitStack() as stack:
             asking = asyncio.ensure_future(self._asked(asked, stack))
-            try:
-                answer = await _unless_gone(request, asking)
-            except QueueFull as exc:
-                said = _error(HTTPStatus.TOO_MANY_REQUESTS, str(exc))
-                said.headers["retry-after"] = str(exc.retry_after_s)
-                return said
-            except EngineFailed as exc:
-                return _failed(exc)
+            answer = await _unless_gone(request, asking)
             if answer is None:
                 # Nobody reads it.
                 return Response(status_code=_CLIENT_CLOSED)
-            rest = stack.pop_all()
-            kept = {h: answer.headers[h] for h in _KEPT_HEADERS if h in answer.headers}
-            return StreamingResponse(
-                _relay(answer, rest), status_code=answer.status, headers=kept
-            )
+            return _streamed(answer, stack.pop_all())
 
     async def models(self, request: Request) -> Response:
-        try:
-            return Response(
-                *await self._dispatcher.get("/v1/models", _passed_on(request))
-            )
-        except EngineFailed as exc:
-            return _failed(exc)
+        asked = ClientRequest("/v1/models", {}, _passed_on(request), method="GET")
+        async with AsyncExitStack() as stack:
+            answer = await self._dispatcher.ask(asked, stack)
+            return _streamed(answer, stack.pop_all())
 
     async def health(self, _: Request) -> Response:
         if self._state.fleet.lives(DECODE):
@@ -210,13 +193,9 @@ class _Front:
 
         The answer comes when it has none, or in ``wait_s``.
         """
-        if not self._is_operator(request):
-            return _error(HTTPStatus.FORBIDDEN, _NO_OPERATOR)
-        try:
-            wanted = _DRAIN.decode(await request.body())
-            engine = self._state.fleet.drain(wanted.engine, draining=wanted.drain)
-        except (*DECODE_ERRORS, UsageError) as exc:
-            return _error(HTTPStatus.BAD_REQUEST, str(exc))
+        self._check_operator(request)
+        wanted = await _read(request, _Drain)
+        engine = self._state.fleet.drain(wanted.engine, draining=wanted.drain)
         if self._moves is not None and wanted.drain and wanted.move:
             await self._moves.move(self._at(engine))
         with contextlib.suppress(TimeoutError):
@@ -228,24 +207,17 @@ class _Front:
 
     async def migrate(self, request: Request) -> Response:
         """Have a request, or all of an engine, go on at another one."""
-        if not self._is_operator(request):
-            return _error(HTTPStatus.FORBIDDEN, _NO_OPERATOR)
+        self._check_operator(request)
         if self._moves is None:
-            return _error(
-                HTTPStatus.CONFLICT, "the proxy was started without --migrate"
-            )
-        try:
-            wanted = _MIGRATE.decode(await request.body())
-            to = self._state.fleet.at(wanted.to) if wanted.to else None
-            if wanted.request:
-                moving = self._moves.named(wanted.request)
-            else:
-                moving = self._at(self._state.fleet.at(wanted.engine))
-        except (*DECODE_ERRORS, UsageError) as exc:
-            return _error(HTTPStatus.BAD_REQUEST, str(exc))
-        if wanted.request and not moving:
+            why = "the proxy was started without --migrate"
+            raise HTTPException(HTTPStatus.CONFLICT, why)
+        wanted = await _read(request, _Migrate)
+        to = self._state.fleet.at(wanted.to) if wanted.to else None
+        if not wanted.request:
+            moving = self._at(self._state.fleet.at(wanted.engine))
+        elif not (moving := self._moves.named(wanted.request)):
             why = f"no answer under way that can move has the id {wanted.request!r}"
-            return _error(HTTPStatus.NOT_FOUND, why)
+            raise HTTPException(HTTPStatus.NOT_FOUND, why)
         moved = await self._moves.move(moving, to)
         stayed = any(STAYED in one for one in moved)
         status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
@@ -254,12 +226,16 @@ class _Front:
     def _at(self, engine: VllmEngine) -> list[ClientRequest]:
         return [asked for asked in self._state.requests if asked.decode is engine]
 
-    def _is_operator(self, request: Request) -> bool:
-        if not self._operator_key:
-            return request.client is not None and is_loopback(request.client.host)
-        right = b"Bearer " + self._operator_key.hex().encode()
-        shown = request.headers.get("authorization", "").encode()
-        return hmac.compare_digest(right, shown)
+    def _check_operator(self, request: Request) -> None:
+        if self._operator_key:
+            right = b"Bearer " + self._operator_key.hex().encode()
+            shown = request.headers.get("authorization", "").encode()
+            allowed = hmac.compare_digest(right, shown)
+        else:
+            allowed = request.client is not None and is_loopback(request.client.host)
+        if not allowed:
+            why = "ask from this host, or with the operator's key"
+            raise HTTPException(HTTPStatus.FORBIDDEN, why)
 
     async def _asked(
         self, asked: ClientRequest, stack: AsyncExitStack
@@ -287,9 +263,17 @@ class _Migrate(msgspec.Struct):
     to: str = ""
 
 
-_DRAIN: Final = msgspec.json.Decoder(_Drain)
-_MIGRATE: Final = msgspec.json.Decoder(_Migrate)
-_NO_OPERATOR: Final = "ask from this host, or with the operator's key"
+T = TypeVar("T")
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    try:
+        # Takes no NaN and no half of a surrogate pair, which Python's own would read
+        # and the engines' requests could not be written with.
+        return msgspec.json.decode(await request.body(), type=kind)
+    except DECODE_ERRORS as exc:
+        why = f"the body is not JSON as it is wanted: {exc}"
+        raise HTTPException(HTTPStatus.BAD_REQUEST, why) from None
 
 
 def _passed_on(request: Request) -> dict[str, str]:
@@ -319,31 +303,44 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
+def _streamed(answer: EngineResponse, rest: AsyncExitStack) -> Response:
+    kept = {h: answer.headers[h] for h in _KEPT_HEADERS if h in answer.headers}
+    return StreamingResponse(
+        _relay(answer, rest), status_code=answer.status, headers=kept
+    )
+
+
 async def _relay(answer: EngineResponse, rest: AsyncExitStack) -> AsyncIterator[bytes]:
     async with rest:
         try:
             async for part in answer.parts:
                 yield part
-        except Unanswered as exc:
-            logger.warning("an engine broke off its answer: %r", exc)
+        except EngineFailed as exc:
+            logger.warning("an engine broke off its answer: %s", exc)
             if not answer.headers.get("content-type", "").startswith(_EVENTS):
                 raise  # the connection is cut, so the client knows
-            said = _openai_error(HTTPStatus.BAD_GATEWAY, f"the engine broke off: {exc}")
+            why = f"the engine broke off: {exc.why}"
+            said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
             # What came before may have been half an event.
             yield b"\n\ndata: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n"
 
 
-def _failed(error: EngineFailed) -> Response:
-    if error.status is None:
-        why = f"no decode engine answers: {error.why}"
-        said = _error(HTTPStatus.SERVICE_UNAVAILABLE, why)
-        said.headers["retry-after"] = str(math.ceil(PROBE_S))
-        return said
-    return _error(error.status, f"the decode engine failed: {error.why}")
-
-
-def _error(status: int, message: str) -> Response:
-    return JSONResponse(_openai_error(status, message), status_code=status)
+async def _refused(_: Request, exc: Exception) -> Response:
+    """Say why there is no answer."""
+    status, why, headers = int(HTTPStatus.BAD_REQUEST), str(exc), {}
+    match exc:
+        case HTTPException():
+            status, why = exc.status_code, exc.detail
+        case QueueFull():
+            status = HTTPStatus.TOO_MANY_REQUESTS
+            headers = {"retry-after": str(exc.retry_after_s)}
+        case EngineFailed(status=None):
+            status = HTTPStatus.SERVICE_UNAVAILABLE
+            why = f"no decode engine answers: {exc.why}"
+            headers = {"retry-after": str(math.ceil(PROBE_S))}
+        case EngineFailed(status=int(status)):
+            why = f"the decode engine failed: {exc.why}"
+    return JSONResponse(_openai_error(status, why), status, headers)
 
 
 def _openai_error(status: int, message: str) -> dict[str, Any]:

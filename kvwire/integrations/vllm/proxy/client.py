@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
@@ -49,22 +49,37 @@ _QUOTED_CHARS: Final = 200
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
-class Unanswered(Exception):
-    """Reports that an engine gave no answer, or broke it off."""
+class EngineFailed(Exception):
+    """Reports an engine that could not be reached or gave no usable answer."""
 
-    def __init__(self, why: str, *, silent: bool = False) -> None:
-        super().__init__(why)
-        # It may be there and says nothing; else it is known to be gone.
-        self.silent: bool = silent
+    def __init__(
+        self,
+        engine: VllmEngine | None,
+        why: str,
+        status: int | None = None,
+        *,
+        silent: bool = False,
+    ) -> None:
+        super().__init__(f"{engine.url}: {why}" if engine else why)
+        self.engine = engine  # which; None if there is none to ask
+        self.why = why  # for the client, who need not know where engines are
+        self.status = status  # what it answered; None if nothing
+        self.silent = silent  # it may be there and says nothing; else it is known to go
+
+    @property
+    def down(self) -> bool:
+        """Tell whether others are better off with another engine for a while."""
+        return self.status is None or self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 @dataclass(slots=True)
 class EngineResponse:
     """Holds an engine's response, whose body comes part by part."""
 
+    engine: VllmEngine
     status: int  # of HTTP
     headers: Mapping[str, str]  # likewise
-    # The body; it ends with :exc:`Unanswered` if the engine breaks off.
+    # The body; it ends with :exc:`EngineFailed` if the engine breaks off.
     parts: AsyncIterator[bytes]
 
     async def body(self, size_max: int | None = None) -> bytes:
@@ -76,7 +91,7 @@ class EngineResponse:
         async for part in self.parts:
             read += part
             if size_max is not None and len(read) > size_max:
-                raise Unanswered(f"it says more than {size_max} bytes")
+                raise EngineFailed(self.engine, f"it says more than {size_max} bytes")
         return bytes(read)
 
     @property
@@ -94,7 +109,8 @@ class EngineClient:
     @asynccontextmanager
     async def ask(
         self,
-        url: str,
+        engine: VllmEngine,
+        path: str,
         headers: Mapping[str, str] = _NO_HEADERS,
         body: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[EngineResponse]:
@@ -102,23 +118,11 @@ class EngineClient:
 
         Cancel safety: safe, the engine is told by the end of the connection.
         """
-        if self._session is None:
-            self._session = _session()
-        method, data, sent = "GET", None, headers
-        if body is not None:
-            method, data = "POST", msgspec.json.encode(body)
-            sent = {**headers, "content-type": "application/json"}
-        try:
-            said = await self._session.request(
-                method, url, data=data, headers=sent, allow_redirects=False
-            )
-        except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
-            raise _unanswered(exc) from None
-        try:
-            yield EngineResponse(said.status, said.headers, _Parts(said.content))
-        finally:
-            # One that was read to its end has given its connection back already.
-            said.close()
+        async with AsyncExitStack() as stack:
+            async with _answering(engine):
+                sent = self._request(engine.url + path, headers, body)
+                status, said, parts = await stack.enter_async_context(sent)
+            yield EngineResponse(engine, status, said, _answered(engine, parts))
 
     async def close(self) -> None:
         """Close all connections.
@@ -128,24 +132,46 @@ class EngineClient:
         if self._session is not None:
             await self._session.close()
 
+    @asynccontextmanager
+    async def _request(
+        self, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
+    ) -> AsyncIterator[tuple[int, Mapping[str, str], AsyncIterator[bytes]]]:
+        if self._session is None:
+            self._session = _session()
+        method, data = "GET", None
+        if body is not None:
+            method, data = "POST", msgspec.json.encode(body)
+            headers = {**headers, "content-type": "application/json"}
+        said = await self._session.request(
+            method, url, data=data, headers=headers, allow_redirects=False
+        )
+        # One that was read to its end has given its connection back already.
+        with closing(said):
+            yield said.status, said.headers, said.content.iter_any()
 
-class _Parts:
-    """Iterates a body as it comes."""
 
-    def __init__(self, content: aiohttp.StreamReader) -> None:
-        self._content = content
+@asynccontextmanager
+async def _answering(engine: VllmEngine) -> AsyncIterator[None]:
+    """Raise :exc:`EngineFailed` for what goes wrong, or if the engine is given up."""
+    try:
+        async with asyncio.timeout(None) as wait:
+            with engine.waited_for(wait):
+                yield
+    except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
+        if wait.expired():
+            raise EngineFailed(engine, "it is silent", silent=True) from None
+        raise _failure(engine, exc) from None
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
 
-    async def __anext__(self) -> bytes:
-        try:
-            part = await self._content.readany()
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise _unanswered(exc) from None
-        if not part:
-            raise StopAsyncIteration
-        return part
+async def _answered(
+    engine: VllmEngine, parts: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    while True:
+        async with _answering(engine):
+            part = await anext(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def _session() -> aiohttp.ClientSession:
@@ -159,18 +185,21 @@ def _session() -> aiohttp.ClientSession:
     )
 
 
-def _unanswered(error: Exception) -> Unanswered:
+def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     """Say why without an address, which is no business of clients."""
     if isinstance(error, TimeoutError):
-        return Unanswered(f"no connection within {_CONNECT_S:g} s", silent=True)
+        why = f"no connection within {_CONNECT_S:g} s"
+        return EngineFailed(engine, why, silent=True)
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno or 0
-        return Unanswered(os.strerror(code) if code > 0 else "nobody has this name")
+        why = os.strerror(code) if code > 0 else "nobody has this name"
+        return EngineFailed(engine, why)
     if isinstance(error, aiohttp.ClientResponseError):
-        return Unanswered(f"what it says is no HTTP: {error.message[:_QUOTED_CHARS]}")
+        why = f"what it says is no HTTP: {error.message[:_QUOTED_CHARS]}"
+        return EngineFailed(engine, why)
     # What is no URL will never be answered, and its engine is not known to have died.
-    text = str(error)[:_QUOTED_CHARS] or type(error).__name__
-    return Unanswered(text, silent=isinstance(error, ValueError))
+    why = str(error)[:_QUOTED_CHARS] or type(error).__name__
+    return EngineFailed(engine, why, silent=isinstance(error, ValueError))
 
 
 class Prober:
@@ -219,11 +248,11 @@ class Prober:
         try:
             async with (
                 asyncio.timeout(SILENT_S),
-                self._client.ask(f"{engine.url}/health") as said,
+                self._client.ask(engine, "/health") as said,
             ):
                 await said.body(PROXY_METRICS_BYTES_MAX)
-        except (Unanswered, TimeoutError) as exc:
-            if isinstance(exc, Unanswered) and not exc.silent:
+        except (EngineFailed, TimeoutError) as exc:
+            if isinstance(exc, EngineFailed) and not exc.silent:
                 engine.refusing = True
                 return
             engine.slow = True

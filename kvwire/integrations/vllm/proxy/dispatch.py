@@ -21,7 +21,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
@@ -31,8 +31,8 @@ from kvwire.integrations.vllm.metadata import answer as kv_params
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
 from kvwire.integrations.vllm.proxy.client import (
     EngineClient,
+    EngineFailed,
     EngineResponse,
-    Unanswered,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -48,23 +48,6 @@ _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 _COPIES: Final = ("n", "best_of")
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500
-# For the whole of a GET, which computes nothing: an API server that is busy with long
-# prompts answers it within a second or two. A generation may take as long as it likes.
-GET_S: Final = 10.0
-
-
-class EngineFailed(Exception):
-    """Reports an engine that could not be reached or gave no usable answer."""
-
-    def __init__(
-        self, engine: VllmEngine | None, why: str, status: int | None = None
-    ) -> None:
-        super().__init__(f"{engine.url}: {why}" if engine else why)
-        self.engine = engine  # which; None if there is none to ask
-        self.why = why  # for the client, who need not know where engines are
-        self.status = status  # what it answered; None if nothing
-        # Others are better off with another engine for a while.
-        self.down: bool = status is None or status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +59,7 @@ class ClientRequest:
     # Those that the engines get as well.
     headers: Mapping[str, str] = field(default_factory=dict)
     since: float = 0.0  # when it came, by the fleet's clock
+    method: str = "POST"  # of HTTP
     waits_for: str = "its turn"  # what has to happen next
     engines: tuple[str, ...] = ()  # where it is
     decode: VllmEngine | None = None  # the engine that answers
@@ -112,7 +96,7 @@ class Dispatcher:
         decode = self._fleet.pick(DECODE, body, dead)
         while decode is not None:
             prefill, asked.engines, asked.decode = None, (decode.url,), decode
-            if is_for_two(body):
+            if asked.method == "POST" and is_for_two(body):
                 out = {decode, *failed}
                 prefill = self._fleet.pick(PREFILL, body, out, decode.model)
             try:
@@ -134,6 +118,8 @@ class Dispatcher:
                 break
         raise last
 
+    # --- one try ----------------------------------------------------------------------
+
     async def go_on(
         self,
         source: VllmEngine | None,
@@ -145,58 +131,20 @@ class Dispatcher:
 
         Cancel safety: safe, as :meth:`ask`.
         """
-        if source is not None:
-            return await self._both(source, to, asked, attempt)
-        return await self._answer(to, asked, asked.body, attempt)
-
-    async def get(
-        self, path: str, headers: Mapping[str, str]
-    ) -> tuple[bytes, int, dict[str, str]]:
-        """Return what a decode engine says to a GET: body, status and content type.
-
-        Cancel safety: safe.
-        """
-        dead: set[VllmEngine] = set()
-        last = EngineFailed(None, "there is none that takes requests")
-        engine = self._fleet.pick(DECODE, {}, dead)
-        while engine is not None:
-            try:
-                async with (
-                    asyncio.timeout(GET_S),
-                    self._client.ask(engine.url + path, headers) as said,
-                ):
-                    kind = said.headers.get("content-type", "")
-                    return await said.body(), said.status, {"content-type": kind}
-            except Unanswered as exc:
-                last = EngineFailed(engine, str(exc))
-            except TimeoutError:
-                last = EngineFailed(engine, f"no answer within {GET_S:g} s")
-            dead.add(engine)  # bounded by the engines there are
-            self._fleet.down(engine)
-            engine = self._fleet.pick(DECODE, {}, dead)
-        raise last
-
-    # --- one try ----------------------------------------------------------------------
-
-    async def _both(
-        self,
-        prefill: VllmEngine,
-        decode: VllmEngine,
-        asked: ClientRequest,
-        attempt: AsyncExitStack,
-    ) -> EngineResponse:
-        named = new_transfer_id(), self._references
-        body = for_prefill(asked.body, decode.server, *named)
-        computed = asyncio.ensure_future(self._compute(prefill, asked, body))
+        if source is None:
+            return await self._answer(to, asked, asked.body, attempt)
+        named = secrets.token_hex(16), self._references
+        body = for_prefill(asked.body, to.server, *named)
+        computed = asyncio.ensure_future(self._compute(source, asked, body))
         # Its answer comes about when decode's does; it is not cut off for that.
         attempt.push_async_callback(_ended, computed)
-        body = for_decode(asked.body, prefill.server, *named)
-        asked.engines = (prefill.url, decode.url)
+        body = for_decode(asked.body, source.server, *named)
+        asked.engines = (source.url, to.url)
         if self._order == IN_SEQUENCE:
             asked.waits_for = "the prompt's KV"
             # It knows best which of its engines has computed the prompt, and where.
             body |= {"kv_transfer_params": await computed or body["kv_transfer_params"]}
-        answer = asyncio.ensure_future(self._answer(decode, asked, body, attempt))
+        answer = asyncio.ensure_future(self._answer(to, asked, body, attempt))
         try:
             return await _first_of(answer, computed)
         finally:
@@ -207,17 +155,11 @@ class Dispatcher:
         self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
     ) -> Any:
         """Have a prompt computed; return where its KV is, if the engine says so."""
-        try:
-            with engine.at_work():
-                async with (
-                    _unless_given_up(engine),
-                    self._client.ask(
-                        engine.url + asked.path, asked.headers, body
-                    ) as said,
-                ):
-                    content = await said.body()
-        except Unanswered as exc:
-            raise EngineFailed(engine, str(exc)) from None
+        with engine.at_work():
+            async with self._client.ask(
+                engine, asked.path, asked.headers, body
+            ) as said:
+                content = await said.body()
         if said.is_error:
             raise EngineFailed(engine, _quoted(content), said.status)
         with contextlib.suppress(ValueError, AttributeError):
@@ -233,41 +175,23 @@ class Dispatcher:
     ) -> EngineResponse:
         asked.waits_for = "the first token"
         attempt.enter_context(engine.at_work())
-        try:
-            async with _unless_given_up(engine):
-                said = await attempt.enter_async_context(
-                    self._client.ask(engine.url + asked.path, asked.headers, body)
-                )
-                # Headers come before there is a token, so they are no answer yet.
-                first = await anext(said.parts, b"")
-            if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                why = first + await said.body()
-                raise EngineFailed(engine, _quoted(why), said.status)
-        except Unanswered as exc:
-            raise EngineFailed(engine, str(exc)) from None
-        rest = _chained(engine, first, said.parts)
-        return EngineResponse(said.status, said.headers, rest)
+        sent = body if asked.method == "POST" else None
+        said = await attempt.enter_async_context(
+            self._client.ask(engine, asked.path, asked.headers, sent)
+        )
+        # Headers come before there is a token, so they are no answer yet.
+        first = await anext(said.parts, b"")
+        if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            why = first + await said.body()
+            raise EngineFailed(engine, _quoted(why), said.status)
+        said.parts = _chained(first, said.parts)
+        return said
 
 
-@asynccontextmanager
-async def _unless_given_up(engine: VllmEngine) -> AsyncIterator[None]:
-    """Raise :exc:`Unanswered` if an engine is given up meanwhile."""
-    try:
-        async with asyncio.timeout(None) as wait:
-            with engine.waited_for(wait):
-                yield
-    except TimeoutError:
-        raise Unanswered("it is silent", silent=True) from None
-
-
-async def _chained(
-    engine: VllmEngine, first: bytes, parts: AsyncIterator[bytes]
-) -> AsyncIterator[bytes]:
-    part: bytes | None = first
-    while part is not None:
+async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for part in rest:
         yield part
-        async with _unless_given_up(engine):
-            part = await anext(parts, None)
 
 
 async def _first_of(
@@ -316,11 +240,6 @@ def is_for_two(body: dict[str, Any]) -> bool:
     if isinstance(prompt, list) and prompt:
         return isinstance(prompt[0], int) or len(prompt) == 1
     return True
-
-
-def new_transfer_id() -> str:
-    """Return a name that no other request has."""
-    return secrets.token_hex(16)
 
 
 def for_prefill(

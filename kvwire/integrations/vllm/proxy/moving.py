@@ -29,18 +29,16 @@ from typing import Any, Final
 import msgspec
 
 from kvwire.integrations.vllm.announce import DECODE
-from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
+from kvwire.integrations.vllm.proxy.client import EngineFailed, EngineResponse
 from kvwire.integrations.vllm.proxy.dispatch import (
     ClientRequest,
     Dispatcher,
-    EngineFailed,
     is_for_two,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.whole import AS_STREAM, in_one_piece
+from kvwire.integrations.vllm.proxy.whole import AS_STREAM, in_one_piece, read_event
 from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
-from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -162,15 +160,14 @@ class MovableStream:
         asked.body = body
         if answer.status != HTTPStatus.OK:
             return answer
-        self._parts = answer.parts
-        relayed = EngineResponse(answer.status, answer.headers, self._relayed())
+        self._parts, answer.parts = answer.parts, self._relayed()
         if streamed:
-            return relayed
+            return answer
         try:
-            return await in_one_piece(relayed)
-        except Unanswered as exc:
-            why = f"it broke off its answer: {exc}"
-            raise EngineFailed(asked.decode, why, HTTPStatus.BAD_GATEWAY) from None
+            return await in_one_piece(answer)
+        except EngineFailed as exc:
+            why = f"it broke off its answer: {exc.why}"
+            raise EngineFailed(exc.engine, why, HTTPStatus.BAD_GATEWAY) from None
 
     async def move(self, to: VllmEngine | None) -> str:
         """Move to another engine; why it stays, or "".
@@ -214,7 +211,7 @@ class MovableStream:
                 if event is None:
                     break
                 passed = self._passed(event)
-            except Unanswered as exc:
+            except EngineFailed as exc:
                 if self._over or not await self._recovered(exc):
                     raise
                 continue
@@ -229,7 +226,8 @@ class MovableStream:
         assert self._parts is not None
         while b"\n\n" not in self._read:
             if len(self._read) > PROXY_EVENT_BYTES_MAX:
-                raise Unanswered(f"an event of over {PROXY_EVENT_BYTES_MAX} bytes")
+                why = f"an event of over {PROXY_EVENT_BYTES_MAX} bytes"
+                raise EngineFailed(self._asked.decode, why)
             part = await anext(self._parts, None)
             if part is None:
                 return None
@@ -239,14 +237,12 @@ class MovableStream:
 
     def _passed(self, event: bytes) -> bytes:
         """Return what the client gets of it now, with what was held back."""
-        try:
-            said = msgspec.json.decode(event.removeprefix(b"data:"))
-        except DECODE_ERRORS:
-            said = None
-        if not isinstance(said, dict) or (self._over and "error" in said):
+        said = read_event(event)
+        if said is None or (self._over and "error" in said):
             return self._all_held(event + b"\n\n")
         if "error" in said:
-            raise Unanswered(f"it reports {said['error']}"[:_QUOTED_CHARS])
+            why = f"it reports {said['error']}"[:_QUOTED_CHARS]
+            raise EngineFailed(self._asked.decode, why)
         complete = not said.get("choices")
         shown = self._asked.body.get("return_token_ids")
         for choice in said.get("choices", ()):
@@ -298,12 +294,12 @@ class MovableStream:
         if not told.done():
             told.set_result(why)
 
-    async def _recovered(self, error: Unanswered) -> bool:
+    async def _recovered(self, error: EngineFailed) -> bool:
         """Go on elsewhere because the engine has died; whether that was possible."""
         here, body = self._asked.decode, self._asked.body
         if here is None or not self._can_move:
             return False
-        logger.warning("%s broke off its answer: %s", here.url, error)
+        logger.warning("%s broke off its answer: %s", here.url, error.why)
         here.failed += 1
         self._fleet.down(here)
         tried, budget = {here}, self._dispatcher.budget
@@ -346,7 +342,7 @@ class MovableStream:
         for name in ("stream", "stream_options", "min_tokens"):
             asked.body.pop(name, None)
         asked.body["max_tokens"] = 1
-        with contextlib.suppress(EngineFailed, Unanswered, TimeoutError):
+        with contextlib.suppress(EngineFailed, TimeoutError):
             async with asyncio.timeout(PROXY_MOVE_S), AsyncExitStack() as attempt:
                 said = await self._dispatcher.go_on(here, to, asked, attempt)
                 await said.body()

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
-from kvwire.integrations.vllm.proxy.client import EngineClient, Unanswered
+from kvwire.integrations.vllm.proxy.client import EngineClient, EngineFailed
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -209,12 +209,12 @@ async def _shares(
 
 async def _share(client: EngineClient, engine: VllmEngine) -> tuple[str, str] | None:
     try:
-        async with client.ask(f"{engine.url}/metrics") as said:
+        async with client.ask(engine, "/metrics") as said:
             if said.is_error:
                 return None
             text = await said.body(PROXY_METRICS_BYTES_MAX)
         numbers = _sums(text.decode(errors="replace"))
-    except (Unanswered, ValueError):
+    except (EngineFailed, ValueError):
         return None
     hits, fetched = ((numbers[a], numbers[b]) for a, b in (_HITS, _FETCHED))
     return share(*hits), share(*fetched)

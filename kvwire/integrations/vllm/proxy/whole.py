@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvwire.integrations.vllm.proxy.client import EngineResponse, Unanswered
+from kvwire.integrations.vllm.proxy.client import EngineFailed, EngineResponse
 from kvwire.wire.control import DECODE_ERRORS
 
 AS_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
@@ -29,7 +29,7 @@ async def in_one_piece(answer: EngineResponse) -> EngineResponse:
     Cancel safety: safe, what was read is lost.
 
     Raises:
-        Unanswered: The stream broke off.
+        EngineFailed: The stream broke off.
     """
     said: dict[str, Any] = {}
     choice: dict[str, Any] = {"index": 0, "logprobs": None}
@@ -37,26 +37,31 @@ async def in_one_piece(answer: EngineResponse) -> EngineResponse:
     async for part in answer.parts:
         *events, read = (read + part).split(b"\n\n")
         for event in events:
-            _add(said, choice, event)
+            more = read_event(event)
+            if more is None:
+                continue  # the end of the stream, or a comment
+            if "error" in more:
+                raise EngineFailed(answer.engine, str(more["error"]))
+            _add(said, choice, more)
     if choice.get("finish_reason") is None:
-        raise Unanswered("its answer has no end")
+        raise EngineFailed(answer.engine, "its answer has no end")
     for whole in (choice, choice.get("message", {})):
         whole.update({name: "".join(whole[name]) for name in _TEXTS & whole.keys()})
     said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
     body = msgspec.json.encode(said | {"choices": [choice]})
     headers = dict(answer.headers) | {"content-type": "application/json"}
-    return EngineResponse(answer.status, headers, _once(body))
+    return EngineResponse(answer.engine, answer.status, headers, _once(body))
 
 
-def _add(said: dict[str, Any], choice: dict[str, Any], event: bytes) -> None:
+def read_event(event: bytes) -> dict[str, Any] | None:
+    """Return what an event says; None if it is not an object of JSON."""
     try:
-        more = msgspec.json.decode(event.removeprefix(b"data:"))
+        return msgspec.json.decode(event.removeprefix(b"data:"), type=dict[str, Any])
     except DECODE_ERRORS:
-        return  # the end of the stream, or a comment
-    if not isinstance(more, dict):
-        return
-    if "error" in more:
-        raise Unanswered(str(more["error"]))
+        return None
+
+
+def _add(said: dict[str, Any], choice: dict[str, Any], more: dict[str, Any]) -> None:
     for part in more.pop("choices", ()):
         delta = part.pop("delta", None)
         if delta is not None:
