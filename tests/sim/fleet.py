@@ -143,7 +143,7 @@ class Node:
             address=f"tcp://{host}:7400",
             incarnation=f"{self.number:032x}",
             role=self.role,
-            labels={announce.HTTP: f"http://{host}:8000", announce.SLOTS: str(SLOTS)},
+            labels={"http": f"http://{host}:8000", "slots": str(SLOTS)},
         )
 
     def begin(self, now: float, service_s: float) -> float:
@@ -196,7 +196,7 @@ class World:
             number = next(self.numbers)
             role = (announce.PREFILL, announce.DECODE)[number % 2]
             node = Node(number, role, SimulatedDirectory(self.hub))
-            self.nodes[node.record.labels[announce.HTTP]] = node
+            self.nodes[node.record.labels["http"]] = node
             tasks.append(asyncio.create_task(self._announced(node)))
         return tasks
 
@@ -230,7 +230,7 @@ class World:
         """Whether a proxy takes exactly those that are alive."""
         now = self.loop.time()
         takes = {e.url for e in proxy.fleet.engines if e.listed and e.is_up(now)}
-        return takes == {node.record.labels[announce.HTTP] for node in self.alive}
+        return takes == {node.record.labels["http"] for node in self.alive}
 
     async def load(self, seconds: float) -> None:
         """Send requests to the proxies by chance, a hundredth of a second's at once."""

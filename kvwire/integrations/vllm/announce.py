@@ -1,8 +1,8 @@
 """An engine says in a directory that it is there, so that a proxy finds it.
 
-Each rank is a member of its own, with the labels below: a proxy takes an engine when
-all of its ranks are there. Only the first engine of a data-parallel group does it, as
-the server's port is that of all of them. What changes is said at most once a second.
+Each rank is a member of its own, with :class:`EngineLabels`: a proxy takes an engine
+when all of its ranks are there. Only the first engine of a data-parallel group does it,
+as the server's port is that of all of them. What changes is said at most once a second.
 """
 
 from __future__ import annotations
@@ -10,25 +10,17 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from kvwire import Communicator, Engine
 from kvwire.errors import ClosedOK, UsageError, shown
 from kvwire.kv.paged import PagedCache
-from kvwire.limits import NAME_CHARS_MAX
+from kvwire.limits import NAME_CHARS_MAX, PROXY_RANKS_MAX
 from kvwire.types import Address
-
-HTTP: Final = "http"
-RANK: Final = "rank"
-RANKS: Final = "ranks"
-STAGES: Final = "stages"
-SLOTS: Final = "slots"
-CARRYING: Final = "carrying"
-KV_EVENTS: Final = "kv_events"
-"""Labels: where the engine serves, which rank of how many this is, how many pipeline
-stages they are, how many requests it computes at once, and by which transports its
-connections carry KV now, and where it says which blocks its cache has."""
 
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -36,10 +28,24 @@ BOTH: Final = "both"
 ROLES: Final = (PREFILL, DECODE, BOTH)
 
 _OF_VLLM: Final = {"kv_producer": PREFILL, "kv_consumer": DECODE, "kv_both": BOTH}
+_SLOTS_MAX: Final = 1_000_000
 # Load and labels are said anew so often at most.
 _PAUSE_S: Final = 1.0
 # Less of a change in load is not worth a record.
 _STEPS: Final = 20
+
+
+class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds what the labels of an engine's record say, each within its bounds."""
+
+    http: str  # where the engine serves
+    rank: Annotated[int, Meta(ge=0)] = 0  # which of its ranks this is
+    ranks: Annotated[int, Meta(ge=1, le=PROXY_RANKS_MAX)] = 1  # how many it has
+    stages: Annotated[int, Meta(ge=1)] = 1  # how many pipeline stages they are
+    # Requests that it computes at once; 0 if it does not say.
+    slots: Annotated[int, Meta(ge=0, le=_SLOTS_MAX)] = 0
+    carrying: str = ""  # by which transports its connections carry KV now
+    kv_events: str = ""  # where it says which blocks its cache has; "" if it does not
 
 
 class Announcer:
@@ -52,26 +58,27 @@ class Announcer:
         parallel = vllm_config.parallel_config
         stages = getattr(parallel, "pipeline_parallel_size", 1)
         ranks = parallel.tensor_parallel_size * stages
-        said = vllm_config.kv_transfer_config.kv_role
-        self._role = role or _OF_VLLM.get(said, BOTH)
+        self._role = role or _OF_VLLM.get(vllm_config.kv_transfer_config.kv_role, BOTH)
         self._model = model
         self._slots: int = vllm_config.scheduler_config.max_num_seqs
-        self._labels = {
-            HTTP: http_url(http),
-            RANK: str(rank),
-            RANKS: str(ranks),
-            STAGES: str(stages),
-            SLOTS: str(self._slots),
-        }
-        if events := _events(vllm_config, self._labels[HTTP]):
-            self._labels[KV_EVENTS] = events
+        url = http_url(http)
+        labels = EngineLabels(
+            http=url,
+            rank=rank,
+            ranks=ranks,
+            stages=stages,
+            slots=self._slots,
+            kv_events=_events(vllm_config, url),
+        )
+        said = msgspec.structs.asdict(labels).items()
+        self._labels = {name: str(value) for name, value in said if value != ""}
         self._keeping: concurrent.futures.Future[None] | None = None
 
     def start(self, engine: Engine, address: str, cache: PagedCache) -> None:
         """Begin to announce."""
         if Address.parse(address).host in ("0.0.0.0", "::"):  # noqa: S104 - not bound
             raise UsageError(
-                f"kv_connector_extra_config: {HTTP} announces this engine, and nobody "
+                f"kv_connector_extra_config: http announces this engine, and nobody "
                 f'can dial {address}: set "advertise" to the host that others dial'
             )
         self._keeping = engine.start(lambda one: self._keep(one, address, cache))
@@ -88,7 +95,7 @@ class Announcer:
         while True:
             load = min(1.0, self.running / max(1, self._slots))
             load = round(load * _STEPS) / _STEPS
-            labels = self._labels | {CARRYING: _carrying(communicator)}
+            labels = self._labels | {"carrying": _carrying(communicator)}
             if said != (load, labels):
                 said = load, labels
                 try:
@@ -111,10 +118,10 @@ def http_url(text: str) -> str:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
     except ValueError as exc:
-        raise UsageError(f"{HTTP}={shown(text)}: {exc}") from None
+        raise UsageError(f"http={shown(text)}: {exc}") from None
     more = (parts.username, parts.password, parts.query, parts.fragment)
     if not host or any(more) or parts.path.strip("/") or parts.scheme not in _PORTS:
-        raise UsageError(f"{HTTP}={shown(text)} is no http://host:port")
+        raise UsageError(f"http={shown(text)} is no http://host:port")
     where = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{where}:{port or _PORTS[parts.scheme]}"
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from kvwire.errors import UsageError
 from kvwire.types import Address
 
 # Of one engine; as many as kvwire allows shards of one group.
 _REMOTES_MAX: Final = 1024
-# Of an id and of an address.
-_CHARS_MAX: Final = 256
 
 Blocks = dict[str, list[int]]
 """Block ids of each cache group, in token order."""
@@ -96,61 +97,41 @@ class WorkerStep:
     running: int = 0  # requests of which something is computed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferParams:
+_Text = Annotated[str, Meta(max_length=256, pattern=r"^[ -~]*\Z")]
+
+
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Holds what ``kv_transfer_params`` of a request ask of this engine."""
 
-    sends: bool = False  # its KV goes to another engine (`do_remote_decode`)
-    loads: bool = False  # its KV comes from another engine (`do_remote_prefill`)
+    # Its KV goes to another engine.
+    sends: bool = msgspec.field(default=False, name="do_remote_decode")
+    # Its KV comes from another engine.
+    loads: bool = msgspec.field(default=False, name="do_remote_prefill")
     computed: bool = False  # that engine has made this reference itself, in its answer
-    transfer_id: str = ""  # what both engines call the transfer; "" if none was given
+    transfer_id: _Text = ""  # what both engines call the transfer; "" if none was given
     # Addresses of the other engine's ranks, in rank order, stage by stage.
-    remote: tuple[str, ...] = ()
-    stages: int = 1  # pipeline stages of that engine
-    signature: str = ""  # of whoever has named them; "" if nobody has signed
+    remote: Annotated[tuple[_Text, ...], Meta(max_length=_REMOTES_MAX)] = ()
+    stages: Annotated[int, Meta(ge=1)] = 1  # pipeline stages of that engine
+    signature: _Text = ""  # of whoever has named them; "" if nobody has signed
 
     @classmethod
     def read(cls, params: Mapping[str, Any] | None) -> TransferParams:
         """Read what a client, usually a proxy, has sent with a request."""
-        if not params:
-            return cls()
-        asked = {name: params.get(name) or False for name in _FLAGS}
-        texts = {name: params.get(name) or "" for name in _TEXTS}
-        remote = params.get("remote") or ()
-        if isinstance(remote, str):
-            remote = remote.split(",")
-        if not isinstance(remote, list | tuple) or len(remote) > _REMOTES_MAX:
-            raise UsageError(
-                f"kv_transfer_params: remote: the addresses of the other engine's "
-                f"ranks, at most {_REMOTES_MAX}"
-            )
-        stages = params.get("stages") or 1
-        if type(stages) is not int or not 0 < stages <= max(1, len(remote)):
+        # Whatever is null or empty was not given.
+        given = {name: value for name, value in (params or {}).items() if value}
+        if isinstance(given.get("remote"), str):
+            given["remote"] = given["remote"].split(",")
+        try:
+            made = msgspec.convert(given, cls)
+        except msgspec.ValidationError as exc:
+            raise UsageError(f"kv_transfer_params: {exc}") from None
+        if made.stages > max(1, len(made.remote)):
             raise UsageError(
                 f"kv_transfer_params: stages: how many pipeline stages the "
-                f"{len(remote)} addresses in remote are"
+                f"{len(made.remote)} addresses in remote are"
             )
-        for name, flag in asked.items():
-            if not isinstance(flag, bool):
-                raise UsageError(f"kv_transfer_params: {name}: true or false")
-        for name, text in (*texts.items(), *(("remote", one) for one in remote)):
-            if (
-                not isinstance(text, str)
-                or len(text) > _CHARS_MAX
-                or not (text.isascii() and text.isprintable())
-            ):
-                raise UsageError(
-                    f"kv_transfer_params: {name}: a text of at most {_CHARS_MAX} "
-                    f"printable ASCII characters"
-                )
-        return cls(
-            sends=asked["do_remote_decode"],
-            loads=asked["do_remote_prefill"],
-            computed=asked["computed"],
-            remote=tuple(str(Address.parse(one)) for one in remote),
-            stages=stages,
-            **texts,
-        )
+        remote = tuple(str(Address.parse(one)) for one in made.remote)
+        return msgspec.structs.replace(made, remote=remote)
 
     def check(self, *, pushed: bool) -> None:
         """Refuse what lacks something."""
@@ -162,10 +143,6 @@ class TransferParams:
                 "kv_transfer_params: remote is missing, the addresses of the other "
                 "engine's ranks"
             )
-
-
-_FLAGS: Final = ("do_remote_decode", "do_remote_prefill", "computed")
-_TEXTS: Final = ("transfer_id", "signature")
 
 
 class ScheduledRequest(NamedTuple):

@@ -22,7 +22,6 @@ from starlette.responses import StreamingResponse as Streaming
 from starlette.routing import Route
 
 from kvwire.directory import Record, open_directory
-from kvwire.integrations.vllm import announce
 
 LEASE_S = 1.5
 TOKEN_S = 0.01
@@ -44,9 +43,9 @@ def tokens_of(prompt: Any, count: int) -> list[int]:
 def record(port: int, role: str, incarnation: str, **fields: Any) -> Record:
     """What an engine says of itself."""
     labels = {
-        announce.HTTP: f"http://127.0.0.1:{port}",
-        announce.SLOTS: "8",
-        announce.CARRYING: "tcp:2",
+        "http": f"http://127.0.0.1:{port}",
+        "slots": "8",
+        "carrying": "tcp:2",
         **fields.pop("labels", {}),
     }
     return Record(

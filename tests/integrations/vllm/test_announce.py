@@ -13,7 +13,7 @@ import pytest
 import kvwire
 from kvwire import UsageError
 from kvwire.directory import Change, ChangeKind, open_directory
-from kvwire.integrations.vllm.announce import KV_EVENTS, Announcer, http_url
+from kvwire.integrations.vllm.announce import Announcer, http_url
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
@@ -55,10 +55,11 @@ async def test_a_worker_announces_itself_until_it_is_closed(
             change: Change = await anext(changes)
             member = read_member(change.record, AllowedHosts())
             assert (member.url, member.address) == (http, worker.address)
-            assert (member.rank, member.ranks, member.slots) == (1, 4, 4)
+            said_by = member.labels
+            assert (said_by.rank, said_by.ranks, said_by.slots) == (1, 4, 4)
             found = member.record
             assert (found.role, found.model) == (announced, "a" * 32)
-            assert found.labels[KV_EVENTS] == "tcp://127.0.0.1:5557"
+            assert found.labels["kv_events"] == "tcp://127.0.0.1:5557"
             assert len(change.record.specs) == 1
             announcer.running = 3
             change = await anext(changes)
@@ -86,7 +87,7 @@ def test_an_address_that_nobody_can_dial(tmp_path: Path) -> None:
 def test_events_that_nobody_can_hear(endpoint: str) -> None:
     """vLLM connects to a host that it names; the record says nothing of that."""
     said = Announcer("http://h:1", "", vllm_config(events=endpoint), 0, "m")
-    assert KV_EVENTS not in said._labels
+    assert "kv_events" not in said._labels
 
 
 def key(folder: Path) -> str:

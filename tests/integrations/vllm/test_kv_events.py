@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvwire.integrations.vllm.announce import BOTH, KV_EVENTS
+from kvwire.integrations.vllm.announce import BOTH
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.policy import (
     BY_KV_EVENTS,
@@ -40,7 +40,7 @@ class Cache:
         self.engine = VllmEngine(
             server=VllmServer(f"http://e{number}", ()),
             role=BOTH,
-            labels={KV_EVENTS: f"tcp://127.0.0.1:{port}"},
+            labels={"kv_events": f"tcp://127.0.0.1:{port}"},
         )
 
     def serve(self, tokens: list[int]) -> None:

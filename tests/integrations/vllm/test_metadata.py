@@ -33,16 +33,19 @@ def test_addresses_as_one_text() -> None:
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"transfer_id": 7}, "transfer_id: a text"),
-        ({"transfer_id": "x" * 300}, "transfer_id: a text of at most 256"),
-        ({"transfer_id": "\ud800"}, "transfer_id: a text"),
-        ({"transfer_id": "a\nb"}, "printable"),
-        ({"signature": 1}, "signature: a text"),
-        ({"do_remote_prefill": "no"}, "do_remote_prefill: true or false"),
-        ({"remote": 7}, "remote: the addresses"),
-        ({"remote": [7]}, "remote: a text"),
+        ({"transfer_id": 7}, "Expected `str`.*transfer_id"),
+        ({"transfer_id": "x" * 300}, "length <= 256.*transfer_id"),
+        ({"transfer_id": "\ud800"}, "matching.*transfer_id"),
+        ({"transfer_id": "a\n"}, "matching.*transfer_id"),
+        ({"signature": 1}, "Expected `str`.*signature"),
+        ({"do_remote_prefill": "no"}, "Expected `bool`.*do_remote_prefill"),
+        ({"remote": 7}, "Expected `array`.*remote"),
+        ({"remote": [7]}, "Expected `str`.*remote"),
+        ({"stages": True}, "Expected `int`.*stages"),
+        ({"stages": -1}, "`int` >= 1.*stages"),
+        ({"stages": 2, "remote": ["a:1"]}, "stages: how many"),
         ({"remote": ["a"]}, "no port"),
-        ({"remote": ["a:1"] * 2000}, "at most 1024"),
+        ({"remote": ["a:1"] * 2000}, "length <= 1024.*remote"),
     ],
 )
 def test_what_cannot_be(params: dict[str, Any], said: str) -> None:

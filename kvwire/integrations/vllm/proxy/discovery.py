@@ -17,19 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.errors import UsageError, shown
-from kvwire.integrations.vllm.announce import (
-    HTTP,
-    KV_EVENTS,
-    RANK,
-    RANKS,
-    ROLES,
-    SLOTS,
-    STAGES,
-    http_url,
-)
-from kvwire.limits import MEMBERS_MAX, PROXY_RANKS_MAX
+from kvwire.integrations.vllm.announce import ROLES, EngineLabels, http_url
+from kvwire.limits import MEMBERS_MAX
 from kvwire.security.keys import is_loopback
 from kvwire.types import Address
 
@@ -38,19 +31,14 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-_SLOTS_MAX = 1_000_000
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class VllmMember:
     """Describes one rank of an engine, as its record does."""
 
     url: str  # where the engine serves HTTP
     address: str  # where this rank listens for KV
-    rank: int  # which one
-    ranks: int  # how many the engine has
-    stages: int  # how many pipeline stages they are
-    slots: int  # requests that it computes at once; 0 if it does not say
+    labels: EngineLabels  # as they were read
     record: Record  # what it says else
 
 
@@ -96,39 +84,33 @@ class AllowedHosts:
 
 def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
     """Return what a record says of an engine."""
-    labels = record.labels
-    rank, ranks = _count(labels, RANK, 0), _count(labels, RANKS, 1)
-    if not 0 <= rank < ranks <= PROXY_RANKS_MAX:
-        raise UsageError(f"rank {rank} of {ranks}; {PROXY_RANKS_MAX} ranks are allowed")
-    stages = _count(labels, STAGES, 1)
-    if not stages or ranks % stages:
-        raise UsageError(f"{ranks} ranks are not those of {stages} pipeline stages")
+    try:
+        # Not strict, since each is a text.
+        labels = msgspec.convert(record.labels, EngineLabels, strict=False)
+    except msgspec.ValidationError as exc:
+        raise UsageError(f"labels: {exc}") from None
+    if labels.rank >= labels.ranks:
+        raise UsageError(f"rank {labels.rank} of {labels.ranks}")
+    if labels.ranks % labels.stages:
+        raise UsageError(
+            f"{labels.ranks} ranks are not those of {labels.stages} pipeline stages"
+        )
     if record.role not in ROLES:
         raise UsageError(f"role {shown(record.role)} is none of {', '.join(ROLES)}")
-    slots = _count(labels, SLOTS, 0)
-    if slots > _SLOTS_MAX:
-        raise UsageError(f"{slots} slots; {_SLOTS_MAX} are allowed")
-    address = Address.parse(record.address)
-    if address.scheme != "tcp" or not address.port:
-        raise UsageError(f"{shown(record.address)} is no tcp://host:port")
-    url = http_url(labels.get(HTTP, ""))
+    url, address = http_url(labels.http), _tcp(record.address)
     hosts = [address.host, urlsplit(url).hostname or ""]
-    if KV_EVENTS in labels:
-        events = Address.parse(labels[KV_EVENTS])
-        if events.scheme != "tcp" or not events.port:
-            raise UsageError(f"label {KV_EVENTS} is no tcp://host:port")
-        hosts.append(events.host)
+    if labels.kv_events:
+        hosts.append(_tcp(labels.kv_events).host)
     for host in hosts:
         allowed.check(host)
-    return VllmMember(
-        url=url,
-        address=str(address),
-        rank=rank,
-        ranks=ranks,
-        stages=stages,
-        slots=slots,
-        record=record,
-    )
+    return VllmMember(url, str(address), labels, record)
+
+
+def _tcp(text: str) -> Address:
+    address = Address.parse(text)
+    if address.scheme != "tcp" or not address.port:
+        raise UsageError(f"{shown(text)} is no tcp://host:port")
+    return address
 
 
 class Discovery:
@@ -174,7 +156,7 @@ class Discovery:
     def _take(self, change: Change) -> None:
         key = change.record.key
         # A store, or a peer that is no vLLM, may be in the same directory.
-        if change.kind is ChangeKind.LEFT or HTTP not in change.record.labels:
+        if change.kind is ChangeKind.LEFT or "http" not in change.record.labels:
             self._said.discard(key)
             self._fleet.left(key)
             return
@@ -189,13 +171,6 @@ class Discovery:
             return
         self._fleet.joined(key, member)
         self.wake()
-
-
-def _count(labels: dict[str, str], name: str, default: int) -> int:
-    text = labels.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) <= len(str(_SLOTS_MAX))):
-        raise UsageError(f"label {name}={shown(text)} is no number")
-    return int(text)
 
 
 _OF_NAMES = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-._")

@@ -137,24 +137,24 @@ class EngineFleet:
         members = self._members[url]
         if not members:
             del self._members[url]
-        ranks = {member.rank: member for member in members.values()}
-        first = ranks.get(0)
-        found = self._found.get(url)
-        if first is None or any(rank not in ranks for rank in range(first.ranks)):
+        by_rank = {member.labels.rank: member for member in members.values()}
+        first, found = by_rank.get(0), self._found.get(url)
+        count = first.labels.ranks if first else 0
+        ranks = [by_rank[rank] for rank in range(count) if rank in by_rank]
+        if first is None or len(ranks) < count:
             self._retire(self._found.pop(url, None))
             return
-        start = " ".join(ranks[rank].record.key for rank in range(first.ranks))
+        start = " ".join(rank.record.key for rank in ranks)
         if found is None or found.start != start:
             self._retire(found)
-            remote = tuple(ranks[rank].address for rank in range(first.ranks))
-            server = VllmServer(url, remote, first.stages)
+            remote = tuple(rank.address for rank in ranks)
+            server = VllmServer(url, remote, first.labels.stages)
             found = VllmEngine(server=server, role="", start=start, ready=False)
             self._found[url] = found
-        said, found.slots = first.record, first.slots
+        said, found.slots = first.record, first.labels.slots
         found.role, found.model = said.role, said.model
         found.labels, found.transports = said.labels, said.transports
-        load = max(ranks[rank].record.load for rank in range(first.ranks))
-        found.load = min(1.0, load)
+        found.load = min(1.0, max(rank.record.load for rank in ranks))
 
     def _retire(self, engine: VllmEngine | None) -> None:
         if engine is not None:

@@ -20,7 +20,6 @@ import msgspec
 
 from kvwire.directory.base import ended
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.announce import KV_EVENTS
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.policy import LeastLoaded, Policy
 from kvwire.limits import KV_EVENT_BLOCKS_MAX, KV_EVENT_BYTES_MAX
@@ -132,7 +131,7 @@ class ByKvEvents(Policy):
         """Return what is known of an engine; begin to listen, if it says anything."""
         if engine in self._known:
             return self._known[engine][0]
-        if KV_EVENTS not in engine.labels:
+        if "kv_events" not in engine.labels:
             return None
         for gone in [one for one in self._known if not one.listed]:
             self._known.pop(gone)[1].cancel()
@@ -147,7 +146,7 @@ class ByKvEvents(Policy):
             socket.setsockopt(zmq.MAXMSGSIZE, KV_EVENT_BYTES_MAX)
             socket.setsockopt(zmq.IPV6, 1)
             socket.subscribe(b"")
-            socket.connect(engine.labels[KV_EVENTS])
+            socket.connect(engine.labels["kv_events"])
             last: bytes | None = None
             while True:
                 said = await socket.recv_multipart()
