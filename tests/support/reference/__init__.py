@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tests.support.reference import configuration, errors, metrics, wrong_uses
+from tests.support.reference import configuration, errors, metrics
 from tests.support.tree import ROOT
 
 FOLDER: Final = ROOT / "docs" / "reference"
@@ -18,5 +18,4 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "configuration.md": configuration.page,
     "errors.md": errors.page,
     "metrics.md": metrics.page,
-    "wrong-uses.md": wrong_uses.page,
 }

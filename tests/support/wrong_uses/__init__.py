@@ -1,21 +1,5 @@
-"""The table of wrong uses: what is done, and what is said. docs/reference shows it."""
+"""The rows of docs/reference/wrong-uses.md, done as they stand there.
 
-from __future__ import annotations
-
-from typing import Final
-
-from tests.support.wrong_uses.of_calls import CACHES, MESSAGES
-from tests.support.wrong_uses.of_config import ADDRESSES, CONFIG, PEERS
-from tests.support.wrong_uses.of_places import PLACES
-from tests.support.wrong_uses.things import Things, WrongUse, things
-
-SECTIONS: Final[dict[str, list[WrongUse]]] = {
-    "Configuration": CONFIG,
-    "Addresses": ADDRESSES,
-    "Peers, keys and certificates": PEERS,
-    "Messages, regions and grants": MESSAGES,
-    "Caches and KV transfers": CACHES,
-    "Threads, loops and forgotten words": PLACES,
-}
-
-__all__ = ["SECTIONS", "Things", "WrongUse", "things"]
+A row that is one call, such as ``conn.send(-1, b'x')``, is done by reading it; others
+are done by the step of their name in :mod:`tests.support.wrong_uses.steps`.
+"""

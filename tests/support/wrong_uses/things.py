@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,21 +25,17 @@ SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="fl
 ME = "spiffe://kvwire.test/near"
 
 
-def cache(writable: bool = True) -> kvwire.PagedCache:
-    """A cache of four blocks."""
-    tensors = [np.zeros((4, 2, 2, 1, 4), np.float32) for _ in range(2)]
-    for tensor in tensors:
+def tensors(*, writable: bool = True) -> list[Any]:
+    """Return the tensors of a cache of four blocks."""
+    made = [np.zeros((4, 2, 2, 1, 4), np.float32) for _ in range(2)]
+    for tensor in made:
         tensor.flags.writeable = writable
-    return kvwire.PagedCache(SPEC, tensors)
+    return made
 
 
-class WrongUse(NamedTuple):
-    """One row."""
-
-    name: str
-    do: Callable[[Things], Any]
-    error: type
-    words: str
+def grant(t: Things) -> Any:
+    """Return a grant of 8 bytes of the other side."""
+    return t.b.register(bytearray(8), "readwrite").grant(t.back)
 
 
 class Things:
@@ -45,7 +44,7 @@ class Things:
     def __init__(self, pair: Any, folder: Path) -> None:
         self.a, self.b = pair.a, pair.b
         self.conn, self.back = pair.ab, pair.ba
-        self.kv = cache()
+        self.kv = kvwire.PagedCache(SPEC, tensors())
         self.folder = folder
 
     def file(self, text: str | bytes, mode: int = 0o600, name: str = "file") -> str:
@@ -63,11 +62,6 @@ class Things:
         folder = self.folder / name
         folder.mkdir()
         return Authority(folder, name)
-
-    def loaded(self, **environment: str) -> kvwire.Config:
-        """Read a configuration from variables."""
-        variables = {f"KVWIRE_{k.upper()}": v for k, v in environment.items()}
-        return kvwire.Config.load(environment=variables)
 
     def toml(self, text: str) -> kvwire.Config:
         """Read a configuration from a file."""
@@ -149,6 +143,29 @@ class Things:
             return await call()
 
         return await self.from_thread(lambda: asyncio.run(run()))
+
+
+NAMES: Final[dict[str, Callable[[Things], Any]]] = {
+    "kvwire": lambda t: kvwire,
+    "open": lambda t: t.opened,
+    "config": lambda t: kvwire.Config(),
+    "KVSpec": lambda t: partial(replace, SPEC),
+    "nan": lambda t: math.nan,
+    "address": lambda t: "127.0.0.1:1",
+    "buffer": lambda t: bytearray(8),
+    "spec": lambda t: SPEC,
+    "tensors": lambda t: tensors(),
+    "cache": lambda t: t.kv,
+    "read_only_cache": lambda t: kvwire.PagedCache(SPEC, tensors(writable=False)),
+    "comm": lambda t: t.a,
+    "conn": lambda t: t.conn,
+    "back": lambda t: t.back,
+    "grant": grant,
+    "region": lambda t: t.a.register(bytearray(8)),
+    "out": lambda t: t.a.publish("x", t.kv, [0]),
+    "inc": lambda t: t.a.expect("x", t.kv, [0]),
+}
+"""What a name of a row stands for, unless kvwire has it."""
 
 
 @asynccontextmanager
