@@ -144,7 +144,7 @@ class _CodedGroup:
             coded_rows = encoded.reshape(-1, self._shadow.spec.head_dim)
             rows = self._codec.decode(coded_rows, spec.head_dim)
             image: Bytes = np.empty(real.nbytes, np.uint8)
-            put_floats(np.ascontiguousarray(rows), spec.dtype, image)
+            put_floats(rows, spec.dtype, image)
             move(image.data, real)
 
     def _pieces(

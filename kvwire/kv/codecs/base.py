@@ -17,14 +17,16 @@ What a codec promises:
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from typing import Final, Protocol, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.kv.layout import extents_of
 from kvwire.kv.spec import DTYPE_BYTES, DType, KVSpec
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -75,34 +77,28 @@ class ImageForm:
 @lru_cache(1024)
 def form_of(spec: KVSpec, axes: tuple[str, ...]) -> ImageForm:
     """Return the form of a block's image in an order of the axes."""
-    extents = {
-        "layer": spec.layers,
-        "kv": spec.components,
-        "token": spec.block_tokens,
-        "head": spec.kv_heads,
-        "dim": spec.head_dim,
-    }
+    extents = extents_of(spec)
     return ImageForm(spec.dtype, axes, tuple(extents[axis] for axis in axes))
 
 
-class BlockCodec(Protocol):
-    """Turns images into fewer bytes and back."""
+@dataclass(frozen=True, slots=True)
+class BlockCodec(ABC):
+    """Turns images into fewer bytes and back.
 
-    @property
-    def name(self) -> str:
-        """Return how users write it."""
+    Attributes:
+        name: How users write it.
+        number: What entries name it by, for ever.
+        lossy: Whether bits are lost.
+    """
 
-    @property
-    def number(self) -> int:
-        """Return what entries name it by, for ever."""
+    name: str
+    number: int
+    lossy: ClassVar[bool]
 
-    @property
-    def lossy(self) -> bool:
-        """Tell whether bits are lost."""
+    def require(self) -> None:  # noqa: B027 - most need nothing
+        """Import what it needs besides NumPy."""
 
-    def require(self) -> None:
-        """Import what it needs."""
-
+    @abstractmethod
     def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
         """Encode an image.
 
@@ -111,6 +107,7 @@ class BlockCodec(Protocol):
             is.
         """
 
+    @abstractmethod
     def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
         """Fill an image, which is as long as the form says.
 

@@ -14,13 +14,13 @@ first, and the planes. A plane of its full length is one stored as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
 from kvwire.errors import IntegrityError
 from kvwire.extras import needed_by
-from kvwire.kv.codecs.base import Bytes, ImageForm
+from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
 
 _LENGTH: Final = np.dtype("<u4")
 # Those whose sign bit stands between two bytes' worth of exponent.
@@ -31,24 +31,16 @@ _TURNED: Final[dict[str, tuple[np.dtype[Any], int]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class PlanesCodec:
-    """Compresses byte planes without loss; see :class:`BlockCodec`."""
+class PlanesCodec(BlockCodec):
+    """Compresses byte planes without loss."""
 
-    name: str
-    number: int
     library: Literal["zstd", "lz4"]
-
-    @property
-    def lossy(self) -> bool:
-        """Tell that no bit is lost."""
-        return False
+    lossy: ClassVar[bool] = False
 
     def require(self) -> None:
-        """See BlockCodec."""
         (_zstd if self.library == "zstd" else _lz4)()
 
     def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
-        """See BlockCodec."""
         rows = _turned(image, form).reshape(-1, form.item_bytes)
         lengths = np.zeros(form.item_bytes, _LENGTH)
         at = lengths.nbytes
@@ -66,7 +58,6 @@ class PlanesCodec:
         return at
 
     def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
-        """See BlockCodec."""
         planes, size = form.item_bytes, form.elements
         head = planes * _LENGTH.itemsize
         if payload.size < head:

@@ -28,15 +28,19 @@ import numpy as np
 
 from kvwire.errors import UsageError, nearest
 from kvwire.kv.codecs.base import Bytes
-from kvwire.kv.codecs.floats import E4M3_MAX, Floats, of_e4m3, to_e4m3
+from kvwire.kv.codecs.codes import (
+    INT4_MAX,
+    SCALE_MIN,
+    of_codes,
+    pack_nibbles,
+    scale_of,
+    to_codes,
+    unpack_nibbles,
+)
+from kvwire.kv.codecs.floats import Floats
 
 TransferCodec: TypeAlias = Literal["fp8", "int8", "int4"]
 """What ``codec=`` of a transfer may be."""
-
-_INT8_MAX: Final = 127.0
-_INT4_MAX: Final = 15.0
-# Smaller ones would make a division overflow; what they lose is nothing.
-_SCALE_MIN: Final = np.float32(2.0**-100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ class RowCodec:
             if self.name == "int4":
                 codes, numbers = _nibbles(rows)
             else:
-                codes, numbers = _scaled(rows, is_fp8=self.name == "fp8")
+                numbers = scale_of(rows, 1, self.name)
+                _mark_unfinite(rows, numbers)
+                codes = to_codes(rows, numbers, self.name)
         into[:, : codes.shape[1]] = codes
         into[:, codes.shape[1] :] = numbers.view(np.uint8)
 
@@ -68,15 +74,12 @@ class RowCodec:
         numbers = np.ascontiguousarray(encoded[:, width:]).view(np.float32)
         with np.errstate(all="ignore"):
             if self.name == "int4":
-                rows = np.empty((len(codes), 2 * width), np.float32)
-                rows[:, ::2] = codes & np.uint8(15)
-                rows[:, 1::2] = codes >> np.uint8(4)
-                rows = rows[:, :head_dim]
+                rows = unpack_nibbles(codes, head_dim)
                 rows *= numbers[:, 1:]
                 rows += numbers[:, :1]
-                return rows
-            rows = of_e4m3(codes) if self.name == "fp8" else _of_int8(codes)
-            rows *= numbers
+            else:
+                rows = of_codes(codes, self.name)
+                rows *= numbers
         return rows
 
 
@@ -102,29 +105,16 @@ def row_codec(name: object) -> RowCodec:
     return found
 
 
-def _scaled(rows: Floats, *, is_fp8: bool) -> tuple[Bytes, Floats]:
-    largest = np.float32(E4M3_MAX if is_fp8 else _INT8_MAX)
-    peak = np.maximum(rows.max(1, keepdims=True), -rows.min(1, keepdims=True))
-    scale = np.maximum(peak / largest, _SCALE_MIN)
-    _mark_unfinite(rows, scale)
-    rows /= scale
-    np.clip(rows, -largest, largest, out=rows)
-    if is_fp8:
-        return to_e4m3(rows), scale
-    return np.rint(rows, out=rows).astype(np.int8).view(np.uint8), scale
-
-
 def _nibbles(rows: Floats) -> tuple[Bytes, Floats]:
+    """Return the codes of rows, and the least and the step of each."""
     least, most = rows.min(1, keepdims=True), rows.max(1, keepdims=True)
-    step = np.maximum((most - least) / np.float32(_INT4_MAX), _SCALE_MIN)
+    step = np.maximum((most - least) / np.float32(INT4_MAX), SCALE_MIN)
     _mark_unfinite(rows, step)
     rows -= least
     rows /= step
-    np.clip(np.rint(rows, out=rows), 0, _INT4_MAX, out=rows)
+    np.clip(np.rint(rows, out=rows), 0, INT4_MAX, out=rows)
     codes = np.nan_to_num(rows, copy=False).astype(np.uint8)
-    packed = codes[:, ::2].copy()
-    packed[:, : codes.shape[1] // 2] |= codes[:, 1::2] << np.uint8(4)
-    return packed, np.concatenate((least, step), axis=1)
+    return pack_nibbles(codes), np.concatenate((least, step), axis=1)
 
 
 def _mark_unfinite(rows: Floats, scale: Floats) -> None:
@@ -133,7 +123,3 @@ def _mark_unfinite(rows: Floats, scale: Floats) -> None:
     if wrong.any():
         scale[wrong] = np.nan
         rows[wrong] = 0
-
-
-def _of_int8(codes: Bytes) -> Floats:
-    return np.ascontiguousarray(codes).view(np.int8).astype(np.float32)

@@ -15,103 +15,64 @@ is not finite or a group that float16 cannot describe, are left alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import IntegrityError
-from kvwire.kv.codecs.base import Bytes, ImageForm
-from kvwire.kv.codecs.floats import (
-    E4M3_MAX,
-    FLOATS,
-    Floats,
-    as_floats,
-    of_e4m3,
-    put_floats,
-    to_e4m3,
+from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
+from kvwire.kv.codecs.codes import (
+    INT4_MAX,
+    of_codes,
+    pack_nibbles,
+    scale_of,
+    to_codes,
+    unpack_nibbles,
 )
+from kvwire.kv.codecs.floats import FLOATS, Floats, as_floats, put_floats
 
 Halves: TypeAlias = npt.NDArray[np.float16]
 
-_INT8_MAX: Final = 127.0
-_INT4_MAX: Final = 15
-# Smaller ones would make a division overflow; what they lose is nothing.
-_SCALE_MIN: Final = np.float32(2.0**-100)
-
 
 @dataclass(frozen=True, slots=True)
-class ScaledCodec:
-    """Keeps 8 bits of each element, and scales; see :class:`BlockCodec`."""
+class ScaledCodec(BlockCodec):
+    """Keeps 8 bits of each element, and scales."""
 
-    name: str
-    number: int
-
-    @property
-    def lossy(self) -> bool:
-        """Tell that bits are lost."""
-        return True
-
-    def require(self) -> None:
-        """Need nothing but NumPy."""
+    lossy: ClassVar[bool] = True
 
     def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
-        """See BlockCodec."""
-        scales = _scales_shape(form)
-        head = int(np.prod(scales)) * 4
+        head = _scales_bytes(form)
         nbytes = head + form.elements
         if form.dtype not in FLOATS or nbytes > into.size:
             return 0
         values = as_floats(image, form.dtype).reshape(form.shape)
-        over = form.places("token", "dim")
-        peak = np.maximum(
-            values.max(over, keepdims=True), -values.min(over, keepdims=True)
-        )
-        if not np.isfinite(peak).all():
+        scale = scale_of(values, form.places("token", "dim"), self.name)
+        if not np.isfinite(scale).all():
             return 0
-        largest = E4M3_MAX if self.name == "fp8" else _INT8_MAX
-        scale = np.maximum(peak / np.float32(largest), _SCALE_MIN)
-        values /= scale
         into[:head] = scale.reshape(-1).view(np.uint8)
-        np.clip(values, -largest, largest, out=values)
-        if self.name == "fp8":
-            codes = to_e4m3(values)
-        else:
-            codes = np.rint(values, out=values).astype(np.int8).view(np.uint8)
-        into[head:nbytes] = codes.reshape(-1)
+        into[head:nbytes] = to_codes(values, scale, self.name).reshape(-1)
         return nbytes
 
     def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
-        """See BlockCodec."""
-        shape = _scales_shape(form)
-        head = int(np.prod(shape)) * 4
+        head = _scales_bytes(form)
         _require(payload, form, head + form.elements)
-        codes = payload[head:].reshape(form.shape)
-        is_fp8 = self.name == "fp8"
-        values = of_e4m3(codes) if is_fp8 else codes.view(np.int8).astype(np.float32)
+        scale = payload[:head].view(np.float32).reshape(_scales_shape(form))
+        values = of_codes(payload[head:].reshape(form.shape), self.name)
         with np.errstate(all="ignore"):
-            values *= payload[:head].view(np.float32).reshape(shape)
+            values *= scale
         put_floats(values, form.dtype, into)
 
 
 @dataclass(frozen=True, slots=True)
-class NibbleCodec:
-    """Keeps 4 bits of each element, and two numbers a group; see BlockCodec."""
+class NibbleCodec(BlockCodec):
+    """Keeps 4 bits of each element, and two numbers a group."""
 
-    name: str
-    number: int
-
-    @property
-    def lossy(self) -> bool:
-        """Tell that bits are lost."""
-        return True
-
-    def require(self) -> None:
-        """Need nothing but NumPy."""
+    lossy: ClassVar[bool] = True
 
     def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
-        """See BlockCodec."""
         nbytes = _nibbles_bytes(form)
         if form.dtype not in FLOATS or nbytes > into.size:
             return 0
@@ -126,28 +87,21 @@ class NibbleCodec:
             part_codes = values[part] - least.astype(np.float32)
             part_codes /= step.astype(np.float32)
             np.rint(part_codes, out=part_codes)
-            codes[part] = np.clip(part_codes, 0, _INT4_MAX, out=part_codes)
+            codes[part] = np.clip(part_codes, 0, INT4_MAX, out=part_codes)
             for numbers in found:
                 into[at : at + numbers.nbytes] = numbers.reshape(-1).view(np.uint8)
                 at += numbers.nbytes
-        flat = codes.reshape(-1)
-        packed = into[at:nbytes]
-        packed[:] = flat[::2]
-        packed[: flat.size // 2] |= flat[1::2] << np.uint8(4)
+        into[at:nbytes] = pack_nibbles(codes.reshape(-1))
         return nbytes
 
     def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
-        """See BlockCodec."""
         _require(payload, form, _nibbles_bytes(form))
         packed = payload[payload.size - (form.elements + 1) // 2 :]
-        values = np.empty(form.elements, np.float32)
-        values[::2] = packed & np.uint8(15)
-        values[1::2] = (packed >> np.uint8(4))[: form.elements // 2]
-        values = values.reshape(form.shape)
+        values = unpack_nibbles(packed, form.elements).reshape(form.shape)
         at = 0
         for part, over in _components(form):
             shape = _reduced(values[part].shape, over)
-            size = int(np.prod(shape))
+            size = math.prod(shape)
             halves = payload[at : at + 4 * size].view(np.float16).astype(np.float32)
             least, step = halves.reshape(2, *shape)
             with np.errstate(all="ignore"):
@@ -179,7 +133,7 @@ def _least_and_step(values: Floats, over: int) -> tuple[Halves, Halves] | None:
     with np.errstate(all="ignore"):
         least = low.astype(np.float16)
         least = np.where(least > low, np.nextafter(least, -_INFINITE), least)
-        wide = (high - least.astype(np.float32)) / np.float32(_INT4_MAX)
+        wide = (high - least.astype(np.float32)) / np.float32(INT4_MAX)
         step = wide.astype(np.float16)
         step = np.where(step < wide, np.nextafter(step, _INFINITE), step)
     step[step == 0] = 1
@@ -200,12 +154,15 @@ def _nibbles_bytes(form: ImageForm) -> int:
 
 
 def _scales_shape(form: ImageForm) -> tuple[int, ...]:
-    token, dim = form.places("token", "dim")
-    return _reduced(_reduced(form.shape, token), dim)
+    return _reduced(form.shape, *form.places("token", "dim"))
 
 
-def _reduced(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], 1, *shape[axis + 1 :])
+def _scales_bytes(form: ImageForm) -> int:
+    return 4 * math.prod(_scales_shape(form))
+
+
+def _reduced(shape: tuple[int, ...], *over: int) -> tuple[int, ...]:
+    return tuple(1 if axis in over else size for axis, size in enumerate(shape))
 
 
 def _require(payload: Bytes, form: ImageForm, nbytes: int) -> None:
