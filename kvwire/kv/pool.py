@@ -12,11 +12,9 @@ loses nothing. Of the cached ones, the least recently freed comes first. The blo
 one request are freed at once and the last block first, since a block is of no use
 without those before it: the tail of a prefix goes before its head.
 
-The cached free blocks are a list that is doubly linked and intrusive: two arrays of
-block ids, and one more entry as its ends. Taking a block out of the middle, because its
-content is wanted again, costs as much as taking the first. Everything is O(1) a block,
-and no call allocates more than its result: all lists name blocks by the same int
-objects, one for each block.
+The cached free blocks are an ordered dict: taking a block out of the middle, because
+its content is wanted again, costs as much as taking the first. Everything is O(1) a
+block.
 
 If two blocks get the same content at the same time, the first keeps the name and the
 other stays without.
@@ -24,6 +22,7 @@ other stays without.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvwire import limits
@@ -73,16 +72,13 @@ class BlockPool:
         self._by_hash: dict[BlockHash, int] = {}
         # Free and without content; the last one is taken first.
         self._blank = list(range(num_blocks - 1, -1, -1))
-        # How many are free and cached. Entry `num_blocks` is both ends of their list:
-        # its next is the first, its previous the last.
-        self._cached_free = 0
-        self._next = [0] * num_blocks + [num_blocks]
-        self._previous = self._next.copy()
+        # Free and with content; the first one is taken first.
+        self._cached_free: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free_blocks(self) -> int:
         """Return how many blocks :meth:`allocate` can give out, cached or not."""
-        return len(self._blank) + self._cached_free
+        return len(self._blank) + len(self._cached_free)
 
     @property
     def cached_blocks(self) -> int:
@@ -139,9 +135,8 @@ class BlockPool:
             UsageError: A block is not held, or is there twice; none was given back.
         """
         self._check_held(blocks)
-        refs, hashes, blank = self._refs, self._hashes, self._blank
-        following, previous, ends = self._next, self._previous, self.num_blocks
-        last, cached = previous[ends], 0
+        refs, hashes = self._refs, self._hashes
+        blank, cached = self._blank, self._cached_free
         for block in reversed(blocks):
             count = refs[block] - 1
             refs[block] = count
@@ -149,13 +144,8 @@ class BlockPool:
                 continue
             if hashes[block] is None:
                 blank.append(block)
-                continue
-            following[last] = block
-            previous[block] = last
-            last = block
-            cached += 1
-        following[last], previous[ends] = ends, last
-        self._cached_free += cached
+            else:
+                cached[block] = None
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Return the blocks of a chain's longest cached prefix; only looks.
@@ -183,7 +173,7 @@ class BlockPool:
                 raise UsageError(f"touch: block {block} is free and nothing is in it")
         for block in blocks:
             if refs[block] == 0:
-                self._unlink(block)
+                del self._cached_free[block]
             refs[block] += 1
 
     def cache(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
@@ -226,37 +216,27 @@ class BlockPool:
             del self._by_hash[name]
             removed.append(name)
             if self._refs[block] == 0:
-                self._unlink(block)
+                del self._cached_free[block]
                 self._blank.append(block)
         if removed and self._on_removed is not None:
             self._on_removed(removed)
 
     def _take_cached(self, count: int) -> list[int]:
         """Take the first of the cached free blocks, and forget what is in them."""
-        following, hashes, by_hash = self._next, self._hashes, self._by_hash
+        take, hashes, by_hash = self._cached_free.popitem, self._hashes, self._by_hash
         taken: list[int] = []
         removed: list[BlockHash] = []
-        block = following[self.num_blocks]
         for _ in range(count):
-            taken.append(block)
+            block, _ = take(last=False)
             name = hashes[block]
-            assert name is not None, "a block without content is in the list of others"
+            assert name is not None, "a block without content is among the cached ones"
             hashes[block] = None
             del by_hash[name]
+            taken.append(block)
             removed.append(name)
-            block = following[block]
-        following[self.num_blocks] = block
-        self._previous[block] = self.num_blocks
-        self._cached_free -= count
         if self._on_removed is not None:
             self._on_removed(removed)
         return taken
-
-    def _unlink(self, block: int) -> None:
-        """Take a block out of the list of cached free ones, wherever it is."""
-        before, after = self._previous[block], self._next[block]
-        self._next[before], self._previous[after] = after, before
-        self._cached_free -= 1
 
     def _check(self, blocks: Sequence[int]) -> None:
         """Refuse ids that are no blocks, and any id twice."""
