@@ -16,9 +16,9 @@ https://man7.org/linux/man-pages/man2/memfd_create.2.html, "File sealing"
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import fcntl
+import itertools
 import mmap
 import os
 import sys
@@ -82,7 +82,9 @@ class Arena:
             raise
         use_huge_pages(self._map)
         self.address: int = address_of(self._map)
-        self.serial: int = _arenas.add(self)
+        self.serial: int = next(_serials)
+        with _lock:
+            _arenas.append(self)
 
     def numpy(
         self, shape: int | tuple[int, ...], dtype: npt.DTypeLike
@@ -137,9 +139,9 @@ class Arena:
             raise UsageError("arena: it is closed")
         return self._fd
 
-    def holds(self, end: int) -> bool:
-        """Tell whether memory that begins in the mapping and ends here lies in it."""
-        return end <= self.address + self._mapped_bytes
+    def holds(self, first: int, end: int) -> bool:
+        """Tell whether memory from one address to before another lies in it."""
+        return self.address <= first and end <= self.address + self._mapped_bytes
 
     def close(self) -> None:
         """Unmap it here. Processes that have mapped it keep the pages until they end.
@@ -155,7 +157,8 @@ class Arena:
             raise UsageError(
                 "arena: arrays or tensors in it are still alive; drop them first"
             ) from None
-        _arenas.remove(self)
+        with _lock:
+            _arenas.remove(self)
         os.close(self._fd)
 
     def __enter__(self) -> Self:
@@ -192,10 +195,12 @@ SEALS: Final = (
 
 def arena_of(fragments: Fragments) -> Arena | None:
     """Return the arena in which all of these fragments lie, if there is one."""
-    if not len(_arenas) or not len(fragments):
+    if not _arenas or not len(fragments):
         return None
-    ends = fragments.addresses + fragments.lengths
-    return _arenas.around(int(fragments.addresses.min()), int(ends.max()))
+    first = int(fragments.addresses.min())
+    end = int((fragments.addresses + fragments.lengths).max())
+    with _lock:
+        return next((arena for arena in _arenas if arena.holds(first, end)), None)
 
 
 def use_huge_pages(mapping: mmap.mmap) -> None:
@@ -208,38 +213,7 @@ def use_huge_pages(mapping: mmap.mmap) -> None:
             return  # a kernel without them; the mapping works all the same
 
 
-class _Arenas:
-    """Finds the arenas of this process by address; any thread may make one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sorted: list[Arena] = []
-        self._serial = 0
-
-    def __len__(self) -> int:
-        return len(self._sorted)
-
-    def add(self, arena: Arena) -> int:
-        with self._lock:
-            bisect.insort(self._sorted, arena, key=_begin)
-            self._serial += 1
-            return self._serial
-
-    def remove(self, arena: Arena) -> None:
-        with self._lock:
-            self._sorted.remove(arena)
-
-    def around(self, first: int, end: int) -> Arena | None:
-        with self._lock:
-            index = bisect.bisect_right(self._sorted, first, key=_begin) - 1
-            if index < 0:
-                return None
-            arena = self._sorted[index]
-            return arena if arena.holds(end) else None
-
-
-def _begin(arena: Arena) -> int:
-    return arena.address
-
-
-_arenas: Final = _Arenas()
+_lock: Final = threading.Lock()
+_arenas: Final[list[Arena]] = []
+"""Those of this process that are not closed: few, so they are looked through."""
+_serials: Final = itertools.count(1)
