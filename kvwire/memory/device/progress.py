@@ -31,17 +31,14 @@ thread looks at the word at a bounded rate. Passes are replayed in the order of 
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from concurrent.futures import Future
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvwire.errors import RequestCancelled, UsageError
 from kvwire.limits import KV_LAYERS_MAX
-
-logger: logging.Logger = logging.getLogger("kvwire.devices")
 
 WORD_BYTES: Final = 8
 _LAYER_BITS: Final = 16
@@ -50,22 +47,6 @@ _LAYER_BITS: Final = 16
 LOOK_S: Final = 0.0005
 
 assert KV_LAYERS_MAX < 1 << _LAYER_BITS
-
-
-class Position(NamedTuple):
-    """Says how far the device has come."""
-
-    generation: int
-    layers: int
-
-    @classmethod
-    def decode(cls, word: int) -> Position:
-        """Read a word."""
-        return cls(word >> _LAYER_BITS, word & ((1 << _LAYER_BITS) - 1))
-
-    def has_done(self, generation: int, layer: int) -> bool:
-        """Tell whether a layer of a pass is done."""
-        return (self.generation, self.layers) > (generation, layer)
 
 
 class LayerCounter:
@@ -98,44 +79,47 @@ class LayerCounter:
         self._value[0] = 0
         self._generations = itertools.count(1)
         self._lock = threading.Condition()
-        self._waiting: list[LayerDone] = []
+        # Futures, each with the last value of the word at which it is not done.
+        self._waiting: list[tuple[int, Future[None]]] = []
         self._looking = False
 
     def begin(self) -> GraphReplay:
         """Begin a pass, to be replayed once and behind those before."""
         return GraphReplay(self, next(self._generations))
 
-    @property
-    def position(self) -> Position:
-        """Return how far the device has come."""
-        return Position.decode(int(self._value[0]))
-
     def close(self) -> None:
         """Give up: what has not been done by now counts as failed."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
             self._lock.notify()
-        for tick in waiting:
-            tick.settle(RequestCancelled("the layer counter was closed"))
+        for _, done in waiting:
+            done.set_exception(RequestCancelled("the layer counter was closed"))
 
-    def watch(self, tick: LayerDone) -> None:
-        """Look for this one as well, until it is done."""
+    def behind(self, value: int) -> Future[None]:
+        """Return a future that is done when the word is larger than a value."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # nobody can cancel what a device does
+        if int(self._value[0]) > value:
+            done.set_result(None)
+            return done
         with self._lock:
             # As many as there are layers in the passes under way.
-            self._waiting.append(tick)  # bounded: SEGMENTS_MAX
-            if self._looking:
-                return
-            self._looking = True
-        threading.Thread(target=self._look, name="kvwire counter", daemon=True).start()
+            self._waiting.append((value, done))  # bounded: SEGMENTS_MAX
+            if not self._looking:
+                self._looking = True
+                threading.Thread(
+                    target=self._look, name="kvwire counter", daemon=True
+                ).start()
+        return done
 
     def _look(self) -> None:
         while True:
-            position = self.position
+            word = int(self._value[0])
             with self._lock:
-                done = [t for t in self._waiting if t.is_before(position)]
-                self._waiting = [t for t in self._waiting if not t.is_before(position)]
-            for tick in done:
-                tick.settle(None)
+                over = [done for value, done in self._waiting if word > value]
+                self._waiting = [one for one in self._waiting if word <= one[0]]
+            for done in over:
+                done.set_result(None)
             with self._lock:
                 if not self._waiting:
                     self._looking = False
@@ -159,66 +143,14 @@ class GraphReplay(NamedTuple):
         """Return what the graph adds the number of its layers to."""
         return self.generation << _LAYER_BITS
 
-    def layer(self, layer: int) -> LayerDone:
+    def layer(self, layer: int) -> Future[None]:
         """Return what is done when a layer of this pass is, for ``after=``.
+
+        It fails with :exc:`RequestCancelled` if the counter is closed before.
 
         Raises:
             UsageError: The model has no such layer.
         """
         if not 0 <= layer < self.counter.layers:
             raise UsageError(f"layer {layer}: the counter has {self.counter.layers}")
-        return LayerDone(self.counter, self.generation, layer)
-
-
-class LayerDone:
-    """Says that one layer of one pass is done; waited for as a future is."""
-
-    def __init__(self, counter: LayerCounter, generation: int, layer: int) -> None:
-        self._counter = counter
-        self._generation = generation
-        self._layer = layer
-        self._lock = threading.Lock()
-        self._settled = False
-        self._error: Exception | None = None
-        self._calls: list[Callable[[Any], object]] = []
-
-    def is_before(self, position: Position) -> bool:
-        """Tell whether the device has come so far."""
-        return position.has_done(self._generation, self._layer)
-
-    def done(self) -> bool:
-        """Tell whether its outcome is known."""
-        return self._settled or self.is_before(self._counter.position)
-
-    def result(self) -> None:
-        """Return nothing, once it is done.
-
-        Raises:
-            RequestCancelled: The counter was closed before.
-        """
-        if self._error is not None:
-            raise self._error
-
-    def add_done_callback(self, call: Callable[[Any], object]) -> None:
-        """Call with this object when it is done, from any thread; at once if it is."""
-        if not self.done():
-            with self._lock:
-                if not self._settled:
-                    first = not self._calls
-                    self._calls.append(call)  # bounded: SEGMENTS_MAX
-                    if first:
-                        self._counter.watch(self)
-                    return
-        call(self)
-
-    def settle(self, error: Exception | None) -> None:
-        """End it: it is done, or never will be."""
-        with self._lock:
-            self._settled, self._error = True, error
-            calls, self._calls = self._calls, []
-        for call in calls:
-            try:
-                call(self)
-            except Exception:
-                # As futures do: the thread that looks has others to tell.
-                logger.exception("a callback of a layer counter")
+        return self.counter.behind(self.base + layer)
