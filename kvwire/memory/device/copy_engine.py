@@ -49,12 +49,10 @@ class CopyEngine:
         self.ops = ops
         self.slot_bytes = slot_bytes
         self.failed = ""
-        self.outbound: _CopyDirection = _CopyDirection(
-            ops, call_soon, slot_bytes, "out of"
-        )
-        self.inbound: _CopyDirection = _CopyDirection(
-            ops, call_soon, slot_bytes, "into"
-        )
+        self.outbound: WatchedStream = WatchedStream(ops, call_soon, "out of")
+        self.inbound: WatchedStream = WatchedStream(ops, call_soon, "into")
+        self._gathered: Fragments = self.outbound.stream.buffer(slot_bytes)
+        self._packed: Fragments = self.inbound.stream.buffer(slot_bytes)
 
     @property
     def landed(self) -> Event:
@@ -66,25 +64,24 @@ class CopyEngine:
 
         Both stay as they are, and alive, until ``done`` is called on the loop.
         """
-        direction, stream = self.outbound, self.outbound.stream
-        if len(source) <= RUNS_MAX:
-            stream.to_host(source, slot)
-        else:
-            gathered = direction.scratch.slice(0, source.nbytes)
+        stream = self.outbound.stream
+        if len(source) > RUNS_MAX:
+            gathered = self._gathered.slice(0, source.nbytes)
             stream.gather(source, gathered)
-            stream.to_host(gathered, slot)
-        direction.watch(done)
+            source = gathered
+        stream.to_host(source, slot)
+        self.outbound.watch(done)
 
     def to_device(self, slot: memoryview, into: Fragments, done: Done) -> None:
         """Copy a pinned slot into device memory of the same length; as ``to_host``."""
-        direction, stream = self.inbound, self.inbound.stream
-        if len(into) <= RUNS_MAX:
-            stream.to_device(slot, into)
-        else:
-            packed = direction.scratch.slice(0, into.nbytes)
+        stream = self.inbound.stream
+        if len(into) > RUNS_MAX:
+            packed = self._packed.slice(0, into.nbytes)
             stream.to_device(slot, packed)
             stream.scatter(packed, into)
-        direction.watch(done)
+        else:
+            stream.to_device(slot, into)
+        self.inbound.watch(done)
 
     def close(self) -> None:
         """Let go of the streams once their work is done; never blocks."""
@@ -109,7 +106,7 @@ class StreamWaiters:
         self._lock = threading.Lock()
         self._turn = itertools.cycle(range(_WAITERS))
         # Made with the first transfer that needs it.
-        self._waiters: dict[int, tuple[Stream, CompletionThread]] = {}
+        self._waiters: dict[int, WatchedStream] = {}
 
     def assign(self) -> int:
         """Pick a transfer's waiter, for all its events. From any thread."""
@@ -119,47 +116,45 @@ class StreamWaiters:
         """Call ``done`` on the loop when the event has fired. From any thread."""
         with self._lock:
             if waiter not in self._waiters:
-                completions = CompletionThread(
-                    f"kvwire {self._ops.device} waiter", self._call_soon
+                self._waiters[waiter] = WatchedStream(
+                    self._ops, self._call_soon, "waiter of"
                 )
-                self._waiters[waiter] = self._ops.stream(), completions
-            stream, completions = self._waiters[waiter]
-            stream.wait(event)
-            completions.watch(stream.record(), done)
+            self._waiters[waiter].stream.wait(event)
+            self._waiters[waiter].watch(done)
 
     def close(self) -> None:
         """End the threads once every event has fired; never blocks."""
         with self._lock:
-            for stream, completions in self._waiters.values():
-                stream.close()
-                completions.close()
+            for waiter in self._waiters.values():
+                waiter.close()
 
 
-class _CopyDirection:
-    """Owns a stream, its completion thread, and memory to gather in."""
+class WatchedStream:
+    """Owns a stream of a device, and the thread that tells of its events.
 
-    def __init__(
-        self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int, name: str
-    ) -> None:
+    Attributes:
+        last: The last event that has fired.
+    """
+
+    def __init__(self, ops: DeviceOps, call_soon: CallSoon, name: str) -> None:
         self.stream: Stream = ops.stream()
-        self.scratch: Fragments = self.stream.buffer(slot_bytes)
-        self.completions: CompletionThread = CompletionThread(
-            f"kvwire {name} {ops.device}", call_soon
-        )
         self.last: Event | None = None
+        self._completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
 
     def watch(self, done: Done) -> None:
+        """Call ``done`` on the loop when all that is queued by now is over."""
         event = self.stream.record()
 
         def fired(error: Exception | None) -> None:
             self.last = event
             done(error)
 
-        self.completions.watch(event, fired)
+        self._completions.watch(event, fired)
 
     def close(self) -> None:
+        """Let go of the stream once its work is done; never blocks."""
         self.stream.close()
-        self.completions.close()
+        self._completions.close()
 
 
 class CompletionThread:
@@ -177,7 +172,6 @@ class CompletionThread:
     """
 
     def __init__(self, name: str, call_soon: CallSoon) -> None:
-        self.watched: int = 0
         self._name = name
         self._call_soon = call_soon
         self._queue: queue.SimpleQueue[tuple[Event, Done] | None] = queue.SimpleQueue()
@@ -196,7 +190,6 @@ class CompletionThread:
                 )
                 thread.start()
                 self._thread = thread
-            self.watched += 1
             self._queue.put((event, done))
 
     def close(self) -> None:
@@ -235,7 +228,6 @@ class CompletionThread:
     def _deliver(self) -> None:
         with self._lock:
             fired, self._fired = self._fired, []
-            self.watched -= len(fired)
         for done, error in fired:
             try:
                 done(error)

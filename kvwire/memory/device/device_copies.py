@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Final
 
@@ -98,74 +97,51 @@ class _DeviceCopier:
     def copy(self, source: Fragments, destination: Fragments, after: object) -> None:
         out = source.device is not None
         lock, slots = self._outbound if out else self._inbound
-        move = self._out if out else self._into
+        way = self._engine.outbound if out else self._engine.inbound
         with lock:
             try:
                 if self._engine.failed:
                     raise RuntimeError(self._engine.failed)
-                move(source, destination, after, slots)
+                way.stream.wait(after)
+                self._copy_pieces(source, destination, slots, out=out)
             except Exception as exc:
                 self._engine.failed = str(exc)
                 device = self._engine.ops.device
                 raise DeviceFailed(f"{device} failed: {exc}") from exc
 
-    def _out(
+    def _copy_pieces(
         self,
-        cache: Fragments,
-        images: Fragments,
-        after: object,
+        source: Fragments,
+        destination: Fragments,
         slots: list[memoryview],
+        *,
+        out: bool,
     ) -> None:
-        done: SimpleQueue[Exception | None] = SimpleQueue()
-        self._engine.outbound.stream.wait(after)
-        filling: deque[tuple[memoryview, Fragments]] = deque()  # bounded: _SLOTS
+        fired: SimpleQueue[Exception | None] = SimpleQueue()
+        moving: deque[tuple[memoryview, Fragments]] = deque()  # bounded: _SLOTS
 
-        def empty_oldest() -> None:
-            _fired(done)
-            copy(*filling.popleft())
+        def end_oldest() -> None:
+            if (error := fired.get()) is not None:  # asleep until then
+                raise error
+            slot, target = moving.popleft()
+            if out:
+                copy(slot, target)
 
-        for begin, nbytes, slot in _pieces(cache.nbytes, slots):
-            if len(filling) == _SLOTS:
-                empty_oldest()
-            self._engine.to_host(cache.slice(begin, nbytes), slot, done.put)
-            filling.append((slot, images.slice(begin, nbytes)))
-        while filling:
-            empty_oldest()
-
-    def _into(
-        self,
-        images: Fragments,
-        cache: Fragments,
-        after: object,
-        slots: list[memoryview],
-    ) -> None:
-        done: SimpleQueue[Exception | None] = SimpleQueue()
-        self._engine.inbound.stream.wait(after)
-        under_way = 0
-        for begin, nbytes, slot in _pieces(images.nbytes, slots):
-            if under_way == _SLOTS:
-                _fired(done)
-                under_way -= 1
-            copy(images.slice(begin, nbytes), slot)
-            self._engine.to_device(slot, cache.slice(begin, nbytes), done.put)
-            under_way += 1
-        for _ in range(under_way):
-            _fired(done)
+        for number, begin in enumerate(range(0, source.nbytes, STORE_PIECE_BYTES)):
+            nbytes = min(STORE_PIECE_BYTES, source.nbytes - begin)
+            piece = source.slice(begin, nbytes)
+            target = destination.slice(begin, nbytes)
+            if len(moving) == _SLOTS:
+                end_oldest()
+            slot = slots[number % _SLOTS][:nbytes]
+            if out:
+                self._engine.to_host(piece, slot, fired.put)
+            else:
+                copy(piece, slot)
+                self._engine.to_device(slot, target, fired.put)
+            moving.append((slot, target))
+        while moving:
+            end_oldest()
 
     def close(self) -> None:
         self._engine.close()
-
-
-def _pieces(
-    nbytes: int, slots: list[memoryview]
-) -> Iterator[tuple[int, int, memoryview]]:
-    """Where each piece begins, its bytes, and the slot that it goes through."""
-    for number, begin in enumerate(range(0, nbytes, STORE_PIECE_BYTES)):
-        length = min(STORE_PIECE_BYTES, nbytes - begin)
-        yield begin, length, slots[number % _SLOTS][:length]
-
-
-def _fired(done: SimpleQueue[Exception | None]) -> None:
-    """Wait for the oldest piece, asleep."""
-    if (error := done.get()) is not None:
-        raise error
