@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from kvwire.clock import yields_before_raising
 from kvwire.driver.loop_thread import AsyncWith, LoopThread
 from kvwire.errors import ClosedOK, UsageError, wrong_type
+from kvwire.kv.blocks import Bits
 from kvwire.kv.paged import PagedCache
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.index import Keys
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of
 from kvwire.store.tier_stack import TierStack
@@ -52,7 +53,8 @@ class StoreManagement(AsyncWith):
         Cancel safety: safe, it may be called again.
         """
         self._check("BlockStore.delete", cache)
-        for keys in self._keys(hashes, cache, hash_tokens, tenant).values():
+        namespaces = self._namespaces(cache, hash_tokens, tenant)
+        for keys in self._keys(hashes, namespaces).values():
             await self._tiers.delete(keys)
 
     @yields_before_raising
@@ -82,11 +84,7 @@ class StoreManagement(AsyncWith):
         self._tiers.tenants.require(tenant)
         known = [s for s in self._tiers.namespaces.values() if s.tenant == tenant]
         if cache is not None:
-            known = [
-                found
-                for name in cache.groups
-                if (found := self._namespace(name, cache, hash_tokens, tenant))
-            ]
+            known = list(self._namespaces(cache, hash_tokens, tenant).values())
         for namespace in known:
             await self._tiers.delete_namespace(namespace.digest)
 
@@ -122,9 +120,9 @@ class StoreManagement(AsyncWith):
         Cancel safety: safe, it may be called again.
         """
         self._check("BlockStore.pin", cache)
-        (keys,) = self._keys(hashes, cache, hash_tokens, tenant).values()
-        pinned = await self._tiers.pin(keys, pinned=True)
-        return pinned.size if pinned.all() else int(pinned.argmin())
+        namespaces = self._namespaces(cache, hash_tokens, tenant)
+        (keys,) = self._keys(hashes, namespaces).values()
+        return leading(await self._tiers.pin(keys, pinned=True))
 
     @yields_before_raising
     async def unpin(
@@ -150,7 +148,8 @@ class StoreManagement(AsyncWith):
         Cancel safety: safe, it may be called again.
         """
         self._check("BlockStore.unpin", cache)
-        (keys,) = self._keys(hashes, cache, hash_tokens, tenant).values()
+        namespaces = self._namespaces(cache, hash_tokens, tenant)
+        (keys,) = self._keys(hashes, namespaces).values()
         await self._tiers.pin(keys, pinned=False)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
@@ -180,47 +179,53 @@ class StoreManagement(AsyncWith):
         if not (isinstance(cache, PagedCache) or (optional and cache is None)):
             raise wrong_type("cache", cache, "a kvwire.PagedCache")
 
-    def _keys(
-        self,
-        hashes: Hashes,
-        cache: PagedCache,
-        hash_tokens: HashTokens,
-        tenant: str,
-    ) -> dict[str, Keys]:
-        """Return the keys of some hashes, by group."""
-        keys = {}
-        for name, listed in by_group(hashes, tuple(cache.groups)).items():
-            namespace = self._namespace(name, cache, hash_tokens, tenant)
-            assert namespace is not None, "a cache was given"
-            keys[name] = as_keys(keys_of(listed, namespace))
-        return keys
-
-    def _namespace(
-        self,
-        group: str,
-        cache: PagedCache | None,
-        hash_tokens: HashTokens,
-        tenant: str,
-    ) -> Namespace | None:
-        """Return the namespace that a group's hashes are in, if there is one yet."""
+    def _namespaces(
+        self, cache: PagedCache, hash_tokens: HashTokens, tenant: str
+    ) -> dict[str, Namespace]:
+        """Return the namespace of each group of a cache."""
         if tenant:
             self._tiers.tenants.require(tenant)
-        tokens = hash_tokens
+        groups, lossy = cache.groups, self._tiers.lossy
+        tokens: Mapping[str, int | None]
         if isinstance(hash_tokens, Mapping):
-            tokens = hash_tokens.get(group)
-        if cache is not None:
-            if group not in cache.groups:
-                raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
-            return namespace_of(cache.groups[group], tokens, tenant)  # type: ignore[arg-type]
-        known = [
-            space
-            for space in self._tiers.namespaces.values()
-            if (space.group, space.tenant) == (group, tenant)
-        ]
-        if len(known) > 1:
-            fields = ", ".join(known[0].differing(known[1]))
-            raise UsageError(
-                f"match: this store has blocks of group {group!r} for caches that "
-                f"differ in {fields}; pass cache="
-            )
-        return known[0] if known else None
+            tokens = hash_tokens
+        else:
+            tokens = dict.fromkeys(groups, hash_tokens)
+        if tokens.keys() - groups.keys():
+            raise UsageError(f"hash_tokens: the groups are {', '.join(groups)}")
+        return {
+            name: namespace_of(group, tokens.get(name), tenant, lossy)
+            for name, group in groups.items()
+        }
+
+    def _known_namespaces(self, hashes: Hashes, tenant: str) -> dict[str, Namespace]:
+        """Return the namespaces that hashes without a cache are of, as far as known."""
+        if tenant:
+            self._tiers.tenants.require(tenant)
+        found: dict[str, Namespace] = {}
+        for namespace in self._tiers.namespaces.values():
+            group = namespace.group
+            if namespace.tenant != tenant:
+                continue
+            if isinstance(hashes, Mapping) and group not in hashes:
+                continue
+            if group in found:
+                fields = ", ".join(found[group].differing(namespace))
+                raise UsageError(
+                    f"match: this store has blocks of group {group!r} for caches that "
+                    f"differ in {fields}; pass cache="
+                )
+            found[group] = namespace
+        return found
+
+    def _keys(
+        self, hashes: Hashes, namespaces: Mapping[str, Namespace]
+    ) -> dict[str, Keys]:
+        """Return the keys of some hashes, by group."""
+        listed = by_group(hashes, tuple(namespaces))
+        return {name: keys_of(some, namespaces[name]) for name, some in listed.items()}
+
+
+def leading(there: Bits) -> int:
+    """Return how many blocks are there up to the first that is not."""
+    return there.size if there.all() else int(there.argmin())

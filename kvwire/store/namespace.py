@@ -17,6 +17,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
+from operator import xor
 from typing import Final
 
 from kvwire.errors import UsageError
@@ -46,19 +47,25 @@ class Namespace:
         group: The group's name.
         spec: What it holds; its ``block_tokens`` are those that a hash stands for.
         tenant: Whose they are; "" where nobody is told from others.
-        digest: 16 bytes that are equal exactly if group, spec and tenant are.
+        lossy: The codec that their bits are lost by below memory; "" for none.
+        digest: 16 bytes that are equal exactly if group, spec, tenant and loss are.
         image_bytes: Bytes of one block.
     """
 
     group: str = field(compare=False)
     spec: KVSpec = field(compare=False)
     tenant: str = field(default="", compare=False)
+    lossy: str = field(default="", compare=False)
     digest: bytes = field(init=False)
     image_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         named = sha256(repr((self.group, self.spec.to_pairs())).encode())
         digest = of_tenant(named.digest()[:DIGEST_BYTES], self.tenant)
+        if self.lossy:
+            # A key names one content for ever, and what is lost makes another one.
+            mask = sha256(self.lossy.encode()).digest()[:DIGEST_BYTES]
+            digest = bytes(map(xor, digest, mask))
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "image_bytes", self.spec.block_bytes)
 
@@ -77,13 +84,12 @@ def of_tenant(digest: bytes, tenant: str) -> bytes:
 
 
 def namespace_of(
-    group: CacheGroup, hash_tokens: int | None, tenant: str = ""
+    group: CacheGroup, hash_tokens: int | None, tenant: str = "", lossy: str = ""
 ) -> Namespace:
     """Return the namespace of the blocks of a cache group."""
-    if hash_tokens is None:
-        return _namespace(group.name, group.spec, group.spec.block_tokens, tenant)
+    tokens = group.spec.block_tokens if hash_tokens is None else hash_tokens
     try:
-        return _namespace(group.name, group.spec, hash_tokens, tenant)
+        return _namespace(group.name, group.spec, tokens, tenant, lossy)
     except (UsageError, TypeError):
         raise UsageError(f"hash_tokens={hash_tokens!r}: tokens of one hash") from None
 
@@ -95,10 +101,12 @@ def order_of(group: CacheGroup) -> int:
 
 # Each call of a store names those of its caches, which are few.
 @lru_cache(256)
-def _namespace(name: str, spec: KVSpec, block_tokens: int, tenant: str) -> Namespace:
+def _namespace(
+    name: str, spec: KVSpec, block_tokens: int, tenant: str, lossy: str
+) -> Namespace:
     if block_tokens != spec.block_tokens:
         spec = replace(spec, block_tokens=block_tokens)
-    return Namespace(name, spec, tenant)
+    return Namespace(name, spec, tenant, lossy)
 
 
 @lru_cache(len(ORDERS) * 6)

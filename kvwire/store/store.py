@@ -20,23 +20,22 @@ from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
-import numpy as np
 
 from kvwire.clock import yields_before_raising
 from kvwire.driver.loop_thread import LoopThread, Opening
 from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import UsageError, nearest
-from kvwire.kv.blocks import Bits, Blocks
+from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
-from kvwire.kv.plan import PlanSide, TransferPlan
+from kvwire.kv.plan import TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
-from kvwire.store.index import Index, as_keys
-from kvwire.store.management import HashTokens, StoreManagement
+from kvwire.store.index import Index
+from kvwire.store.management import HashTokens, StoreManagement, leading
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import (
@@ -52,13 +51,8 @@ from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack
 from kvwire.store.tiers.base import Tier, TierStats
-from kvwire.store.tiers.registry import (
-    ELSEWHERE,
-    PASSAGE,
-    codec_of,
-    open_tier,
-    require_one_loss,
-)
+from kvwire.store.tiers.coded import codec_of
+from kvwire.store.tiers.registry import ELSEWHERE, PASSAGE, one_loss, open_tier
 from kvwire.store.tiers.slabs import Slabs
 
 T = TypeVar("T")
@@ -184,11 +178,18 @@ class BlockStore(StoreManagement):
         Cancel safety: safe, it only looks.
         """
         self._check("BlockStore.match", cache, optional=True)
-        found: dict[str, int] = {}
-        groups = tuple(cache.groups) if cache else self._groups(hashes)
+        if cache is not None:
+            namespaces = self._namespaces(cache, hash_tokens, tenant)
+            groups = tuple(namespaces)
+        else:
+            namespaces = self._known_namespaces(hashes, tenant)
+            named = hashes if isinstance(hashes, Mapping) else namespaces
+            groups = tuple(named) or ("",)
+        found = dict.fromkeys(groups, 0)
         for name, listed in by_group(hashes, groups).items():
-            there = await self._present(name, listed, cache, hash_tokens, tenant)
-            found[name] = there.size if there.all() else int(there.argmin())
+            if name in namespaces:
+                keys = keys_of(listed, namespaces[name])
+                found[name] = leading(await self._tiers.find(keys))
         return found if isinstance(hashes, Mapping) else next(iter(found.values()))
 
     @yields_before_raising
@@ -206,10 +207,8 @@ class BlockStore(StoreManagement):
         Cancel safety: safe, it only looks.
         """
         self._check("BlockStore.present", cache)
-        ((name, listed),) = by_group(hashes, tuple(cache.groups)).items()
-        found: list[bool] = (
-            await self._present(name, listed, cache, None, "")
-        ).tolist()
+        (keys,) = self._keys(hashes, self._namespaces(cache, None, "")).values()
+        found: list[bool] = (await self._tiers.find(keys)).tolist()
         return found
 
     def put(
@@ -248,14 +247,9 @@ class BlockStore(StoreManagement):
         Cancel safety: cancelling the await stops the waiting and not the put; its
             blocks are free when ``drained()`` of the request returns.
         """
-        self._check("BlockStore.put", cache)
-        if after is not None or cache.device is not None:
-            after = self._threads.devices.prepare(cache.device, after)
-        plan, requests = self._plan(
-            hashes, cache, blocks, hash_tokens, tenant, PlanSide.PRODUCER
+        return self._move(
+            PutOperation, hashes, cache, blocks, hash_tokens, tenant, after
         )
-        work = PutOperation(self._tiers, requests, after)
-        return StoreRequest(work, self._begin(work, work.run_as(plan)), self._thread)
 
     def get(
         self,
@@ -290,14 +284,9 @@ class BlockStore(StoreManagement):
         Cancel safety: cancelling the await stops the waiting and not the get; its
             blocks are free when ``drained()`` of the request returns.
         """
-        self._check("BlockStore.get", cache)
-        if after is not None or cache.device is not None:
-            after = self._threads.devices.prepare(cache.device, after)
-        plan, requests = self._plan(
-            hashes, cache, blocks, hash_tokens, tenant, PlanSide.CONSUMER
+        return self._move(
+            GetOperation, hashes, cache, blocks, hash_tokens, tenant, after
         )
-        work = GetOperation(self._tiers, requests, after)
-        return StoreRequest(work, self._begin(work, work.run_as(plan)), self._thread)
 
     # --- the store --------------------------------------------------------------------
 
@@ -363,38 +352,29 @@ class BlockStore(StoreManagement):
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _present(
+    def _move(
         self,
-        group: str,
-        hashes: Sequence[bytes],
-        cache: PagedCache | None,
-        hash_tokens: HashTokens,
-        tenant: str,
-    ) -> Bits:
-        """Return which blocks of a group are in some tier."""
-        namespace = self._namespace(group, cache, hash_tokens, tenant)
-        if namespace is None or not hashes:
-            return np.zeros(len(hashes), np.bool_)
-        return await self._tiers.find(as_keys(keys_of(hashes, namespace)))
-
-    def _plan(
-        self,
+        kind: type[PutOperation | GetOperation],
         hashes: Hashes,
         cache: PagedCache,
         blocks: Blocks,
         hash_tokens: HashTokens,
         tenant: str,
-        side: PlanSide,
-    ) -> tuple[TransferPlan, tuple[GroupRequest, ...]]:
-        """Return the call as a transfer from or to a peer that has the images."""
-        if tenant:
-            self._tiers.tenants.require(tenant)
+        after: object,
+    ) -> StoreRequest:
+        """Begin a put or get, as a transfer to or from a peer that has the images."""
+        self._check(f"BlockStore.{kind.verb}", cache)
+        if after is not None or cache.device is not None:
+            after = self._threads.devices.prepare(cache.device, after)
         lists = cache.block_lists(blocks)
-        requests = group_requests(cache, lists, hashes, hash_tokens, tenant)
+        namespaces = self._namespaces(cache, hash_tokens, tenant)
+        requests = group_requests(cache, lists, hashes, namespaces)
         # A template knows its descriptions by identity, so each has to be made once.
         key = tuple((one.namespace.digest, len(one)) for one in requests)
         images = computed_once(cache, key, lambda: _images(requests))
-        return TransferPlan(cache, lists, images, side), requests
+        plan = TransferPlan(cache, lists, images, kind.side)
+        work = kind(self._tiers, requests, after)
+        return StoreRequest(work, self._begin(work, work.run_as(plan)), self._thread)
 
     def _begin(self, work: Operation, run: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start to move blocks; a close waits for it."""
@@ -431,13 +411,6 @@ class BlockStore(StoreManagement):
         while self._live:
             await asyncio.wait((next(iter(self._live)),))
         await self._tiers.memory.settle()
-
-    def _groups(self, hashes: Hashes) -> tuple[str, ...]:
-        """Return the groups that hashes without a cache may be of."""
-        if isinstance(hashes, Mapping):
-            return tuple(hashes)
-        names = {namespace.group for namespace in self._tiers.namespaces.values()}
-        return tuple(sorted(names)) or ("",)
 
 
 def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
@@ -479,11 +452,10 @@ class OpeningStore(Opening):
                 f"memory, so begin with memory:SIZE"
             )
         codec_of(self._tiers[0])
-        require_one_loss(self._tiers[1:])
-        lossy = [one for one in map(codec_of, self._tiers[1:]) if one and one.lossy]
+        lossy = one_loss(self._tiers[1:])
         if lossy and len(self._tenants):
             raise UsageError(
-                f"tenants: codec={lossy[0].name} loses bits, and whose its blocks are "
+                f"tenants: codec={lossy} loses bits, and whose its blocks are "
                 f"is lost at a restart; use a codec without loss for tenants"
             )
         self._write: Write = write

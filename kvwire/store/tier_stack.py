@@ -41,11 +41,14 @@ class TierStack:
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
         self.threads = threads
-        self.namespaces: dict[bytes, Namespace] = {
-            namespace.digest: namespace
+        # All that lose bits have one codec.
+        self.lossy: str = max((tier.lossy for tier in below), default="")
+        known = (
+            Namespace(one.group, one.spec, one.tenant, self.lossy)
             for tier in below
-            for namespace in tier.namespaces()
-        }
+            for one in tier.namespaces()
+        )
+        self.namespaces: dict[bytes, Namespace] = {one.digest: one for one in known}
 
     async def find(self, keys: Keys) -> Bits:
         """Return which blocks are in some tier.

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvwire.kv.fragments import Fragments
-from kvwire.store.cleanup import run_to_completion
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
@@ -29,7 +28,7 @@ class FakeTier(Tier):
     """
 
     def __init__(self, name: str = "fake", *, durable: bool = True) -> None:
-        self.name = name
+        super().__init__(name)
         self.durable = durable
         self.orders: dict[bytes, int] = {}
         self.written: list[list[bytes]] = []
@@ -48,18 +47,18 @@ class FakeTier(Tier):
         found = [self.orders.get(key, ABSENT) for key in keys.tolist()]
         return np.array(found, np.uint8)
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         self.moving.append(batch.images)
         try:
             if self.before is not None:
-                await run_to_completion(self.before())
+                await self.before()
         finally:
             self.moving.remove(batch.images)
         self.written.append(batch.keys.tolist())
         self.orders |= zip(batch.keys.tolist(), batch.orders.tolist(), strict=True)
         return np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
 
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """See Tier; it has no bytes to give."""
         return np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
 
@@ -76,9 +75,6 @@ class FakeTier(Tier):
 
     def stats(self) -> TierStats:
         return TierStats(blocks=len(self.orders))
-
-    async def flush(self) -> None:
-        """See Tier."""
 
     async def close(self) -> None:
         self.closes += 1

@@ -6,7 +6,6 @@ import asyncio
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvwire import BlockStore, UsageError
@@ -116,7 +115,7 @@ async def test_what_a_disk_cannot_note_is_not_pinned(tmp_path: Path) -> None:
         await store.put(A + B, cache, range(8))
         assert await store.match(A, cache) == 4
         (tier,) = store._tiers.below
-        rows = tier.inner._rows  # type: ignore[attr-defined]
+        rows = tier._rows  # type: ignore[attr-defined]
         rows._db.execute("DROP TABLE pins")
         assert await store.pin(A, cache) < 4
         assert "no such table" in store.report[tiers[1]]
@@ -150,7 +149,7 @@ async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(
         index = store._tiers.memory.index
         index._now = lambda: time.time() + 3601
         (tier,) = store._tiers.below
-        tier.inner._index._now = index._now  # type: ignore[attr-defined]
+        tier._index._now = index._now  # type: ignore[attr-defined]
         assert await store.match(hashes[:4], cache, tenant="t") == 0
         assert await store.match(hashes, cache) == 24
 
@@ -163,14 +162,3 @@ async def test_a_block_that_is_too_large_for_a_quota_says_so(tmp_path: Path) -> 
             put = await store.put(A, cache, range(4), tenant="t")
             assert not put.complete
             assert all(said in why for why in put.missing.reasons)
-
-
-async def test_keys_of_a_tenant_are_its_own() -> None:
-    cache = Filled(seed=1).cache
-    async with BlockStore.open(["memory:64KiB"], tenants=["t", "u"]) as store:
-        keys = [
-            store._keys(A, cache, None, tenant)["kv"].tolist()
-            for tenant in ("", "t", "u")
-        ]
-    assert len({key for some in keys for key in some}) == 12
-    assert np.unique([key[16:] for some in keys for key in some]).size == 4

@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from time import monotonic
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of
-from kvwire.kv.plan import TransferPlan
+from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.cleanup import error_text, gather_all
@@ -33,9 +33,14 @@ class Operation(ABC):
     """Moves the blocks of one call. Subclassed by the two directions.
 
     Attributes:
+        verb: What a caller calls it.
+        side: Which side of a transfer the caller's cache would be.
         drained: Set when nothing touches the caller's blocks any more. A device that
             has failed while it wrote to them may touch them for good.
     """
+
+    verb: ClassVar[str]
+    side: ClassVar[PlanSide]
 
     def __init__(
         self,
@@ -103,11 +108,6 @@ class Operation(ABC):
     def tenant_of(self, request: BlockRequest) -> int:
         """Return the number of whose the blocks of a request are."""
         return self.tiers.tenants.number(request.namespace.tenant)
-
-    @property
-    def verb(self) -> str:
-        """Say whether it is a put or a get."""
-        return type(self).__name__.removesuffix("Operation").lower()
 
     @property
     def blocks(self) -> int:

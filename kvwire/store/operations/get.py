@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids, among, any_of
+from kvwire.kv.plan import PlanSide
 from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.index import Keys, as_keys, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
@@ -32,6 +33,9 @@ _NO_KEYS: Final = as_keys(())
 
 class GetOperation(Operation):
     """Moves the blocks of one get out of the store."""
+
+    verb = "get"
+    side = PlanSide.CONSUMER
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -21,7 +21,7 @@ from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import CacheGroup, PagedCache, computed_once
 from kvwire.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.index import Keys, Orders, as_keys
-from kvwire.store.namespace import ABSENT, ORDERS, Namespace, namespace_of, order_of
+from kvwire.store.namespace import ABSENT, ORDERS, Namespace, order_of
 
 Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 """One hash for each block, of each group of a grouped cache."""
@@ -74,18 +74,17 @@ class GroupRequest(BlockRequest):
         name: str,
         ids: Ids,
         hashes: Sequence[bytes],
-        hash_tokens: int | None,
-        tenant: str,
+        namespace: Namespace,
     ) -> None:
         self._cache = cache
         self.group: CacheGroup = cache.groups[name]
         group = self.group
-        self.namespace = namespace_of(group, hash_tokens, tenant)
+        self.namespace = namespace
         self.order = order_of(group)
-        self.keys = as_keys(keys_of(hashes, self.namespace))
+        self.keys = keys_of(hashes, namespace)
         self._ids = ids
         held = ids.size * group.spec.block_tokens
-        named = len(hashes) * self.namespace.spec.block_tokens
+        named = len(hashes) * namespace.spec.block_tokens
         if held != named:
             raise UsageError(
                 f"hashes: {len(hashes)} of group {group.name!r} stand for {named} "
@@ -141,26 +140,23 @@ def group_requests(
     cache: PagedCache,
     lists: BlockLists,
     hashes: Hashes,
-    hash_tokens: int | Mapping[str, int] | None,
-    tenant: str = "",
+    namespaces: Mapping[str, Namespace],
 ) -> tuple[GroupRequest, ...]:
-    """Return what a call asks of each group of a cache that has blocks."""
+    """Return what a call asks of each group of a cache."""
     named = by_group(hashes, tuple(cache.groups))
-    if named.keys() != cache.groups.keys():
+    if len(named) < len(cache.groups):
         raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
-    if isinstance(hash_tokens, Mapping) and hash_tokens.keys() - cache.groups.keys():
-        raise UsageError(f"hash_tokens: the groups are {', '.join(cache.groups)}")
     return tuple(
-        GroupRequest(
-            cache, name, lists[name], named[name], _of(hash_tokens, name), tenant
-        )
+        GroupRequest(cache, name, lists[name], named[name], namespaces[name])
         for name in cache.groups
     )
 
 
 def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
-    """Return the hashes by group; a plain sequence where there is one."""
+    """Return the hashes of each of these groups, or some; all where there is one."""
     if isinstance(hashes, Mapping):
+        if hashes.keys() - set(groups):
+            raise UsageError(f"hashes: the groups are {', '.join(groups)}")
         return hashes
     if not isinstance(hashes, Sequence):
         raise wrong_type("hashes", hashes, "a list of bytes")
@@ -169,7 +165,7 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
     return {groups[0]: hashes}
 
 
-def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> list[bytes]:
+def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> Keys:
     """Return the keys of some hashes in a namespace."""
     if set(map(type, hashes)) - {bytes}:
         raise UsageError("hashes: one is not bytes; a hash is the same everywhere")
@@ -180,11 +176,7 @@ def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> list[bytes]:
         raise UsageError(
             f"hashes: of {min(lengths)} bytes; 1 to {STORE_HASH_BYTES_MAX} are allowed"
         )
-    return list(map(namespace.digest.__add__, hashes))
-
-
-def _of(hash_tokens: int | Mapping[str, int] | None, group: str) -> int | None:
-    return hash_tokens.get(group) if isinstance(hash_tokens, Mapping) else hash_tokens
+    return as_keys(map(namespace.digest.__add__, hashes))
 
 
 def _woven(stream: Fragments, walk: Canonical, per_hash: int) -> Fragments:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids, any_of
+from kvwire.kv.plan import PlanSide
 from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.index import NO_SLOT, once
 from kvwire.store.operations.base import Operation
@@ -31,6 +32,9 @@ class PutOperation(Operation):
         arrived: Slots that were taken for a single request, and have its images.
             ``NO_SLOT`` is left where one was named: others are still the caller's.
     """
+
+    verb = "put"
+    side = PlanSide.PRODUCER
 
     def __init__(
         self,

@@ -101,12 +101,11 @@ class StoreServer:
                 f"berth_bytes={berth_bytes}: 1 to {STORE_TIER_BYTES_MAX}; a block of "
                 f"every client has to fit"
             )
-        for tier in store._tiers.below:  # noqa: SLF001 - the library's own
-            if tier.lossy:
-                raise UsageError(
-                    f"tier {tier.name!r}: codec={tier.lossy} loses bits, and clients "
-                    f"have not agreed to that; serve it with another codec or none"
-                )
+        if lossy := store._tiers.lossy:  # noqa: SLF001 - the library's own
+            raise UsageError(
+                f"{store.name}: codec={lossy} loses bits, and clients have not agreed "
+                f"to that; serve it with another codec or none"
+            )
         tenants = store._tiers.tenants.listed  # noqa: SLF001 - the library's own
         self._where = Address.parse(address)
         self._labels, self._advertise = labels, advertise

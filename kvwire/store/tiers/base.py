@@ -233,6 +233,10 @@ class Touches:
 class Tier(ABC):
     """Keeps blocks below memory. Subclasses say how blocks get there and back.
 
+    A write or read is run to its end and counted here. What a subclass says nothing of
+    is as where others keep the blocks: nobody is told of uses, nothing is pinned, and
+    how safe a block is that was written is decided there.
+
     Attributes:
         name: How the caller named it, for reports and reasons.
         durable: Whether what it has taken is found again after a restart.
@@ -242,12 +246,15 @@ class Tier(ABC):
         lossy: The codec by which it keeps blocks, if that loses bits; or empty.
     """
 
-    name: str
-    durable: bool
+    durable: bool = False
     error: str = ""
     unavailable_reason: str = ""
     asks: bool = False
     lossy: str = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._counts = TierStats()
 
     @property
     def taking(self) -> bool:
@@ -269,22 +276,33 @@ class Tier(ABC):
         held: Bits = await self.find(keys) != ABSENT
         return held
 
-    @abstractmethod
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Take blocks; those that are there already are touched.
 
         Cancel safety: the write is finished first.
         """
+        results = await run_to_completion(self._write(namespace, batch))
+        self._counts.count(results, written=True)
+        return results
 
-    @abstractmethod
     async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, set the order of each, and touch them.
 
         Cancel safety: the read is finished first.
         """
+        results = await run_to_completion(self._read(namespace, batch))
+        self._counts.count(results, written=False)
+        return results
 
     @abstractmethod
-    def touch(self, keys: Keys) -> None:
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Write blocks, whether the caller is cancelled meanwhile or not."""
+
+    @abstractmethod
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Read blocks, whether the caller is cancelled meanwhile or not."""
+
+    def touch(self, keys: Keys) -> None:  # noqa: B027 - not everybody is told
         """Note blocks used in another tier: here they are not the next to go."""
 
     @abstractmethod
@@ -321,16 +339,15 @@ class Tier(ABC):
         """Return what each tenant has here, by its number; nothing where none does."""
         return ()
 
-    @abstractmethod
     def stats(self) -> TierStats:
-        """Return what is in it."""
+        """Return what was moved, and what is in it if this side counts that."""
+        return self._counts
 
     def namespaces(self) -> Iterable[Namespace]:
         """Return the namespaces of what it had when it was opened."""
         return ()
 
-    @abstractmethod
-    async def flush(self) -> None:
+    async def flush(self) -> None:  # noqa: B027 - see the class
         """Return when what was written survives a power cut as well.
 
         Raises:
@@ -344,54 +361,4 @@ class Tier(ABC):
         """Let go of everything; no other call is under way. Never raises.
 
         Cancel safety: what is held is let go of in any case.
-        """
-
-
-class ElsewhereTier(Tier):
-    """Keeps blocks where others have them as well: at a server or in a bucket.
-
-    Every call is run to its end and counted here; subclasses say how blocks move.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._counts = TierStats()
-
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Take blocks, and count what became of them.
-
-        Cancel safety: the write is finished first.
-        """
-        results = await run_to_completion(self._write(namespace, batch))
-        self._counts.count(results, written=True)
-        return results
-
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Fill images with blocks, and count what became of them.
-
-        Cancel safety: the read is finished first.
-        """
-        results = await run_to_completion(self._read(namespace, batch))
-        self._counts.count(results, written=False)
-        return results
-
-    @abstractmethod
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Write blocks, whether the caller is cancelled meanwhile or not."""
-
-    @abstractmethod
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Read blocks, whether the caller is cancelled meanwhile or not."""
-
-    def touch(self, keys: Keys) -> None:
-        """Do nothing: what was used is not known there."""
-
-    def stats(self) -> TierStats:
-        """Return what this side has moved; what is there is not counted."""
-        return self._counts
-
-    async def flush(self) -> None:
-        """Do nothing: how safe a block is that was written is decided there.
-
-        Cancel safety: safe.
         """

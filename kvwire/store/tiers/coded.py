@@ -1,4 +1,4 @@
-"""A codec in front of a tier: entries go down, images come back.
+"""Tiers that keep entries of a codec: entries go down, images come back.
 
 A put encodes each image, and the tier keeps what is shorter; what does not shrink it
 keeps as it is. A get decodes into the image's own memory, whatever the tier was opened
@@ -6,9 +6,9 @@ with: a length says whether an image or an entry was kept, and an entry which co
 it. So a tier whose ``codec=`` is changed or left out goes on giving what it has.
 
 A codec that loses bits is agreed upon by name. A key names one content for ever, and
-what such a codec gives back is another one: its blocks have keys of their own, made of
-the codec's name. A tier that is opened with another codec does not find them, and
-nobody gets one who has not asked for it.
+what such a codec gives back is another one: its blocks have keys of their own, into
+which the codec's name goes (:mod:`kvwire.store.namespace`). A store that is opened with
+another codec does not find them, and nobody gets one who has not asked for it.
 
 All of it runs on threads. What is being encoded takes as much memory again as the
 images, which are those of a few batches.
@@ -16,32 +16,25 @@ images, which are those of a few batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Mapping
 from functools import partial
-from hashlib import sha256
-from typing import Final
+from typing import ClassVar, Final
 
-import msgspec
 import numpy as np
 
-from kvwire.errors import IntegrityError
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.errors import IntegrityError, UsageError
+from kvwire.kv.blocks import Ids
 from kvwire.kv.codecs.base import BlockCodec, Bytes, form_of
 from kvwire.kv.codecs.entry import decode_entry, encode_entry
+from kvwire.kv.codecs.registry import codec_named
 from kvwire.kv.fragments import Fragments
+from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import gather_all
 from kvwire.store.images import views_of
-from kvwire.store.index import Keys, Orders, as_keys
-from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.namespace import ORDERS, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import (
-    Batch,
-    BlockResult,
-    BlockResults,
-    TenantUse,
-    Tier,
-    TierStats,
-)
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.slabs import rounded
 
 # Lengths of entries in a tier of slots: so many for images of one size. A slab has
@@ -50,56 +43,57 @@ _LENGTHS: Final = 16
 # Threads that encode or decode one batch.
 _LANES: Final = 4
 
+REDIS: Final = ("redis", "rediss", "valkey", "valkeys")
+_NOT_CODED: Final[Mapping[str, str]] = {
+    "memory": "blocks are copied to caches from here; put coded ones into a tier below "
+    "it, which may be in memory: disk:/dev/shm/DIRECTORY?size=SIZE&codec=NAME",
+    "kvwire": "the server's own tiers may have one: kvwire store serve",
+    **dict.fromkeys(
+        (*REDIS, "mooncake"), "values are images; put coded ones into disk or object"
+    ),
+}
+
+
+def codec_of(address: TierAddress) -> BlockCodec | None:
+    """Return the codec that blocks are put with; None for none."""
+    name = address.options.get("codec")
+    if name is None:
+        return None
+    try:
+        if why := _NOT_CODED.get(address.scheme):
+            raise UsageError(f"no codec here; {why}")
+        return codec_named(name)
+    except UsageError as exc:
+        raise UsageError(f"tier {address.text!r}: {exc}") from None
+
 
 class CodedTier(Tier):
-    """Keeps blocks of another tier as entries of a codec."""
+    """Keeps entries where they are shorter than images. Subclassed.
 
-    def __init__(
-        self, inner: Tier, codec: BlockCodec | None, *, slotted: bool = False
-    ) -> None:
-        self.name = inner.name
-        self.durable = inner.durable
-        self.inner: Tier = inner
+    Attributes:
+        slotted: Whether what it keeps is in slots of a few lengths.
+    """
+
+    slotted: ClassVar[bool] = False
+
+    def __init__(self, name: str, codec: BlockCodec | None = None) -> None:
+        super().__init__(name)
         self._codec = codec
-        self._slotted = slotted
         self._threads = Threads()
-        self._error = ""
-        # Blocks that the tier gave and nobody could decode.
-        self._failed = 0
         self.lossy: str = codec.name if codec is not None and codec.lossy else ""
-        named = sha256(self.lossy.encode()).digest()[:DIGEST_BYTES]
-        self._mask = np.frombuffer(named, np.uint8)
 
-    @property
-    def error(self) -> str:  # type: ignore[override]
-        return self.inner.error or self._error
+    @abstractmethod
+    async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Write images or entries; where they are in slots, all of one length."""
 
-    @property
-    def unavailable_reason(self) -> str:  # type: ignore[override]
-        return self.inner.unavailable_reason
+    @abstractmethod
+    async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Read what was written into the memory of images, and tell its sizes."""
 
-    @property
-    def asks(self) -> bool:  # type: ignore[override]
-        return self.inner.asks
-
-    @property
-    def taking(self) -> bool:
-        return self.inner.taking
-
-    async def find(self, keys: Keys) -> Orders:
-        return await self.inner.find(self._kept_as(keys))
-
-    async def holds(self, keys: Keys) -> Bits:
-        return await self.inner.holds(self._kept_as(keys))
-
-    def touch(self, keys: Keys) -> None:
-        self.inner.touch(self._kept_as(keys))
-
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        """Encode images, and let the tier take what came of it."""
-        batch = batch._replace(keys=self._kept_as(batch.keys))
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Encode images, and keep what came of it."""
         if self._codec is None:
-            return await self.inner.write(namespace, batch)
+            return await self._write_entries(namespace, batch)
         room = np.empty((batch.keys.size, namespace.image_bytes), np.uint8)
         lengths = np.zeros(batch.keys.size, np.int64)
 
@@ -109,22 +103,21 @@ class CodedTier(Tier):
 
         await gather_all(*map(encode, _lanes(batch.keys.size)))
         entries = batch._replace(images=_entries(batch.images, room, lengths))
-        if not self._slotted:
-            return await self.inner.write(namespace, entries)
+        if not self.slotted:
+            return await self._write_entries(namespace, entries)
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         for length in sorted(set(lengths.tolist())):
             which = np.flatnonzero(lengths == length)
             part = entries.selected(which)
-            results[which] = await self.inner.write(namespace, part)
+            results[which] = await self._write_entries(namespace, part)
         return results
 
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Read what was kept into the images, and decode it there."""
         sizes = np.zeros(batch.keys.size, np.int64)
-        asked = batch._replace(keys=self._kept_as(batch.keys), sizes=sizes)
-        results = await self.inner.read(namespace, asked)
-        coded = results == BlockResult.LANDED
-        coded &= sizes != namespace.image_bytes
+        asked = batch._replace(sizes=sizes)
+        results = await self._read_entries(namespace, asked)
+        coded = (results == BlockResult.LANDED) & (sizes != namespace.image_bytes)
         which = np.flatnonzero(coded)
 
         async def decode(part: Ids) -> None:
@@ -133,55 +126,7 @@ class CodedTier(Tier):
             results[at] = await self._threads.run(job)
 
         await gather_all(*map(decode, _lanes(which.size)))
-        self._failed += int(np.count_nonzero(results[which]))
         return results
-
-    async def delete(self, keys: Keys) -> None:
-        await self.inner.delete(self._kept_as(keys))
-
-    async def delete_namespace(self, digest: bytes) -> None:
-        (kept_as,) = self._kept_as(as_keys((digest,)))
-        await self.inner.delete_namespace(kept_as)
-
-    async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        return await self.inner.pin(self._kept_as(keys), pinned=pinned)
-
-    def tenant_uses(self) -> tuple[TenantUse, ...]:
-        return self.inner.tenant_uses()
-
-    def stats(self) -> TierStats:
-        """Return what is in the tier; what cannot be decoded has failed."""
-        stats = self.inner.stats()
-        landed = stats.read_blocks - self._failed
-        failed = stats.failed_blocks + self._failed
-        return msgspec.structs.replace(stats, read_blocks=landed, failed_blocks=failed)
-
-    def namespaces(self) -> Iterable[Namespace]:
-        return self.inner.namespaces()
-
-    async def flush(self) -> None:
-        await self.inner.flush()
-
-    async def close(self) -> None:
-        try:
-            await self.inner.close()
-        finally:
-            self._threads.close()
-
-    # --- inside -----------------------------------------------------------------------
-
-    def _kept_as(self, keys: Keys) -> Keys:
-        """Return the keys that the tier has for some blocks."""
-        if not self.lossy:
-            return keys
-        listed = keys.tolist()
-        digests = np.frombuffer(b"".join(k[:DIGEST_BYTES] for k in listed), np.uint8)
-        others = (digests.reshape(-1, DIGEST_BYTES) ^ self._mask).tobytes()
-        starts = range(0, len(others), DIGEST_BYTES)
-        return as_keys(
-            others[at : at + DIGEST_BYTES] + key[DIGEST_BYTES:]
-            for at, key in zip(starts, listed, strict=True)
-        )
 
     # --- on a thread ------------------------------------------------------------------
 
@@ -205,7 +150,7 @@ class CodedTier(Tier):
         """Return the bytes that an entry is kept as, or the image without one."""
         if not nbytes:
             return image_bytes
-        step = rounded(-(-image_bytes // _LENGTHS)) if self._slotted else 1
+        step = rounded(-(-image_bytes // _LENGTHS)) if self.slotted else 1
         return -(-nbytes // step) * step
 
     def _decode(self, namespace: Namespace, batch: Batch) -> BlockResults:
@@ -218,7 +163,7 @@ class CodedTier(Tier):
             try:
                 decode_entry(image[: sizes[at]].copy(), form, image, self.lossy)
             except (IntegrityError, ModuleNotFoundError) as exc:
-                results[at], self._error = BlockResult.FAILED, str(exc)
+                results[at], self.error = BlockResult.FAILED, str(exc)
         return results
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.codecs.base import BlockCodec
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
 from kvwire.store.eviction import EVICTIONS
@@ -40,10 +41,10 @@ from kvwire.store.tiers.base import (
     BlockResult,
     BlockResults,
     TenantUse,
-    Tier,
     TierStats,
     uses_of,
 )
+from kvwire.store.tiers.coded import CodedTier, codec_of
 from kvwire.store.tiers.directory import File, TierDirectory
 from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.memory import InFlightFills
@@ -54,21 +55,21 @@ _SERIALS_PER_S: Final = 1_000_000
 _ERRORS: Final = (OSError, sqlite3.Error)
 
 
-class DiskTier(Tier):
+class DiskTier(CodedTier):
     """Keeps blocks in a file. Made by :meth:`open`."""
 
     durable = True
+    slotted = True
 
     def __init__(
         self,
         name: str,
         directory: TierDirectory,
-        threads: Threads,
         tenants: Tenants,
         evict: str,
+        codec: BlockCodec | None,
     ) -> None:
-        self.name = name
-        self.error = ""
+        super().__init__(name, codec)
         self._directory = directory
         self._rows = directory.index
         self._file = directory.file
@@ -84,10 +85,9 @@ class DiskTier(Tier):
         # Slots whose rows name what is not there any more.
         self._stale: set[int] = set()
         self._serial = 0
-        self._counts = TierStats(size_bytes=nbytes)
+        self._counts.size_bytes = nbytes
         self._in_flight = InFlightFills()
         self._writing = asyncio.Lock()
-        self._threads = threads
         # What a flush has failed with since it was opened.
         self._unflushed = ""
         self._restore()
@@ -104,7 +104,8 @@ class DiskTier(Tier):
 
         Cancel safety: the directory is let go of again.
         """
-        address.require("size", "slab", "sync", "evict")
+        address.require("size", "slab", "sync", "evict", "codec")
+        codec = codec_of(address)
         if not address.place or "size" not in address.options:
             raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
         nbytes = address.size(address.options["size"])
@@ -119,7 +120,7 @@ class DiskTier(Tier):
                 TierDirectory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
             known = tenants or Tenants()
-            return cls(address.text, opened[0], threads, known, evict)
+            return cls(address.text, opened[0], known, evict, codec)
 
         try:
             return await threads.run(open_it)
@@ -127,7 +128,6 @@ class DiskTier(Tier):
             # Also when this was cancelled while the thread was opening it.
             for directory in opened:
                 directory.close(in_order=False)
-            threads.close()
             if _is_full(exc):
                 text = f"the disk has no room for {nbytes} bytes; give it less: ?size="
                 raise UsageError(f"tier {address.text!r}: {text}") from exc
@@ -136,6 +136,8 @@ class DiskTier(Tier):
                 hint = "" if passes else "; delete the directory, or give another one"
                 raise UsageError(f"tier {address.text!r}: {exc}{hint}") from exc
             raise
+        finally:
+            threads.close()
 
     async def find(self, keys: Keys) -> Orders:
         slots = self._index.find(keys)
@@ -153,7 +155,7 @@ class DiskTier(Tier):
         slots = self._index.find(keys)
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
-    async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         results = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
         nbytes = int(batch.images.lengths[0])
         tenant = self._tenants.number(namespace.tenant)
@@ -172,19 +174,21 @@ class DiskTier(Tier):
         held = await self._look(namespace, batch.keys)
         self.touch(batch.keys[held])
         results[held] = BlockResult.LANDED
+        # The caller counts all that is there now, and not all of it was written.
+        self._counts.written_blocks -= int(np.count_nonzero(held))
         lacking = np.flatnonzero(~held)
         if not lacking.size:
             return results
         slots = self._room(nbytes, lacking.size, tenant)
         mine = lacking[: slots.size]
         if mine.size:
-            results[mine] = await self._write(namespace, batch.selected(mine), slots)
+            part = batch.selected(mine)
+            results[mine] = await self._write_to(slots, namespace, part)
         if mine.size < lacking.size:
             self.error = "every slot is being read or written"
-        self._counts.count(results[mine], written=True)
         return results
 
-    async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, and compare them with their checksums."""
         results = np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
         slots = self._index.find(batch.keys)
@@ -208,7 +212,6 @@ class DiskTier(Tier):
             self._index.unpin(part.keys[~bad], slots[~bad])
         if bad.any():
             await self._discard(part.keys[bad], slots[bad])
-        self._counts.count(results, written=False)
         return results
 
     async def delete(self, keys: Keys) -> None:
@@ -306,9 +309,8 @@ class DiskTier(Tier):
         scratch = np.empty(keys.size * namespace.image_bytes, np.uint8)
         images = images_in(scratch, namespace.image_bytes, keys.size)
         sizes = np.zeros(keys.size, np.int64)
-        results = await self.read(
-            namespace, Batch(keys, self._index.orders(slots), images, sizes)
-        )
+        batch = Batch(keys, self._index.orders(slots), images, sizes)
+        results = await self._read_entries(namespace, batch)
         failed = keys[results == BlockResult.FAILED]
         slots = self._index.find(failed)
         failed, slots = failed[slots >= 0], slots[slots >= 0]
@@ -328,8 +330,8 @@ class DiskTier(Tier):
             slots = np.concatenate((slots, more))
         return np.sort(slots)
 
-    async def _write(
-        self, namespace: Namespace, batch: Batch, slots: Ids
+    async def _write_to(
+        self, slots: Ids, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Write images into slots that were taken for them, and name these."""
         self._in_flight.begin(batch.keys)

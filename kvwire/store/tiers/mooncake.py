@@ -53,7 +53,7 @@ from kvwire.store.tiers.base import (
     REFUSED,
     Batch,
     BlockResults,
-    ElsewhereTier,
+    Tier,
 )
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of, read_objects, stage
 
@@ -74,7 +74,7 @@ _NOT_FOUND: Final = -704
 _LOCAL_BYTES: Final = 16 * MIB
 
 
-class MooncakeTier(ElsewhereTier):
+class MooncakeTier(Tier):
     """Keeps blocks in a Mooncake Store. Made by :meth:`open`."""
 
     durable: bool = False

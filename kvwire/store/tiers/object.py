@@ -28,6 +28,7 @@ import numpy as np
 from kvwire.clock import Backoff
 from kvwire.errors import UsageError
 from kvwire.extras import install_command
+from kvwire.kv.codecs.base import BlockCodec
 from kvwire.limits import (
     REASON_CHARS_MAX,
     STORE_OBJECT_ABSENT_S,
@@ -45,8 +46,8 @@ from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import gather_all
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, ElsewhereTier
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
+from kvwire.store.tiers.coded import CodedTier, codec_of
 from kvwire.store.tiers.object_format import (
     HEAD_BYTES,
     ObjectHead,
@@ -58,12 +59,12 @@ from kvwire.store.tiers.object_format import (
 T = TypeVar("T")
 
 # Options of the tier; the others are obstore's.
-_OWN: Final = frozenset({"timeout", "requests"})
+_OWN: Final = frozenset({"timeout", "requests", "codec"})
 # They would be in every report and log that names the tier.
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
 
-class ObjectTier(ElsewhereTier):
+class ObjectTier(CodedTier):
     """Keeps blocks as objects. Made by :meth:`open`."""
 
     def __init__(
@@ -74,10 +75,10 @@ class ObjectTier(ElsewhereTier):
         requests: int = STORE_OBJECT_REQUESTS,
         timeout_s: float = STORE_TIMEOUT_S,
         durable: bool = True,
+        codec: BlockCodec | None = None,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, codec)
         self.durable = durable
-        self.error: str = ""
         import obstore  # noqa: PLC0415 - an extra
 
         self._obstore = obstore
@@ -85,7 +86,6 @@ class ObjectTier(ElsewhereTier):
         self._requests = requests
         self._room = asyncio.Semaphore(requests)
         self._timeout_s = timeout_s
-        self._threads = Threads()
         self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         self._unavailable_until = 0.0
         # The orders of blocks that are there, the ones found last at the end.
@@ -113,6 +113,7 @@ class ObjectTier(ElsewhereTier):
             requests=max(1, int(requests)),
             timeout_s=timeout_s,
             durable=not address.place.startswith("memory:"),
+            codec=codec_of(address),
         )
 
     @property
@@ -180,7 +181,7 @@ class ObjectTier(ElsewhereTier):
         self._has(key, head.order)
         return head.order
 
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         objects = await self._threads.run(partial(packed, batch))
 
@@ -213,7 +214,7 @@ class ObjectTier(ElsewhereTier):
         await self._each(put, range(batch.keys.size))
         return results
 
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
 

@@ -47,7 +47,7 @@ from kvwire.store.tiers.base import (
     Batch,
     BlockResult,
     BlockResults,
-    ElsewhereTier,
+    Tier,
     Touches,
 )
 from kvwire.store.tiers.object_format import (
@@ -90,7 +90,7 @@ _TLS: Final = {
 _PAGE: Final = 1000
 
 
-class RedisTier(ElsewhereTier):
+class RedisTier(Tier):
     """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`."""
 
     durable: bool = False

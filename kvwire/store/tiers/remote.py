@@ -52,14 +52,14 @@ from kvwire.store.tiers.base import (
     REFUSED,
     Batch,
     BlockResults,
-    ElsewhereTier,
+    Tier,
     Touches,
 )
 
 _READ_ONLY: Final = "this server is read-only"
 
 
-class RemoteTier(ElsewhereTier):
+class RemoteTier(Tier):
     """Keeps blocks at a store server. Made by :meth:`open`."""
 
     durable: bool = False

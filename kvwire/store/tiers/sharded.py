@@ -38,7 +38,7 @@ from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, ElsewhereTier
+from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.remote import OPTIONS, RemoteTier, client_config
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
@@ -55,7 +55,7 @@ class _Node:
     opening: asyncio.Task[None]
 
 
-class ShardedTier(ElsewhereTier):
+class ShardedTier(Tier):
     """Keeps each block at one of many store servers. Made by :meth:`open`."""
 
     def __init__(

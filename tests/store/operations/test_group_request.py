@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.spec import KVSpec
 from kvwire.memory.copy import copy
-from kvwire.store.namespace import ORDERS, order_of
+from kvwire.store.namespace import ORDERS, namespace_of, order_of
 from kvwire.store.operations.group_request import GroupRequest
 from tests.kv.reference import Element, Store, shapes
 from tests.store.caches import chain
@@ -68,7 +68,8 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     cache = source.cache()
     group = cache.groups["kv"]
     hashes = chain(int(units))
-    request = GroupRequest(cache, "kv", np.array(ids), hashes, hash_tokens, "")
+    namespace = namespace_of(group, hash_tokens)
+    request = GroupRequest(cache, "kv", np.array(ids), hashes, namespace)
     order = data.draw(st.integers(0, len(ORDERS) - 1))
     some = sorted(data.draw(st.sets(st.integers(0, int(units) - 1), min_size=1)))
 
@@ -81,7 +82,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     assert 0 <= order_of(group) < len(ORDERS)
 
     target = Store(spec, blocks + 1, data.draw(shapes(spec)))
-    there = GroupRequest(target.cache(), "kv", np.array(ids), hashes, hash_tokens, "")
+    there = GroupRequest(target.cache(), "kv", np.array(ids), hashes, namespace)
     into = there.fragments(np.array(some), order)
     assert isinstance(into, Fragments)
     copy(memoryview(images), into)

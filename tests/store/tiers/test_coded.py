@@ -15,7 +15,7 @@ import obstore.store
 
 from kvwire import BlockStore, KVSpec, StoreServer, UsageError
 from kvwire.kv.codecs.registry import CODECS
-from kvwire.store.tiers.coded import CodedTier
+from kvwire.store.tiers.disk import DiskTier
 from tests.store.caches import Filled, chain
 
 # Its threads start with the first request of a process, and stay.
@@ -170,8 +170,8 @@ async def test_entries_of_a_disk_have_few_lengths(tmp_path: Path) -> None:
             spread[: 2 * seed] = np.arange(spread[0].size).reshape(spread[0].shape)
             assert (await store.put(chain(12, str(seed)), source.cache, IDS)).complete
         (tier,) = store._tiers.below
-        assert isinstance(tier, CodedTier)
-        sizes = set(tier.inner._slabs.slot_bytes.tolist())  # type: ignore[attr-defined]
+        assert isinstance(tier, DiskTier)
+        sizes = set(tier._slabs.slot_bytes.tolist())
         assert 2 <= len(sizes - {0}) <= 16
         into = Filled(16, SPEC)
         assert (await store.get(chain(12, "7"), into.cache, IDS)).complete

@@ -134,7 +134,8 @@ async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
     for _ in range(3):
         async with BlockStore.open(tiers(tmp_path)) as store:
             await store.put(hashes, source.cache, IDS[:8])
-            tier = store._tiers.below[0].inner  # type: ignore[attr-defined]
+            (tier,) = store._tiers.below
+            assert isinstance(tier, DiskTier)
             assert (await tier.find(store_keys(hashes, source)) != ABSENT).all()
             # It forgets them, and its index does not.
             named = tier._index.victims(512, 8)
@@ -325,7 +326,7 @@ async def test_a_full_disk_does_not_keep_a_new_model_out_for_ever(
 
 
 def _index_of(store: BlockStore) -> sqlite3.Connection:
-    db: sqlite3.Connection = store._tiers.below[0].inner._rows._db  # type: ignore[attr-defined]
+    db: sqlite3.Connection = store._tiers.below[0]._rows._db  # type: ignore[attr-defined]
     return db
 
 

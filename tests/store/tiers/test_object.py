@@ -23,7 +23,6 @@ from kvwire.extras import install_command
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers import object as object_module
-from kvwire.store.tiers.coded import CodedTier
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from tests.store.caches import SPEC, Filled, chain
@@ -42,10 +41,9 @@ def objects_in(folder: Path) -> list[Path]:
 
 def tier_of(store: BlockStore) -> ObjectTier:
     """The tier below memory."""
-    (coded,) = store._tiers.below
-    assert isinstance(coded, CodedTier)
-    assert isinstance(coded.inner, ObjectTier)
-    return coded.inner
+    (tier,) = store._tiers.below
+    assert isinstance(tier, ObjectTier)
+    return tier
 
 
 def file_of(folder: Path, one: bytes) -> Path:
