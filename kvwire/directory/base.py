@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, ClassVar, TypeAlias
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
@@ -31,7 +31,7 @@ from kvwire.clock import Backoff
 from kvwire.directory.members import Change, Members
 from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
-from kvwire.errors import ClosedOK, UsageError, nearest, shown
+from kvwire.errors import ClosedOK, ConnectError, UsageError, nearest, shown
 from kvwire.limits import (
     CANCEL_AGAIN_S,
     DIRECTORY_RETRY_S,
@@ -120,6 +120,16 @@ class Directory(ABC):
 
         Cancel safety: what is held is let go of in any case.
         """
+
+    @contextmanager
+    def failing(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Raise as ConnectError what the block raises of these kinds, or OSError."""
+        reported: tuple[type[Exception], ...] = (*kinds, OSError)
+        try:
+            yield
+        except reported as exc:
+            text = str(exc) or type(exc).__name__
+            raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
 
     def seconds(self, option: str) -> float:
         """Return an option that is a number of seconds above 0.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -20,7 +20,7 @@ import msgspec
 
 from kvwire.directory.base import Batch
 from kvwire.directory.dns import DnsDirectory
-from kvwire.errors import ConnectError, UsageError
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.limits import (
     DIRECTORY_RETRY_S,
@@ -107,21 +107,22 @@ class KubernetesDirectory(DnsDirectory):
 
         Cancel safety: safe, it only looks.
         """
-        async with self._reported(), self._client() as client:
-            known: dict[str, bytes] = {}
-            while True:
-                version, slices = await self._list(client)
-                known, batch = _changed(known, slices, renew=True)
-                yield batch
-                async with aclosing(self._watch(client, version)) as events:
-                    async for event in events:
-                        name = event.object.metadata.name
-                        slices.pop(name, None)
-                        if event.type != "DELETED":
-                            slices[name] = self._members(event.object)
-                        known, batch = _changed(known, slices, renew=False)
-                        yield batch
-                await asyncio.sleep(DIRECTORY_RETRY_S)
+        known: dict[str, bytes] = {}
+        with self.failing(httpx.HTTPError, msgspec.MsgspecError, UsageError):
+            async with self._client() as client:
+                while True:
+                    version, slices = await self._list(client)
+                    known, batch = _changed(known, slices, renew=True)
+                    yield batch
+                    async with aclosing(self._watch(client, version)) as events:
+                        async for event in events:
+                            name = event.object.metadata.name
+                            slices.pop(name, None)
+                            if event.type != "DELETED":
+                                slices[name] = self._members(event.object)
+                            known, batch = _changed(known, slices, renew=False)
+                            yield batch
+                    await asyncio.sleep(DIRECTORY_RETRY_S)
 
     async def _list(
         self, client: httpx.AsyncClient
@@ -194,15 +195,6 @@ class KubernetesDirectory(DnsDirectory):
             timeout=httpx.Timeout(_CONNECT_S, read=self._interval_s + _SILENCE_S),
             trust_env=False,
         )
-
-    @asynccontextmanager
-    async def _reported(self) -> AsyncIterator[None]:
-        """Raise what the library raises as what this contract promises."""
-        try:
-            yield
-        except (httpx.HTTPError, msgspec.MsgspecError, UsageError, OSError) as exc:
-            text = str(exc) or type(exc).__name__
-            raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
 
 
 def _api_of_pod() -> str:

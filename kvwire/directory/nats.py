@@ -8,14 +8,14 @@ restarted has it again with the next renewal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import ClassVar, Final
 from urllib.parse import urlunsplit
 
 from kvwire.directory.base import Batch, Directory
 from kvwire.directory.record import Record
-from kvwire.errors import ConnectError, UsageError
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.limits import RECORD_BYTES_MAX
 
@@ -66,7 +66,7 @@ class NatsDirectory(Directory):
 
         Cancel safety: it may have been written.
         """
-        async with self._reported():
+        with self._failing():
             await (await self._opened()).put(_name(key), value)
 
     async def erase(self, key: str) -> None:
@@ -74,7 +74,7 @@ class NatsDirectory(Directory):
 
         Cancel safety: it may have been erased.
         """
-        async with self._reported():
+        with self._failing():
             await (await self._opened()).delete(_name(key))
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
@@ -82,7 +82,7 @@ class NatsDirectory(Directory):
 
         Cancel safety: safe, it only looks.
         """
-        async with self._reported():
+        with self._failing():
             client = await self._connected()
             try:
                 entries = await self._subscribed(client)
@@ -155,16 +155,15 @@ class NatsDirectory(Directory):
             max_value_size=4 * RECORD_BYTES_MAX,
         )
 
-    @asynccontextmanager
-    async def _reported(self) -> AsyncIterator[None]:
-        """Raise what the library raises as what this contract promises."""
-        try:
-            yield
-        except (nats.errors.Error, OSError) as exc:
-            # The bucket may be gone with what the server has forgotten.
-            self._bucket = None
-            text = str(exc) or type(exc).__name__
-            raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        with self.failing(nats.errors.Error):
+            try:
+                yield
+            except Exception:
+                # The bucket may be gone with what the server has forgotten.
+                self._bucket = None
+                raise
 
 
 def _name(key: str) -> str:

@@ -10,13 +10,12 @@ third of a lease.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar, Final
 from urllib.parse import urlencode
 
 from kvwire.directory.base import Batch, Directory
-from kvwire.errors import ConnectError, UsageError
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.limits import MEMBERS_MAX
 
@@ -67,37 +66,40 @@ class RedisDirectory(Directory):
 
         Cancel safety: it may have been written.
         """
-        async with self._reported(), self._redis.pipeline(transaction=True) as batch:
-            batch.set(self._prefix + key, value, px=int(lease_s * 1000))
-            batch.publish(self._channel, key.encode() + b"\n" + value)
-            await batch.execute()
+        with self.failing(RedisError):
+            async with self._redis.pipeline(transaction=True) as batch:
+                batch.set(self._prefix + key, value, px=int(lease_s * 1000))
+                batch.publish(self._channel, key.encode() + b"\n" + value)
+                await batch.execute()
 
     async def erase(self, key: str) -> None:
         """See :meth:`Directory.erase`.
 
         Cancel safety: it may have been erased.
         """
-        async with self._reported(), self._redis.pipeline(transaction=True) as batch:
-            batch.delete(self._prefix + key)
-            batch.publish(self._channel, key.encode() + b"\n")
-            await batch.execute()
+        with self.failing(RedisError):
+            async with self._redis.pipeline(transaction=True) as batch:
+                batch.delete(self._prefix + key)
+                batch.publish(self._channel, key.encode() + b"\n")
+                await batch.execute()
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
         """See :meth:`Directory.follow`.
 
         Cancel safety: safe, it only looks.
         """
-        async with self._reported(), self._redis.pubsub() as channel:
-            await channel.subscribe(self._channel)
-            async with asyncio.timeout(_SILENCE_S):
-                while (await self._next(channel))["type"] != "subscribe":
-                    pass
-            yield await self._all()
-            while True:
-                message = await self._next(channel)
-                if message["type"] == "message":
-                    key, _, value = message["data"].partition(b"\n")
-                    yield {key.decode(errors="replace"): value or None}
+        with self.failing(RedisError):
+            async with self._redis.pubsub() as channel:
+                await channel.subscribe(self._channel)
+                async with asyncio.timeout(_SILENCE_S):
+                    while (await self._next(channel))["type"] != "subscribe":
+                        pass
+                yield await self._all()
+                while True:
+                    message = await self._next(channel)
+                    if message["type"] == "message":
+                        key, _, value = message["data"].partition(b"\n")
+                        yield {key.decode(errors="replace"): value or None}
 
     async def disconnect(self) -> None:
         """See :meth:`Directory.disconnect`.
@@ -134,12 +136,3 @@ class RedisDirectory(Directory):
                     key = name.decode(errors="replace").removeprefix(self._prefix)
                     found[key] = value
         return found
-
-    @asynccontextmanager
-    async def _reported(self) -> AsyncIterator[None]:
-        """Raise what the library raises as what this contract promises."""
-        try:
-            yield
-        except (RedisError, OSError) as exc:
-            text = str(exc) or type(exc).__name__
-            raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc

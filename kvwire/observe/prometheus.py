@@ -12,7 +12,7 @@ for what only grows.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvwire import BlockStore, Communicator
@@ -58,6 +58,15 @@ _DISTRIBUTIONS: Final = (
     ("kvwire_transfer_bytes", "KV bytes of a transfer that landed", "nbytes"),
 )
 _OUTCOMES: Final = ("complete", "partial", "failed")
+# Name, what it shows, the field of Communicator.
+_GAUGES: Final = (
+    (
+        "kvwire_quarantined_bytes",
+        "Bytes nobody wants any more that a transport may still touch",
+        "quarantined_bytes",
+    ),
+    ("kvwire_open_transfers", "KV transfers without an outcome", "open_transfers"),
+)
 
 
 class CommunicatorCollector(Collector):
@@ -82,12 +91,12 @@ class CommunicatorCollector(Collector):
         """Yield the numbers of now. From any thread."""
         communicator = self._communicator
         name, counters = communicator.name, communicator.counters
-        for metric, text, field in _COUNTS:
-            count = CounterMetricFamily(metric, text, labels=["communicator"])
-            count.add_metric([name], getattr(counters, field))
-            yield count
+        labels, live = ["communicator"], communicator.live_connections
+        yield from _families(
+            CounterMetricFamily, _COUNTS, labels, [((name,), counters)]
+        )
         ends = CounterMetricFamily(
-            "kvwire_transfers", "KV transfer ends", labels=["communicator", "outcome"]
+            "kvwire_transfers", "KV transfer ends", labels=[*labels, "outcome"]
         )
         for outcome in _OUTCOMES:
             ends.add_metric([name, outcome], getattr(counters, f"transfers_{outcome}"))
@@ -95,43 +104,30 @@ class CommunicatorCollector(Collector):
         open_now = GaugeMetricFamily(
             "kvwire_open_connections",
             "Connections open now, by the transport of their data",
-            labels=["communicator", "transport"],
+            labels=[*labels, "transport"],
         )
-        live = communicator.live_connections
         for transport, number in collections.Counter(c.transport for c in live).items():
             open_now.add_metric([name, transport], number)
         yield open_now
-        waiting = GaugeMetricFamily(
-            "kvwire_quarantined_bytes",
-            "Bytes nobody wants any more that a transport may still touch",
-            labels=["communicator"],
+        yield from _families(
+            GaugeMetricFamily, _GAUGES, labels, [((name,), communicator)]
         )
-        waiting.add_metric([name], communicator.quarantined_bytes)
-        yield waiting
+        unreceived = GaugeMetricFamily(
+            "kvwire_unreceived_messages",
+            "Messages that are here, or announced, and that nobody receives",
+            labels=labels,
+        )
+        unreceived.add_metric([name], sum(sum(c.unreceived.values()) for c in live))
+        yield unreceived
         yield from self._by_peer(name)
         for metric, text, field in _DISTRIBUTIONS:
-            histogram = HistogramMetricFamily(metric, text, labels=["communicator"])
+            histogram = HistogramMetricFamily(metric, text, labels=labels)
             found: Distribution = getattr(self._distributions, field)
             histogram.add_metric([name], found.buckets, found.total)
             yield histogram
 
     def _by_peer(self, name: str) -> Iterator[Metric]:
-        """Yield what is open and what has ended, by peer as far as that is bounded."""
-        unreceived = GaugeMetricFamily(
-            "kvwire_unreceived_messages",
-            "Messages that are here, or announced, and that nobody receives",
-            labels=["communicator"],
-        )
-        live = self._communicator.live_connections
-        unreceived.add_metric([name], sum(sum(c.unreceived.values()) for c in live))
-        yield unreceived
-        open_now = GaugeMetricFamily(
-            "kvwire_open_transfers",
-            "KV transfers without an outcome",
-            labels=["communicator"],
-        )
-        open_now.add_metric([name], self._communicator.open_transfers)
-        yield open_now
+        """Yield what has ended, by peer as far as that is bounded."""
         labels = ["communicator", "peer", "role", "outcome"]
         ends = CounterMetricFamily(
             "kvwire_peer_transfers",
@@ -219,42 +215,43 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the numbers of now. From any thread."""
-        for metric, text, field in _STORE_COUNTS:
-            count = CounterMetricFamily(metric, text, labels=["store"])
-            count.add_metric([self._name], getattr(self._store.counters, field))
-            yield count
-        stats, report = self._store.stats(), self._store.report
+        name, store = self._name, self._store
+        whole = [((name,), store.counters)]
+        yield from _families(CounterMetricFamily, _STORE_COUNTS, ["store"], whole)
         labels = ["store", "tier"]
-        for metric, text, field in _TIER_COUNTS:
-            count = CounterMetricFamily(metric, text, labels=labels)
-            for tier, numbers in stats.items():
-                count.add_metric([self._name, tier], getattr(numbers, field))
-            yield count
-        for metric, text, field in _TIER_GAUGES:
-            gauge = GaugeMetricFamily(metric, text, labels=labels)
-            for tier, numbers in stats.items():
-                gauge.add_metric([self._name, tier], getattr(numbers, field))
-            yield gauge
-        yield from self._by_tenant()
+        tiers = [((name, tier), numbers) for tier, numbers in store.stats().items()]
+        yield from _families(CounterMetricFamily, _TIER_COUNTS, labels, tiers)
+        yield from _families(GaugeMetricFamily, _TIER_GAUGES, labels, tiers)
+        if tenants := store.tenant_stats():
+            counts = [((name, tenant), one.counters) for tenant, one in tenants.items()]
+            uses = [
+                ((name, tier, tenant), use)
+                for tenant, one in tenants.items()
+                for tier, use in one.tiers.items()
+            ]
+            yield from _families(
+                CounterMetricFamily, _TENANT_COUNTS, ["store", "tenant"], counts
+            )
+            yield from _families(
+                GaugeMetricFamily, _TENANT_GAUGES, ["store", "tier", "tenant"], uses
+            )
         trouble = GaugeMetricFamily(
             "kvwire_store_trouble", "Whether a tier has reported trouble", labels=labels
         )
-        for tier, said in report.items():
-            trouble.add_metric([self._name, tier], bool(said))
+        for tier, said in store.report.items():
+            trouble.add_metric([name, tier], bool(said))
         yield trouble
 
-    def _by_tenant(self) -> Iterator[Metric]:
-        """Yield what each tenant has and does, where there are any."""
-        tenants = self._store.tenant_stats()
-        for metric, text, field in _TENANT_COUNTS if tenants else ():
-            count = CounterMetricFamily(metric, text, labels=["store", "tenant"])
-            for tenant, one in tenants.items():
-                count.add_metric([self._name, tenant], getattr(one.counters, field))
-            yield count
-        for metric, text, field in _TENANT_GAUGES if tenants else ():
-            labels = ["store", "tier", "tenant"]
-            gauge = GaugeMetricFamily(metric, text, labels=labels)
-            for tenant, one in tenants.items():
-                for tier, use in one.tiers.items():
-                    gauge.add_metric([self._name, tier, tenant], getattr(use, field))
-            yield gauge
+
+def _families(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    rows: Sequence[tuple[str, str, str]],
+    labels: Sequence[str],
+    sources: Iterable[tuple[tuple[str, ...], object]],
+) -> Iterator[Metric]:
+    """Yield the metric of each row: a field of all sources, under their labels."""
+    for metric, text, field in rows:
+        family = kind(metric, text, labels=labels)
+        for values, source in sources:
+            family.add_metric(values, getattr(source, field))
+        yield family

@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from kvwire.connection import Connection
 from kvwire.errors import KVWireError, UsageError, shown
@@ -158,6 +158,15 @@ class _StaysError(Exception):
     """Says why the request stays."""
 
 
+_Place = Literal["copying", "paused", "handed over", "moved"]
+_RESULTS: Final[dict[_Place, Literal["moved", "stayed", "unknown"]]] = {
+    "copying": "stayed",
+    "paused": "stayed",
+    "handed over": "unknown",
+    "moved": "moved",
+}
+
+
 class _Move:
     def __init__(self, connection: Connection, request: RunningRequest) -> None:
         self.reason = ""
@@ -166,14 +175,14 @@ class _Move:
         self._move = os.urandom(MOVE_BYTES)
         self._reply = int.from_bytes(os.urandom(8), "big") >> 1
         self._answer: asyncio.Future[bytearray] = asyncio.ensure_future(
-            _received(connection, self._reply)
+            connection.recv(self._reply)
         )
         self._parts: list[Outgoing] = []
         self._blocks = 0
         self._nbytes = 0
         self._paused_at = 0.0
         self._paused_s = 0.0
-        self._place: Literal["copying", "paused", "handed over", "moved"] = "copying"
+        self._place: _Place = "copying"
 
     async def run(self, rounds: int) -> None:
         """Copy, pause, copy the rest, hand over, and wait for the answer."""
@@ -218,7 +227,7 @@ class _Move:
         self._parts.append(part)
         part.ready()
         part.finish()
-        over = asyncio.create_task(_ended(part))
+        over = asyncio.ensure_future(part)
         either: set[asyncio.Future[Any]] = {over, self._answer}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -270,14 +279,7 @@ class _Move:
 
     def outcome(self) -> Migration:
         """Return how it ended, after :meth:`settle`."""
-        result: Literal["moved", "stayed", "unknown"]
-        match self._place:
-            case "moved":
-                result = "moved"
-            case "handed over":
-                result = "unknown"
-            case _:
-                result = "stayed"
+        result = _RESULTS[self._place]
         return Migration(
             result, self.reason, len(self._parts), self._nbytes, self._paused_s
         )
@@ -290,14 +292,6 @@ class _Move:
 
     def _send(self, message: Message) -> None:
         self._connection.send(MIGRATION_TAG, encode(message))
-
-
-async def _received(connection: Connection, tag: int) -> bytearray:
-    return await connection.recv(tag)
-
-
-async def _ended(part: Outgoing) -> None:
-    await part
 
 
 def _refusal(answer: bytearray) -> str:
