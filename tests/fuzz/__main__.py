@@ -13,15 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.fuzz.corpus import (
-    FOLDER,
-    INPUT_BYTES_MAX,
-    TARGETS,
-    inputs,
-    keep,
-    smallest,
-    target,
-)
+from tests.fuzz.corpus import FOLDER, INPUT_BYTES_MAX, TARGETS
 from tests.support.tree import ROOT
 
 BUILD = ROOT / "build" / "fuzz"
@@ -36,35 +28,27 @@ def main() -> int:
     arguments = parser.parse_args()
     failed = []
     for name in arguments.targets or TARGETS:
-        found = BUILD / name
+        found, committed = BUILD / name, FOLDER / name
         found.mkdir(parents=True, exist_ok=True)
-        if _fuzz(name, found, arguments.seconds):
+        options = (
+            f"-max_total_time={arguments.seconds}",
+            f"-artifact_prefix={found}/",
+            f"-max_len={INPUT_BYTES_MAX}",
+            "-timeout=10",
+            "-rss_limit_mb=2048",
+            "-print_final_stats=1",
+        )
+        if _libfuzzer(name, *options, found, committed):
             failed.append(name)
         elif arguments.keep:
-            _keep(name, found)
+            _libfuzzer(name, "-merge=1", "-use_counters=0", committed, found)
     print(f"failed: {', '.join(failed)}" if failed else "no target has failed")
     return int(bool(failed))
 
 
-def _fuzz(name: str, found: Path, seconds: int) -> int:
-    arguments = (
-        str(found),
-        str(FOLDER / name),
-        f"-max_total_time={seconds}",
-        f"-artifact_prefix={found}/",
-        f"-max_len={INPUT_BYTES_MAX}",
-        "-timeout=10",
-        "-rss_limit_mb=2048",
-        "-print_final_stats=1",
-    )
-    command = [sys.executable, "-m", "tests.fuzz.under_atheris", name, *arguments]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
-
-
-def _keep(name: str, found: Path) -> None:
-    candidates = (path.read_bytes() for path in found.iterdir())
-    for data in smallest(target(name), inputs(name), candidates):
-        keep(name, data)
+def _libfuzzer(name: str, *arguments: str | Path) -> int:
+    command = [sys.executable, "-m", "tests.fuzz.under_atheris", name]
+    return subprocess.run([*command, *arguments], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The targets, the committed inputs of each, changes to them, and what they reach.
+"""The targets, the committed inputs of each, and changes to them.
 
 They are what golden transcripts say, descriptions and entries of codecs as they are
 made, and what a fuzzer has found: ``python -m tests.fuzz --keep`` adds to them.
@@ -6,14 +6,11 @@ made, and what a fuzzer has found: ``python -m tests.fuzz --keep`` adds to them.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from tests.fuzz.guard import Run
 
@@ -33,11 +30,6 @@ def target(name: str) -> Run:
 def inputs(name: str) -> list[bytes]:
     """The committed inputs of a target, in the order of their names."""
     return [path.read_bytes() for path in sorted((FOLDER / name).iterdir())]
-
-
-def keep(name: str, data: bytes) -> None:
-    """Add an input, named after its content."""
-    (FOLDER / name / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
 
 
 INPUT_BYTES_MAX = 1024
@@ -70,64 +62,3 @@ def _change(chance: random.Random, data: bytearray, corpus: Sequence[bytes]) -> 
             other = chance.choice(corpus)
             start = chance.randrange(len(other) + 1)
             data[place:] = other[start:]
-
-
-Edge = tuple[str, int, int]
-"""A file, and two lines of it that were run one after the other."""
-
-_CORE: Final = (
-    *(
-        "kvwire/wire/",
-        "kvwire/proto/",
-        "kvwire/region.py",
-        "kvwire/transfers/description.py",
-    ),
-    *(
-        "kvwire/kv/",
-        "kvwire/transfers/receiver.py",
-        "kvwire/store/server/messages.py",
-        "backends/",
-    ),
-)
-
-
-def edges(run: Run, data: bytes) -> set[Edge]:
-    """What an input reaches in the core."""
-    found: set[Edge] = set()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename
-        if event != "call" or not any(part in name for part in _CORE):
-            return None
-        last = frame.f_lineno
-
-        def lines(inner: FrameType, what: str, _: Any) -> Any:
-            nonlocal last
-            if what == "line":
-                found.add((name, last, inner.f_lineno))
-                last = inner.f_lineno
-            return lines
-
-        return lines
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run(data)
-    finally:
-        sys.settrace(before)
-    return found
-
-
-def smallest(run: Run, kept: Iterable[bytes], found: Iterable[bytes]) -> list[bytes]:
-    """Those of ``found``, shortest first, that reach what nothing before them does."""
-    reached: set[Edge] = set()
-    for data in kept:
-        reached |= edges(run, data)
-    chosen = []
-    for data in sorted(set(found), key=lambda data: (len(data), data)):
-        fresh = edges(run, data) - reached
-        if fresh:
-            reached |= fresh
-            chosen.append(data)
-    return chosen

@@ -23,6 +23,8 @@ _INSTRUMENTED = [
 def main() -> None:
     """Never returns: libFuzzer ends the process."""
     name = sys.argv.pop(1)
+    # How libFuzzer starts itself again, where it merges inputs.
+    sys.argv[0] = f"{sys.executable} -m tests.fuzz.under_atheris {name}"
     # Whatever imports kvwire imports the core with it, so nothing does before this.
     with atheris.instrument_imports(include=_INSTRUMENTED):
         guard = importlib.import_module("tests.fuzz.guard")
