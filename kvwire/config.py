@@ -12,7 +12,18 @@ import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -268,7 +279,6 @@ def load_with_origins(
 
 _TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
-_CHOICES = {"trust": get_args(Trust), "checksum": get_args(Checksum)}
 # How msgspec says which value it does not like.
 _PLACE = re.compile(r" - at `\$\.(\w+).*`$")
 
@@ -367,18 +377,32 @@ def _build(given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
             values[key] = _read_value(key, value)
         except UsageError as exc:
             raise UsageError(f"{origins.get(key, 'config')}: {key}={exc}") from None
+    return checked_values(values, Config, origins)
+
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def checked_values(
+    values: Mapping[str, Any],
+    kind: type[S],
+    origins: Mapping[str, str],
+    usual_origin: str = "config",
+) -> S:
+    """Return settings of a kind; an error names the key and where it came from."""
     try:
         # strict=False reads numbers from the text that an environment variable is.
-        return msgspec.convert(values, Config, strict=False)
+        return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as exc:
         found = _PLACE.search(str(exc))
         if found is None:
-            raise UsageError(f"config: {exc}") from None
+            raise UsageError(f"{usual_origin}: {exc}") from None
         key = found[1]
         said = str(exc).removesuffix(found[0])
-        if key in _CHOICES:
-            said += f"; {nearest(values[key], _CHOICES[key])}"
-        origin = origins.get(key, "config")
+        hint = get_type_hints(kind)[key]
+        if get_origin(hint) is Literal:
+            said += f"; {nearest(values[key], filter(None, get_args(hint)))}"
+        origin = origins.get(key, usual_origin)
         raise UsageError(
             f"{origin}: {key}={reprlib.repr(values[key])}: {said}"
         ) from None

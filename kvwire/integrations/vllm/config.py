@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
-from kvwire.config import FIELDS, Config
+import msgspec
+from msgspec import Meta
+
+from kvwire.config import FIELDS, Config, Seconds, checked_values
 from kvwire.errors import UsageError, nearest
-from kvwire.integrations.vllm.announce import ROLES, http_url
-from kvwire.kv.codecs.rows import ROW_CODECS
+from kvwire.integrations.vllm.announce import http_url
 from kvwire.limits import MIB
 from kvwire.types import Address
+
+EXTRA_CONFIG: Final = "kv_connector_extra_config"
+S = TypeVar("S", bound=msgspec.Struct)
 
 PULL: Final = "pull"
 PUSH: Final = "push"
@@ -25,45 +29,11 @@ REQUEST: Final = "request"
 GROUP_BYTES: Final = 4 * MIB
 
 # vLLM's names of how layers, blocks, heads and tokens follow each other in memory.
-LAYOUTS: Final = ("", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-ValueCheck = tuple[Callable[[Any], bool], str]
-"""Tells whether a value may be, and what may be."""
+Layout: TypeAlias = Literal["", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+_Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
-def one_of(*choices: str) -> ValueCheck:
-    """Return a check for texts of which "" is not named."""
-    return choices.__contains__, f"none of {', '.join(filter(None, choices))}"
-
-
-def whole_number(first: int, last: int | None = None) -> ValueCheck:
-    """Return a check for whole numbers."""
-    said = f"a whole number from {first}" + (f" to {last}" if last else "")
-    return lambda n: type(n) is int and first <= n and (not last or n <= last), said
-
-
-TEXT: Final[ValueCheck] = lambda value: isinstance(value, str), "a text"
-SECONDS: Final[ValueCheck] = (
-    lambda value: isinstance(value, int | float) and value > 0,
-    "seconds above 0",
-)
-_VALUES: Final[dict[str, ValueCheck]] = {
-    "mode": one_of(PULL, PUSH),
-    "stream": one_of(LAYER, CHUNK, REQUEST),
-    "layout": one_of(*LAYOUTS),
-    "role": one_of("", *ROLES),
-    "codec": one_of("", *ROW_CODECS),
-    **dict.fromkeys(("listen", "advertise", "fingerprint", "http"), TEXT),
-    **dict.fromkeys(("load_timeout_s", "fence_s"), SECONDS),
-    **dict.fromkeys(("group_bytes", "gate_layers"), whole_number(0)),
-    "peers": (
-        lambda value: isinstance(value, list | tuple) and all(map(TEXT[0], value)),
-        "a list of addresses",
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds how one engine takes part.
 
     Attributes:
@@ -98,21 +68,20 @@ class VllmSettings:
 
     listen: str = "127.0.0.1:0"
     advertise: str = ""
-    mode: str = PULL
-    stream: str = LAYER
-    group_bytes: int = GROUP_BYTES
-    gate_layers: int = 0
-    layout: str = ""
-    peers: Sequence[str] = ()
+    mode: Literal["pull", "push"] = PULL
+    stream: Literal["layer", "chunk", "request"] = LAYER
+    group_bytes: _Count = GROUP_BYTES
+    gate_layers: _Count = 0
+    layout: Layout = ""
+    peers: tuple[str, ...] = ()
     fingerprint: str = ""
-    codec: str = ""
-    load_timeout_s: float = 300.0
-    fence_s: float = 1.0
+    codec: Literal["", "fp8", "int8", "int4"] = ""
+    load_timeout_s: Seconds = 300.0
+    fence_s: Seconds = 1.0
     http: str = ""
-    role: str = ""
+    role: Literal["", "prefill", "decode", "both"] = ""
 
     def __post_init__(self) -> None:
-        check_values(self, _VALUES)
         for address in (self.listen, *self.peers):
             Address.parse(address)
         if self.http:
@@ -125,7 +94,7 @@ class VllmSettings:
 
     def beside(self, ranks: int) -> VllmSettings:
         """Return the settings of an engine that listens behind so many ranks."""
-        return dataclasses.replace(self, listen=str(self.address(ranks)))
+        return msgspec.structs.replace(self, listen=str(self.address(ranks)))
 
     def address(self, rank: int) -> Address:
         """Return where a rank listens."""
@@ -145,15 +114,11 @@ def read_settings(
     extra: Mapping[str, Any], profile: Mapping[str, str]
 ) -> tuple[VllmSettings, Config]:
     """Read ``kv_connector_extra_config``."""
-    own = {field.name for field in dataclasses.fields(VllmSettings)}
-    check_keys(extra, own | FIELDS)
-    settings = VllmSettings(**{key: extra[key] for key in extra.keys() & own})
-    wire = {key: value for key, value in extra.items() if key not in own}
+    settings = read_keys(extra, VllmSettings, others=FIELDS)
+    wire = {key: value for key, value in extra.items() if key in FIELDS}
     said = wire.pop("profile", {})
     if not isinstance(said, Mapping):
-        raise UsageError(
-            f"kv_connector_extra_config: profile={said!r}: names with texts"
-        )
+        raise UsageError(f"{EXTRA_CONFIG}: profile={said!r}: names with texts")
     # Two engines that both wait for the other would wait for ever.
     profile = {"vllm_kv_mode": settings.mode, **profile, **said}
     if settings.codec:
@@ -161,16 +126,10 @@ def read_settings(
     return settings, Config.load(profile=profile, **wire)
 
 
-def check_values(settings: object, checks: Mapping[str, ValueCheck]) -> None:
-    """Refuse a value of ``kv_connector_extra_config`` that cannot be."""
-    for name, (fits, what) in checks.items():
-        value = getattr(settings, name)
-        if not fits(value):
-            raise UsageError(f"kv_connector_extra_config: {name}={value!r}: {what}")
-
-
-def check_keys(extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse a key of ``kv_connector_extra_config`` that there is not."""
-    for name in extra.keys() - set(known):
+def read_keys(extra: Mapping[str, Any], kind: type[S], others: Iterable[str] = ()) -> S:
+    """Read settings from ``kv_connector_extra_config``; it may have other keys."""
+    known = {*kind.__struct_fields__, *others}
+    for name in extra.keys() - known:
         hint = nearest(name, known)
-        raise UsageError(f"kv_connector_extra_config: no key {name!r}; {hint}")
+        raise UsageError(f"{EXTRA_CONFIG}: no key {name!r}; {hint}")
+    return checked_values(extra, kind, {}, EXTRA_CONFIG)

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
@@ -194,7 +196,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             "this engine computes the halves of a batch in turns; KV is sent after "
             'each forward pass, as with "stream": "chunk"'
         )
-        return dataclasses.replace(self._settings, stream=CHUNK)
+        return msgspec.structs.replace(self._settings, stream=CHUNK)
 
 
 def _with_own_gpu(config: Config) -> Config:

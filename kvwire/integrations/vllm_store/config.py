@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from kvwire.config import Seconds
 from kvwire.errors import UsageError
-from kvwire.integrations.vllm.config import (
-    SECONDS,
-    TEXT,
-    ValueCheck,
-    check_keys,
-    check_values,
-    one_of,
-    whole_number,
-)
 from kvwire.store.address import TierAddress
 from kvwire.store.store import Write
 
-_VALUES: Final[dict[str, ValueCheck]] = {
-    "tiers": (
-        lambda value: isinstance(value, list | tuple) and bool(value),
-        'a list, such as ["memory:4GiB"]',
-    ),
-    "write": one_of("through", "back"),
-    "parts": whole_number(1, 64),
-    "fingerprint": TEXT,
-    "lookup_timeout_s": SECONDS,
-}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSettings:
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Holds how one engine uses a store.
 
     Attributes:
@@ -46,20 +26,13 @@ class StoreSettings:
         lookup_timeout_s: After this a prompt counts as one that the store lacks.
     """
 
-    tiers: Sequence[str] = ("memory:1GiB",)
+    tiers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("memory:1GiB",)
     write: Write = "through"
-    parts: int = 1
+    parts: Annotated[int, Meta(ge=1, le=64)] = 1
     fingerprint: str = ""
-    lookup_timeout_s: float = 5.0
-
-    @classmethod
-    def read(cls, extra: Mapping[str, Any]) -> Self:
-        """Read ``kv_connector_extra_config``."""
-        check_keys(extra, {field.name for field in dataclasses.fields(cls)})
-        return cls(**extra)
+    lookup_timeout_s: Seconds = 5.0
 
     def __post_init__(self) -> None:
-        check_values(self, _VALUES)
         for tier in self.tiers:
             TierAddress.parse(tier)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
+
 from kvwire import Engine
 from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
+from kvwire.integrations.vllm.config import read_keys
 from kvwire.integrations.vllm.hooks import ConnectorHooks, register_connector
 from kvwire.integrations.vllm.identity import WHOLE_TOKENS, block_order, model_digest
 from kvwire.integrations.vllm_store.config import StoreSettings
@@ -28,7 +31,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         shapes = cache_shapes(vllm_config, kv_cache_config)
-        settings = StoreSettings.read(transfer.kv_connector_extra_config)
+        settings = read_keys(transfer.kv_connector_extra_config, StoreSettings)
         if len(shapes) > 1 or shapes[0].partial:
             kinds = "; ".join(shape.kind for shape in shapes)
             raise UsageError(
@@ -57,7 +60,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         fingerprint = " ".join(filter(None, named))
         rank = vllm_config.parallel_config.rank % shape.ranks
         self._worker = StoreWorker(
-            dataclasses.replace(settings, fingerprint=fingerprint),
+            msgspec.structs.replace(settings, fingerprint=fingerprint),
             dataclasses.replace(shape, rank=rank),
             address_file(transfer.engine_id, rank),
         )
@@ -88,7 +91,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return StoreSettings.read(extra_config).parts > 1
+        return read_keys(extra_config, StoreSettings).parts > 1
 
 
 register_connector(KvwireStoreConnector)

@@ -14,7 +14,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.directory import Change, ChangeKind, open_directory
 from kvwire.integrations.vllm.announce import Announcer, http_url
-from kvwire.integrations.vllm.config import VllmSettings
+from kvwire.integrations.vllm.config import VllmSettings, read_settings
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.integrations.vllm.fakes import SHAPE, vllm_configs
@@ -112,4 +112,4 @@ def test_a_url(text: str, read: str) -> None:
 @pytest.mark.parametrize("setting", [{"http": "h:1"}, {"role": "prefil"}, {"http": 7}])
 def test_settings_that_are_none(setting: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(setting))):
-        VllmSettings(**setting)
+        read_settings(setting, {})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from kvwire import UsageError
 from kvwire.integrations.vllm.config import VllmSettings, read_settings
+from kvwire.kv.codecs.rows import ROW_CODECS
 from kvwire.types import Address
 
 
@@ -22,7 +23,7 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"mode": "pusch"}, "mode='pusch': none of pull, push"),
+        ({"mode": "pusch"}, "mode='pusch': .*did you mean 'push'"),
         ({"stream": 1}, "stream=1"),
         ({"listen": "7400"}, "no port"),
         ({"listen": 7400}, "listen=7400"),
@@ -31,8 +32,8 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"gate_layers": -1}, "gate_layers=-1"),
         ({"gate_layers": True}, "gate_layers=True"),
         ({"fence_s": 0}, "fence_s=0"),
-        ({"layout": "NHD"}, "layout='NHD': none of LBHNC, LBNHC"),
-        ({"peers": "a:1"}, "peers='a:1': a list of addresses"),
+        ({"layout": "NHD"}, "layout='NHD': .*known are BHLNC, BLHNC"),
+        ({"peers": "a:1"}, "peers='a:1': Expected `array`"),
         ({"peers": ["a"]}, "no port"),
         ({"lease": 5}, "did you mean 'lease_s'"),
         ({"gate_layer": 1}, "did you mean 'gate_layers'"),
@@ -42,6 +43,11 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
 def test_what_cannot_be(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read_settings(extra, {})
+
+
+def test_codecs_are_those_of_transfers() -> None:
+    codec = get_type_hints(VllmSettings)["codec"]
+    assert get_args(codec) == ("", *ROW_CODECS)
 
 
 def test_ranks_listen_beside_each_other() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -43,7 +43,7 @@ with warnings.catch_warnings():
         find_layout,
         stage_layers,
     )
-    from kvwire.integrations.vllm.config import LAYOUTS
+    from kvwire.integrations.vllm.config import Layout
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
     from kvwire.kv.hashing import vllm_block_hashes
     from tests.integrations.vllm.fakes import ORDERS, vllm_configs
@@ -77,7 +77,7 @@ def test_the_second_engine_of_a_group_listens_behind_the_first() -> None:
 
 
 def test_the_layout_that_is_asked_for() -> None:
-    assert {"", *ORDERS} == set(LAYOUTS)
+    assert {"", *ORDERS} == set(get_args(Layout))
     said, _ = configs(attention())
     assert KvwireConnector.get_required_kvcache_layout(said) is None
     said.kv_transfer_config.kv_connector_extra_config = {"layout": "BLHNC"}

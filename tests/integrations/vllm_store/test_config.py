@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvwire.errors import UsageError
+from kvwire.integrations.vllm.config import read_keys
 from kvwire.integrations.vllm_store.config import StoreSettings
 
 
@@ -26,13 +27,15 @@ from kvwire.integrations.vllm_store.config import StoreSettings
 )
 def test_what_is_wrong_is_named(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        StoreSettings.read(extra)
+        read_keys(extra, StoreSettings)
 
 
 def test_ranks_do_not_share_a_directory() -> None:
-    shared = StoreSettings.read({"tiers": ["memory:1GiB", "disk:/kv?size=1GiB"]})
+    shared = read_keys({"tiers": ["memory:1GiB", "disk:/kv?size=1GiB"]}, StoreSettings)
     assert shared.tiers_of(0, 1) == list(shared.tiers)
     with pytest.raises(UsageError, match="rank"):
         shared.tiers_of(0, 2)
-    own = StoreSettings.read({"tiers": ["memory:1GiB", "disk:/kv{rank}?size=1GiB"]})
+    own = read_keys(
+        {"tiers": ["memory:1GiB", "disk:/kv{rank}?size=1GiB"]}, StoreSettings
+    )
     assert own.tiers_of(1, 2) == ["memory:1GiB", "disk:/kv1?size=1GiB"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Final
 
 import msgspec
@@ -80,7 +79,7 @@ def _keys_of_the_connector() -> str:
     texts = attributes(VllmSettings)
     rows = [
         (f"`{key.name}`", _shown(key.name, key.default), texts[key.name])
-        for key in dataclasses.fields(VllmSettings)
+        for key in msgspec.structs.fields(VllmSettings)
     ]
     return table(("key", "default", ""), rows)
 
