@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from tests.integrations.vllm.serving import Engine, Process, prompt, tokens_of
+from kvwire.security.keys import read_key_file
+from tests.integrations.vllm.serving import (
+    Engine,
+    Process,
+    engine,
+    prompt,
+    tokens_of,
+)
 from tests.support.waiting import eventually
 
 
@@ -77,3 +87,34 @@ def running(*engines: Process) -> Iterator[None]:
     finally:
         for one in engines:
             one.kill()
+
+
+@contextmanager
+def pair_of(
+    model: Path,
+    folder: Path,
+    transfer: dict[str, Any],
+    *arguments: str,
+    prefill: tuple[int, int] = (1, 1),
+    decode: tuple[int, int] = (1, 1),
+    beside: Sequence[dict[str, Any]] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Pair]:
+    """A pair that serves, of so many ranks and stages, with a key if there is one."""
+    made = []
+    for core, (name, shape) in enumerate((("prefill", prefill), ("decode", decode))):
+        ranks, stages = shape
+        one = engine(
+            *(model, folder, name, core, transfer),
+            *arguments,
+            ranks=ranks,
+            stages=stages,
+            beside=beside,
+        )
+        one.environment |= environment
+        made.append(one)
+    references = UNSIGNED
+    if "psk_file" in transfer:
+        references = References([read_key_file(transfer["psk_file"])])
+    with running(*made):
+        yield Pair(*made, references=references)

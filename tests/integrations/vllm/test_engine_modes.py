@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.pairs import Pair, pair_of, running
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
     Engine,
@@ -79,22 +79,14 @@ def pair(
         said: dict[str, Any] = {"model": str(model), "method": "draft_model"}
         said |= {"num_speculative_tokens": 2}
         more = ("--speculative-config", json.dumps(said))
-    made = [
-        engine(
-            *(model, folder, name, core),
-            transfer,
-            *more,
-            ranks=ranks,
-            stages=stages,
-            beside=beside,
-        )
-        for name, core, (ranks, stages) in (
-            ("prefill", 0, way.prefill),
-            ("decode", 1, way.decode),
-        )
-    ]
-    with running(*made):
-        yield Pair(*made)
+    with pair_of(
+        *(model, folder, transfer),
+        *more,
+        prefill=way.prefill,
+        decode=way.decode,
+        beside=beside,
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +97,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_blocks_of_other_sizes_are_refused_on_cpus(model: Path, tmp_path: Path) -> None:
     """The kernel for CPUs has the token as the last axis of a block's keys."""
-    made = []
+    transfer, made = {"require": ["tcp"], "load_timeout_s": 5.0}, []
     for core, (name, size) in enumerate((("prefill", "32"), ("decode", "128"))):
-        transfer = {"require": ["tcp"], "load_timeout_s": 5.0}
         said = (model, tmp_path, name, core, transfer, "--block-size", size)
         made.append(engine(*said))
     with running(*made):
@@ -123,12 +114,8 @@ def test_encoded_rows(model: Path, tmp_path: Path) -> None:
     there. That most answers begin alike, of 512 words, shows that each row is in place.
     """
     transfer = {"require": ["tcp"], "codec": "int8"}
-    made = [
-        engine(model, tmp_path, name, core, transfer)
-        for core, name in enumerate(("prefill", "decode"))
-    ]
-    with running(*made):
-        pair, prompts = Pair(*made), [prompt(200, seed=seed) for seed in range(12)]
+    prompts = [prompt(200, seed=seed) for seed in range(12)]
+    with pair_of(model, tmp_path, transfer) as pair:
         alike = [pair.both(ids)[0] == pair.local(ids)[0] for ids in prompts]
         tokens = sum(map(len, prompts))
         assert pair.fetched == tokens

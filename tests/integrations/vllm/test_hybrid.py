@@ -12,14 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.security.keys import read_key_file, write_key_file
+from kvwire.security.keys import write_key_file
 from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.pairs import Pair, pair_of
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
     complete,
-    engine,
     prompt,
     tokens_of,
 )
@@ -48,17 +46,11 @@ def pair(
     kind, more, arguments = WAYS[request.param]
     model = make_model(kind, folder)
     transfer = {"lease_s": 3.0, "require": ["tcp"], **more}
-    references = UNSIGNED
     if more.get("trust") == "psk":
         transfer["psk_file"] = str(folder / "key")
         write_key_file(folder / "key")
-        references = References([read_key_file(transfer["psk_file"])])
-    made = [
-        engine(model, folder, name, core, transfer, *arguments)
-        for core, name in enumerate(("prefill", "decode"))
-    ]
-    with running(*made):
-        yield Pair(*made, references=references)
+    with pair_of(model, folder, transfer, *arguments) as made:
+        yield made
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 255, 256, 257, 272, 273, 1025, 3000])

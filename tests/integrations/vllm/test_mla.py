@@ -15,12 +15,11 @@ import pytest
 
 from tests.integrations.vllm.digests import CacheDigests
 from tests.integrations.vllm.models import make_model
-from tests.integrations.vllm.pairs import Pair, running
+from tests.integrations.vllm.pairs import Pair, pair_of
 from tests.integrations.vllm.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Engine,
-    engine,
     prompt,
 )
 
@@ -37,14 +36,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     digests = f"{CacheDigests.__module__}.{CacheDigests.__qualname__}"
     more = ("--worker-extension-cls", digests, "--block-size", str(BLOCK_TOKENS))
     transfer = {"lease_s": 3.0, "require": ["tcp"]}
-    made = [
-        engine(model, folder, name, core, transfer, *more)
-        for core, name in enumerate(("prefill", "decode"))
-    ]
-    for one in made:
-        one.environment["VLLM_SERVER_DEV_MODE"] = "1"
-    with running(*made):
-        yield Pair(*made)
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    with pair_of(model, folder, transfer, *more, environment=environment) as made:
+        yield made
 
 
 def blocks_of(engine: Engine) -> list[set[str]]:

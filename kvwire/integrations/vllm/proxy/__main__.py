@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.decode and not options.directory:
         parser.error("--decode or --directory is needed: who answers?")
+    if options.running < 1 or options.queue < 0:
+        parser.error("--running is 1 or more, and --queue 0 or more")
     try:
         fleet = EngineFleet(
             map(parse_engine, options.prefill),
@@ -119,27 +121,15 @@ def _parser() -> argparse.ArgumentParser:
         "package.module:Class",
     )
     parser.add_argument(
-        "--running", type=_above_0, default=PROXY_RUNNING_MAX, help="requests at once"
+        "--running", type=int, default=PROXY_RUNNING_MAX, help="requests at once"
     )
     parser.add_argument(
         "--queue",
-        type=_from_0,
+        type=int,
         default=PROXY_WAITING_MAX,
         help="requests that wait for that; more get 429",
     )
     return parser
-
-
-def _from_0(text: str) -> int:
-    if int(text) < 0:
-        raise ValueError(text)
-    return int(text)
-
-
-def _above_0(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
@@ -85,7 +86,9 @@ def make_app(
         lambda: discovery.ignored if discovery else 0,
     )
     moves = Moves(dispatcher, fleet, state.moves) if migrate else None
-    front = _Front(dispatcher, state, client, operator_key, moves)
+    registry = CollectorRegistry()
+    registry.register(ProxyCollector(state))
+    front = _Front(dispatcher, state, client, operator_key, moves, registry)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -128,38 +131,30 @@ def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
+@dataclass(frozen=True, slots=True)
 class _Front:
     """Answers the routes of the proxy."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        state: ProxyState,
-        client: EngineClient,
-        operator_key: bytes,
-        moves: Moves | None,
-    ) -> None:
-        self._moves = moves
-        self._dispatcher = dispatcher
-        self._state = state
-        self._client = client
-        self._operator_key = operator_key
-        self._registry = CollectorRegistry()
-        self._registry.register(ProxyCollector(state))
+    dispatcher: Dispatcher
+    state: ProxyState
+    client: EngineClient
+    operator_key: bytes
+    moves: Moves | None
+    registry: CollectorRegistry
 
     async def generate(self, request: Request) -> Response:
         try:
             response = await self._generated(request)
         except (HTTPException, QueueFull, EngineFailed) as exc:
             response = await _refused(request, exc)
-        self._state.answered[response.status_code] += 1
+        self.state.answered[response.status_code] += 1
         return response
 
     async def _generated(self, request: Request) -> Response:
         body = await _read(request, dict[str, Any])
         # Engines hear of each other from us alone.
         body.pop("kv_transfer_params", None)
-        headers, since = _passed_on(request), self._state.fleet.clock()
+        headers, since = _passed_on(request), self.state.fleet.clock()
         asked = ClientRequest(request.url.path, body, headers, since)
         async with AsyncExitStack() as stack:
             asking = asyncio.ensure_future(self._asked(asked, stack))
@@ -172,20 +167,20 @@ class _Front:
     async def models(self, request: Request) -> Response:
         asked = ClientRequest("/v1/models", {}, _passed_on(request), method="GET")
         async with AsyncExitStack() as stack:
-            answer = await self._dispatcher.ask(asked, stack)
+            answer = await self.dispatcher.ask(asked, stack)
             return _streamed(answer, stack.pop_all())
 
     async def health(self, _: Request) -> Response:
-        if self._state.fleet.lives(DECODE):
+        if self.state.fleet.lives(DECODE):
             return JSONResponse({"status": "ok"})
         why = "no decode engine lives"
         return JSONResponse({"status": why}, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def fleet(self, _: Request) -> Response:
-        page = await fleet_page(self._state, self._client)
+        page = await fleet_page(self.state, self.client)
         return Response(page, media_type=CONTENT_TYPE, headers=HEADERS)
 
     async def drain(self, request: Request) -> Response:
@@ -195,9 +190,9 @@ class _Front:
         """
         self._check_operator(request)
         wanted = await _read(request, _Drain)
-        engine = self._state.fleet.drain(wanted.engine, draining=wanted.drain)
-        if self._moves is not None and wanted.drain and wanted.move:
-            await self._moves.move(self._at(engine))
+        engine = self.state.fleet.drain(wanted.engine, draining=wanted.drain)
+        if self.moves is not None and wanted.drain and wanted.move:
+            await self.moves.move(self._at(engine))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(wanted.wait_s, _DRAIN_WAIT_S_MAX)):
                 await engine.idle()
@@ -208,27 +203,27 @@ class _Front:
     async def migrate(self, request: Request) -> Response:
         """Have a request, or all of an engine, go on at another one."""
         self._check_operator(request)
-        if self._moves is None:
+        if self.moves is None:
             why = "the proxy was started without --migrate"
             raise HTTPException(HTTPStatus.CONFLICT, why)
         wanted = await _read(request, _Migrate)
-        to = self._state.fleet.at(wanted.to) if wanted.to else None
+        to = self.state.fleet.at(wanted.to) if wanted.to else None
         if not wanted.request:
-            moving = self._at(self._state.fleet.at(wanted.engine))
-        elif not (moving := self._moves.named(wanted.request)):
+            moving = self._at(self.state.fleet.at(wanted.engine))
+        elif not (moving := self.moves.named(wanted.request)):
             why = f"no answer under way that can move has the id {wanted.request!r}"
             raise HTTPException(HTTPStatus.NOT_FOUND, why)
-        moved = await self._moves.move(moving, to)
+        moved = await self.moves.move(moving, to)
         stayed = any(STAYED in one for one in moved)
         status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
         return JSONResponse({"requests": moved}, status_code=status)
 
     def _at(self, engine: VllmEngine) -> list[ClientRequest]:
-        return [asked for asked in self._state.requests if asked.decode is engine]
+        return [asked for asked in self.state.requests if asked.decode is engine]
 
     def _check_operator(self, request: Request) -> None:
-        if self._operator_key:
-            right = b"Bearer " + self._operator_key.hex().encode()
+        if self.operator_key:
+            right = b"Bearer " + self.operator_key.hex().encode()
             shown = request.headers.get("authorization", "").encode()
             allowed = hmac.compare_digest(right, shown)
         else:
@@ -241,13 +236,13 @@ class _Front:
         self, asked: ClientRequest, stack: AsyncExitStack
     ) -> EngineResponse:
         """Have a request answered when it is its turn."""
-        requests = self._state.requests
+        requests = self.state.requests
         requests[asked] = None  # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
         stack.callback(requests.pop, asked)
-        await stack.enter_async_context(self._state.admission.turn())
-        if self._moves is not None:
-            return await self._moves.ask(asked, stack)
-        return await self._dispatcher.ask(asked, stack)
+        await stack.enter_async_context(self.state.admission.turn())
+        if self.moves is not None:
+            return await self.moves.ask(asked, stack)
+        return await self.dispatcher.ask(asked, stack)
 
 
 class _Drain(msgspec.Struct):

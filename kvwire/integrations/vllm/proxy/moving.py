@@ -18,11 +18,12 @@ the client gets the events of a chat.
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -120,9 +121,7 @@ class MovableStream:
     """Passes on an engine's stream of events, and moves it."""
 
     def __init__(self, moves: Moves, asked: ClientRequest) -> None:
-        self._dispatcher = moves.dispatcher
-        self._fleet = moves.fleet
-        self._counts = moves.counts
+        self._moves = moves
         self._asked = asked
         self._gives_up = AsyncExitStack()
         self._parts: AsyncIterator[bytes] | None = None
@@ -156,7 +155,7 @@ class MovableStream:
         streamed = bool(asked.body.get("stream"))
         body = asked.body if streamed else asked.body | AS_STREAM
         asked.body = body | {"return_token_ids": True}
-        answer = await self._dispatcher.ask(asked, self._gives_up)
+        answer = await self._moves.dispatcher.ask(asked, self._gives_up)
         asked.body = body
         if answer.status != HTTPStatus.OK:
             return answer
@@ -180,7 +179,7 @@ class MovableStream:
         if not self._can_move:
             return _PARSED
         if to is None:
-            to = self._fleet.pick(DECODE, self._asked.body, {here}, here.model)
+            to = self._moves.fleet.pick(DECODE, self._asked.body, {here}, here.model)
         if to is None or to is here or to.model != here.model:
             return "no other engine takes it"
         self._moving = True
@@ -290,7 +289,7 @@ class MovableStream:
         if told.done():
             return
         why = await self._moved(to, self._asked.decode)
-        self._counts[STAYED if why else MOVED] += 1
+        self._moves.counts[STAYED if why else MOVED] += 1
         if not told.done():
             told.set_result(why)
 
@@ -301,13 +300,13 @@ class MovableStream:
             return False
         logger.warning("%s broke off its answer: %s", here.url, error.why)
         here.failed += 1
-        self._fleet.down(here)
-        tried, budget = {here}, self._dispatcher.budget
-        while to := self._fleet.pick(DECODE, body, tried, here.model):
+        self._moves.fleet.down(here)
+        tried, budget = {here}, self._moves.dispatcher.budget
+        while to := self._moves.fleet.pick(DECODE, body, tried, here.model):
             if not budget.spend():
                 return False
             if not await self._moved(to, None):
-                self._counts["recovered"] += 1
+                self._moves.counts["recovered"] += 1
                 return True
             tried.add(to)  # bounded: engines
         return False
@@ -321,7 +320,9 @@ class MovableStream:
             try:
                 # Without KV all is computed, which takes as long as it does.
                 async with asyncio.timeout(PROXY_MOVE_S if source else None):
-                    answer = await self._dispatcher.go_on(source, to, asked, attempt)
+                    answer = await self._moves.dispatcher.go_on(
+                        source, to, asked, attempt
+                    )
                 if answer.is_error:
                     return f"{to.url} answers {answer.status}"
             except (EngineFailed, TimeoutError) as exc:
@@ -344,7 +345,7 @@ class MovableStream:
         asked.body["max_tokens"] = 1
         with contextlib.suppress(EngineFailed, TimeoutError):
             async with asyncio.timeout(PROXY_MOVE_S), AsyncExitStack() as attempt:
-                said = await self._dispatcher.go_on(here, to, asked, attempt)
+                said = await self._moves.dispatcher.go_on(here, to, asked, attempt)
                 await said.body()
 
     def _rest(self) -> ClientRequest:
@@ -366,20 +367,15 @@ class MovableStream:
             self._order[1].set_result(_ENDED)
 
 
+@dataclass(frozen=True, slots=True)
 class Moves:
     """Moves the streams of a proxy."""
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        fleet: EngineFleet,
-        counts: collections.Counter[str],
-    ) -> None:
-        self.dispatcher: Dispatcher = dispatcher
-        self.fleet: EngineFleet = fleet
-        self.counts: collections.Counter[str] = counts
-        # bounded: PROXY_RUNNING_MAX
-        self._streams: dict[ClientRequest, MovableStream] = {}
+    dispatcher: Dispatcher
+    fleet: EngineFleet
+    counts: Counter[str]  # how they ended
+    # bounded: PROXY_RUNNING_MAX
+    streams: dict[ClientRequest, MovableStream] = field(default_factory=dict)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Have a request answered by a stream that can move; see `Dispatcher.ask`.
@@ -389,8 +385,8 @@ class Moves:
         if kept_by(asked.path, asked.body):
             return await self.dispatcher.ask(asked, stack)
         stream = MovableStream(self, asked)
-        self._streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
-        stack.callback(self._streams.pop, asked)
+        self.streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
+        stack.callback(self.streams.pop, asked)
         return await stream.begin(stack)
 
     async def move(
@@ -403,7 +399,7 @@ class Moves:
         turns = asyncio.Semaphore(PROXY_MOVES_MAX)
 
         async def one(asked: ClientRequest) -> dict[str, str]:
-            stream = self._streams.get(asked)
+            stream = self.streams.get(asked)
             if stream is None:
                 field = kept_by(asked.path, asked.body)
                 name = asked.headers.get("x-request-id", "")
@@ -417,4 +413,4 @@ class Moves:
 
     def named(self, name: str) -> list[ClientRequest]:
         """Return the requests whose answers have an id."""
-        return [asked for asked, one in self._streams.items() if one.id == name]
+        return [asked for asked, one in self.streams.items() if one.id == name]

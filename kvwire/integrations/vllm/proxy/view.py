@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import collections
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvwire.extras import needed_by
@@ -34,27 +35,21 @@ _FETCHED: Final = (
 )
 
 
+@dataclass(slots=True)
 class ProxyState:
     """Holds what a proxy shows."""
 
-    def __init__(
-        self,
-        fleet: EngineFleet,
-        admission: Admission,
-        budget: RetryBudget,
-        ignored: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.fleet: EngineFleet = fleet
-        self.admission: Admission = admission
-        self.budget: RetryBudget = budget
-        self.ignored: Callable[[], int] = ignored
-        # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
-        self.requests: dict[ClientRequest, None] = {}  # those under way, oldest first
-        # Answers that were begun, by their status.
-        self.answered: collections.Counter[int] = collections.Counter()
-        # How streams that were to go on elsewhere ended: `"moved"`, `"stayed"`, or
-        # `"recovered"` from an engine that has died.
-        self.moves: collections.Counter[str] = collections.Counter()
+    fleet: EngineFleet
+    admission: Admission
+    budget: RetryBudget
+    ignored: Callable[[], int] = lambda: 0  # entries of the directory that are no use
+    # Those under way, oldest first. bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
+    requests: dict[ClientRequest, None] = field(default_factory=dict)
+    # Answers that were begun, by their status.
+    answered: Counter[int] = field(default_factory=Counter)
+    # How streams that were to go on elsewhere ended: `"moved"`, `"stayed"`, or
+    # `"recovered"` from an engine that has died.
+    moves: Counter[str] = field(default_factory=Counter)
 
 
 class ProxyCollector(Collector):
@@ -70,37 +65,24 @@ class ProxyCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the numbers of now. On the proxy's loop."""
         state = self._state
-        answered = CounterMetricFamily(
-            "kvwire_proxy_requests", "Requests answered, by status", labels=["status"]
-        )
-        for status, number in sorted(state.answered.items()):
-            answered.add_metric([str(status)], number)
-        yield answered
-        moves = CounterMetricFamily(
-            "kvwire_proxy_moves",
-            "Streams sent elsewhere, by outcome",
-            labels=["outcome"],
-        )
-        for outcome, number in sorted(state.moves.items()):
-            moves.add_metric([outcome], number)
-        yield moves
+        for name, text, label, counted in (
+            ("requests", "Requests answered, by status", "status", state.answered),
+            ("moves", "Streams sent elsewhere, by outcome", "outcome", state.moves),
+        ):
+            metric = CounterMetricFamily(f"kvwire_proxy_{name}", text, labels=[label])
+            for key, number in sorted(counted.items()):
+                metric.add_metric([str(key)], number)
+            yield metric
         budget, admitted = state.budget, state.admission
-        for name, text, value in (
-            ("retries", "Tries beyond a request's first", budget.spent),
-            (
-                "retries_refused",
-                "Tries that the budget had no room for",
-                budget.refused,
-            ),
-            ("rejected", "Requests sent away with 429", admitted.rejected),
-            ("records_ignored", _IGNORED, state.ignored()),
+        for name, text, family, value in (
+            ("retries", "Tries beyond a request's first", _COUNTER, budget.spent),
+            ("retries_refused", _REFUSED, _COUNTER, budget.refused),
+            ("rejected", "Requests sent away with 429", _COUNTER, admitted.rejected),
+            ("records_ignored", _IGNORED, _COUNTER, state.ignored()),
+            ("running", "Requests that have an engine", _GAUGE, admitted.running),
+            ("waiting", "Requests that wait for their turn", _GAUGE, admitted.waiting),
         ):
-            yield CounterMetricFamily(f"kvwire_proxy_{name}", text, value=value)
-        for name, text, value in (
-            ("running", "Requests that have an engine", admitted.running),
-            ("waiting", "Requests that wait for their turn", admitted.waiting),
-        ):
-            yield GaugeMetricFamily(f"kvwire_proxy_{name}", text, value=value)
+            yield family(f"kvwire_proxy_{name}", text, value=value)
         now, engines = state.fleet.clock(), state.fleet.engines
         labels = ("engine", "role")
         for name, (family, text) in _OF_ENGINES.items():
@@ -111,15 +93,15 @@ class ProxyCollector(Collector):
             yield metric
 
 
+_COUNTER: Final[type[Any]] = CounterMetricFamily
+_GAUGE: Final[type[Any]] = GaugeMetricFamily
+_REFUSED: Final = "Tries that the budget had no room for"
 _IGNORED: Final = "Entries of the directory that could not be used"
 _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
-    "up": (GaugeMetricFamily, "Whether an engine takes requests"),
-    "running": (GaugeMetricFamily, "Requests that an engine has of this proxy"),
-    "load": (GaugeMetricFamily, "How busy an engine says it is, from 0 to 1"),
-    "failed": (
-        CounterMetricFamily,
-        "Requests that an engine has failed since it started",
-    ),
+    "up": (_GAUGE, "Whether an engine takes requests"),
+    "running": (_GAUGE, "Requests that an engine has of this proxy"),
+    "load": (_GAUGE, "How busy an engine says it is, from 0 to 1"),
+    "failed": (_COUNTER, "Requests that an engine has failed since it started"),
 }
 
 
@@ -220,9 +202,9 @@ async def _share(client: EngineClient, engine: VllmEngine) -> tuple[str, str] | 
     return share(*hits), share(*fetched)
 
 
-def _sums(text: str) -> collections.defaultdict[str, float]:
+def _sums(text: str) -> defaultdict[str, float]:
     """Add up the samples of the metrics that are looked at."""
-    found: collections.defaultdict[str, float] = collections.defaultdict(float)
+    found: defaultdict[str, float] = defaultdict(float)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name in (*_HITS, *_FETCHED):
