@@ -60,7 +60,9 @@ class TensorView:
 
 
 def tensor_view(tensor: object, where: str) -> TensorView:
-    """Read where an array or tensor lies."""
+    """Read where an array or tensor lies; a view is what it is."""
+    if isinstance(tensor, TensorView):
+        return tensor
     if isinstance(tensor, np.ndarray):
         return _view_of_array(tensor)
     if hasattr(tensor, "data_ptr"):

@@ -35,7 +35,7 @@ from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import DType, KVSpec, dtype_name
-from kvwire.kv.tensors import tensor_view
+from kvwire.kv.tensors import TensorView, tensor_view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,23 +279,23 @@ def layer_caches(
     """See a worker's tensors as one cache."""
     if not tensors:
         raise UsageError("vLLM registered no KV cache; there is nothing to transfer")
-    groups: dict[str, tuple[KVSpec, list[Any], str]] = {}
+    groups: dict[str, tuple[KVSpec, list[TensorView], str]] = {}
     layers: dict[str, tuple[str, int]] = {}
     for shape in shapes:
         rows: dict[int, int] = {}
-        ordered: list[Any] = []
+        ordered: list[TensorView] = []
         for name in sorted(shape.layers or tensors, key=layer_index):
             if name not in tensors:
                 raise UsageError(f"vLLM registered no KV cache of layer {name!r}")
-            tensor = _state_bytes(name, tensors[name], shape)
+            view = _layer_view(name, tensors[name], shape)
             # A layer that reads another one's cache has no row of its own.
-            row = rows.setdefault(tensor_view(tensor, name).address, len(ordered))
+            row = rows.setdefault(view.address, len(ordered))
             if row == len(ordered):
-                ordered.append(tensor)
+                ordered.append(view)
                 layers[name] = shape.name, shape.first_layer + row
         _check_stage(shape, len(ordered))
         spec = shape.spec(layers=len(ordered), dtype=dtype_name(ordered[0].dtype))
-        layout = find_layout(tuple(ordered[0].shape), shape)
+        layout = find_layout(ordered[0].shape, shape)
         groups[shape.name] = spec, ordered, AxisOrder(layout)
     return LayerCaches(PagedCache.grouped(groups), layers)
 
@@ -323,12 +323,9 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
     }
     layouts = _MLA_LAYOUTS if shape.mla else _LAYOUTS
     for layout in ("block dim",) if shape.state else layouts:
-        axes = layout.replace("(kv dim)", "(kv_dim)").split()
-        named = [axis.replace("(kv_dim)", "(kv dim)") for axis in axes]
-        if len(named) == len(sizes) and all(
-            axis == "block" or extents[axis] == size
-            for axis, size in zip(named, sizes, strict=True)
-        ):
+        axes = re.findall(r"\(.+?\)|\w+", layout)
+        fitting = [sizes[0], *(extents[axis] for axis in axes[1:])]
+        if fitting == list(sizes):
             return layout
     known = ", ".join(f"{axis} {size}" for axis, size in extents.items())
     raise UsageError(
@@ -353,62 +350,40 @@ def layer_index(name: str) -> tuple[list[int], str]:
     return [int(digits) for digits in re.findall(r"\d+", name)], name
 
 
-@dataclass(frozen=True, slots=True)
-class _StateBytes:
-    """Shows the parts of recurrent states as bytes: (block, byte), as torch would."""
-
-    parts: Sequence[Any]
-    nbytes: int
-    dtype: str = "uint8"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return int(self.parts[0].shape[0]), self.nbytes
-
-    @property
-    def device(self) -> Any:
-        return self.parts[0].device
-
-    def data_ptr(self) -> int:
-        address: int = self.parts[0].data_ptr()
-        return address
-
-    def stride(self) -> tuple[int, int]:
-        return self.parts[0].stride(0) * self.parts[0].element_size(), 1
-
-    def element_size(self) -> int:
-        return 1
-
-
-def _state_bytes(name: str, tensor: Any, shape: CacheShape) -> Any:
-    """See a layer's recurrent states as bytes; leave other layers' tensors alone."""
+def _layer_view(name: str, tensor: Any, shape: CacheShape) -> TensorView:
+    """See a layer's cache; recurrent states as bytes, whatever their parts are."""
     if not shape.state:
         if isinstance(tensor, list | tuple):
             raise UsageError(
                 f"layer {name!r} has {len(tensor)} state tensors, and attention over "
                 f"blocks by vLLM's own config"
             )
-        return tensor
+        return tensor_view(tensor, name)
     parts = list(tensor) if isinstance(tensor, list | tuple) else [tensor]
-    seen = _StateBytes(parts, shape.head_dim)
-    end = seen.data_ptr()
-    for part in parts:
-        dense = 1
-        for size, stride in sorted(
-            zip(part.shape[1:], part.stride()[1:], strict=True),
-            key=lambda axis: axis[1],
-        ):
+    views = [tensor_view(part, name) for part in parts]
+    first = views[0]
+    end = first.address
+    for view in views:
+        dense = view.item_bytes
+        axes = zip(view.shape[1:], view.strides[1:], strict=True)
+        for size, stride in sorted(axes, key=lambda axis: axis[1]):
             dense = dense * size if stride == dense or size == 1 else -1
-        step = part.stride(0) * part.element_size()
-        if part.data_ptr() != end or dense < 0 or step != seen.stride()[0]:
+        if view.address != end or dense < 0 or view.strides[0] != first.strides[0]:
             raise UsageError(
                 f"layer {name!r}: the parts of a state of {shape.head_dim} bytes do "
                 f"not lie side by side in its block"
             )
-        end += dense * part.element_size()
-    if end - seen.data_ptr() != shape.head_dim:
+        end += dense
+    if end - first.address != shape.head_dim:
         raise UsageError(
-            f"layer {name!r}: states of {end - seen.data_ptr()} bytes, where vLLM's "
+            f"layer {name!r}: states of {end - first.address} bytes, where vLLM's "
             f"config says {shape.head_dim}"
         )
-    return seen
+    return dataclasses.replace(
+        first,
+        shape=(first.shape[0], shape.head_dim),
+        strides=(first.strides[0], 1),
+        dtype="uint8",
+        item_bytes=1,
+        owner=views,
+    )

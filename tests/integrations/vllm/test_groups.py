@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import kvwire
@@ -51,33 +49,6 @@ HASHES = {
 }
 
 
-@dataclass
-class Part:
-    """A part of a layer's states, as torch shows it."""
-
-    array: npt.NDArray[Any]
-    device = SimpleNamespace(type="cpu", index=None)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.array.dtype.name
-
-    def data_ptr(self) -> int:
-        address: int = self.array.__array_interface__["data"][0]
-        return address
-
-    def stride(self, dim: int | None = None) -> Any:
-        strides = tuple(step // self.array.itemsize for step in self.array.strides)
-        return strides if dim is None else strides[dim]
-
-    def element_size(self) -> int:
-        return self.array.itemsize
-
-
 class Hybrid:
     """A worker with two pages of memory in a block, which each group sees its way."""
 
@@ -95,7 +66,7 @@ class Hybrid:
                 "f.1": pages[1],
                 "w.2": pages[0],
                 "w.3": pages[1],
-                "s.4": [Part(conv), Part(ssm)],
+                "s.4": [conv, ssm],
             }
         )
 
@@ -212,7 +183,7 @@ def test_nobody_wants_it() -> None:
 )
 def test_states_that_lie_otherwise(parts: list[Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        layer_caches({"s.4": [Part(part) for part in parts]}, [STATE])
+        layer_caches({"s.4": parts}, [STATE])
 
 
 def test_a_layer_that_is_not_there() -> None:
