@@ -188,6 +188,7 @@ class Worker:
         self.arrays: dict[str, SimulatedArray] = {}
         # The stream of its kernels, on a device.
         self.compute: SimulatedStream | None = None
+        self.device = device
         if device is not None:
             self.compute = device.stream()
             device.set_current(self.compute)

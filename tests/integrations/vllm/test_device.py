@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -44,26 +44,21 @@ class Gpus:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._devices: dict[Worker, SimulatedDevice] = {}
 
     def worker(self, **settings: Any) -> Worker:
         """A worker on a device."""
         device = SimulatedDevice()
         self._stack.callback(device.close)
-        made = Worker(device=device, **settings)
-        self._stack.callback(made.close)
-        self._devices[made] = device
-        return made
+        return self.host_worker(device=device, **settings)
 
     def host_worker(self, **settings: Any) -> Worker:
         """A worker in host memory."""
-        made = Worker(**settings)
-        self._stack.callback(made.close)
-        return made
+        return self._stack.enter_context(closing(Worker(**settings)))
 
     def of(self, worker: Worker) -> SimulatedDevice:
         """The device of a worker."""
-        return self._devices[worker]
+        assert worker.device is not None
+        return worker.device
 
     def blocked(self, worker: Worker) -> threading.Event:
         """Have its kernels wait until this is set; the device does everything else."""
