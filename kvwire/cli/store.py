@@ -20,8 +20,8 @@ from kvwire.directory import Selector
 from kvwire.limits import STORE_BERTH_BYTES
 from kvwire.observe.page import in_bytes
 from kvwire.store.address import TierAddress
+from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
-from kvwire.store.server.stats_client import ask_report, delete_all
 from kvwire.store.tiers.base import TenantUse
 
 app: App = App(name="store")

@@ -55,11 +55,7 @@ class TierStack:
 
         Cancel safety: safe, it only looks.
         """
-        here = self.memory.index.find(keys) >= 0
-        for tier in self.below:
-            if all_of(here):
-                break
-            here[~here] = await tier.find(keys[~here]) != ABSENT
+        here: Bits = await self.orders(keys) != ABSENT
         return here
 
     async def orders(self, keys: Keys) -> Orders:

@@ -67,8 +67,7 @@ class GetOperation(Operation):
             memory.index.pin(keys[here], slots[here])
             await self._hand_out(request, positions[here], slots[here])
             return here
-        if busy := keys[memory.in_flight.busy(keys)].tolist():
-            await memory.in_flight.ended(busy[0])
+        if await memory.in_flight.one_ended(keys):
             return here
         return await self._fetch(request, positions)
 

@@ -78,8 +78,7 @@ class PutOperation(Operation):
             self.settled(positions.size)
             return ~done
         lacking = (slots < 0) & once(keys)
-        if busy := keys[lacking & memory.in_flight.busy(keys)].tolist():
-            await memory.in_flight.ended(busy[0])
+        if await memory.in_flight.one_ended(keys[lacking]):
             return done
         count = int(lacking.sum())
         slots = _NO_SLOTS

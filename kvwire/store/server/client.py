@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING
 
+import kvwire
 from kvwire.clock import Backoff
+from kvwire.config import Config
 from kvwire.errors import (
     ConnectError,
     ConnectionClosed,
@@ -27,37 +29,81 @@ from kvwire.errors import (
     UsageError,
     VersionMismatch,
 )
-from kvwire.limits import STORE_GRACE_S, STORE_REDIAL_S, STORE_REDIAL_S_MAX
+from kvwire.limits import (
+    STORE_GRACE_S,
+    STORE_REDIAL_S,
+    STORE_REDIAL_S_MAX,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_TIMEOUT_S,
+)
 from kvwire.store.cleanup import error_text
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
     AnswerT,
     ClientMessage,
+    Delete,
     NumberedReply,
+    NumberedRequest,
+    Stats,
+    StatsReport,
+    StoreDone,
     StoreHello,
     Welcome,
     decode_reply,
     encode,
 )
 
-if TYPE_CHECKING:
-    from kvwire import Communicator, Connection
-
 logger: logging.Logger = logging.getLogger("kvwire.store")
+
+
+async def ask_report(address: str, config: Config) -> StatsReport:
+    """Return what a server has in its tiers, and who uses it.
+
+    Cancel safety: safe, nothing stays connected.
+    """
+    async with _connected(address, config) as active:
+        return await active.call(Stats(1), StatsReport)
+
+
+async def delete_all(address: str, config: Config, tenant: str) -> None:
+    """Have a server forget all blocks of a tenant.
+
+    Cancel safety: safe, it may be called again.
+    """
+    async with _connected(address, config) as active:
+        if not active.welcome.deletes:
+            raise KVWireError(f"{address}: it is older, and cannot delete")
+        done = await active.call(Delete(1, None, tenant=tenant), StoreDone)
+        if done.reason:
+            raise KVWireError(f"{address}: {done.reason}")
+
+
+@asynccontextmanager
+async def _connected(address: str, config: Config) -> AsyncIterator[ActiveConnection]:
+    config = config.replace(message_bytes=STORE_REQUEST_BYTES_MAX, resume=False)
+    async with kvwire.open(config) as communicator:
+        client = StoreClient(communicator, address, STORE_TIMEOUT_S, lambda: None)
+        try:
+            await client.open()
+            yield client.now()
+        finally:
+            await client.close()
 
 
 class ActiveConnection:
     """Sends requests over one connection, from the server's welcome to its end."""
 
     def __init__(
-        self, connection: Connection, welcome: Welcome, timeout_s: float
+        self, connection: kvwire.Connection, welcome: Welcome, timeout_s: float
     ) -> None:
         self.connection = connection
         self.welcome = welcome
         self._timeout_s = timeout_s
         self._requests = asyncio.Semaphore(welcome.requests)
         self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
+        # Of requests, and of the messages that carry their blocks.
+        self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
         # Called with each answer.
         self.works: Callable[[], None] = lambda: None
@@ -70,16 +116,14 @@ class ActiveConnection:
         within = timedelta(seconds=self._timeout_s)
         await self.connection.send(TAG, encode(request), deadline=within)
 
-    async def call(
-        self, number: int, request: ClientMessage, kind: type[AnswerT]
-    ) -> AnswerT:
+    async def call(self, request: NumberedRequest, kind: type[AnswerT]) -> AnswerT:
         """Ask, and wait for the answer.
 
         Cancel safety: safe, an answer that nobody waits for is dropped.
         """
         async with self._requests:
             answer = asyncio.get_running_loop().create_future()
-            self._answers[number] = answer  # bounded by the server's requests
+            self._answers[request.number] = answer  # bounded by the server's requests
             try:
                 async with asyncio.timeout(self._timeout_s + STORE_GRACE_S):
                     await self.tell(request)
@@ -89,7 +133,7 @@ class ActiveConnection:
                 self.connection.abort(str(error))
                 raise error from None
             finally:
-                self._answers.pop(number, None)
+                self._answers.pop(request.number, None)
                 # Its exception holds this frame, and with it what moves, in a cycle.
                 del answer
         if not isinstance(found, kind):
@@ -132,7 +176,7 @@ class StoreClient:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: kvwire.Communicator,
         address: str,
         timeout_s: float,
         changed: Callable[[], None],
@@ -143,13 +187,8 @@ class StoreClient:
         self._address = address
         self._timeout_s = timeout_s
         self._changed = changed
-        self._numbers = count(1)
         self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         self._keeping: asyncio.Task[None] | None = None
-
-    def number(self) -> int:
-        """Return a number that no request or transfer here has had."""
-        return next(self._numbers)
 
     def now(self) -> ActiveConnection:
         """Return the connection."""
@@ -210,7 +249,7 @@ class StoreClient:
         self._changed()
         return active
 
-    async def _welcomed(self, connection: Connection) -> ActiveConnection:
+    async def _welcomed(self, connection: kvwire.Connection) -> ActiveConnection:
         within = timedelta(seconds=self._timeout_s)
         await connection.send(TAG, encode(StoreHello(VERSION)), deadline=within)
         try:

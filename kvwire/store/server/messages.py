@@ -167,10 +167,15 @@ class StoreHello(ClientMessage, array_like=True, frozen=True, gc=False, tag=1):
     version: _Number
 
 
-class Find(ClientMessage, array_like=True, frozen=True, gc=False, tag=2):
-    """Asks which of these blocks are there."""
+class NumberedRequest(ClientMessage, array_like=True, frozen=True, gc=False):
+    """Asks for an answer, which names the same number."""
 
     number: _Number
+
+
+class Find(NumberedRequest, array_like=True, frozen=True, gc=False, tag=2):
+    """Asks which of these blocks are there."""
+
     names: Names
 
 
@@ -180,10 +185,9 @@ class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
     names: Names
 
 
-class TransferMessage(ClientMessage, array_like=True, frozen=True, gc=False):
+class TransferMessage(NumberedRequest, array_like=True, frozen=True, gc=False):
     """Names blocks that are to move."""
 
-    number: _Number
     namespace: NamespaceText
     names: Names
     timeout_ms: _Milliseconds
@@ -199,29 +203,23 @@ class Get(TransferMessage, array_like=True, frozen=True, gc=False, tag=5):
     """Send me these blocks."""
 
 
-class Flush(ClientMessage, array_like=True, frozen=True, gc=False, tag=6):
+class Flush(NumberedRequest, array_like=True, frozen=True, gc=False, tag=6):
     """Answer when what was put survives a power cut."""
 
-    number: _Number
 
-
-class Stats(ClientMessage, array_like=True, frozen=True, gc=False, tag=7):
+class Stats(NumberedRequest, array_like=True, frozen=True, gc=False, tag=7):
     """Asks what is there, and what has happened."""
 
-    number: _Number
 
-
-class Delete(ClientMessage, array_like=True, frozen=True, gc=False, tag=8):
+class Delete(NumberedRequest, array_like=True, frozen=True, gc=False, tag=8):
     """Forget these blocks, or all of a namespace, or of a tenant.
 
     Attributes:
-        number: Of the request.
         names: Their keys; None for those of the namespace.
         digest: The digest of a namespace; without names and it all of the tenant's.
         tenant: Which one, if the operator says so; "" for the client's own.
     """
 
-    number: _Number
     names: Names | None
     digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
     tenant: _Text = ""
@@ -231,10 +229,9 @@ class Delete(ClientMessage, array_like=True, frozen=True, gc=False, tag=8):
             raise ValueError("the digest of no namespace")
 
 
-class Pin(ClientMessage, array_like=True, frozen=True, gc=False, tag=9):
+class Pin(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
     """Keep these blocks from being evicted, or no more."""
 
-    number: _Number
     names: Names
     pinned: bool
 

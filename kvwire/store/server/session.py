@@ -311,45 +311,36 @@ class ClientSession:
             await drain_or_abort(sent, self._connection)
 
     async def _done(self, request: Flush | Delete | Pin) -> StoreDone:
-        match request:
-            case Flush():
-                return await self._flush(request)
-            case Delete():
-                return await self._delete(request)
-            case Pin():
-                return await self._pin(request)
-
-    async def _flush(self, request: Flush) -> StoreDone:
-        text = ""
-        if not self._served.read_only:
-            try:
-                await self._store.flush()
-            except OSError as exc:
-                text = str(exc) or type(exc).__name__
-        return StoreDone(request.number, reason=text[:REASON_CHARS_MAX])
-
-    async def _delete(self, request: Delete) -> StoreDone:
+        """Do what is asked; say why it cannot be done."""
         if self._served.read_only:
-            return StoreDone(request.number, reason=_READ_ONLY)
+            # Nothing was put here, so there is nothing to flush.
+            reason = "" if isinstance(request, Flush) else _READ_ONLY
+            return StoreDone(request.number, reason=reason)
         try:
-            if request.names is not None:
-                await self._tiers.delete(request.names.keys_of(self._tenant))
-            elif request.digest:
-                digest = of_tenant(request.digest, self._tenant)
-                await self._tiers.delete_namespace(digest)
-            else:
-                # A tenant's name for itself is taken; its own goes before another's.
-                await self._store.delete_all(tenant=self._tenant or request.tenant)
+            match request:
+                case Flush():
+                    await self._store.flush()
+                case Delete():
+                    await self._delete(request)
+                case Pin():
+                    keys = request.names.keys_of(self._tenant)
+                    pinned = await self._tiers.pin(keys, pinned=request.pinned)
+                    results = np.where(pinned, LANDED, MISSING)
+                    return StoreDone.of(request.number, results)
         except (OSError, UsageError) as exc:
-            return StoreDone(request.number, reason=str(exc)[:REASON_CHARS_MAX])
+            reason = error_text(exc)[:REASON_CHARS_MAX]
+            return StoreDone(request.number, reason=reason)
         return StoreDone(request.number)
 
-    async def _pin(self, request: Pin) -> StoreDone:
-        if self._served.read_only:
-            return StoreDone(request.number, reason=_READ_ONLY)
-        keys = request.names.keys_of(self._tenant)
-        pinned = await self._tiers.pin(keys, pinned=request.pinned)
-        return StoreDone.of(request.number, np.where(pinned, LANDED, MISSING))
+    async def _delete(self, request: Delete) -> None:
+        if request.names is not None:
+            await self._tiers.delete(request.names.keys_of(self._tenant))
+        elif request.digest:
+            digest = of_tenant(request.digest, self._tenant)
+            await self._tiers.delete_namespace(digest)
+        else:
+            # A tenant's name for itself is taken; its own goes before another's.
+            await self._store.delete_all(tenant=self._tenant or request.tenant)
 
     def _namespace(self, request: TransferMessage) -> Namespace:
         """Return the namespace of a request's blocks, in this store."""

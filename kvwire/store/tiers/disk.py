@@ -216,8 +216,8 @@ class DiskTier(CodedTier):
 
     async def delete(self, keys: Keys) -> None:
         """See Tier; with ``sync=flush`` a power cut needs a ``flush`` before it."""
-        for key in keys[self._in_flight.busy(keys)].tolist():
-            await self._in_flight.ended(key)
+        while await self._in_flight.one_ended(keys):
+            continue
         # An older row of a key is of a slot that was written over, or stale already.
         self._stale.update(self._index.delete(keys).tolist())
         await self._settled()
@@ -297,12 +297,12 @@ class DiskTier(CodedTier):
         while True:
             slots = self._index.find(keys)
             doubtful = (slots >= 0) & ~self._trusted[slots]
-            if busy := keys[self._in_flight.busy(keys)].tolist():
-                await self._in_flight.ended(busy[0])
-            elif doubtful.any():
+            if await self._in_flight.one_ended(keys):
+                continue
+            if doubtful.any():
                 await self._verify(namespace, keys[doubtful], slots[doubtful])
-            else:
-                return slots >= 0
+                continue
+            return slots >= 0
 
     async def _verify(self, namespace: Namespace, keys: Keys, slots: Ids) -> None:
         """Read blocks that may be damaged; those that cannot be read are forgotten."""

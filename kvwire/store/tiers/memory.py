@@ -119,8 +119,8 @@ class MemoryTier:
 
         Cancel safety: safe, it may be called again.
         """
-        for key in keys[self.in_flight.busy(keys)].tolist():
-            await self.in_flight.ended(key)
+        while await self.in_flight.one_ended(keys):
+            continue
         slots = self.index.delete(keys)
         self._notify()
         while self.index.doomed(slots):
@@ -288,10 +288,13 @@ class InFlightFills:
             ends = list(map(self._ends.pop, keys.tolist()))
             ends[0].set()
 
-    async def ended(self, key: Key) -> None:
-        """Wait until nobody fills this block any more.
+    async def one_ended(self, keys: Keys) -> bool:
+        """Wait until nobody fills the first of these that is being filled, if one is.
 
         Cancel safety: safe, it only watches.
         """
-        if key in self._ends:
-            await self._ends[key].wait()
+        for key in keys.tolist():
+            if key in self._ends:
+                await self._ends[key].wait()
+                return True
+        return False

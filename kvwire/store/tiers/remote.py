@@ -119,9 +119,8 @@ class RemoteTier(Tier):
             active = self._client.now()
             await self._tell_touches(active)
             for which in _by_width(keys):
-                number = self._client.number()
-                find = Find(number, Names.of(keys[which]))
-                found = (await active.call(number, find, Found)).table
+                find = Find(next(active.numbers), Names.of(keys[which]))
+                found = (await active.call(find, Found)).table
                 if found.size != which.size:
                     raise _lie(active, f"{found.size} orders of {which.size} blocks")
                 orders[which] = found
@@ -137,19 +136,17 @@ class RemoteTier(Tier):
     async def delete(self, keys: Keys) -> None:
         """See Tier; the server deletes what is this client's tenant's."""
         for which in _by_width(keys):
-            number = self._client.number()
-            await self._asked_for(Delete(number, Names.of(keys[which])))
+            await self._asked_for(Delete, Names.of(keys[which]))
 
     async def delete_namespace(self, digest: bytes) -> None:
-        await self._asked_for(Delete(self._client.number(), None, digest))
+        await self._asked_for(Delete, None, digest)
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
         """See Tier; nothing is pinned at a server that cannot be asked."""
         kept = np.zeros(keys.size, np.bool_)
         for which in _by_width(keys):
-            number, names = self._client.number(), Names.of(keys[which])
             with suppress(OSError):
-                done = await self._asked_for(Pin(number, names, pinned))
+                done = await self._asked_for(Pin, Names.of(keys[which]), pinned)
                 if done.table.size == which.size:
                     kept[which] = done.table == LANDED
         return kept
@@ -162,8 +159,8 @@ class RemoteTier(Tier):
         try:
             active = self._client.now()
             await self._tell_touches(active)
-            number = self._client.number()
-            self.error = (await active.call(number, Flush(number), StoreDone)).reason
+            flush = Flush(next(active.numbers))
+            self.error = (await active.call(flush, StoreDone)).reason
         except KVWireError as exc:
             self.error = error_text(exc)
         if self.error:
@@ -194,13 +191,13 @@ class RemoteTier(Tier):
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _asked_for(self, request: Delete | Pin) -> StoreDone:
+    async def _asked_for(self, kind: type[Delete | Pin], *fields: Any) -> StoreDone:
         """Ask the server to do something."""
         try:
             active = self._client.now()
             if not active.welcome.deletes:
                 raise OSError(f"{self.name}: this server is older, and cannot do that")
-            done = await active.call(request.number, request, StoreDone)
+            done = await active.call(kind(next(active.numbers), *fields), StoreDone)
         except KVWireError as exc:
             raise OSError(f"{self.name}: {error_text(exc)}") from exc
         if done.reason:
@@ -258,15 +255,14 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Send the images of one request, and the request."""
-        asked = self._asked(namespace, batch)
-        put = Put(*asked, int(batch.orders[0]))
+        put = Put(*self._asked(active, namespace, batch), int(batch.orders[0]))
         images = active.connection.send(
             payload_tag(put.number),
             message_of(batch.images),
             deadline=timedelta(seconds=self._timeout_s),
         )
         try:
-            done = await active.call(put.number, put, StoreDone)
+            done = await active.call(put, StoreDone)
             return self._checked(active, batch, done)
         finally:
             await drain_or_abort(images, active.connection)
@@ -275,8 +271,8 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Learn which blocks there are, and receive their images."""
-        get = Get(*self._asked(namespace, batch))
-        done = await active.call(get.number, get, StoreDone)
+        get = Get(*self._asked(active, namespace, batch))
+        done = await active.call(get, StoreDone)
         results = self._checked(active, batch, done)
         coming = (results == LANDED).nonzero()[0]
         if not coming.size:
@@ -298,10 +294,12 @@ class RemoteTier(Tier):
             raise _lie(active, f"{nbytes} bytes of {coming.size} blocks")
         return results
 
-    def _asked(self, namespace: Namespace, batch: Batch) -> _Asked:
+    def _asked(
+        self, active: ActiveConnection, namespace: Namespace, batch: Batch
+    ) -> _Asked:
         """Return the fields of a request to move a batch."""
         text, names = NamespaceText.of(namespace), Names.of(batch.keys)
-        return self._client.number(), text, names, max(1, int(self._timeout_s * 1000))
+        return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
 
     def _checked(
         self, active: ActiveConnection, batch: Batch, done: StoreDone

@@ -13,8 +13,8 @@ from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.config import Config
 from kvwire.errors import KVWireError
 from kvwire.security.keys import write_key_file
+from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import Delete, Names, Pin
-from kvwire.store.server.stats_client import ask_report, delete_all
 from kvwire.store.tiers.remote import RemoteTier
 from tests.store.caches import Filled, chain
 from tests.store.server.test_server import where

@@ -304,46 +304,24 @@ def test_a_key_is_busy_from_its_begin_to_its_end(
 
 
 async def test_all_who_wait_for_one_of_the_keys_are_woken_at_the_end() -> None:
-    in_flight, keys = InFlightFills(), as_keys([b"a", b"b"])
+    """And look again: it may be filled once more by then."""
+    in_flight, keys, other = InFlightFills(), as_keys([b"a", b"b"]), as_keys([b"c"])
+    assert not await in_flight.one_ended(keys)
     in_flight.begin(keys)
-    in_flight.begin(as_keys([b"c"]))
-    waiting = [asyncio.create_task(in_flight.ended(key)) for key in (b"a", b"a", b"b")]
-    other = asyncio.create_task(in_flight.ended(b"c"))
+    in_flight.begin(other)
+    waiting = [
+        asyncio.create_task(in_flight.one_ended(as_keys(asked)))
+        for asked in ([b"a"], [b"z", b"a"], [b"b", b"c"], [b"c"])
+    ]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.sleep(0)
-    assert [task.done() for task in waiting] == [True, False, False]
-    in_flight.end(keys)
-    await asyncio.gather(*waiting[1:])
-    assert not other.done()
-    in_flight.end(as_keys([b"c"]))
-    await other
-    with pytest.raises(asyncio.CancelledError):
-        await waiting[0]
-
-
-async def test_what_nobody_fills_is_not_waited_for() -> None:
-    in_flight = InFlightFills()
-    await in_flight.ended(b"a")
-    in_flight.begin(as_keys([b"a"]))
-    in_flight.end(as_keys([b"a"]))
-    await in_flight.ended(b"a")
-    assert len(in_flight) == 0
-
-
-async def test_a_key_that_is_filled_again_is_another_wait() -> None:
-    """Who was woken looks again, and finds it busy."""
-    in_flight, keys = InFlightFills(), as_keys([b"a"])
-    in_flight.begin(keys)
-    first = asyncio.create_task(in_flight.ended(b"a"))
-    await asyncio.sleep(0)
+    assert [task.done() for task in waiting] == [True, False, False, False]
     in_flight.end(keys)
     in_flight.begin(keys)
-    await first
-    assert in_flight.busy(keys).all()
+    assert await asyncio.gather(*waiting[1:3]) == [True, True]
+    assert not waiting[3].done()
+    in_flight.end(other)
+    assert await waiting[3]
     in_flight.end(keys)
-
-
-def test_ending_what_was_not_begun_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        InFlightFills().end(as_keys([b"a"]))
+    assert not await in_flight.one_ended(keys)

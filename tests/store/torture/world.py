@@ -24,7 +24,7 @@ import pytest
 
 from kvwire import BlockStore, Config, UsageError
 from kvwire.security.keys import write_key_file
-from kvwire.store.server.stats_client import ask_report
+from kvwire.store.server.client import ask_report
 from tests.store.model.kinds import Block
 from tests.store.model.life import Wrong
 from tests.store.server_child import ServerProcess, serving
