@@ -135,14 +135,10 @@ class Address:
     port: int = 0
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}" if self.port else self._portless()
-
-    def _portless(self) -> str:
-        if self.scheme == "inproc" or self.host.startswith("/"):
+        if not self.port and (self.scheme == "inproc" or self.host.startswith("/")):
             return f"{self.scheme}://{self.host}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:0"
+        return f"{self.scheme}://{host}:{self.port}"
 
     @classmethod
     def parse(cls, text: str | Address) -> Address:

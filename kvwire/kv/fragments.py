@@ -54,18 +54,17 @@ class Fragments:
         owner: object,
         writable: bool,
         device: Device | None = None,
+        starts: Array | None = None,
     ) -> None:
-        if addresses.dtype != UINT64 or lengths.dtype != UINT64:
-            raise UsageError("fragments: addresses and lengths must be uint64 arrays")
-        if addresses.shape != lengths.shape or addresses.ndim != 1:
-            raise UsageError("fragments: addresses and lengths must be 1-D and as long")
-        if not np.logical_and.reduce(lengths):
-            raise UsageError("fragments: a fragment of 0 bytes")
+        """Check both arrays; not if ``starts`` says that they are known to be right."""
+        if starts is None:
+            _check(addresses, lengths)
+            starts = np.zeros(lengths.size + 1, np.uint64)
+            lengths.cumsum(out=starts[1:])
         self.addresses: Array = addresses
         self.lengths: Array = lengths
-        self.starts: npt.NDArray[np.uint64] = np.zeros(lengths.size + 1, np.uint64)
-        lengths.cumsum(out=self.starts[1:])
-        self.nbytes: int = int(self.starts[-1])
+        self.starts: Array = starts
+        self.nbytes: int = starts.item(-1)
         self.owner: object = owner
         self.writable: bool = writable
         self.device: Device | None = device
@@ -81,15 +80,17 @@ class Fragments:
         device: Device | None = None,
     ) -> Fragments:
         """Return fragments of one length, at least 1; those that touch are joined."""
-        made, count = cls.__new__(cls), addresses.size
-        made.addresses = addresses
-        made.lengths = np.empty(count, np.uint64)
-        made.lengths.fill(length)
-        made.nbytes = count * length
-        made.starts = np.arange(0, made.nbytes + 1, length, dtype=np.uint64)
-        made.owner = owner
-        made.writable = writable
-        made.device = device
+        count = addresses.size
+        lengths = np.empty(count, np.uint64)
+        lengths.fill(length)
+        made = cls(
+            addresses,
+            lengths,
+            owner=owner,
+            writable=writable,
+            device=device,
+            starts=np.arange(0, count * length + 1, length, dtype=np.uint64),
+        )
         return made.merged()
 
     def __len__(self) -> int:
@@ -125,12 +126,12 @@ class Fragments:
             lengths[-1] -= np.uint64(after)
             starts[1:] -= np.uint64(before)
             starts[-1] -= np.uint64(after)
-        return self._with(addresses, lengths, starts, length)
+        return self._part(addresses, lengths, starts)
 
     def shifted(self, distance: int) -> Fragments:
         """Return the same fragments ``distance`` bytes on; shares lengths."""
         addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
-        return self._with(addresses, self.lengths, self.starts, self.nbytes)
+        return self._part(addresses, self.lengths, self.starts)
 
     def selected(self, which: Ids | Bits) -> Fragments:
         """Return the fragments by position or by a mask, as a stream of their own."""
@@ -146,25 +147,24 @@ class Fragments:
         heads = np.concatenate(([True], ~touches)).nonzero()[0]
         return self._part(self.addresses[heads], np.add.reduceat(self.lengths, heads))
 
-    def _part(self, addresses: Array, lengths: Array) -> Fragments:
+    def _part(
+        self, addresses: Array, lengths: Array, starts: Array | None = None
+    ) -> Fragments:
+        """Return other fragments of the same memory."""
         return Fragments(
             addresses,
             lengths,
             owner=self.owner,
             writable=self.writable,
             device=self.device,
+            starts=starts,
         )
 
-    def _with(
-        self, addresses: Array, lengths: Array, starts: Array, nbytes: int
-    ) -> Fragments:
-        """Return other fragments of the same memory, which are known to be right."""
-        other = Fragments.__new__(Fragments)
-        other.addresses = addresses
-        other.lengths = lengths
-        other.starts = starts
-        other.nbytes = nbytes
-        other.owner = self.owner
-        other.writable = self.writable
-        other.device = self.device
-        return other
+
+def _check(addresses: Array, lengths: Array) -> None:
+    if addresses.dtype != UINT64 or lengths.dtype != UINT64:
+        raise UsageError("fragments: addresses and lengths must be uint64 arrays")
+    if addresses.shape != lengths.shape or addresses.ndim != 1:
+        raise UsageError("fragments: addresses and lengths must be 1-D and as long")
+    if not np.logical_and.reduce(lengths):
+        raise UsageError("fragments: a fragment of 0 bytes")

@@ -46,22 +46,17 @@ class Landed:
 
     def mark(self, segment: Segment) -> None:
         """Note that every byte of a segment has landed."""
-        part, left = self._views(segment)
-        left -= part.shape[1] - np.add.reduce(part, axis=1)
-        part.fill(True)
+        _fill(*self._views(segment))
 
     def claim(self, segment: Segment) -> bool:
         """Mark a segment; False, and nothing, if a byte that moves in it was marked."""
         part, left = self._views(segment)
-        moving = part
-        if not self.plan.maps[segment.group].moves_all:
-            first = segment.granule
-            wanted = self.plan.maps[segment.group].wanted
-            moving = part & wanted[first : first + segment.granules]
+        moving, group_map = part, self.plan.maps[segment.group]
+        if not group_map.moves_all:
+            moving = part & group_map.wanted[segment.granule_slice]
         if np.logical_or.reduce(moving, axis=None):
             return False
-        left -= part.shape[1] - np.add.reduce(part, axis=1)
-        part.fill(True)
+        _fill(part, left)
         return True
 
     def mark_granules(self, group: int, granules: Bits) -> None:
@@ -71,10 +66,12 @@ class Landed:
 
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
         """Note that every byte of a segment has landed but some (offset, bytes)."""
-        whole = np.ones_like(self._part(segment))
+        part, left = self._views(segment)
+        whole = np.ones_like(part)
         for offset, nbytes in missing:
             whole &= ~self.plan.touched(segment, offset, nbytes)
-        self._set(segment, whole)
+        left -= (whole & ~part).sum(axis=1)
+        part |= whole
 
     def mark_boxes(self, boxes: Sequence[Segment]) -> None:
         """Note what a peer says has landed, as :meth:`boxes` returns it.
@@ -104,7 +101,7 @@ class Landed:
 
     def has(self, segment: Segment) -> bool:
         """Tell whether every byte of a segment has landed."""
-        return bool(self._part(segment).all())
+        return bool(self._views(segment)[0].all())
 
     def boxes(self, most: int) -> list[Segment]:
         """Return what has landed as segments, ``most`` of them at most."""
@@ -130,7 +127,7 @@ class Landed:
                 segment.granule + left,
                 granules,
             )
-            for top, layers, left, granules in _boxes(~self._part(segment) | held)
+            for top, layers, left, granules in _boxes(~self._views(segment)[0] | held)
         ]
 
     @property
@@ -226,10 +223,6 @@ class Landed:
         block_tokens = self.plan.local.groups[group].spec.block_tokens
         return min(leading * block_tokens, walk.tokens)
 
-    def _part(self, segment: Segment) -> Bits:
-        """Return the cells of a segment, as a view."""
-        return self._views(segment)[0]
-
     def _views(self, segment: Segment) -> tuple[Bits, npt.NDArray[np.int64]]:
         """Return the cells of a segment, and how many are left of each layer."""
         plan, group, first = self.plan, segment.group, segment.granule
@@ -239,10 +232,11 @@ class Landed:
         cells = self._cells[group][top:end, first : first + segment.granules]
         return cells, self._left[group][top:end]
 
-    def _set(self, segment: Segment, landed: Bits) -> None:
-        part, left = self._views(segment)
-        left -= (landed & ~part).sum(axis=1)
-        part |= landed
+
+def _fill(part: Bits, left: npt.NDArray[np.int64]) -> None:
+    """Set the cells of a segment, and count those of each layer that were left."""
+    left -= part.shape[1] - np.add.reduce(part, axis=1)
+    part.fill(True)
 
 
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:

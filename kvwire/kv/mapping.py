@@ -12,8 +12,7 @@ fragments differ by one distance, so the last answer is kept and moved.
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -77,7 +76,7 @@ class Steps:
                 break
             run *= extents[axis]
             outer = outer[:-1]
-        addresses = _broadcast(outer, extents, table, offsets)
+        addresses = _broadcast(outer, table, offsets)
         shape = tuple([-1 if axis == "block" else 1 for axis in outer])
         return addresses, run, shape
 
@@ -172,35 +171,29 @@ class _Answer(NamedTuple):
 
 def _steps_are(axis: str, run: int, table: Ids, offsets: dict[str, Ids]) -> bool:
     """Tell whether each step along an axis is as long as the run inside it."""
-    if axis == "layer":
-        return bool((np.diff(table, axis=0) == run).all())
-    if axis == "kv":
-        return bool((np.diff(table, axis=1) == run).all())
-    return bool((np.diff(offsets[axis]) == run).all())
+    if axis in ("layer", "kv"):
+        steps = np.diff(table, axis=("layer", "kv").index(axis))
+    else:
+        steps = np.diff(offsets[axis])
+    return bool((steps == run).all())
 
 
-def _broadcast(
-    outer: tuple[str, ...],
-    extents: dict[str, int],
-    table: Ids,
-    offsets: dict[str, Ids],
-) -> Ids:
+_AXES: Final = ("layer", "kv", "token", "head", "dim", "block")
+
+
+def _broadcast(outer: tuple[str, ...], table: Ids, offsets: dict[str, Ids]) -> Ids:
     """Return the address of every outer step; merged axes are at their first."""
-    bases = table[
-        : extents["layer"] if "layer" in outer else 1,
-        : extents["kv"] if "kv" in outer else 1,
-    ]
-    if "layer" in outer and "kv" in outer and outer.index("kv") < outer.index("layer"):
-        bases = bases.T
-    at = {axis: position for position, axis in enumerate(outer)}
-    shape = [extents[axis] if axis in ("layer", "kv") else 1 for axis in outer]
-    addresses = bases.reshape(shape)
-    for axis, steps in offsets.items():
-        if axis not in at:
-            addresses = addresses + steps[0]
-            continue
-        shape = [1] * len(outer)
-        shape[at[axis]] = steps.size
-        addresses = addresses + steps.reshape(shape)
-    assert addresses.size == math.prod(extents[axis] for axis in outer)
-    return addresses
+    merged = [axis for axis in _AXES if axis not in outer]
+    table = table[: 1 if "layer" in merged else None, : 1 if "kv" in merged else None]
+    token, head, dim = (
+        offsets[axis][: 1 if axis in merged else None]
+        for axis in ("token", "head", "dim")
+    )
+    addresses = (
+        table[:, :, None, None, None, None]
+        + token[:, None, None, None]
+        + head[:, None, None]
+        + dim[:, None]
+    )
+    walked = addresses.transpose([_AXES.index(axis) for axis in (*outer, *merged)])
+    return walked.reshape(walked.shape[: len(outer)])

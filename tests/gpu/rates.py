@@ -41,7 +41,7 @@ def main() -> int:
         print(f"no GPU for torch: {exc}", file=sys.stderr)
         return 1
     register(ops)
-    print(ops.description)
+    print(f"torch {ops.torch.__version__}, CUDA {ops.torch.version.cuda}")
     for fragment_bytes in (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB):
         ratio = gather_ratio(ops, fragment_bytes)
         print(f"gather and copy, {fragment_bytes // KIB} KiB: {ratio:.2f} of a copy")

@@ -45,7 +45,6 @@ class SimulatedDevice(DeviceOps):
 
     def __init__(self, nbytes: int = 64 * MIB) -> None:
         self.device = Device(MemoryKind.SIMULATED, next(_indices))
-        self.description = "simulated with threads"
         self.pinned_bytes_max = 1024 * MIB
         self._pinned_bytes = 0
         self._error = ""

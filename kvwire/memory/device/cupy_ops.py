@@ -14,11 +14,11 @@ import numpy as np
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.ops import (
+    CudaStream,
     DeviceOps,
     Event,
     Stream,
     contiguous,
-    wait_on_pointer,
 )
 from kvwire.types import Device, MemoryKind
 
@@ -78,8 +78,6 @@ class CupyOps(DeviceOps):
             )
         self.cupy: Any = cupy
         self.device: Device = Device(MemoryKind.CUDA, index)
-        runtime = cupy.cuda.runtime.runtimeGetVersion()
-        self.description: str = f"CuPy {cupy.__version__}, CUDA {runtime}"
 
     def stream(self) -> Stream:
         return CupyStream(self)
@@ -120,16 +118,16 @@ class CupyEvent(Event):
         self.native.synchronize()
 
 
-class CupyStream(Stream):
+class CupyStream(CudaStream):
     """Queues kernels of our own and copies, on a stream that CuPy made."""
 
     def __init__(self, ops: CupyOps) -> None:
         self._ops = ops
         self._cupy = ops.cupy
-        self._index = ops.device.index
+        self.index = ops.device.index
         self._runtime = ops.cupy.cuda.runtime
         module = ops.cupy.RawModule(code=_KERNELS)
-        with ops.cupy.cuda.Device(self._index):
+        with ops.cupy.cuda.Device(self.index):
             self._stream = ops.cupy.cuda.Stream(non_blocking=True)
             # Compiled here, at the start, and not in the middle of a transfer.
             self._gather = module.get_function("gather")
@@ -138,9 +136,6 @@ class CupyStream(Stream):
     @property
     def pointer(self) -> int:
         return int(self._stream.ptr)
-
-    def wait(self, event: object) -> None:
-        wait_on_pointer(self.pointer, self._index, event)
 
     def record(self) -> Event:
         with self._entered():
@@ -193,7 +188,7 @@ class CupyStream(Stream):
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        with self._cupy.cuda.Device(self._index), self._stream:
+        with self._cupy.cuda.Device(self.index), self._stream:
             yield
 
 

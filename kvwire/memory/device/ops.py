@@ -88,11 +88,43 @@ class Stream(ABC):
         """Let go of the stream once its work is done; never blocks."""
 
 
+class CudaStream(Stream):
+    """A stream that is a pointer, which torch and CuPy both take."""
+
+    index: int
+
+    def wait(self, event: object) -> None:
+        """Wait for an event of ours, or of either library.
+
+        Only the library that made it can have a stream wait for it.
+
+        Raises:
+            UsageError: It is none of these.
+        """
+        native: Any = event.native if isinstance(event, Event) else event
+        library = type(native).__module__.partition(".")[0]
+        if library == "torch":
+            import torch  # noqa: PLC0415 - there is an event of it, so it is imported
+
+            stream = torch.cuda.ExternalStream(self.pointer, device=self.index)
+            stream.wait_event(native)
+        elif library == "cupy":
+            import cupy  # noqa: PLC0415 - likewise
+
+            with cupy.cuda.Device(self.index):
+                stream = cupy.cuda.ExternalStream(self.pointer, self.index)
+                stream.wait_event(native)
+        else:
+            raise UsageError(
+                f"an event of type {type(native).__name__}: pass a torch.cuda.Event or "
+                f"a cupy.cuda.Event that was recorded on the producing stream"
+            )
+
+
 class DeviceOps(ABC):
     """Works with one device through one library."""
 
     device: Device
-    description: str
 
     @abstractmethod
     def stream(self) -> Stream:
@@ -190,38 +222,6 @@ class DeviceArray:
             "stream": None,
             "version": 3,
         }
-
-
-def wait_on_pointer(stream: int, index: int, event: object) -> None:
-    """Have the stream at a pointer wait for a torch or CuPy event.
-
-    A stream is a pointer that both libraries take, an event is not: only the library
-    that made it can have a stream wait for it.
-
-    Args:
-        stream: The ``cudaStream_t``.
-        index: Its GPU.
-        event: Ours, or one of either library.
-
-    Raises:
-        UsageError: It is none of these.
-    """
-    native: Any = event.native if isinstance(event, Event) else event
-    library = type(native).__module__.partition(".")[0]
-    if library == "torch":
-        import torch  # noqa: PLC0415 - there is an event of it, so it is imported
-
-        torch.cuda.ExternalStream(stream, device=index).wait_event(native)
-    elif library == "cupy":
-        import cupy  # noqa: PLC0415 - likewise
-
-        with cupy.cuda.Device(index):
-            cupy.cuda.ExternalStream(stream, index).wait_event(native)
-    else:
-        raise UsageError(
-            f"an event of type {type(native).__name__}: pass a torch.cuda.Event or a "
-            f"cupy.cuda.Event that was recorded on the producing stream"
-        )
 
 
 _lock: Final = threading.Lock()

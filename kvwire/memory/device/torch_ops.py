@@ -19,12 +19,12 @@ import numpy.typing as npt
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.ops import (
+    CudaStream,
     DeviceArray,
     DeviceOps,
     Event,
     Stream,
     contiguous,
-    wait_on_pointer,
 )
 from kvwire.types import Device, MemoryKind
 
@@ -82,7 +82,6 @@ class TorchOps(DeviceOps):
             )
         self.torch: Any = torch
         self.device: Device = Device(MemoryKind.CUDA, index)
-        self.description: str = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
 
     def stream(self) -> Stream:
         return TorchStream(self)
@@ -125,21 +124,18 @@ class TorchEvent(Event):
         self.native.synchronize()
 
 
-class TorchStream(Stream):
+class TorchStream(CudaStream):
     """Queues gathers and copies of torch, on a stream that no other waits for."""
 
     def __init__(self, ops: TorchOps) -> None:
         self._ops = ops
         self._torch = ops.torch
-        self._index = ops.device.index
-        self._stream = ops.torch.cuda.Stream(device=self._index)
+        self.index = ops.device.index
+        self._stream = ops.torch.cuda.Stream(device=self.index)
 
     @property
     def pointer(self) -> int:
         return int(self._stream.cuda_stream)
-
-    def wait(self, event: object) -> None:
-        wait_on_pointer(self.pointer, self._index, event)
 
     def record(self) -> Event:
         event = self._torch.cuda.Event(blocking=True)
@@ -182,7 +178,7 @@ class TorchStream(Stream):
 
     @property
     def _where(self) -> str:
-        return f"cuda:{self._index}"
+        return f"cuda:{self.index}"
 
     def _tables(self, rows: FragmentRows, packed: Fragments) -> tuple[Any, Any, Any]:
         """Return the table, the index on the GPU and contiguous rows."""
