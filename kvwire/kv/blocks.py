@@ -54,8 +54,6 @@ class BlockLists(dict[str, Ids]):
 
 def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
     """Check block ids and put them in one array for each group."""
-    if isinstance(blocks, BlockLists) and blocks.keys() == pools.keys():
-        return blocks
     # An abstract class is asked last: that takes several times as long.
     if isinstance(blocks, list | np.ndarray) or not isinstance(blocks, Mapping):
         if len(pools) != 1:

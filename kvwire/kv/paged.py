@@ -52,10 +52,7 @@ class PagedCache:
     writable: bool
 
     def __init__(self, spec: KVSpec, tensors: object, layout: Layout = "NHD") -> None:
-        group = CacheGroup(DEFAULT_GROUP, spec, tensors, layout)
-        self.groups = {DEFAULT_GROUP: group}
-        self.device, self.writable = group.device, group.writable
-        self._known: dict[object, Any] = {}
+        self._hold({DEFAULT_GROUP: CacheGroup(DEFAULT_GROUP, spec, tensors, layout)})
 
     @classmethod
     def grouped(
@@ -80,19 +77,14 @@ class PagedCache:
             raise UsageError(
                 f"PagedCache: {len(groups)} groups; 1 to {limits.KV_GROUPS_MAX} can be"
             )
-        cache = cls.__new__(cls)
-        cache.groups = {
+        made = {
             name: CacheGroup(
                 name, source[0], source[1], source[2] if len(source) == 3 else layout
             )
             for name, source in groups.items()
         }
-        first = next(iter(cache.groups.values()))
-        for group in cache.groups.values():
-            _check_device(group.device, first.device, f"group {group.name!r}", "group")
-        cache.device = first.device
-        cache.writable = all(group.writable for group in cache.groups.values())
-        cache._known = {}  # noqa: SLF001 - of its own class
+        cache = cls.__new__(cls)
+        cache._hold(made)  # noqa: SLF001 - of its own class
         return cache
 
     @property
@@ -130,6 +122,14 @@ class PagedCache:
 
     def __repr__(self) -> str:
         return f"PagedCache({'; '.join(map(repr, self.groups.values()))})"
+
+    def _hold(self, groups: Mapping[str, CacheGroup]) -> None:
+        self.groups = groups
+        self.device = next(iter(groups.values())).device
+        for group in groups.values():
+            _check_device(group.device, self.device, f"group {group.name!r}", "group")
+        self.writable = all(group.writable for group in groups.values())
+        self._known: dict[object, Any] = {}
 
     def _only(self) -> CacheGroup:
         if len(self.groups) != 1:

@@ -395,9 +395,7 @@ def _one_of(numbers: range, which: int, where: str) -> range:
             f"{where}: {which!r} is neither a number nor a slice"
         ) from None
     if number not in numbers:
-        raise UsageError(f"{where}: {number} is not one of {_span(numbers)}")
+        raise UsageError(
+            f"{where}: {number} is not one of {numbers.start} to {numbers.stop - 1}"
+        )
     return range(number, number + 1)
-
-
-def _span(numbers: range) -> str:
-    return f"{numbers.start} to {numbers.stop - 1}"

@@ -110,7 +110,7 @@ class Iovecs:
         self.rest -= len(source)
 
     def scatter(self, source: memoryview) -> None:
-        """Return the same views; the bytes still count as not moved."""
+        """Copy ``source`` as ``fill`` does; its bytes still count as not moved."""
         fragments = self._fragments
         copy(source, fragments.slice(fragments.nbytes - self.rest, len(source)))
 
@@ -133,12 +133,9 @@ class Iovecs:
 
     def tobytes(self) -> bytes:
         """Return a copy of the bytes not moved yet."""
-        fragments = self._fragments
-        begin = fragments.nbytes - self.rest
-        gathered = bytearray(min(self.rest, fragments.nbytes))
-        copy(fragments.slice(max(begin, 0), len(gathered)), memoryview(gathered))
-        head = self._head[begin:] if begin < 0 else b""
-        return head + gathered
+        rest = bytearray(self.rest)
+        self.gather(memoryview(rest))
+        return bytes(rest)
 
 
 def readv(fd: int, window: tuple[int, int]) -> int:
