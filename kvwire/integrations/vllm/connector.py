@@ -15,11 +15,7 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
-from kvwire.integrations.vllm.hooks import (
-    ConnectorHooks,
-    StepMetadata,
-    register_connector,
-)
+from kvwire.integrations.vllm.hooks import ConnectorHooks, register_connector
 from kvwire.integrations.vllm.identity import (
     block_order,
     draft_name,
@@ -67,7 +63,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
                 f"gate_layers with {len(shapes)} kinds of layers ({groups}): vLLM has "
                 f"no way to hear that a layer of one of them did not come"
             )
-        self._announcer: Announcer | None = None
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 self._settings, shapes, References.of(config, self._settings.peers)
@@ -84,12 +79,14 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         config = _with_own_gpu(config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
+        announcer: Announcer | None = None
         if self._settings.http and not before:
             url, role = self._settings.http, self._settings.role
             model = model_digest(vllm_config)
             index = shapes[0].index
-            self._announcer = Announcer(url, role, vllm_config, index, model)
-        self._worker = WorkerSide(self._worker_settings(parallel), config, shapes)
+            announcer = Announcer(url, role, vllm_config, index, model)
+        settings = self._worker_settings(parallel)
+        self._worker = WorkerSide(settings, config, shapes, announcer)
         observed = getattr(vllm_config, "observability_config", None)
         if getattr(observed, "otlp_traces_endpoint", None):
             self._worker.trace()
@@ -125,18 +122,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 
     # --- worker -----------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        super().register_kv_caches(kv_caches)
-        if self._announcer is not None:
-            self._working.announce(self._announcer)
-
     def get_handshake_metadata(self) -> ListeningAt:
         return ListeningAt(self._working.address)
-
-    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        if self._announcer is not None:
-            self._announcer.running = connector_metadata.step.running
 
     def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
         sent, received = self._working.finished(finished_req_ids)
@@ -151,11 +138,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             return None
         observed = self._worker.take_observed()
         return KvwireStats(data=observed) if observed else None
-
-    def shutdown(self) -> None:
-        if self._announcer is not None:
-            self._announcer.close()
-        super().shutdown()
 
     # --- both -------------------------------------------------------------------------
 

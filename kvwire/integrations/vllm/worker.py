@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 
 from kvwire import Communicator, Engine
 from kvwire.config import Config
-from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.errors import BackendUnavailable
 from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
 from kvwire.integrations.vllm.config import LAYER, PUSH, VllmSettings
@@ -52,9 +52,14 @@ class WorkerSide:
     """Does the connector's work in a worker's process."""
 
     def __init__(
-        self, settings: VllmSettings, config: Config, shapes: Sequence[CacheShape]
+        self,
+        settings: VllmSettings,
+        config: Config,
+        shapes: Sequence[CacheShape],
+        announcer: Announcer | None = None,
     ) -> None:
         self._settings = settings
+        self._announcer = announcer
         self._shapes = tuple(shapes)
         self._rank = shapes[0].index
         # vLLM names blocks that failed only where it has a single table of them.
@@ -64,7 +69,10 @@ class WorkerSide:
         self.address: str = settings.advertised(
             self._engine.listen(settings.address(self._rank))
         )
-        self._caches: LayerCaches | None = None
+        # Known when vLLM registers its caches.
+        self._caches: LayerCaches
+        self._specs: dict[str, KVSpec] = {}  # of each cache group
+        self._own: OwnRank
         self._device = CacheDevice(self._engine, None)
         self._departures: dict[str, PromptSend] = {}
         self._arrivals: dict[str, PromptReceive] = {}
@@ -88,12 +96,14 @@ class WorkerSide:
         caches = layer_caches(tensors, self._shapes)
         self._device = CacheDevice(self._engine, caches.cache.device)
         self._caches = caches
+        groups = caches.cache.groups.items()
+        self._specs = {name: group.spec for name, group in groups}
+        # Which ranks meet is said by the spec of the most heads, and the stage.
+        widest = max(self._specs.values(), key=lambda spec: spec.total_kv_heads)
+        self._own = OwnRank(widest, self._shapes[0].stage)
         logger.info("rank %d: %r in %s", self._rank, caches.cache, self._device)
-
-    def announce(self, announcer: Announcer) -> None:
-        """Have this rank announced; after :meth:`register`."""
-        assert self._caches is not None
-        announcer.start(self._engine, self.address, self._caches.cache)
+        if self._announcer is not None:
+            self._announcer.start(self._engine, self.address, caches.cache)
 
     def trace(self, provider: Any = None) -> None:
         """Trace transfers, each below the span of its request.
@@ -129,6 +139,8 @@ class WorkerSide:
     def begin_step(self, step: WorkerStep) -> None:
         """Begin a step: what it sends is known, and computed next."""
         self._step = step
+        if self._announcer is not None:
+            self._announcer.running = step.running
         for send in step.sends:
             self._send(send)
         parts = [
@@ -139,7 +151,7 @@ class WorkerSide:
         self._writing = ForwardPass()
         if parts:
             self._writing = ForwardPass(
-                parts, self._specs(), self._settings.group_bytes, self._device.recorded
+                parts, self._specs, self._settings.group_bytes, self._device.recorded
             )
 
     def start_loads(self) -> None:
@@ -152,7 +164,7 @@ class WorkerSide:
 
     def layer_written(self, name: str) -> None:
         """Mark a layer that the pass has written or queued."""
-        if self._settings.stream != LAYER or self._caches is None:
+        if self._settings.stream != LAYER or not self._specs:
             return
         layer = self._caches.layers.get(name)
         if layer is not None:
@@ -167,7 +179,7 @@ class WorkerSide:
 
         What is here the GPU has, so the kernels that are queued next may read it.
         """
-        if not self._gated or self._caches is None:
+        if not self._gated:
             return
         layer = self._caches.layers.get(name)
         if layer is None:
@@ -211,7 +223,9 @@ class WorkerSide:
         return observed
 
     def close(self) -> None:
-        """End every transfer."""
+        """End every transfer, and say no more that this rank is there."""
+        if self._announcer is not None:
+            self._announcer.close()
         for end in self._ends().values():
             if self._device.failed and end.quarantined:
                 end.done.cancel()  # it would be waited for in vain
@@ -220,12 +234,11 @@ class WorkerSide:
     # --- sending ----------------------------------------------------------------------
 
     def _send(self, send: SendPrompt) -> None:
-        route = rank_route(send, self._own(), pushed=self._settings.mode == PUSH)
+        route = rank_route(send, self._own, pushed=self._settings.mode == PUSH)
         if not route.peers:
             # Other ranks have the same heads, and this one nothing to do.
             self._unsent.add(send.request_id)
             return
-        assert self._caches is not None
         self._departures[send.request_id] = PromptSend(
             self._engine,
             send,
@@ -254,8 +267,7 @@ class WorkerSide:
     # --- fetching ---------------------------------------------------------------------
 
     def _load(self, load: LoadPrompt, after: object | None) -> None:
-        route = rank_route(load, self._own(), pushed=self._settings.mode == PUSH)
-        assert self._caches is not None
+        route = rank_route(load, self._own, pushed=self._settings.mode == PUSH)
         arrival = PromptReceive(
             self._engine,
             load,
@@ -294,7 +306,7 @@ class WorkerSide:
         """Tell whether all but the last layers are here and still wanted."""
         if arrival.stopped:
             return False
-        ((group, spec),) = self._specs().items()  # gates are refused with several
+        ((group, spec),) = self._specs.items()  # gates are refused with several
         layers = spec.layer_indices
         last = max(layers.start + 1, layers.stop - self._settings.gate_layers)
         return all(arrival.landed(group, layer) for layer in range(layers.start, last))
@@ -351,17 +363,6 @@ class WorkerSide:
     def _ends(self) -> dict[str, PromptSend | PromptReceive]:
         """Return all transfers by request, each a sender's or a receiver's."""
         return {**self._departures, **self._arrivals, **self._gated}
-
-    def _specs(self) -> dict[str, KVSpec]:
-        if self._caches is None:
-            raise UsageError("vLLM has not registered its KV caches")
-        groups = self._caches.cache.groups
-        return {name: group.spec for name, group in groups.items()}
-
-    def _own(self) -> OwnRank:
-        """Return what says which ranks meet: the spec of the most heads, the stage."""
-        spec = max(self._specs().values(), key=lambda spec: spec.total_kv_heads)
-        return OwnRank(spec, self._shapes[0].stage)
 
 
 async def _drop_links(communicator: Communicator) -> None:

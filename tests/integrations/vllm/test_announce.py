@@ -15,6 +15,7 @@ from kvwire import UsageError
 from kvwire.directory import Change, ChangeKind, open_directory
 from kvwire.integrations.vllm.announce import Announcer, http_url
 from kvwire.integrations.vllm.config import VllmSettings, read_settings
+from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.integrations.vllm.fakes import SHAPE, vllm_configs
@@ -44,14 +45,14 @@ async def test_a_worker_announces_itself_until_it_is_closed(
 ) -> None:
     """Its caches' specs, and its load as that changes; a proxy can use all of it."""
     url = f"file:{tmp_path}?interval_s=0.01"
-    worker = WorkerSide(VllmSettings(), kvwire.Config(directory=url), [SHAPE])
     http = "http://127.0.0.1:8100"
     announcer = Announcer(http, role, vllm_config(role=said), 1, "a" * 32)
+    config = kvwire.Config(directory=url)
+    worker = WorkerSide(VllmSettings(), config, [SHAPE], announcer)
     directory = open_directory(url)
     try:
         async with aclosing(directory.watch()) as changes, asyncio.timeout(60):
             worker.register(caches())
-            worker.announce(announcer)
             change: Change = await anext(changes)
             member = read_member(change.record, AllowedHosts())
             assert (member.url, member.address) == (http, worker.address)
@@ -61,10 +62,9 @@ async def test_a_worker_announces_itself_until_it_is_closed(
             assert (found.role, found.model) == (announced, "a" * 32)
             assert found.labels["kv_events"] == "tcp://127.0.0.1:5557"
             assert len(change.record.specs) == 1
-            announcer.running = 3
+            worker.begin_step(WorkerStep(running=3))
             change = await anext(changes)
             assert (change.kind, change.record.load) == (ChangeKind.CHANGED, 0.75)
-            announcer.close()
             await asyncio.to_thread(worker.close)
             assert (await anext(changes)).kind is ChangeKind.LEFT
     finally:
@@ -77,10 +77,12 @@ def test_an_address_that_nobody_can_dial(tmp_path: Path) -> None:
         directory=f"file:{tmp_path}", trust="psk", psk_file=key(tmp_path)
     )
     settings = VllmSettings(listen="0.0.0.0:0")
-    with closing(WorkerSide(settings, config, [SHAPE])) as worker:
+    announcer = Announcer("http://h:1", "", vllm_config(), 0, "m")
+    with (
+        closing(WorkerSide(settings, config, [SHAPE], announcer)) as worker,
+        pytest.raises(UsageError, match='set "advertise"'),
+    ):
         worker.register(caches())
-        with pytest.raises(UsageError, match='set "advertise"'):
-            worker.announce(Announcer("http://h:1", "", vllm_config(), 0, "m"))
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5557", "ipc://x", "nonsense"])

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import UsageError
 from kvwire.integrations.vllm import receiving
 from kvwire.integrations.vllm.metadata import WorkerStep
 from tests.integrations.vllm.fakes import (
@@ -378,13 +377,6 @@ def test_both_ends_are_spans_of_the_request() -> None:
         assert span.context is not None
         assert span.parent is not None
         assert f"{span.context.trace_id:x}-{span.parent.span_id:x}" in SPAN
-
-
-def test_transfers_before_there_is_a_cache() -> None:
-    with workers() as ((p,), _):
-        p.side._caches = None
-        with pytest.raises(UsageError, match="has not registered"):
-            p.side.begin_step(sending(FROM, 10))
 
 
 def test_a_step_that_only_waits_ends_with_what_it_waits_for() -> None:
