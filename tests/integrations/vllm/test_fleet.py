@@ -47,9 +47,9 @@ from tests.integrations.vllm.test_proxy import (
     Engines,
     Said,
     answer,
-    fine,
     refused,
     turns_until,
+    when,
 )
 from tests.support import virtual_time
 from tests.support.pairs import until
@@ -381,10 +381,6 @@ def test_death_is_noticed_within_a_second() -> None:
     """And silence, and a sick engine, and their ends. Virtual time."""
     silent = asyncio.Event()
 
-    async def hangs(_: dict[str, Any]) -> Said:
-        await silent.wait()
-        return await fine({})
-
     async def sick(_: dict[str, Any]) -> Said:
         return answer(503, {})
 
@@ -400,7 +396,7 @@ def test_death_is_noticed_within_a_second() -> None:
 
         await virtual_time.pass_time(PROBE_S)
         assert states() == ["up"] * 4
-        network.handlers |= {"p1": refused, "p2": hangs, "d1": sick}
+        network.handlers |= {"p1": refused, "p2": when(silent), "d1": sick}
         given_up = asyncio.create_task(waits(fleet.engines[1]))
         await virtual_time.pass_time(1.0)
         assert states() == ["down", "up", "down", "up"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from kvwire.limits import (
 from tests.integrations.vllm.fake_engine import METRICS, record
 from tests.integrations.vllm.test_fleet import HERE, member
 from tests.integrations.vllm.test_proxy import (
-    ASK,
     D1,
     D2,
     P1,
@@ -35,9 +33,10 @@ from tests.integrations.vllm.test_proxy import (
     Handler,
     Said,
     call,
-    fine,
+    post,
     refused,
     turns_until,
+    when,
 )
 from tests.support.pairs import until
 
@@ -52,18 +51,11 @@ def app(network: Engines, **options: Any) -> Starlette:
 async def test_too_many_requests() -> None:
     may_answer = asyncio.Event()
 
-    async def waits(body: dict[str, Any]) -> Said:
-        await may_answer.wait()
-        return await fine(body)
-
-    network = Engines(d1=waits, d2=waits)
+    network = Engines(d1=when(may_answer), d2=when(may_answer))
     application = app(network, admission=Admission(1, 1))
-    asking = [
-        asyncio.ensure_future(call(application, "POST", "/v1/completions", json=ASK))
-        for _ in range(2)
-    ]
+    asking = [asyncio.ensure_future(post(application)) for _ in range(2)]
     await turns_until(lambda: len(network.asked) == 2)
-    said = await call(application, "POST", "/v1/completions", json=ASK)
+    said = await post(application)
     assert said.status_code == 429
     assert int(said.headers["retry-after"]) >= 1
     assert "1 requests wait" in said.json()["error"]["message"]
@@ -88,7 +80,7 @@ async def test_retries_beyond_the_budget() -> None:
     fleet = EngineFleet([], [D1, D2])
     application = app(network, fleet=fleet)
     for _ in range(30):
-        said = await call(application, "POST", "/v1/completions", json=ASK)
+        said = await post(application)
         assert said.status_code == 503
         assert said.headers["retry-after"] == "1"
     assert len(network.asked) < 30 + PROXY_RETRY_RESERVE + 30 * PROXY_RETRY_SHARE + 2
@@ -99,11 +91,11 @@ async def test_retries_beyond_the_budget() -> None:
 async def test_health_is_that_of_decode_engines() -> None:
     application = app(Engines(d1=refused, d2=refused))
     assert (await call(application, "GET", "/health")).status_code == 200
-    await call(application, "POST", "/v1/completions", json=ASK)
+    await post(application)
     assert (await call(application, "GET", "/health")).status_code == 503
     nobody = app(Engines(), fleet=EngineFleet())
     assert (await call(nobody, "GET", "/health")).status_code == 503
-    said = await call(nobody, "POST", "/v1/completions", json=ASK)
+    said = await post(nobody)
     assert said.status_code == 503
     assert (await call(nobody, "GET", "/v1/models")).status_code == 503
     assert "there is none that takes requests" in said.json()["error"]["message"]
@@ -112,32 +104,26 @@ async def test_health_is_that_of_decode_engines() -> None:
 async def test_draining_an_engine() -> None:
     may_answer = asyncio.Event()
 
-    async def waits(body: dict[str, Any]) -> Said:
-        await may_answer.wait()
-        return await fine(body)
-
-    network = Engines(d1=waits)
+    network = Engines(d1=when(may_answer))
     application = app(network)
 
     async def drain(**asked: Any) -> tuple[int, Any]:
         said = await call(application, "POST", "/drain", json=asked)
         return said.status_code, said.json()
 
-    asking = asyncio.ensure_future(
-        call(application, "POST", "/v1/completions", json=ASK)
-    )
+    asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: "d1" in network.hosts())
     assert await drain(engine=D1.url) == (202, {"engine": D1.url, "running": 1})
     waiting = asyncio.ensure_future(drain(engine=f"{D1.url}/", wait_s=30))
     for _ in range(3):
-        await call(application, "POST", "/v1/completions", json=ASK)
+        await post(application)
     assert network.hosts().count("d1") == 1
     may_answer.set()
     assert await waiting == (200, {"engine": D1.url, "running": 0})
     assert (await asking).status_code == 200
     await drain(engine=D1.url, drain=False)
     for _ in range(2):
-        await call(application, "POST", "/v1/completions", json=ASK)
+        await post(application)
     assert network.hosts().count("d1") == 2
     assert (await drain(engine="http://nobody"))[0] == 400
     assert (await drain(wait_s="x"))[0] == 400
@@ -167,16 +153,10 @@ async def test_who_may_drain(key: bytes, client: str, header: str, status: int) 
 async def test_an_engine_that_is_given_up_costs_another_try() -> None:
     """It was silent for too long, so what waits for it is asked elsewhere."""
 
-    async def hangs(_: dict[str, Any]) -> Said:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    network = Engines(d1=hangs)
+    network = Engines(d1=when(asyncio.Event()))
     fleet = EngineFleet([], [D1, D2])
     application = app(network, fleet=fleet)
-    asking = asyncio.ensure_future(
-        call(application, "POST", "/v1/completions", json=ASK)
-    )
+    asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: "d1" in network.hosts())
     fleet.engines[0].give_up()
     assert (await asking).json() == {"tokens": 9}
@@ -212,22 +192,15 @@ async def test_the_page_shows_engines_and_their_hits() -> None:
     assert said.text.count("90%") == 1
 
 
-async def test_the_trace_of_a_client_goes_on(tmp_path: Path) -> None:
-    """In both engines, with a directory as without one; its own tasks end with it."""
+async def test_engines_of_a_directory_are_asked(tmp_path: Path) -> None:
+    """As those of the command line are; the proxy's own tasks end with it."""
     directory = open_directory(f"file:{tmp_path}?interval_s=0.01")
-    fleet = EngineFleet()
-    network = Engines()
+    fleet, network = EngineFleet(), Engines()
     await directory.announce(record(1, BOTH, "1" * 32))
     discovery = Discovery(open_directory(directory.url.geturl()), fleet, HERE)
     application = app(network, fleet=fleet, discovery=discovery)
     async with application.router.lifespan_context(application):
         await until(lambda: fleet.lives(DECODE))
-        trace = {
-            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        }
-        said = await call(
-            application, "POST", "/v1/completions", json=ASK, headers=trace
-        )
-    assert json.loads(said.content) == {"tokens": 9}
-    assert network.headers["127.0.0.1"]["traceparent"] == trace["traceparent"]
+        assert (await post(application)).json() == {"tokens": 9}
+    assert "127.0.0.1" in network.hosts()
     await directory.close()

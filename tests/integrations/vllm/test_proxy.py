@@ -88,6 +88,16 @@ async def fine(body: dict[str, Any]) -> Said:
     return answer(200, {"tokens": body.get("max_tokens")})
 
 
+def when(event: asyncio.Event, then: Handler = fine) -> Handler:
+    """An engine that answers when an event is set."""
+
+    async def handler(body: dict[str, Any]) -> Said:
+        await event.wait()
+        return await then(body)
+
+    return handler
+
+
 async def refused(_: dict[str, Any]) -> Said:
     raise aiohttp.ClientError("nobody listens")
 
@@ -96,11 +106,12 @@ async def broken(_: dict[str, Any]) -> Said:
     return answer(500, {})
 
 
-def breaks_off(headers: dict[str, str]) -> Handler:
+def breaks_off(headers: dict[str, str], first: bytes = b"data: 1") -> Handler:
     """An engine that dies after the first part of its answer."""
 
     async def parts() -> AsyncIterator[bytes]:
-        yield b"data: 1"
+        if first:
+            yield first
         raise aiohttp.ClientError("reset")
 
     async def handler(_: dict[str, Any]) -> Said:
@@ -206,11 +217,10 @@ async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() 
     where = {"transfer_id": "x", "remote": ["p1:9"], "signature": "00"}
     may_answer = asyncio.Event()
 
-    async def slow(_: dict[str, Any]) -> Said:
-        await may_answer.wait()
+    async def computed(_: dict[str, Any]) -> Said:
         return answer(200, {"kv_transfer_params": where})
 
-    engines = Engines(p1=slow)
+    engines = Engines(p1=when(may_answer, computed))
     asking = asyncio.ensure_future(post(app(engines, IN_SEQUENCE)))
     await turns_until(lambda: bool(engines.asked))
     for _ in range(10):
@@ -232,15 +242,12 @@ async def test_engines_hear_nothing_of_each_other_from_clients() -> None:
 async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
     decode_asked = asyncio.Event()
 
-    async def prefill(body: dict[str, Any]) -> Said:
-        await decode_asked.wait()
-        return await fine(body)
-
     async def decode(body: dict[str, Any]) -> Said:
         decode_asked.set()
         return await fine(body)
 
-    assert (await post(app(Engines(p1=prefill, d1=decode)))).status_code == 200
+    engines = Engines(p1=when(decode_asked), d1=decode)
+    assert (await post(app(engines))).status_code == 200
 
 
 @pytest.mark.parametrize("failing", [refused, broken])
@@ -286,23 +293,26 @@ async def test_another_decode_engine_takes_over(failing: Handler) -> None:
     assert engines.hosts().count("d2") == 1
 
 
-async def test_no_decode_engine_at_all() -> None:
+async def dead(_: dict[str, Any]) -> Said:
+    return answer(500, {"error": {"message": "EngineDeadError"}})
+
+
+@pytest.mark.parametrize(
+    ("failing", "status", "why"),
+    [
+        (refused, 503, "no decode engine answers: nobody listens"),
+        (dead, 500, "the decode engine failed: EngineDeadError"),
+    ],
+)
+async def test_no_decode_engine_answers(
+    failing: Handler, status: int, why: str
+) -> None:
     """An error as OpenAI's clients know them, with what the last engine said."""
-    said = await post(app(Engines(d1=refused, d2=refused)))
-    assert said.status_code == 503
+    said = await post(app(Engines(d1=failing, d2=failing)))
+    assert said.status_code == status
     error = said.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert error["code"] == 503
-    assert error["message"] == "no decode engine answers: nobody listens"
-
-
-async def test_what_every_decode_engine_fails_at() -> None:
-    async def dead(_: dict[str, Any]) -> Said:
-        return answer(500, {"error": {"message": "EngineDeadError"}})
-
-    said = await post(app(Engines(d1=dead, d2=dead)))
-    assert said.status_code == 500
-    assert said.json()["error"]["message"].endswith(": EngineDeadError")
+    assert (error["code"], error["message"]) == (status, why)
 
 
 @pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
@@ -361,16 +371,8 @@ async def test_an_engine_that_dies_within_an_answer_that_is_no_stream() -> None:
 async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
     """Headers came, and no token: nothing of the answer is the client's yet."""
 
-    async def body() -> AsyncIterator[bytes]:
-        nothing: tuple[bytes, ...] = ()
-        for part in nothing:
-            yield part
-        raise aiohttp.ClientError("reset")
-
-    async def breaks(_: dict[str, Any]) -> Said:
-        return 200, {}, body()
-
-    assert (await post(app(Engines(d1=breaks)))).json() == {"tokens": 9}
+    engines = Engines(d1=breaks_off({}, b""))
+    assert (await post(app(engines))).json() == {"tokens": 9}
 
 
 @pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
