@@ -32,6 +32,12 @@ from tests.integrations.vllm.test_proxy import (
 
 COUNT = 30
 PROMPT = [1, 2, 3]
+CHAT = {
+    "path": "/v1/chat/completions",
+    "prompt": None,
+    "messages": [{"role": "user", "content": "hello"}],
+}
+KINDS = pytest.mark.parametrize("kind", [{}, CHAT], ids=["completion", "chat"])
 
 
 def next_token(tokens: list[int]) -> int:
@@ -161,13 +167,14 @@ async def post(application: Starlette, path: str, **asked: Any) -> tuple[int, An
     return said.status_code, said.json()
 
 
+@KINDS
 @pytest.mark.parametrize("path", ["/migrate", "/drain"])
-async def test_a_stream_moves(path: str) -> None:
-    """The other engine is asked for the rest, with the KV of the first."""
+async def test_a_stream_moves(path: str, kind: dict[str, Any]) -> None:
+    """The other engine is asked for the rest, as a completion, with the first's KV."""
     first, second = Decoder(3), Decoder()
     application, network = front(d1=first, d2=second)
-    client = Client(application)
-    await client.read(3)
+    client = Client(application, **kind)
+    await client.read(3 + bool(kind))
     moving = asyncio.ensure_future(post(application, path, engine=D1.url, wait_s=5))
     stepping = asyncio.ensure_future(first.step())
     await client.read()
@@ -185,28 +192,22 @@ async def test_a_stream_moves(path: str) -> None:
     assert 3 <= made < COUNT
     assert rest[1]["prompt"] == [1, 2, 3, *whole()[:made]]
     assert rest[1]["max_tokens"] == COUNT - made
+    assert "messages" not in rest[1]
     source = rest[1]["kv_transfer_params"]
     assert source["remote"] == list(D1.remote)
     page = await call(application, "GET", "/metrics")
     assert 'kvwire_proxy_moves_total{outcome="moved"} 1.0' in page.text
 
 
-CHAT = {
-    "path": "/v1/chat/completions",
-    "prompt": None,
-    "messages": [{"role": "user", "content": "hello"}],
-}
-
-
 @pytest.mark.parametrize("dies", [False, True])
-@pytest.mark.parametrize("more", [{}, CHAT], ids=["completion", "chat"])
+@KINDS
 async def test_an_answer_that_is_no_stream_moves(
-    more: dict[str, Any], dies: bool
+    kind: dict[str, Any], dies: bool
 ) -> None:
     """Between engines and proxy it is a stream; its client gets it in one piece."""
     first, second = Decoder(3, dies=dies), Decoder()
     application, network = front(d1=first, d2=second)
-    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT} | more
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT} | kind
     path = str(body.pop("path", "/v1/completions"))
     asking = asyncio.ensure_future(call(application, "POST", path, json=body))
     if not dies:
@@ -218,7 +219,7 @@ async def test_an_answer_that_is_no_stream_moves(
     assert answered.status_code == 200, said
     assert answered.headers["content-type"] == "application/json"
     (choice,) = said["choices"]
-    text = choice["message"]["content"] if more else choice["text"]
+    text = choice["message"]["content"] if kind else choice["text"]
     assert text.split() == list(map(str, whole()))
     assert choice["finish_reason"] == "length"
     assert said["usage"] == {"prompt_tokens": 3, "completion_tokens": COUNT}
@@ -237,28 +238,6 @@ async def test_an_answer_in_one_piece_that_breaks_off_is_an_error() -> None:
     said = await call(application, "POST", "/v1/completions", json=body)
     assert said.status_code == 502
     assert "broke off its answer" in said.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("dies", [False, True])
-async def test_a_chat_moves(dies: bool) -> None:
-    """It goes on as a completion, and the client gets the events of a chat."""
-    first, second = Decoder(3, dies=dies), Decoder()
-    application, network = front(d1=first, d2=second)
-    client = Client(application, **CHAT)
-    await client.read(4)
-    if not dies:
-        moving = asyncio.ensure_future(post(application, "/migrate", engine=D1.url))
-        stepping = asyncio.ensure_future(first.step())
-    await client.read()
-    client.right()
-    if not dies:
-        stepping.cancel()
-        assert (await moving)[1]["requests"] == [
-            {"request": client.id, "moved": D2.url}
-        ]
-    asked = next(body for host, body in reversed(network.asked) if host == "d2")
-    assert asked["prompt"][:3] == PROMPT
-    assert "messages" not in asked
 
 
 async def test_a_chat_that_is_parsed_stays() -> None:
@@ -292,13 +271,16 @@ async def test_a_target_that_fails_changes_nothing() -> None:
     assert "nobody listens" in said["requests"][0]["stayed"]
 
 
+@KINDS
 @pytest.mark.parametrize("silent", [-1, 2])
-async def test_an_engine_that_dies_is_gone_on_for(silent: int) -> None:
+async def test_an_engine_that_dies_is_gone_on_for(
+    silent: int, kind: dict[str, Any]
+) -> None:
     """A token without text, such as half a character, is made once more."""
     first, second = Decoder(3, dies=True), Decoder()
     first.silent = silent
     application, network = front(d1=first, d2=second)
-    client = Client(application)
+    client = Client(application, **kind)
     await client.read()
     client.right()
     asked = [body for host, body in network.asked if host == "d2"]
