@@ -64,7 +64,7 @@ def rank_route(
 ) -> RankRoute:
     """Return which ranks of the other engine a rank exchanges a prompt with.
 
-    It has no peers if other ranks send all that this one could.
+    It has no peers if other ranks send all that this one could, or none can.
     """
     addresses, stages = own.others(moved.remote, moved.stages)
     ranks, id = len(addresses) // stages, moved.transfer_id
@@ -119,15 +119,13 @@ def lacking(
 
 
 def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
-    """Return what each rank of an engine of another size holds of the model."""
-    heads = spec.total_kv_heads
-    if heads % size and size % heads:
-        raise UsageError(
-            f"{heads} KV heads cannot be spread over the {size} ranks of the other "
-            f"engine"
-        )
+    """Return what each rank of an engine of another size holds of the model.
+
+    There is no engine of more stages than layers, whatever a request says.
+    """
     if stages > spec.total_layers:
-        raise UsageError(f"{spec.total_layers} layers cannot be {stages} stages")
+        return []
+    heads = spec.total_kv_heads
     return [
         dataclasses.replace(
             spec,

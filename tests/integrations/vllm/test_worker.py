@@ -150,6 +150,18 @@ def test_a_request_that_names_too_few_ranks(
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_request_that_names_more_stages_than_there_are_layers(mode: str) -> None:
+    """Nothing moves: prefill's blocks are free at once, and decode computes."""
+    with workers(mode=mode) as ((p,), (d,)):
+        nowhere = ("127.0.0.1:9",) * (len(NAMES) + 1)
+        fetch(d, fetching(nowhere, stages=len(nowhere)))
+        assert eventually(lambda: received(d))
+        assert d.side.take_errors() == set(INTO)
+        prefill(p, sending(FROM, 10, nowhere, len(nowhere)))
+        assert drained(p)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4), (4, 8)])
 def test_blocks_of_other_sizes(mode: str, there: int, here: int) -> None:
     """What is the same prompt shows its content, and not the hashes of its blocks."""
