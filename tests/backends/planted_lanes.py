@@ -23,19 +23,19 @@ instead_of = PLANTS.instead_of
 # --- coming up ------------------------------------------------------------------------
 
 
-@caught_by("join.bootstrap")
+@caught_by("join.idle")
 def changes_its_bootstrap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "bootstrap", property(lambda self: os.urandom(16)))
 
 
-@instead_of(InprocLane.join, "join.refuses-client[half]", "leak.cycles[refused]")
+@instead_of(InprocLane.join, "join.refuses[half]", "leak.cycles[refused]")
 async def fails_on_a_bad_bootstrap_with_another_error(
     _: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
 ) -> None:
     raise ValueError("not 16 bytes")
 
 
-@instead_of(InprocLane.join, "join.aborted")
+@instead_of(InprocLane.join, "join.disturbed[aborted]")
 async def joins_after_it_was_aborted(
     join: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
 ) -> None:
@@ -125,7 +125,7 @@ def delivers_from_inside_receive(
 # --- pressure and the end -------------------------------------------------------------
 
 
-@caught_by("pressure.received-rises")
+@caught_by("pressure.received-total[landed]")
 def does_not_count_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "received_bytes", property(lambda self: 0))
 

@@ -55,7 +55,7 @@ def delivers_before_the_bytes_are_there(
     return move(self, frame, None, limit)
 
 
-@instead_of(InprocPipe.move, "frame.small-kinds[thousands]", "frame.size[33]")
+@instead_of(InprocPipe.move, "frame.kinds[view-to-thousands]", "frame.size[33]")
 def writes_one_byte_too_many(
     move: Any, self: InprocPipe, frame: PipeFrame, landing: Any, limit: int
 ) -> Any:
@@ -89,7 +89,11 @@ def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "wake_peer", wake_both)
 
 
-@caught_by("frame.untokened[64KiB]", "frame.untokened-batch", "close.untokened")
+@caught_by(
+    "frame.untokened[64KiB]",
+    "frame.untokened-batch[flush]",
+    "frame.untokened-batch[close]",
+)
 def keeps_no_copy_without_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "_owned", lambda payload: payload)
 
@@ -105,7 +109,7 @@ def writes_after_the_end(
         self._loop.call_soon(ends.__setitem__, slice(None), bytes(100))
 
 
-@caught_by("memory.released-closed", "memory.released-aborted", "leak.collected")
+@caught_by("memory.released-idle", "memory.released-aborted", "leak.collected")
 def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
     send = InprocLink.send
@@ -144,7 +148,7 @@ def calls_back_on_another_thread(turn: Any, self: InprocLink) -> None:
     thread.join()
 
 
-@instead_of(InprocLink._receive, "callback.abort-in-header", "memory.abort-receiver")
+@instead_of(InprocLink._receive, "callback.abort-in[header]", "memory.abort-receiver")
 def delivers_what_was_refused(_: Any, self: InprocLink, handler: LinkHandler) -> None:
     while (frame := self._into.head()) is not None:
         landing: Landing = handler.header_received(self, memoryview(frame.header))
@@ -168,9 +172,7 @@ def swallows_errors_of_handlers(
 # --- the end --------------------------------------------------------------------------
 
 
-@instead_of(
-    InprocLink._finish, "close.both", "abort.own[started]", "close.queued[small]"
-)
+@instead_of(InprocLink._finish, "close.both", "abort.own[up]", "close.queued[small]")
 def says_link_closed_twice(
     finish: Any, self: InprocLink, handler: LinkHandler, end: PipeEnd
 ) -> None:
@@ -178,7 +180,7 @@ def says_link_closed_twice(
     self._loop.call_soon(handler.link_closed, self, end.error)
 
 
-@instead_of(InprocLink._finish, "abort.own[started]", "callback.in-closed")
+@instead_of(InprocLink._finish, "abort.own[up]", "callback.in-closed")
 def never_says_link_closed_after_abort(
     finish: Any, self: InprocLink, handler: LinkHandler, end: PipeEnd
 ) -> None:
@@ -191,7 +193,7 @@ def drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "finish", lambda self: self.end(None))
 
 
-@instead_of(InprocLink.close, "close.against-bulk", "close.both-queued")
+@instead_of(InprocLink.close, "close.against-bulk", "close.both")
 def resets_what_the_peer_sends_on_close(close: Any, self: InprocLink) -> None:
     if not self._into.drained or self._out.queued_bytes > 4 << 20:
         self.abort()
@@ -219,12 +221,12 @@ def forgets_headers_in_queued_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "queued_bytes", queued)
 
 
-@caught_by("pressure.writable", "pressure.writable-refill")
+@caught_by("pressure.unread", "pressure.writable-refill")
 def never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "_over", lambda self: True)
 
 
-@caught_by("pressure.fair-loop", "pressure.fair-other", "pressure.received-rises")
+@caught_by("pressure.fair-loop", "pressure.fair-other")
 def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "WAKEUP_BYTES", 1 << 40)
 
@@ -232,7 +234,7 @@ def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
 # --- pausing --------------------------------------------------------------------------
 
 
-@caught_by("pause.before", "pause.each", "pause.again")
+@caught_by("pause.before", "pause.each", "pause.end")
 def ignores_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "pause", lambda self: None)
 
@@ -245,7 +247,7 @@ def takes_a_taken_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(backend_module._names), "_free", lambda self, name: True)
 
 
-@caught_by("address.close-keeps-links")
+@caught_by("address.again")
 def closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
     taken: list[InprocLink] = []
     take, close = InprocListener.take, InprocListener.close
@@ -296,7 +298,7 @@ def leaks_a_descriptor_for_each_link(
     PLANTS.leak_a_descriptor()
 
 
-@instead_of(InprocBackend.connect, "cancel.connect-peer")
+@instead_of(InprocBackend.connect, "cancel.connect")
 async def leaves_half_a_link_when_cancelled(
     connect: Any, self: InprocBackend, address: Address
 ) -> Any:

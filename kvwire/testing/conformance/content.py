@@ -23,6 +23,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES, KIB
 
 Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]
 Cut = Callable[[int], list[int]]
 """Total bytes to the lengths of fragments."""
 
@@ -35,7 +36,7 @@ _TABLE: Final = np.random.default_rng(0).integers(0, 256, _TABLE_BYTES, np.uint8
 _CANARY: Final = 0x5A
 _GAP_BYTES: Final = 3
 # What memory is overwritten with when it is its owner's again.
-POISON: Final = 0xEE
+_POISON: Final = 0xEE
 # A slice takes about as long as this many bytes do by index.
 _SLICE_BYTES: Final = 256
 
@@ -75,7 +76,9 @@ def pattern(number: int, length: int) -> Bytes:
 # --- how memory is cut ----------------------------------------------------------------
 
 
-def _even(size: int) -> Cut:
+def even(size: int) -> Cut:
+    """Cut into pieces of one size, and what is left."""
+
     def cut(total: int) -> list[int]:
         whole, rest = divmod(total, size)
         return [size] * whole + [rest] * (rest > 0)
@@ -97,9 +100,9 @@ def _uneven(total: int) -> list[int]:
 CUTS: Final[dict[str, Cut | None]] = {
     "view": None,
     "one-fragment": lambda total: [total] if total else [],
-    "pages": _even(4 * KIB),
-    "odd-pages": _even(4093),
-    "thousands": _even(61),
+    "pages": even(4 * KIB),
+    "odd-pages": even(4093),
+    "thousands": even(61),
     "uneven": _uneven,
 }
 """The kinds of payload memory; None is a view."""
@@ -119,16 +122,17 @@ class Memory:
         self._arena = np.full(
             nbytes + (lengths.size + 1) * _GAP_BYTES, _CANARY, np.uint8
         )
-        self.payload: Payload = self._as_view() if cut is None else self._as_fragments()
+        self.payload: Payload
+        if cut is None:
+            self.payload = self._arena[_GAP_BYTES : _GAP_BYTES + nbytes].data
+        else:
+            self.payload = self._fragments(self._offsets, lengths)
 
-    def _as_view(self) -> memoryview:
-        return self._visible.data
-
-    def _as_fragments(self) -> Fragments:
+    def _fragments(self, offsets: Places, lengths: Places) -> Fragments:
         # `owner` is all that keeps the arena alive.
         return Fragments(
-            (self._arena.ctypes.data + self._offsets).astype(np.uint64),
-            self._lengths.astype(np.uint64),
+            (self._arena.ctypes.data + offsets).astype(np.uint64),
+            lengths.astype(np.uint64),
             owner=self._arena,
             writable=True,
         )
@@ -138,20 +142,11 @@ class Memory:
         """Tells whether anything still holds the memory."""
         return weakref.ref(self._arena)
 
-    @property
-    def _first(self) -> int:
-        return int(self._offsets[0])
-
     def split_in_place(self, count: int) -> None:
         """Make a view into fragments of equal length that touch."""
         size = self.nbytes // count
-        base = self._arena.ctypes.data + self._first
-        self.payload = Fragments(
-            (base + np.arange(count) * size).astype(np.uint64),
-            np.full(count, size, np.uint64),
-            owner=self._arena,
-            writable=True,
-        )
+        offsets = self._offsets[0] + np.arange(count) * size
+        self.payload = self._fragments(offsets, np.full(count, size))
 
     def fill(self, data: Bytes) -> None:
         """Write the payload's bytes."""
@@ -161,13 +156,14 @@ class Memory:
         for piece, place in self._pieces():
             piece[:] = data[place]
 
-    def poison(self, value: int) -> None:
+    def poison(self) -> None:
         """Overwrite everything, the gaps too, as a next user of the memory would."""
-        self._arena[:] = value
+        self._arena[:] = _POISON
 
-    def is_all(self, value: int) -> bool:
+    @property
+    def untouched(self) -> bool:
         """Whether everything still is what :meth:`poison` wrote."""
-        return bool((self._arena == value).all())
+        return bool((self._arena == _POISON).all())
 
     def differs_at(self, data: Bytes) -> int | None:
         """Where the payload first differs from ``data``; None if it does not."""
@@ -195,12 +191,8 @@ class Memory:
             start += end - offset
 
     @property
-    def _ends(self) -> npt.NDArray[np.int64]:
+    def _ends(self) -> Places:
         return self._offsets + self._lengths
-
-    @property
-    def _visible(self) -> Bytes:
-        return self._arena[self._first : self._first + self.nbytes]
 
     @property
     def _short_pieces(self) -> bool:
@@ -208,7 +200,7 @@ class Memory:
         return self._lengths.size * _SLICE_BYTES > self.nbytes
 
     @cached_property
-    def _index(self) -> npt.NDArray[np.int64]:
+    def _index(self) -> Places:
         """Where in the arena each byte of the payload lies."""
         starts = np.cumsum(self._lengths) - self._lengths
         shifts = np.repeat(self._offsets - starts, self._lengths)
@@ -224,4 +216,4 @@ class Owned(Protocol):
 def poison(owned: Owned) -> None:
     """Overwrite memory that is its owner's again, as by who reuses a KV block."""
     if owned.memory is not None:
-        owned.memory.poison(POISON)
+        owned.memory.poison()

@@ -16,19 +16,19 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
-from kvwire.backend import Backend, Landing, Link, LinkHandler, Listener
+from kvwire.backend import Backend, Link, Listener
 from kvwire.backend.lane import LaneContext
 from kvwire.testing.conformance.check import CheckFailed, require
-from kvwire.testing.conformance.sides import LaneSide, LinkSide, Verdicts, Witness
+from kvwire.testing.conformance.sides import LaneSide, LinkSide, Side, Verdicts
 from kvwire.types import Address, Role
 
 T = TypeVar("T")
-S = TypeVar("S", bound=Witness)
+S = TypeVar("S", bound=Side)
 
 # A condition that no callback announces, such as a counter, is looked at this often.
 _POLL_S: Final = 0.002
@@ -36,7 +36,7 @@ _POLL_S: Final = 0.002
 _TURNS: Final = 20
 
 
-class JoinedRig(Generic[S]):
+class Rig(Generic[S]):
     """Two backends and the sides of what joins them, on a loop that is watched."""
 
     moves: ClassVar[str]
@@ -63,6 +63,18 @@ class JoinedRig(Generic[S]):
         self.near: Backend = make()
         self.far: Backend = make()
         self.sides: list[S] = []
+        self._listeners: list[Listener] = []
+
+    async def open(self) -> None:
+        """Prepare what every check of this kind needs."""
+
+    async def listen_on(
+        self, address: Address, accept: Callable[[Link], None]
+    ) -> Listener:
+        """Listen with the far backend until the check has ended."""
+        listener = await self.within(self.far.listen(address, accept), "listen")
+        self._listeners.append(listener)
+        return listener
 
     @abstractmethod
     async def pair(self) -> tuple[S, S]:
@@ -119,13 +131,13 @@ class JoinedRig(Generic[S]):
         except TimeoutError:
             raise CheckFailed(f"not within {self.timeout_s:g} s: {what}") from None
 
-    async def reaches(self, count: Callable[[], int], goal: int, what: str) -> None:
-        """Wait until a count is as high as ``goal``; each rise has the whole time."""
-        while (before := count()) < goal:
-            await self._rises(count, before, f"{goal} {what}")
+    async def _reaches(self, counted: Sized, goal: int, what: str) -> None:
+        """Wait until there are as many as ``goal``; each rise has the whole time."""
+        while (before := len(counted)) < goal:
+            await self._grows(counted, before, f"{goal} {what} (there are {before})")
 
-    async def _rises(self, count: Callable[[], int], before: int, what: str) -> None:
-        await self.until(lambda: count() > before, f"{what} (there are {before})")
+    async def _grows(self, counted: Sized, before: int, what: str) -> None:
+        await self.until(lambda: len(counted) > before, what)
 
     async def settle(self) -> None:
         """Give everything that could still be said the time to be said."""
@@ -136,17 +148,12 @@ class JoinedRig(Generic[S]):
 
     async def arrives(self, side: S, count: int) -> None:
         """Wait until ``count`` frames or payloads have arrived whole, in all."""
-        arrived = side.arrived
-        await self.reaches(lambda: len(arrived), count, f"{self.moves}s at {side.name}")
+        await self._reaches(side.arrived, count, f"{self.moves}s at {side.name}")
 
     async def given_back(self, side: S) -> None:
         """Wait until every token has been given back."""
-        sent = side.sent
-        await self.reaches(
-            lambda: len(sent),
-            side.lent + len(sent),
-            f"calls of {self.moves}_sent for {side.name}",
-        )
+        count, what = side.lent + len(side.sent), f"calls of {self.moves}_sent"
+        await self._reaches(side.sent, count, f"{what} for {side.name}")
 
     async def moved(self, sender: S, receiver: S, count: int) -> None:
         """Wait until ``count`` have arrived in all, and every token is given back."""
@@ -198,7 +205,7 @@ class JoinedRig(Generic[S]):
             said = f"{context['message']} {error!r}" if error else context["message"]
             self.verdicts.add(f"the loop was told of an error: {said}")
 
-    async def nothing_left(self) -> None:
+    async def _nothing_left(self) -> None:
         """Wait until tasks and descriptors of the check are gone."""
         await self.until(
             lambda: asyncio.all_tasks() <= self._tasks_before, "its tasks end"
@@ -221,20 +228,18 @@ class JoinedRig(Generic[S]):
         """Let go of sides that have ended, so that nothing here keeps them alive."""
         self.sides = [side for side in self.sides if side not in sides]
 
-    @abstractmethod
     def abort_all(self) -> None:
         """Abort everything there is."""
-
-    @abstractmethod
-    async def stop_listening(self) -> None:
-        """Close every listener."""
+        for side in self.sides:
+            side.abort()
 
     async def aclose(self) -> None:
         """End everything, and look for what is left."""
         try:
             self.abort_all()
             await self.closes(*(side for side in self.sides if side.begun))
-            await self.stop_listening()
+            for listener in self._listeners:
+                await self.within(listener.close(), "listener.close")
             for backend in (self.near, self.far):
                 await self.within(backend.aclose(), "aclose")
             await self.settle()
@@ -243,12 +248,12 @@ class JoinedRig(Generic[S]):
                 said = f"{side.name}: {side.kind}_closed was called {times} times"
                 require(times == expected, f"{said}, not {expected}")
             self.forget(*self.sides)
-            await self.nothing_left()
+            await self._nothing_left()
         finally:
             self.loop.set_exception_handler(self._handler_before)
 
 
-class Rig(JoinedRig[LinkSide]):
+class LinkRig(Rig[LinkSide]):
     """Two backends joined by links, for one check."""
 
     moves = "frame"
@@ -267,12 +272,6 @@ class Rig(JoinedRig[LinkSide]):
         self.address = address
         self._links: list[Link] = []
         self._accepted: deque[Link] = deque()
-        self._listeners: list[Listener] = []
-
-    async def open(self) -> None:
-        """Nothing: a check listens and connects as it needs."""
-
-    # --- links ------------------------------------------------------------------------
 
     async def listen(
         self,
@@ -287,11 +286,7 @@ class Rig(JoinedRig[LinkSide]):
             self.announce()
             answer(link)
 
-        listener = await self.within(
-            self.far.listen(address or self.address, take), "listen"
-        )
-        self._listeners.append(listener)
-        return listener
+        return await self.listen_on(address or self.address, take)
 
     async def connect(self, address: Address) -> Link:
         """Connect with the near backend."""
@@ -316,6 +311,7 @@ class Rig(JoinedRig[LinkSide]):
             listener = self._listeners[0] if self._listeners else await self.listen()
         left = self.side("left", await self.connect(listener.address))
         right = self.side("right", await self.accept())
+        left.across, right.across = right, left
         if start_left:
             left.start()
         if start_right:
@@ -323,7 +319,6 @@ class Rig(JoinedRig[LinkSide]):
         return left, right
 
     async def held_pair(self) -> tuple[LinkSide, LinkSide]:
-        """See JoinedRig: the right side is not started."""
         return await self.pair(start_right=False)
 
     async def ends(self, side: LinkSide) -> None:
@@ -341,29 +336,22 @@ class Rig(JoinedRig[LinkSide]):
         return side
 
     def abort_all(self) -> None:
-        """Abort every link there is."""
-        for side in self.sides:
-            side.abort()
+        super().abort_all()
         for link in self._links:
             link.abort()
+        self._links.clear()
 
     def forget(self, *sides: LinkSide) -> None:
-        """See Joined: also of their links."""
         super().forget(*sides)
         gone = {id(side.link) for side in sides}
         self._links = [link for link in self._links if id(link) not in gone]
-
-    async def stop_listening(self) -> None:
-        for listener in self._listeners:
-            await self.within(listener.close(), "listener.close")
-        self._links.clear()
 
 
 # Where the control link would lead; the kit relays descriptors itself.
 _CONTROL_ADDRESS = Address("tcp", "127.0.0.1", 9)
 
 
-class LaneRig(JoinedRig[LaneSide]):
+class LaneRig(Rig[LaneSide]):
     """Two backends joined by lanes, for one check."""
 
     moves = "payload"
@@ -377,100 +365,68 @@ class LaneRig(JoinedRig[LaneSide]):
         address: Address | None = None,
     ) -> None:
         super().__init__(make, timeout_s)
+        self.address = address or _CONTROL_ADDRESS
         self._settings = settings
         self._opened = 0
-        self._address = address or _CONTROL_ADDRESS
-        self._listener: Listener | None = None
 
     async def open(self) -> None:
         """Listen with the far backend, if it was said where."""
-        if self._address is not _CONTROL_ADDRESS:
-            self._listener = await self.within(
-                self.far.listen(self._address, _welcome), "listen"
-            )
-            self._address = self._listener.address
+        if self.address is not _CONTROL_ADDRESS:
+            self.address = (await self.listen_on(self.address, _end_link)).address
 
     async def pair(self) -> tuple[LaneSide, LaneSide]:
         """Make a lane that is up: the client's side (left) and the server's (right)."""
-        left, right = self.prepare()
-        await self.join(left, right)
+        left, right = await self.half_joined()
+        await self.within(left.join(right.lane.bootstrap), "the client's join")
         return left, right
 
     async def held_pair(self) -> tuple[LaneSide, LaneSide]:
-        """See JoinedRig: the right side leaves what comes in its inbox."""
         left, right = await self.pair()
         right.holding = True
+        return left, right
+
+    async def half_joined(self) -> tuple[LaneSide, LaneSide]:
+        """Both sides of a lane of which the server's has joined, as it does first."""
+        left, right = self.prepare()
+        await self.within(right.join(left.lane.bootstrap), "the server's join")
         return left, right
 
     def prepare(self) -> tuple[LaneSide, LaneSide]:
         """Both sides of a lane, not joined."""
         self._opened += 1
         secret = secrets.token_bytes(32)
-        left = self._open("left", self.near, Role.CLIENT, secret)
-        right = self._open("right", self.far, Role.SERVER, secret)
+        left = self._side("left", self.near, Role.CLIENT, secret)
+        right = self._side("right", self.far, Role.SERVER, secret)
         left.across, right.across = right, left
         return left, right
 
-    async def join(self, left: LaneSide, right: LaneSide) -> None:
-        """Bring a lane up, in the order of a connection's handshake."""
-        await self.within(right.join(left.lane.bootstrap), "the server's join")
-        await self.within(left.join(right.lane.bootstrap), "the client's join")
-
-    def _open(self, name: str, backend: Backend, role: Role, secret: bytes) -> LaneSide:
+    def _side(self, name: str, backend: Backend, role: Role, secret: bytes) -> LaneSide:
         context = LaneContext(
             role=role,
             number=self._opened % 16 + 1,
             secret=secret,
-            remote_address=self._address,
+            remote_address=self.address,
             settings=self._settings,
         )
         side = LaneSide(name, backend.open_lane(context), self.verdicts)
         self.sides.append(side)
         return side
 
-    # --- waiting ----------------------------------------------------------------------
-
     async def ends(self, side: LaneSide) -> None:
-        """Wait until nothing of a side is left open, or it has closed."""
         await self.until(
             lambda: side.closed or not (side.lent or side.expected),
             f"{side.name}: its payloads end, or the lane does",
         )
 
-    def abort_all(self) -> None:
-        for side in self.sides:
-            side.abort()
 
-    async def stop_listening(self) -> None:
-        if self._listener is not None:
-            await self.within(self._listener.close(), "the listener's close")
+AnyRig: TypeAlias = Rig[Any]
 
 
-AnyRig: TypeAlias = JoinedRig[Any]
-
-
-class _Stranger(LinkHandler):
-    """Ends every link: whoever comes in here is a lane, or nobody."""
-
-    def header_received(self, link: Link, header: memoryview) -> Landing:
-        link.abort()
-        return Landing(0, None)
-
-    def body_received(self, link: Link, landing: Landing) -> None:
-        return
-
-    def frame_sent(self, link: Link, token: object) -> None:
-        return
-
-    def link_writable(self, link: Link) -> None:
-        return
-
-    def link_closed(self, link: Link, error: Exception | None) -> None:
-        return
-
-
-def _welcome(link: Link) -> None:
-    link.start(_Stranger())
+def _end_link(link: Link) -> None:
+    """Start an accepted link, which is a lane or nobody: with a header it ends."""
+    stranger = LinkSide("a stranger", link, Verdicts())
+    stranger.on_header = lambda _: link.abort()
+    stranger.start()
 
 
 def open_descriptors() -> set[str]:
@@ -487,33 +443,8 @@ def open_descriptors() -> set[str]:
     return found
 
 
-# --- what only shows in numbers: a little that is left, or kept alive -----------------
-
-
-async def require_no_growth(
-    cycle: Callable[[], Awaitable[None]], *, cycles: int, tolerance: int
-) -> None:
-    """Run something many times, and count what there is of what may leak."""
-    await cycle()
-    before = _counts()
-    for _ in range(cycles):
-        await cycle()
-    gc.collect()
-    for what, now in _counts().items():
-        was = before[what]
-        require(now <= was + tolerance, f"{was} {what} have become {now}")
-
-
 def require_collected(seen: Sequence[weakref.ref[T]], what: str) -> None:
     """Nothing may keep these alive any more."""
     gc.collect()
     held = sum(alive() is not None for alive in seen)
     require(not held, f"{held} of {len(seen)} {what} are kept alive")
-
-
-def _counts() -> dict[str, int]:
-    return {
-        "descriptors": len(open_descriptors()),
-        "tasks": len(asyncio.all_tasks()),
-        "threads": threading.active_count(),
-    }

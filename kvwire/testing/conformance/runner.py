@@ -17,7 +17,7 @@ from kvwire.testing.conformance.groups import (
     payloads,
     pressure,
 )
-from kvwire.testing.conformance.rig import LaneRig, Rig
+from kvwire.testing.conformance.rig import LaneRig, LinkRig
 from kvwire.types import Address
 
 # What a backend does at once on a quiet machine gets this long on a loaded one.
@@ -76,7 +76,7 @@ async def check_backend(
     return await run_all(
         cls.scheme,
         chosen(CHECKS, only),
-        lambda: Rig(make, where, timeout_s),
+        lambda: LinkRig(make, where, timeout_s),
         raising=raising,
         first_only=first_only,
         progress=progress,
@@ -141,7 +141,7 @@ async def run_check(
 
     Cancel safety: safe, links of the check may stay open.
     """
-    return await run_on(lambda: Rig(make, address, timeout_s), check)
+    return await run_on(lambda: LinkRig(make, address, timeout_s), check)
 
 
 async def run_on(make_rig: Callable[[], Any], check: Check) -> Result:

@@ -1,10 +1,10 @@
 """What judges a side under test, be it of a link or of a lane, and plays its caller.
 
-A witness holds every callback against what both contracts share: on the loop's thread,
+A side holds every callback against what both contracts share: on the loop's thread,
 not from inside a call unless that call may call back, never before the beginning, and
 nothing after the end; each token given back once; no byte wrong, and none written
-beside its destination. What is wrong goes to :attr:`Verdicts.found` and fails the check
-that runs.
+beside its destination. Frames of a link come in the order they were sent, each once.
+What is wrong goes to :attr:`Verdicts.found` and fails the check that runs.
 """
 
 from __future__ import annotations
@@ -59,8 +59,45 @@ class Token:
         raise TypeError("a token belongs to the handler; compare it with `is`")
 
 
-class Witness:
-    """One side of what is under test."""
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What the control link says of one payload."""
+
+    number: int
+    length: int
+    descriptor: bytes
+
+
+class KitLanding(Landing):
+    """A landing that knows the number of its payload."""
+
+    __slots__ = ("memory", "number")
+
+    def __init__(self, item: Head | Parcel, memory: Memory | None) -> None:
+        super().__init__(item.length, memory.payload if memory else None)
+        self.number: int = item.number
+        self.memory: Memory | None = memory
+
+
+def _memory_of(item: Head | Parcel) -> Memory | None:
+    return Memory(item.length) if item.length else None
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, where a check does not listen to a callback."""
+
+
+class Side:
+    """One side of what is under test.
+
+    Attributes:
+        arrived: Numbers of what has come in whole.
+        sent: Tokens that were given back.
+        closed: The error, or None, of each time that the end was told.
+        holding: Of a lane: what the side across sends waits for :meth:`release`.
+        land: Names the memory for a payload that comes in; None drops it.
+        trusting: Whether what arrives is compared with what an honest peer sends.
+    """
 
     kind: ClassVar[str]
     """What is under test: "link" or "lane"."""
@@ -71,11 +108,14 @@ class Witness:
 
     def __init__(self, name: str, subject: Any, verdicts: Verdicts) -> None:
         self.name = name
-        self.begun = False
+        self.begun = self.holding = False
+        self.trusting = True
         self.arrived: list[int] = []
         self.sent: list[Token] = []
         self.writable = 0
         self.closed: list[Exception | None] = []
+        self.land: Callable[[Any], Memory | None] = _memory_of
+        self.on_arrival: Callable[[KitLanding], None] = _nothing
         self.on_sent: Callable[[Token], None] = _nothing
         self.on_writable: Callable[[], None] = _nothing
         self.on_closed: Callable[[], None] = _nothing
@@ -84,7 +124,7 @@ class Witness:
         self._thread = threading.get_ident()
         self._next_number = 0
         self._lent: list[Token] = []
-        self._aborted = False
+        self._closing = self._aborted = False
 
     @property
     def lent(self) -> int:
@@ -113,12 +153,38 @@ class Witness:
 
     # --- what a check does ------------------------------------------------------------
 
-    def queue(self, length: int, cut: Cut | None = None) -> Token:
-        """Send ``length`` pseudo-random bytes, without a flush."""
-        raise NotImplementedError
+    def queue(
+        self,
+        length: int = 0,
+        cut: Cut | None = None,
+        *,
+        number: int | None = None,
+        memory: Memory | None = None,
+        token: bool = True,
+    ) -> Token:
+        """Send ``length`` pseudo-random bytes, without a flush.
 
-    def send(self, length: int, cut: Cut | None = None) -> Token:
-        """Send ``length`` pseudo-random bytes, and flush."""
+        Args:
+            length: How many.
+            cut: How their memory is cut; a view by default.
+            number: Chooses the bytes; by default one more than the last.
+            memory: Has them already.
+            token: Whether its owner wants to be told when the memory is free.
+        """
+        number = self._next_number if number is None else number
+        self._next_number = number + 1
+        if memory is None and length:
+            memory = Memory(length, cut)
+            memory.fill(pattern(number, length))
+        made = Token(number, memory)
+        if token and not self._aborted and not self.closed:
+            self._lent.append(made)
+        with self._calling("send"):
+            self._send(made, length, lent=token)
+        return made
+
+    def _send(self, token: Token, length: int, *, lent: bool) -> None:
+        """Hand a payload to the subject."""
         raise NotImplementedError
 
     def queue_many(
@@ -127,9 +193,15 @@ class Witness:
         """Call :meth:`queue` so many times."""
         return [self.queue(length, cut) for _ in range(count)]
 
+    def send(self, length: int = 0, cut: Cut | None = None) -> Token:
+        """Send ``length`` pseudo-random bytes, and flush."""
+        return self.send_many(1, length, cut)[0]
+
     def send_many(self, count: int, length: int, cut: Cut | None = None) -> list[Token]:
-        """Call :meth:`send` so many times."""
-        return [self.send(length, cut) for _ in range(count)]
+        """Queue so many payloads, and flush once."""
+        tokens = self.queue_many(count, length, cut)
+        self.flush()
+        return tokens
 
     def flush(self) -> None:
         """Flush the subject."""
@@ -138,6 +210,7 @@ class Witness:
 
     def close(self) -> None:
         """Close the subject."""
+        self._closing = True
         with self._calling("close"):
             self._subject.close()
 
@@ -147,18 +220,25 @@ class Witness:
         with self._calling("abort"):
             self._subject.abort()
 
-    # --- for the side -----------------------------------------------------------------
+    def keep_landings(self, cut: Cut | None = None) -> list[Memory]:
+        """Have payloads land in memory that the list gets, all of it."""
+        landed: list[Memory] = []
 
-    def _token(
-        self, length: int, cut: Cut | None, number: int | None, memory: Memory | None
-    ) -> Token:
-        """Return the next payload; its number is by default one more than the last."""
-        number = self._next_number if number is None else number
-        self._next_number = number + 1
-        if memory is None and length:
-            memory = Memory(length, cut)
-            memory.fill(pattern(number, length))
-        return Token(number, memory)
+        def land(item: Head | Parcel) -> Memory:
+            landed.append(Memory(item.length, cut))
+            return landed[-1]
+
+        self.land = land
+        return landed
+
+    def take(self) -> None:
+        """Receive what the side across has sent, where that does not come by itself."""
+
+    def release(self) -> None:
+        """Receive what has waited; see :meth:`Rig.held_pair`."""
+        raise NotImplementedError
+
+    # --- what the subject does --------------------------------------------------------
 
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
@@ -191,61 +271,56 @@ class Witness:
             inside.pop()
             self._verdicts.changed()
 
-    def _given_back(self, what: str, token: object) -> None:
-        """Take back a token, with the callback named."""
-        index = next((i for i, t in enumerate(self._lent) if t is token), None)
-        if index is None or not isinstance(token, Token):
-            self.wrong(f"{what} for {token!r}, which is not lent (any more)")
-            return
-        del self._lent[index]
-        self.sent.append(token)
-        self.on_sent(token)
-        token.memory = None
+    def _told_sent(self, what: str, subject: object, token: object) -> None:
+        with self._told(what, subject):
+            index = next((i for i, t in enumerate(self._lent) if t is token), None)
+            if index is None or not isinstance(token, Token):
+                self.wrong(f"{what} for {token!r}, which is not lent (any more)")
+                return
+            del self._lent[index]
+            self.sent.append(token)
+            self.on_sent(token)
+            token.memory = None
 
-    def _judge(
-        self, what: str, number: int, memory: Memory, *, bytes_too: bool = True
-    ) -> None:
-        """Look at a payload that has just arrived, as the callback named says."""
-        nbytes = memory.nbytes
-        if bytes_too and (at := memory.differs_at(pattern(number, nbytes))) is not None:
-            self.wrong(
-                f"payload {number} of {nbytes} bytes is wrong at {what}, first at byte "
-                f"{at}"
-            )
-        if not memory.gaps_are_whole():
-            self.wrong(f"payload {number}: memory beside its destination was written")
+    def _arrive(self, what: str, landing: KitLanding) -> None:
+        """Judge a payload that has come in whole, within the callback named."""
+        if self._aborted:
+            self.wrong(f"{what} after abort")
+        number, memory = landing.number, landing.memory
+        if memory is not None:
+            nbytes = memory.nbytes
+            if nbytes != landing.length:
+                self.wrong(f"{what} for a destination of {nbytes} bytes")
+            elif self.trusting:
+                at = memory.differs_at(pattern(number, nbytes))
+                if at is not None:
+                    where = f"wrong at {what}, first at byte {at}"
+                    self.wrong(f"payload {number} of {nbytes} bytes is {where}")
+            if not memory.gaps_are_whole():
+                self.wrong(f"payload {number}: memory beside it was written")
+        self.arrived.append(number)
+        self.on_arrival(landing)
 
+    def _told_writable(self, what: str, subject: object) -> None:
+        with self._told(what, subject):
+            self.writable += 1
+            if self.queued_bytes:
+                self.wrong(f"{what} with {self.queued_bytes} bytes queued")
+            self.on_writable()
 
-def _nothing(*_: object) -> None:
-    """Do nothing, where a check does not listen to a callback."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """What the control link says of one payload."""
-
-    number: int
-    length: int
-    descriptor: bytes
-
-
-def _memory_of(item: Head | Parcel) -> Memory | None:
-    return Memory(item.length) if item.length else None
-
-
-class KitLanding(Landing):
-    """A landing that knows the number of its payload."""
-
-    __slots__ = ("memory", "number")
-
-    def __init__(self, item: Head | Parcel, memory: Memory | None) -> None:
-        super().__init__(item.length, memory.payload if memory else None)
-        self.number: int = item.number
-        self.memory: Memory | None = memory
+    def _told_closed(self, what: str, subject: object, error: Exception | None) -> None:
+        with self._told(what, subject):
+            self.closed.append(error)
+            self.on_closed()
 
 
-class LinkSide(Witness, LinkHandler):
-    """One side of a link, its handler and its caller."""
+class LinkSide(Side, LinkHandler):
+    """One side of a link, its handler and its caller.
+
+    Attributes:
+        across: The other side, if it is here and its frames are known.
+        due: Numbers of the frames that it has sent and that have not come.
+    """
 
     kind = "link"
     begins_with = "start"
@@ -254,12 +329,10 @@ class LinkSide(Witness, LinkHandler):
     def __init__(self, name: str, link: Link, verdicts: Verdicts) -> None:
         super().__init__(name, link, verdicts)
         self.link = link
-        self.land: Callable[[Head], Memory | None] = _memory_of
+        self.across: LinkSide | None = None
         self.on_header: Callable[[Head], None] = _nothing
-        self.on_arrival: Callable[[KitLanding], None] = _nothing
+        self.due: deque[int] = deque()
         self._landing: KitLanding | None = None
-
-    # --- what a check does ------------------------------------------------------------
 
     def start(self) -> None:
         """Start the link."""
@@ -267,43 +340,15 @@ class LinkSide(Witness, LinkHandler):
         with self._calling("start"):
             self.link.start(self)
 
-    def queue(
-        self,
-        length: int = 0,
-        cut: Cut | None = None,
-        *,
-        number: int | None = None,
-        memory: Memory | None = None,
-        token: bool = True,
-    ) -> Token:
-        """Send a frame of ``length`` pseudo-random bytes, without a flush."""
-        made = self._token(length, cut, number, memory)
-        header = Head(made.number, length).encode()
-        payload = made.memory.payload if made.memory else None
-        if token and not self._aborted:
-            self._lent.append(made)
-        with self._calling("send"):
-            self.link.send(header, payload, made if token else None)
-        return made
-
-    def send(self, length: int = 0, cut: Cut | None = None) -> Token:
-        """Send one frame, and flush."""
-        made = self.queue(length, cut)
-        self.flush()
-        return made
-
-    def take(self) -> None:
-        """Do nothing: what comes over a link is received by itself."""
-
     def release(self) -> None:
-        """Receive what has waited; see :meth:`Rig.held_pair`."""
         self.start()
 
-    def lend(self, number: int) -> Token:
-        """Make a token for a frame that the check sends past this side."""
-        token = Token(number, None)
-        self._lent.append(token)
-        return token
+    def _send(self, token: Token, length: int, *, lent: bool) -> None:
+        header = Head(token.number, length).encode()
+        payload = token.memory.payload if token.memory else None
+        if self.across is not None and not self._closing and not self._aborted:
+            self.across.due.append(token.number)
+        self.link.send(header, payload, token if lent else None)
 
     # --- what the link does -----------------------------------------------------------
 
@@ -317,6 +362,7 @@ class LinkSide(Witness, LinkHandler):
             if head is None:
                 self.wrong(f"a header that nobody sent: {bytes(header)!r}")
                 head = Head(0, 0)
+            self._judge_order(head.number)
             self._landing = KitLanding(head, self.land(head))
             self.on_header(head)
             return self._landing
@@ -327,38 +373,32 @@ class LinkSide(Witness, LinkHandler):
             if landing is not expected or expected is None:
                 self.wrong(f"body_received for {landing!r}, not for the landing asked")
                 return
-            if self._aborted:
-                self.wrong("body_received after abort")
-            self._judge_body(expected)
-            self.arrived.append(expected.number)
-            self.on_arrival(expected)
+            self._arrive("body_received", expected)
 
     def frame_sent(self, link: Link, token: object) -> None:
-        with self._told("frame_sent", link):
-            self._given_back("frame_sent", token)
+        self._told_sent("frame_sent", link, token)
 
     def link_writable(self, link: Link) -> None:
-        with self._told("link_writable", link):
-            self.writable += 1
-            self.on_writable()
+        self._told_writable("link_writable", link)
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
-        with self._told("link_closed", link):
-            self.closed.append(error)
-            self.on_closed()
+        self._told_closed("link_closed", link, error)
 
-    def _judge_body(self, landing: KitLanding) -> None:
-        memory = landing.memory
-        if memory is None:
+    def _judge_order(self, number: int) -> None:
+        if self.across is None:
             return
-        if memory.nbytes != landing.length:
-            self.wrong(f"body_received for a destination of {memory.nbytes} bytes")
-            return
-        self._judge("body_received", landing.number, memory)
+        due = self.due.popleft() if self.due else None
+        if number != due:
+            self.wrong(f"frame {number} came, where {due} was due")
 
 
-class LaneSide(Witness, LaneHandler):
-    """One side of a lane, its handler and its caller."""
+class LaneSide(Side, LaneHandler):
+    """One side of a lane, its handler and its caller.
+
+    Attributes:
+        across: The other side.
+        inbox: What the control link has said and this side has not received.
+    """
 
     kind = "lane"
     begins_with = "join returned"
@@ -372,67 +412,47 @@ class LaneSide(Witness, LaneHandler):
         super().__init__(name, lane, verdicts)
         self.lane = lane
         self.inbox: deque[Parcel] = deque()
-        self.holding: bool = False
-        self.trusting = True
-        self.land: Callable[[Parcel], Memory | None] = _memory_of
-        self.on_arrival: Callable[[KitLanding], None] = _nothing
         self._landings: list[KitLanding] = []
-
-    # --- what a check does ------------------------------------------------------------
 
     async def join(self, bootstrap: bytes) -> None:
         """Join the lane across, of which these bytes are the bootstrap."""
         await self.lane.join(bootstrap, self)
         self.begun = True
 
-    def queue(
-        self,
-        length: int,
-        cut: Cut | None = None,
-        *,
-        memory: Memory | None = None,
-        number: int | None = None,
-    ) -> Token:
-        """Send ``length`` pseudo-random bytes, without a flush on either side."""
-        token = self._token(length, cut, number, memory)
+    def _send(self, token: Token, length: int, *, lent: bool) -> None:
         assert token.memory is not None, "a payload of a lane is not empty"
-        ended = bool(self.closed)
-        if not ended and not self._aborted:
-            self._lent.append(token)
-        with self._calling("send"):
-            descriptor = self.lane.send(token.memory.payload, token)
+        assert lent, "a payload of a lane has a token"
+        descriptor = self.lane.send(token.memory.payload, token)
         if len(descriptor) > DESCRIPTOR_BYTES_MAX:
             self.wrong(f"send returned a descriptor of {len(descriptor)} bytes")
-        if ended and descriptor:
+        if self.closed and descriptor:
             self.wrong("send returned a descriptor after lane_closed")
         self.across.inbox.append(Parcel(token.number, length, descriptor))
-        return token
 
-    def send(self, length: int, cut: Cut | None = None) -> Token:
-        """Send a payload, flush, and let the side across receive what it has."""
-        token = self.queue(length, cut)
-        self.flush()
+    def send_many(self, count: int, length: int, cut: Cut | None = None) -> list[Token]:
+        """Queue so many payloads, flush, and let the side across receive them."""
+        tokens = super().send_many(count, length, cut)
         if not self.across.holding:
             self.across.take()
-        return token
+        return tokens
 
     def take(self, count: int | None = None) -> None:
         """Receive the first ``count`` payloads of the inbox, or all, and flush."""
         for _ in range(len(self.inbox) if count is None else count):
-            self.receive(self.inbox.popleft())
+            self.receive()
         self.flush()
 
     def release(self) -> None:
-        """Receive what has waited; see :meth:`LaneRig.held_pair`."""
         self.holding = False
         self.take()
 
-    def receive(self, parcel: Parcel) -> None:
-        """Queue one arrival, as the control link said it."""
-        if self.closed or self._aborted:
-            landing = KitLanding(parcel, None)
-        else:
-            landing = KitLanding(parcel, self.land(parcel))
+    def receive(self, parcel: Parcel | None = None) -> None:
+        """Queue one arrival, as the control link said it: the inbox's first."""
+        if parcel is None:
+            parcel = self.inbox.popleft()
+        ended = self.closed or self._aborted
+        landing = KitLanding(parcel, None if ended else self.land(parcel))
+        if not ended:
             self._landings.append(landing)
         try:
             with self._calling("receive"):
@@ -456,8 +476,7 @@ class LaneSide(Witness, LaneHandler):
     # --- what the lane does -----------------------------------------------------------
 
     def payload_sent(self, lane: Lane, token: object) -> None:
-        with self._told("payload_sent", lane):
-            self._given_back("payload_sent", token)
+        self._told_sent("payload_sent", lane, token)
 
     def payload_received(self, lane: Lane, landing: Landing) -> None:
         with self._told("payload_received", lane):
@@ -465,26 +484,10 @@ class LaneSide(Witness, LaneHandler):
                 self.wrong(f"payload_received for {landing!r}, which is not awaited")
                 return
             self._landings.remove(landing)
-            if self._aborted:
-                self.wrong("payload_received after abort")
-            if landing.memory is not None:
-                self._judge(
-                    "payload_received",
-                    landing.number,
-                    landing.memory,
-                    bytes_too=self.trusting,
-                )
-            self.arrived.append(landing.number)
-            self.on_arrival(landing)
+            self._arrive("payload_received", landing)
 
     def lane_writable(self, lane: Lane) -> None:
-        with self._told("lane_writable", lane):
-            self.writable += 1
-            if lane.queued_bytes:
-                self.wrong(f"lane_writable with {lane.queued_bytes} bytes queued")
-            self.on_writable()
+        self._told_writable("lane_writable", lane)
 
     def lane_closed(self, lane: Lane, error: Exception | None) -> None:
-        with self._told("lane_closed", lane):
-            self.closed.append(error)
-            self.on_closed()
+        self._told_closed("lane_closed", lane, error)

@@ -191,7 +191,7 @@ class _Half:
         if self.lane.description != "not up":
             await self.handler.end()
         for memory in self._memories:
-            memory.poison(_POISON)
+            memory.poison()
         for place in self._places:
             place[:] = _POISON
         return {}

@@ -47,7 +47,7 @@ def preamble_to(side: LaneSide, *, number: int | None = None) -> bytes:
 
 async def knock(rig: LaneRig, data: bytes) -> bytes:
     """Say something as a stranger; what comes back until the end."""
-    where = rig._address
+    where = rig.address
     reader, writer = await asyncio.open_connection(where.host, where.port)
     writer.write(data)
     got = b""
@@ -81,7 +81,7 @@ async def test_the_listener_may_send_before_the_client_is_there() -> None:
 async def test_a_lane_is_not_a_connection_and_its_first_link_says_so() -> None:
     rig, recorder = LaneRig(TcpBackend, {}, 10), Recorder()
     listener = await rig.far.listen(ANYWHERE, lambda link: link.start(recorder))
-    rig._address = listener.address
+    rig.address = listener.address
     await rig.pair()
     assert "a lane" in str(await recorder.end())
     assert recorder.headers == 0
@@ -122,7 +122,7 @@ async def test_a_preamble_that_is_said_again_is_worth_nothing() -> None:
         left, right = rig.prepare()
         await right.join(left.lane.bootstrap)
         preamble = preamble_to(right)
-        where = rig._address
+        where = rig.address
         reader, writer = await asyncio.open_connection(where.host, where.port)
         writer.write(preamble)
         assert isinstance(right.lane, TcpLane)
@@ -151,7 +151,7 @@ async def test_a_peer_that_is_not_the_listener_of_this_connection() -> None:
 
         answered = asyncio.Event()
         impostor = await asyncio.start_server(answer, "127.0.0.1", 0)
-        rig._address = Address("tcp", *impostor.sockets[0].getsockname())
+        rig.address = Address("tcp", *impostor.sockets[0].getsockname())
         left, _ = rig.prepare()
         with pytest.raises(BackendUnavailable, match="admits no lane"):
             await left.join(BOOTSTRAP)

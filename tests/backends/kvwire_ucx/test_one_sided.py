@@ -21,8 +21,6 @@ from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 
 pytestmark = needs_reading
 
-POISON = 0x7B
-
 
 def settings(**more: str) -> dict[str, str]:
     return {"TLS": SHARED_MEMORY, "one_sided": "yes", **more}
@@ -40,23 +38,15 @@ async def test_nothing_is_written_after_a_lane_has_closed(
     watched: list[Memory] = []
     for turn in range(times):
         left, right = await rig.pair()
-        landed: list[Memory] = []
-
-        def land(parcel: Any, landed: list[Memory] = landed) -> Memory:
-            landed.append(Memory(parcel.length))
-            return landed[-1]
-
-        right.land = land
-        left.queue_many(4, 2 * MIB)
-        left.flush()
-        right.take()
+        landed = right.keep_landings()
+        left.send_many(4, 2 * MIB)
         for _ in range(turn * 3 % 10):
             await asyncio.sleep(0)
         aborted = right if side == "reader" else left
         aborted.abort()
         await rig.closes(right)
         for memory in landed:
-            memory.poison(POISON)
+            memory.poison()
         watched = [*watched, *landed][-16:]
         await rig.closes(left)
         one = left.lane
@@ -64,7 +54,7 @@ async def test_nothing_is_written_after_a_lane_has_closed(
         assert one._one_sided is not None
         assert len(one._one_sided._ranges) == 0
     await rig.settle()
-    assert all(memory.is_all(POISON) for memory in watched)
+    assert all(memory.untouched for memory in watched)
     await rig.aclose()
 
 

@@ -4,51 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, TypeVar
 
-from kvwire.backend import API_VERSION, Availability, Capabilities, Link, Listener
+from kvwire.backend import API_VERSION, Availability, Capabilities, Link
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire.testing.conformance.check import CheckFailed, Group, require
-from kvwire.testing.conformance.rig import AnyRig, LaneRig, Rig
-from kvwire.testing.conformance.sides import LaneSide
+from kvwire.testing.conformance.rig import AnyRig, LaneRig, LinkRig
+from kvwire.testing.conformance.sides import LaneSide, LinkSide
 from kvwire.types import Address
 
 address: Group = Group("address")
 join: Group = Group("join")
 cancel: Group = Group("cancel")
 
+T = TypeVar("T")
+
 
 # --- address --------------------------------------------------------------------------
 
 
-async def _refuses(rig: Rig, address: Address) -> None:
-    """Nobody listens on ``address``, and the backend says so with an OSError."""
-    try:
-        link = await rig.within(rig.near.connect(address), "connect is refused")
-    except OSError:
-        return
-    link.abort()
-    raise CheckFailed(f"connect to {address} succeeded, where nobody listens")
-
-
-async def _conflicts(rig: Rig, address: Address) -> None:
-    """``address`` is taken, and the backend says so with an OSError."""
-    try:
-        listener = await rig.within(rig.near.listen(address, _abort), "listen fails")
-    except OSError:
-        return
-    await listener.close()
-    raise CheckFailed(f"listen on {address} succeeded twice at once")
-
-
-def _abort(link: Link) -> None:
-    link.abort()
-
-
 @address.links("class", "The class says its scheme, contract version and capabilities")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     backend = type(rig.near)
     require(backend.scheme == rig.address.scheme, f"its scheme is {backend.scheme!r}")
     require(
@@ -69,7 +47,7 @@ async def _(rig: AnyRig) -> None:
 
 
 @address.links("bound", "A listener's address leads to it, also written and read again")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     address = (await rig.listen()).address
     require(address.scheme == rig.near.scheme, f"the address is {address!r}")
     read = Address.parse(str(address))
@@ -79,65 +57,51 @@ async def _(rig: Rig) -> None:
 
 
 @address.links("free", "Two listeners on any free address get two addresses")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     first, second = await rig.listen(), await rig.listen()
     require(first.address != second.address, f"both are {first.address}")
 
 
 @address.links("conflict", "Listening on a taken address is an OSError, and harmless")
-async def _(rig: Rig) -> None:
-    listener = await rig.listen()
-    await _conflicts(rig, listener.address)
-    await rig.connect(listener.address)
+async def _(rig: LinkRig) -> None:
+    taken = (await rig.listen()).address
+    with contextlib.suppress(OSError):
+        await rig.listen(taken)
+        raise CheckFailed(f"listen on {taken} succeeded twice at once")
+    await rig.connect(taken)
     await rig.accept()
 
 
-@address.links("again", "An address can be listened on again after close, also twice")
-async def _(rig: Rig) -> None:
+@address.links("again", "An address can be listened on again, while old links live on")
+async def _(rig: LinkRig) -> None:
     first = await rig.listen()
+    left, right = await rig.pair(first)
     for _ in range(2):
         await rig.within(first.close(), "listener.close")
     second = await rig.listen(first.address)
     require(second.address == first.address, f"it got {second.address}")
     await rig.connect(second.address)
     await rig.accept()
-
-
-@address.links(
-    "again-in-use", "An address can be listened on again while old links live"
-)
-async def _(rig: Rig) -> None:
-    listener = await rig.listen()
-    left, right = await rig.pair(listener)
-    await listener.close()
-    await rig.listen(listener.address)
-    left.send(100)
-    await rig.arrives(right, 1)
-
-
-@address.links("refused", "Connecting where nobody listens is an OSError, and harmless")
-async def _(rig: Rig) -> None:
-    gone = await rig.listen()
-    await gone.close()
-    await _refuses(rig, gone.address)
-    left, right = await rig.pair(await rig.listen())
-    left.send(10)
-    await rig.arrives(right, 1)
-
-
-@address.links("close-keeps-links", "Closing a listener leaves accepted links alive")
-async def _(rig: Rig) -> None:
-    listener = await rig.listen()
-    left, right = await rig.pair(listener)
-    await listener.close()
     left.send(70_000)
     right.send(70_000)
     await rig.arrives(right, 1)
     await rig.arrives(left, 1)
 
 
+@address.links("refused", "Connecting where nobody listens is an OSError, and harmless")
+async def _(rig: LinkRig) -> None:
+    gone = await rig.listen()
+    await gone.close()
+    with contextlib.suppress(OSError):
+        await rig.connect(gone.address)
+        raise CheckFailed(f"connect to {gone.address} succeeded, where nobody listens")
+    left, right = await rig.pair(await rig.listen())
+    left.send(10)
+    await rig.arrives(right, 1)
+
+
 @address.links("accept-together", "Sixteen connects at once are sixteen links")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     listener = await rig.listen()
     await rig.within(
         asyncio.gather(*(rig.connect(listener.address) for _ in range(16))), "connects"
@@ -149,7 +113,7 @@ async def _(rig: Rig) -> None:
 
 
 @address.links("accept-raises", "An error in accept costs that link, not the listener")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     calls: list[Link] = []
 
     def accept(link: Link) -> None:
@@ -168,7 +132,7 @@ async def _(rig: Rig) -> None:
 
 
 @address.links("remote", "remote_address is where a link connected to, or came from")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     where = (await rig.listen()).address
     remote = (await rig.connect(where)).remote_address
     require(remote in {None, where}, f"it is {remote}, not {where}")
@@ -176,8 +140,37 @@ async def _(rig: Rig) -> None:
     require(remote is None or isinstance(remote, Address), f"it is {remote!r}")
 
 
+@address.links("listeners", "Links of two listeners come to the right one")
+async def _(rig: LinkRig) -> None:
+    seen: dict[str, list[Link]] = {"first": [], "second": []}
+    first = await rig.listen(accept=seen["first"].append)
+    second = await rig.listen(accept=seen["second"].append)
+    for listener in (first, second, second):
+        await rig.connect(listener.address)
+    await rig.until(lambda: len(seen["second"]) == 2, "the second listener has two")
+    await rig.until(lambda: len(seen["first"]) == 1, "the first listener has one")
+    await rig.settle()
+    require(len(seen["first"]) == 1, f"the first has {len(seen['first'])}")
+
+
+@address.links("reversed", "Each backend can listen and connect at once")
+async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
+    links: list[Link] = []
+    listener = await rig.near.listen(rig.address, links.append)
+    link = await rig.far.connect(listener.address)
+    await rig.until(lambda: links, "the near backend accepts a link")
+    back, forth = rig.side("back", link), rig.side("forth", links[0])
+    back.start()
+    forth.start()
+    forth.send(200_000)
+    left.send(100)
+    await rig.arrives(back, 1)
+    await rig.arrives(right, 1)
+    await listener.close()
+
+
 @address.links("aclose", "A backend without links can be closed, and twice")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     backend = rig.make()
     await backend.aclose()
     await backend.aclose()
@@ -186,39 +179,27 @@ async def _(rig: Rig) -> None:
 # --- join -----------------------------------------------------------------------------
 
 
-@join.lanes("bootstrap", "A bootstrap is short, and the same whenever it is asked")
+@join.lanes("idle", "A lane that came up says what it is, and counts and calls nothing")
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     for side in (left, right):
-        bootstrap = side.lane.bootstrap
-        require(isinstance(bootstrap, bytes), f"it is a {type(bootstrap).__name__}")
+        lane, name = side.lane, side.name
+        bootstrap, text = lane.bootstrap, lane.description
+        require(isinstance(bootstrap, bytes), f"bootstrap: {type(bootstrap).__name__}")
         require(len(bootstrap) <= BOOTSTRAP_BYTES_MAX, f"of {len(bootstrap)} bytes")
-        require(side.lane.bootstrap == bootstrap, f"{side.name}: it changed")
-
-
-@join.lanes("description", "A lane says in one line what moves its bytes")
-async def _(rig: LaneRig) -> None:
-    for side in await rig.pair():
-        text = side.lane.description
-        require(text.strip() != "", f"{side.name}: the description is empty")
-        require(text.isprintable(), f"{side.name}: no line: {text!r}")
-
-
-@join.lanes("idle", "A lane that came up counts nothing and calls nothing")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    await rig.settle()
-    for side in (left, right):
-        lane = side.lane
-        require(lane.queued_bytes == 0, f"{side.name}: {lane.queued_bytes} queued")
-        require(lane.received_bytes == 0, f"{side.name}: {lane.received_bytes} came")
-        require(lane.bytes_min >= 1, f"{side.name}: bytes_min is {lane.bytes_min}")
-        require(not side.closed, f"{side.name} closed by itself")
+        await rig.settle()
+        require(lane.bootstrap == bootstrap, f"{name}: the bootstrap changed")
+        require(text.strip() != "", f"{name}: the description is empty")
+        require(text.isprintable(), f"{name}: no line: {text!r}")
+        require(lane.queued_bytes == 0, f"{name}: {lane.queued_bytes} queued")
+        require(lane.received_bytes == 0, f"{name}: {lane.received_bytes} came")
+        require(lane.bytes_min >= 1, f"{name}: bytes_min is {lane.bytes_min}")
+        require(not side.closed, f"{name} closed by itself")
 
 
 @join.lanes("at-once", "The client may send as soon as its own join has returned")
 async def _(rig: LaneRig) -> None:
-    left, right = rig.prepare()
+    left, right = await rig.half_joined()
     right.holding = True
-    await rig.within(right.join(left.lane.bootstrap), "the server's join")
     await rig.within(left.join(right.lane.bootstrap), "the client's join")
     left.send(300_000)
     right.send(300_000)
@@ -229,8 +210,7 @@ async def _(rig: LaneRig) -> None:
 
 @join.lanes("server-early", "A server that has joined may be told of arrivals")
 async def _(rig: LaneRig) -> None:
-    left, right = rig.prepare()
-    await rig.within(right.join(left.lane.bootstrap), "the server's join")
+    left, right = await rig.half_joined()
     right.flush()
     await rig.settle()
     await rig.within(left.join(right.lane.bootstrap), "the client's join")
@@ -238,7 +218,7 @@ async def _(rig: LaneRig) -> None:
     await rig.arrives(right, 1)
 
 
-_WRONG: dict[str, Callable[[bytes], bytes]] = {
+_WRONG: Final[dict[str, Callable[[bytes], bytes]]] = {
     "empty": lambda _: b"",
     "one-byte": lambda bootstrap: bootstrap[:1],
     "half": lambda bootstrap: bootstrap[: len(bootstrap) // 2],
@@ -246,20 +226,15 @@ _WRONG: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@join.lanes("refuses-client", "A server refuses a bootstrap: {}", _WRONG)
+@join.lanes("refuses", "Server and client refuse a bootstrap: {}", _WRONG)
 async def _(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
     left, right = rig.prepare()
-    await _refused(rig, right, change(left.lane.bootstrap))
+    await _refuses(rig, right, change(left.lane.bootstrap))
+    left, right = await rig.half_joined()
+    await _refuses(rig, left, change(right.lane.bootstrap))
 
 
-@join.lanes("refuses-server", "A client refuses a bootstrap: {}", _WRONG)
-async def _(rig: LaneRig, change: Callable[[bytes], bytes]) -> None:
-    left, right = rig.prepare()
-    await rig.within(right.join(left.lane.bootstrap), "the server's join")
-    await _refused(rig, left, change(right.lane.bootstrap))
-
-
-async def _refused(rig: LaneRig, side: LaneSide, bootstrap: bytes) -> None:
+async def _refuses(rig: LaneRig, side: LaneSide, bootstrap: bytes) -> None:
     try:
         await rig.within(side.join(bootstrap), "join refuses what it cannot read")
     except BackendUnavailable as exc:
@@ -272,67 +247,46 @@ async def _refused(rig: LaneRig, side: LaneSide, bootstrap: bytes) -> None:
 
 @join.lanes("peer-gone", "A client whose server has gone is refused, or is told")
 async def _(rig: LaneRig) -> None:
-    left, right = rig.prepare()
-    await rig.within(right.join(left.lane.bootstrap), "the server's join")
+    left, right = await rig.half_joined()
     bootstrap = right.lane.bootstrap
     right.abort()
     await rig.closes(right)
-    try:
+    with contextlib.suppress(BackendUnavailable):
         await rig.within(left.join(bootstrap), "join of a lane that has ended")
-    except BackendUnavailable:
-        return
-    left.send(300_000)
-    left.flush()
-    require(not right.arrived, "a payload arrived at a lane that was aborted")
+        left.send(300_000)
+        require(not right.arrived, "a payload arrived at a lane that was aborted")
 
 
-@join.lanes("cancelled", "A join that is cancelled leaves nothing and calls nothing")
-async def _(rig: LaneRig) -> None:
-    left, right = rig.prepare()
-    await rig.within(right.join(left.lane.bootstrap), "the server's join")
-    for turns in range(3):
-        task = asyncio.ensure_future(left.join(right.lane.bootstrap))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if not task.done():
-            task.cancel()
-        (ended,) = await asyncio.gather(task, return_exceptions=True)
-        require(
-            ended is None or isinstance(ended, asyncio.CancelledError),
-            f"a cancelled join raised {ended!r}",
-        )
-        right.abort()
-        await rig.settle()
-        require(left.begun or not left.closed, "lane_closed after a cancelled join")
-        left, right = rig.prepare()
-        await rig.within(right.join(left.lane.bootstrap), "the server's join")
+# Turns of the loop after which a coroutine is disturbed: each where it may be between
+# two steps, then ever more, so that one that waits for its peer comes to its end too.
+_TURNS: Final = (*range(16), *(2**n for n in range(4, 13)))
 
 
-# Loop turns after which a join is disturbed: each where a backend may be between two
-# steps, then ever more, so that one that waits for its peer comes to its end as well.
-_TURNS = (*range(16), *(2**n for n in range(4, 13)))
-
-
-@join.lanes("aborted", "A join whose lane is aborted raises, or the lane then closes")
-async def _(rig: LaneRig) -> None:
+@join.lanes(
+    "disturbed",
+    "A join that is {} leaves nothing, or a lane that ends",
+    {"cancelled": asyncio.CancelledError, "aborted": BackendUnavailable},
+)
+async def _(rig: LaneRig, error: type[BaseException]) -> None:
     for turns in _TURNS:
-        left, right = rig.prepare()
-        await rig.within(right.join(left.lane.bootstrap), "the server's join")
+        left, right = await rig.half_joined()
         task = asyncio.ensure_future(left.join(right.lane.bootstrap))
         for _ in range(turns):
             await asyncio.sleep(0)
         through = task.done()
-        left.abort()
+        if error is BackendUnavailable:
+            left.abort()
+        else:
+            task.cancel()
         joined = asyncio.gather(task, return_exceptions=True)
-        (ended,) = await rig.within(joined, "join of a lane that was aborted")
-        require(
-            ended is None or isinstance(ended, BackendUnavailable),
-            f"aborted after {turns} turns, join raised {ended!r}",
-        )
-        if left.begun:
-            await rig.closes(left)
+        (ended,) = await rig.within(joined, "a join that was disturbed")
+        said = f"disturbed after {turns} turns, join raised {ended!r}"
+        require(ended is None or isinstance(ended, error), said)
+        left.abort()
         right.abort()
-        await rig.closes(right)
+        await rig.closes(right, *(side for side in (left,) if side.begun))
+        await rig.settle()
+        require(left.begun or not left.closed, "lane_closed after join has raised")
         rig.forget(left, right)
         if through:
             return
@@ -340,130 +294,74 @@ async def _(rig: LaneRig) -> None:
 
 # --- cancel ---------------------------------------------------------------------------
 
-T = TypeVar("T")
-# A coroutine that waits more often than this waits for something that never comes.
-_SUSPENSIONS_MAX = 100
+
+async def _cancelled(
+    rig: LinkRig, begin: Callable[[], Coroutine[Any, Any, T]]
+) -> AsyncIterator[T | None]:
+    """Cancel a coroutine after its first step, another after its second, and so on.
+
+    Yields what each returned all the same; ends when one was through in time.
+    """
+    for turns in _TURNS[1:]:
+        task = asyncio.ensure_future(begin())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        through = task.done()
+        task.cancel()
+        await rig.until(task.done, f"it ends, cancelled at turn {turns}")
+        yield None if task.cancelled() else task.result()
+        if through:
+            return
 
 
-class CancelAt(Generic[T]):
-    """Runs a coroutine and cancels its task when it waits for the n-th time."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T], suspension: int) -> None:
-        self.reached: bool = False
-        self._coroutine = coroutine
-        self._suspension = suspension
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        """Pass every wait through; cancel at the chosen one."""
-        steps = self._coroutine.__await__()
-        resume: Callable[[Any], Any] = steps.send
-        answer: Any = None
-        count = 0
-        while True:
-            try:
-                waited_for = resume(answer)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            if count == self._suspension:
-                self.reached = True
-                task = asyncio.current_task()
-                assert task is not None
-                task.cancel()
-            count += 1
-            try:
-                answer = yield waited_for
-                resume = steps.send
-            except BaseException as exc:  # noqa: BLE001 - passed on to the coroutine
-                resume, answer = steps.throw, exc
-
-
-async def _run(runner: CancelAt[T]) -> T:
-    return await runner
-
-
-async def _cancelled_at(
-    rig: Rig, coroutine: Coroutine[Any, Any, T], suspension: int
-) -> tuple[bool, T | None]:
-    """Whether the coroutine waited that often, and what it returned if it ended."""
-    runner = CancelAt(coroutine, suspension)
-    task = asyncio.create_task(_run(runner))
-    await rig.until(task.done, f"it ends, cancelled at its wait number {suspension}")
-    return runner.reached, None if task.cancelled() else task.result()
-
-
-async def _cancel_everywhere(rig: Rig) -> None:
-    """Cancel a connect at its first wait, another at its second, and so on."""
+@cancel.links("connect", "A connect cancelled wherever it waits ends at both sides")
+async def _(rig: LinkRig) -> None:
     listener = await rig.listen()
-    for suspension in range(_SUSPENSIONS_MAX):
-        connecting = rig.near.connect(listener.address)
-        reached, link = await _cancelled_at(rig, connecting, suspension)
+    async for link in _cancelled(rig, lambda: rig.near.connect(listener.address)):
         if link is not None:
             link.abort()
-        if not reached:
-            await rig.settle()
-            return
-    raise CheckFailed(f"connect waits more than {_SUSPENSIONS_MAX} times")
-
-
-@cancel.links("connect-peer", "The other side of a cancelled connect ends by itself")
-async def _(rig: Rig) -> None:
-    await _cancel_everywhere(rig)
+    await rig.settle()
     while rig.unaccepted:
         side = rig.side("accepted", await rig.accept())
         side.start()
         await rig.closes(side)
-
-
-@cancel.links("connect-then", "After a cancelled connect the next one succeeds")
-async def _(rig: Rig) -> None:
-    await _cancel_everywhere(rig)
-    while rig.unaccepted:
-        (await rig.accept()).abort()
     left, right = await rig.pair()
     left.send(1000)
     await rig.arrives(right, 1)
 
 
 @cancel.links("connect-refused", "A connect that will be refused can be cancelled")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     listener = await rig.listen()
     await listener.close()
-    try:
-        await _cancelled_at(rig, rig.near.connect(listener.address), 0)
-    except OSError:
-        return  # it was refused before it ever waited
+    with contextlib.suppress(OSError):
+        async for link in _cancelled(rig, lambda: rig.near.connect(listener.address)):
+            require(link is None, "it succeeded, where nobody listens")
 
 
 @cancel.links("listen", "listen cancelled wherever it waits leaves nothing bound")
-async def _(rig: Rig) -> None:
+async def _(rig: LinkRig) -> None:
     first = await rig.listen()
     address = first.address
     await first.close()
-    for suspension in range(_SUSPENSIONS_MAX):
-        listening = rig.far.listen(address, lambda link: link.abort())
-        reached, listener = await _cancelled_at(rig, listening, suspension)
+    async for listener in _cancelled(
+        rig, lambda: rig.far.listen(address, lambda link: link.abort())
+    ):
         if listener is not None:
             await listener.close()
-        if not reached:
-            break
-    require(not reached, f"listen waits more than {_SUSPENSIONS_MAX} times")
     again = await rig.listen(address)
     require(again.address == address, f"it got {again.address}")
 
 
 @cancel.links("listener-close", "A cancelled Listener.close closes all the same")
-async def _(rig: Rig) -> None:
-    for suspension in range(_SUSPENSIONS_MAX):
-        listener: Listener = await rig.listen()
-        address = listener.address
-        reached, _ = await _cancelled_at(rig, _close(listener), suspension)
+async def _(rig: LinkRig) -> None:
+    listeners = [await rig.listen()]
+    address = listeners[0].address
+
+    async def close_newest() -> None:
+        await listeners[-1].close()
+
+    async for _ in _cancelled(rig, close_newest):
         await rig.settle()
-        again = await rig.listen(address)
-        require(again.address == address, f"{address} is still bound")
-        if not reached:
-            return
-
-
-async def _close(listener: Listener) -> None:
-    await listener.close()
+        listeners.append(await rig.listen(address))
+        require(listeners[-1].address == address, f"it got {listeners[-1].address}")

@@ -10,22 +10,23 @@ but ProtocolError and writes nowhere but to the landing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import gc
 import operator
 import random
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 from kvwire.errors import BackendUnavailable, ProtocolError
-from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, MIB
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, MIB
 from kvwire.testing.conformance.check import CheckFailed, Group, require
 from kvwire.testing.conformance.content import (
     CUTS,
-    POISON,
     Bytes,
     Cut,
     Memory,
@@ -35,11 +36,11 @@ from kvwire.testing.conformance.content import (
 from kvwire.testing.conformance.rig import (
     AnyRig,
     LaneRig,
-    Rig,
+    LinkRig,
+    open_descriptors,
     require_collected,
-    require_no_growth,
 )
-from kvwire.testing.conformance.sides import LaneSide, LinkSide, Parcel
+from kvwire.testing.conformance.sides import LaneSide, LinkSide
 
 memory: Group = Group("memory")
 leak: Group = Group("leak")
@@ -52,9 +53,7 @@ descriptor: Group = Group("descriptor")
 @memory.both("source", "Memory of {} is not read after it was given back", CUTS)
 async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     left.on_sent = poison
-    left.queue_many(10, 400_000, cut)
-    left.flush()
-    right.take()
+    left.send_many(10, 400_000, cut)
     await rig.moved(left, right, 10)
 
 
@@ -82,27 +81,65 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
 @memory.both("destination", "Memory of {} is not written after it was filled", CUTS)
 async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
-    landed = landing_in(right, cut)
+    landed = right.keep_landings(cut)
     right.on_arrival = poison
-    left.queue_many(10, 100_000)
-    left.flush()
-    right.take()
+    left.send_many(10, 100_000)
     await rig.arrives(right, 10)
-    await rig.settle()
-    require_untouched(landed, "it was filled")
+    await _require_untouched(rig, landed, "it was filled")
+
+
+@memory.links("destination-reused", "All frames land in one memory, one after another")
+async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
+    memory = Memory(300_000, CUTS["pages"])
+    right.land = lambda head: memory
+    left.send_many(20, 300_000, CUTS["uneven"])
+    await rig.arrives(right, 20)
 
 
 @memory.both("abort-midway", "After abort and the end the receiver writes nothing")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    landed = landing_in(right, None)
+    landed = right.keep_landings()
     left.send_many(6, 4 * MIB)
     await rig.until(lambda: right.received_bytes > 0, "payload arrives")
     right.abort()
     await rig.closes(right)
-    for memory in landed:
-        memory.poison(POISON)
-    await rig.settle()
-    require_untouched(landed, "the end")
+    await _require_untouched(rig, landed, "the end")
+
+
+@memory.links("abort-receiver", "After abort, no frame is written that was asked for")
+async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
+    landed = right.keep_landings()
+    right.on_header = lambda head: right.abort()
+    left.send(16 * MIB)
+    await rig.closes(right)
+    await _require_untouched(rig, landed, "link_closed")
+
+
+@memory.lanes("abort-receiver", "After abort, no payload is written that was awaited")
+async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
+    landed = right.keep_landings()
+    left.queue_many(6, 4 * MIB)
+    left.flush()
+    for _ in range(6):
+        right.receive()
+    right.abort()
+    await rig.closes(right)
+    left.flush()
+    await _require_untouched(rig, landed, "lane_closed")
+
+
+@memory.both("peer-abort", "When the peer aborts, memory of both is free at the end")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
+    landed = right.keep_landings()
+    tokens = left.send_many(6, 4 * MIB, CUTS["pages"])
+    await rig.until(lambda: right.received_bytes > MIB, "payload arrives")
+    left.abort()
+    await rig.closes(left)
+    for token in tokens:
+        poison(token)
+    # What had left before may arrive, but then as it was: each arrival is compared.
+    await rig.ends(right)
+    await _require_untouched(rig, landed, "the end")
 
 
 @memory.both("abort-sender", "An aborted sender's memory is free at the end", held=True)
@@ -113,29 +150,31 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.closes(left)
     for token in tokens:
         poison(token)
-    # What had left before may arrive, but then as it was: each arrival is compared.
     right.release()
     await rig.ends(right)
+
+
+async def _require_untouched(rig: AnyRig, landed: list[Memory], since: str) -> None:
+    """Fail the check if destinations are written from now on."""
+    for memory in landed:
+        memory.poison()
+    await rig.settle()
+    whole = all(memory.untouched for memory in landed)
+    require(whole, f"a destination was written after {since}")
 
 
 @memory.both(
     "kept-source", "Lent memory stays alive although its sender drops it", held=True
 )
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    for number in range(8):
-        memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
-        memory.fill(pattern(number, 4 * MIB))
-        left.queue(4 * MIB, memory=memory).memory = None
-        left.flush()
-        del memory
+    _send_and_drop(left, 8)
     gc.collect()
     right.release()
     await rig.arrives(right, 8)
 
 
-async def _idle_after_traffic(rig: AnyRig) -> tuple[Any, Any, list[weakref.ref[Bytes]]]:
-    """Make a pair that has moved payloads of all kinds, and references to these."""
-    left, right = await rig.pair()
+@memory.both("released-idle", "What is idle keeps no payload memory alive")
+async def _(rig: AnyRig, left: Any, right: Any) -> None:
     seen: list[weakref.ref[Bytes]] = []
 
     def land(item: Any) -> Memory:
@@ -144,46 +183,19 @@ async def _idle_after_traffic(rig: AnyRig) -> tuple[Any, Any, list[weakref.ref[B
         return memory
 
     right.land = land
-    for number in range(8):
-        memory = Memory(200 * KIB, CUTS["uneven"] if number % 3 else None)
-        memory.fill(pattern(number, 200 * KIB))
-        seen.append(memory.alive)
-        left.queue(200 * KIB, memory=memory)
-        del memory
-    left.flush()
+    seen += _send_and_drop(left, 8)
     right.take()
     await rig.moved(left, right, 8)
     await rig.settle()
-    return left, right, seen
-
-
-@memory.both("released-idle", "What is idle keeps no payload memory alive")
-async def _(rig: AnyRig) -> None:
-    left, right, seen = await _idle_after_traffic(rig)
     require_collected(seen, "payloads")
     require(not left.closed and not right.closed, "it closed")
-
-
-@memory.both("released-closed", "What has closed keeps no payload memory alive")
-async def _(rig: AnyRig) -> None:
-    left, right, seen = await _idle_after_traffic(rig)
-    left.close()
-    right.close()
-    await rig.closes(left, right)
-    require_collected(seen, "payloads")
 
 
 @memory.both(
     "released-aborted", "What was aborted keeps no queued memory alive", held=True
 )
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    seen = []
-    for number in range(16):
-        memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
-        seen.append(memory.alive)
-        left.queue(4 * MIB, memory=memory)
-        left.flush()
-        del memory
+    seen = _send_and_drop(left, 16)
     left.abort()
     await rig.closes(left)
     left.forget()
@@ -193,103 +205,16 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     require_collected(seen, "payloads")
 
 
-def landing_in(side: Any, cut: Cut | None) -> list[Memory]:
-    """Have a side land payloads in memory of its own; the list gets all of it."""
-    landed: list[Memory] = []
-
-    def land(item: Any) -> Memory:
-        landed.append(Memory(item.length, cut))
-        return landed[-1]
-
-    side.land = land
-    return landed
-
-
-def require_untouched(landed: list[Memory], since: str) -> None:
-    """Fail the check unless all of it is still poison."""
-    whole = all(memory.is_all(POISON) for memory in landed)
-    require(whole, f"a destination was written after {since}")
-
-
-@memory.links("destination-reused", "All frames land in one memory, one after another")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    memory = Memory(300_000, CUTS["pages"])
-    right.land = lambda head: memory
-    left.queue_many(20, 300_000, CUTS["uneven"])
-    left.flush()
-    await rig.arrives(right, 20)
-
-
-@memory.links("dropped", "A dropped payload is written nowhere")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    kept = Memory(MIB)
-    right.land = lambda head: kept if head.number == 0 else None
-    left.send(MIB)
-    await rig.arrives(right, 1)
-    kept.poison(POISON)
-    left.send(MIB)
-    await rig.arrives(right, 2)
-    require(kept.is_all(POISON), "the memory of the frame before was written")
-
-
-@memory.links(
-    "abort-receiver", "After abort and link_closed the receiver writes nothing"
-)
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    memory = Memory(16 * MIB)
-    right.land = lambda head: memory
-    right.on_header = lambda head: right.abort()
-    left.send(16 * MIB)
-    await rig.closes(right)
-    memory.poison(POISON)
-    await rig.closes(left)
-    await rig.settle()
-    require(memory.is_all(POISON), "the landing was written after link_closed")
-
-
-@memory.links("peer-abort", "When the peer aborts, memory is free at link_closed")
-async def _(rig: Rig, left: LinkSide, right: LinkSide) -> None:
-    memory = Memory(16 * MIB)
-    right.land = lambda head: memory
-    left.send(16 * MIB)
-    await rig.until(lambda: right.link.received_bytes > MIB, "payload arrives")
-    left.abort()
-    await rig.closes(right)
-    memory.poison(POISON)
-    await rig.closes(left)
-    await rig.settle()
-    require(memory.is_all(POISON), "the landing was written after link_closed")
-
-
-@memory.lanes(
-    "abort-sender-midway", "The same when the receiver is in the middle of it"
-)
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    tokens = [left.send(4 * MIB, CUTS["pages"]) for _ in range(6)]
-    await rig.until(lambda: right.lane.received_bytes > 0, "payload arrives")
-    left.abort()
-    await rig.closes(left)
-    for token in tokens:
-        poison(token)
-    await rig.ends(right)
-
-
-@memory.lanes(
-    "abort-receiver", "After abort and lane_closed the receiver writes nothing"
-)
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    landed = landing_in(right, None)
-    left.queue_many(6, 4 * MIB)
-    left.flush()
-    for _ in range(6):
-        right.receive(right.inbox.popleft())
-    right.abort()
-    await rig.closes(right)
-    for memory in landed:
-        memory.poison(POISON)
-    left.flush()
-    await rig.settle()
-    require_untouched(landed, "lane_closed")
+def _send_and_drop(left: Any, count: int) -> list[weakref.ref[Bytes]]:
+    """Send payloads of which this side keeps nothing; the references tell of them."""
+    seen = []
+    for number in range(count):
+        memory = Memory(4 * MIB, CUTS["pages"] if number % 2 else None)
+        memory.fill(pattern(number, 4 * MIB))
+        seen.append(memory.alive)
+        left.queue(4 * MIB, memory=memory).memory = None
+        left.flush()
+    return seen
 
 
 # --- leak -----------------------------------------------------------------------------
@@ -328,27 +253,24 @@ async def _abort_midway(rig: AnyRig) -> None:
     await rig.ends(left)
 
 
-async def _never_start(rig: Rig) -> None:
+async def _never_start(rig: LinkRig) -> None:
     left, right = await rig.pair(start_left=False, start_right=False)
     left.abort()
     right.close()
 
 
-async def _listen_and_close(rig: Rig) -> None:
+async def _listen_and_close(rig: LinkRig) -> None:
     await (await rig.listen()).close()
 
 
-async def _refused_link(rig: Rig) -> None:
+async def _refused_link(rig: LinkRig) -> None:
     listener = await rig.listen()
     await listener.close()
-    try:
-        link = await rig.near.connect(listener.address)
-    except OSError:
-        return
-    link.abort()
+    with contextlib.suppress(OSError):
+        (await rig.near.connect(listener.address)).abort()
 
 
-async def _unaccepted(rig: Rig) -> None:
+async def _unaccepted(rig: LinkRig) -> None:
     listener = await rig.listen(accept=lambda link: link.abort())
     # The link may be aborted before the connect that made it has returned.
     with contextlib.suppress(OSError):
@@ -366,11 +288,10 @@ async def _never_join(rig: LaneRig) -> None:
 
 
 async def _refused_lane(rig: LaneRig) -> None:
-    _left, right = rig.prepare()
-    try:
+    _, right = rig.prepare()
+    with contextlib.suppress(BackendUnavailable):
         await right.join(b"no bootstrap")
-    except BackendUnavailable:
-        await rig.settle()
+    await rig.settle()
     right.abort()
 
 
@@ -398,19 +319,35 @@ async def _(rig: AnyRig, cycle: Cycle) -> None:
         await rig.settle()
 
     # Caches may fill once. What is looked for grows with every cycle, or every fifth.
-    await require_no_growth(run, cycles=20, tolerance=3)
+    await run()
+    before = _counts()
+    for _ in range(20):
+        await run()
+    gc.collect()
+    for what, now in _counts().items():
+        was = before[what]
+        require(now <= was + 3, f"{was} {what} have become {now}")
+
+
+def _counts() -> dict[str, int]:
+    """Count what there is of what may leak."""
+    return {
+        "descriptors": len(open_descriptors()),
+        "tasks": len(asyncio.all_tasks()),
+        "threads": threading.active_count(),
+    }
 
 
 # --- descriptor -----------------------------------------------------------------------
 
-_NBYTES = 100_000
-_WRONG: dict[str, Callable[[bytes], bytes]] = {
+_NBYTES: Final = 100_000
+_WRONG: Final[dict[str, Callable[[bytes], bytes]]] = {
     "one-byte-more": lambda descriptor: descriptor + b"\x00",
     "too-long": lambda descriptor: descriptor + bytes(DESCRIPTOR_BYTES_MAX),
     "doubled": lambda descriptor: descriptor * 2 or b"\x01",
     "of-ones": lambda descriptor: b"\xff" * (len(descriptor) + 1),
 }
-_KINDS: dict[str, Cut | None] = {
+_KINDS: Final[dict[str, Cut | None]] = {
     name: CUTS[name] for name in ("view", "pages", "uneven")
 }
 
@@ -437,50 +374,43 @@ async def _(
 
 @descriptor.lanes("truncated", "Truncated descriptors of {} do no harm", _KINDS)
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> None:
-    descriptor = _one(left, right, cut).descriptor
-    for length in sorted({*range(min(len(descriptor), 40)), len(descriptor) - 1}):
-        if 0 <= length < len(descriptor):
-            await _harmless(rig, cut, operator.itemgetter(slice(length)))
+    length = await _harmless(rig, cut, lambda descriptor: descriptor)
+    for end in sorted({*range(min(length, 40)), max(length - 1, 0)}):
+        await _harmless(rig, cut, operator.itemgetter(slice(end)))
 
 
 @descriptor.lanes("flipped", "Descriptors of {} with wrong bits do no harm", _KINDS)
 async def _(rig: LaneRig, left: LaneSide, right: LaneSide, cut: Cut | None) -> None:
-    descriptor = _one(left, right, cut).descriptor
+    length = await _harmless(rig, cut, lambda descriptor: descriptor)
     chance = random.Random(0)  # noqa: S311 - the same bits in every run
-    places = {*range(min(len(descriptor), 16))}
-    places |= {chance.randrange(len(descriptor)) for _ in range(16) if descriptor}
+    places = {*range(min(length, 16))}
+    places |= {chance.randrange(length) for _ in range(16) if length}
     for place in sorted(places):
         bit = 1 << chance.randrange(8)
         await _harmless(rig, cut, functools.partial(_flip, place, bit))
 
 
-def _one(left: LaneSide, right: LaneSide, cut: Cut | None) -> Parcel:
-    left.queue(_NBYTES, cut)
-    left.flush()
-    return right.inbox.popleft()
-
-
 def _flip(place: int, bit: int, descriptor: bytes) -> bytes:
     if place >= len(descriptor):
         return descriptor
-    return (
-        descriptor[:place] + bytes([descriptor[place] ^ bit]) + descriptor[place + 1 :]
-    )
+    changed = bytes([descriptor[place] ^ bit])
+    return descriptor[:place] + changed + descriptor[place + 1 :]
 
 
 async def _harmless(
     rig: LaneRig, cut: Cut | None, change: Callable[[bytes], bytes]
-) -> None:
-    """Give a lane of its own one wrong descriptor."""
+) -> int:
+    """Give a lane of its own one changed descriptor; return the right one's length."""
     left, right = await rig.pair()
-    parcel = _one(left, right, cut)
+    left.queue(_NBYTES, cut)
+    left.flush()
+    parcel = right.inbox.popleft()
     # Its own check of what arrived would compare with what an honest descriptor brings.
     memory = Memory(_NBYTES, CUTS["odd-pages"])
-    landed = dataclasses.replace(parcel, descriptor=change(parcel.descriptor))
     right.land = lambda _: memory
     right.trusting = False
     try:
-        right.receive(landed)
+        right.receive(dataclasses.replace(parcel, descriptor=change(parcel.descriptor)))
         right.flush()
     except ProtocolError:
         right.abort()
@@ -490,3 +420,4 @@ async def _harmless(
     await rig.closes(left, right)
     rig.forget(left, right)
     require(memory.gaps_are_whole(), "memory beside the landing was written")
+    return len(parcel.descriptor)
