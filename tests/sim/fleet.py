@@ -3,9 +3,9 @@
 ``python -m tests.sim.fleet`` takes minutes; ``--nodes 40 --rate 400`` seconds.
 The code that decides is the real one: records and leases (``Directory``, ``Members``),
 the proxies' tables and policies (``EngineFleet``), and where blocks lie (``placed``).
-Machines, the network and the directory's server are of this file: an engine computes so
-many requests at once, each for an exponential time, and a straggler takes four times as
-long. Half of the nodes prefill and half decode, and each of them keeps blocks as well.
+The directory lies in memory, and machines and the network are of this file: an engine
+computes so many requests at once, each for an exponential time, and a straggler takes
+four times as long. Half of the nodes prefill and half decode, and each of them keeps blocks as well.
 
 ::
 
@@ -28,7 +28,7 @@ import logging
 import random
 import statistics
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,13 @@ from typing import Any, Final
 import numpy as np
 
 from kvwire.directory import Record
-from kvwire.directory.base import Batch, Directory, ended
-from kvwire.errors import ConnectError
+from kvwire.directory.base import ended
 from kvwire.integrations.vllm import announce
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.store.tiers.sharded import placed, seed_of
+from tests.directory.memory import Hub, MemoryDirectory
 from tests.support import virtual_time
 
 SLOTS: Final = 64
@@ -57,79 +57,13 @@ AWAY_S: Final = 20.0
 NOTICED_S: Final = 0.5
 
 
-class Hub:
-    """The server of a directory: values, leases, and who follows."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, tuple[bytes, float]] = {}
-        self.followers: dict[Directory, asyncio.Queue[Batch | None]] = {}
-        self.cut: set[Directory] = set()
-        self.away = False
-        self.writes = 0
-
-    def check(self, who: Directory) -> None:
-        """Refuse whoever cannot reach it now."""
-        if self.away or who in self.cut:
-            raise ConnectError("the directory does not answer")
-
-    def lose(self, *who: Directory) -> None:
-        """Break the connections of some, or of all, and let none in."""
-        self.cut = set(who)
-        self.away = not who
-        for one in who or list(self.followers):
-            if one in self.followers:
-                self.followers[one].put_nowait(None)
-
-    def tell(self, batch: Batch) -> None:
-        """Tell those that can be reached."""
-        for who, queue in self.followers.items():
-            if who not in self.cut:
-                queue.put_nowait(batch)
-
-
-class SimulatedDirectory(Directory):
-    """A client of the hub."""
-
-    def __init__(self, hub: Hub) -> None:
-        super().__init__("sim:")
-        self.hub = hub
-
-    async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Keep it; others hear of it."""
-        self.hub.check(self)
-        self.hub.writes += 1
-        self.hub.values[key] = value, asyncio.get_running_loop().time() + lease_s
-        self.hub.tell({key: value})
-
-    async def erase(self, key: str) -> None:
-        self.hub.check(self)
-        self.hub.values.pop(key, None)
-        self.hub.tell({key: None})
-
-    async def follow(self) -> AsyncGenerator[Batch, None]:
-        """All that is there, and then each change, until it cannot be reached."""
-        hub, queue = self.hub, asyncio.Queue[Batch | None]()
-        hub.check(self)
-        now = asyncio.get_running_loop().time()
-        hub.followers[self] = queue
-        try:
-            yield {key: raw for key, (raw, until) in hub.values.items() if until > now}
-            while True:
-                batch = await queue.get()
-                if batch is None:
-                    raise ConnectError("the directory has gone")
-                yield batch
-        finally:
-            hub.followers.pop(self, None)
-
-
 @dataclass(eq=False)
 class Node:
     """A machine: what it says of itself, and what it computes."""
 
     number: int
     role: str
-    directory: SimulatedDirectory
+    directory: MemoryDirectory
     slow: float = 1.0
     dead_since: float | None = None
     ends: list[float] = field(default_factory=list)
@@ -160,7 +94,7 @@ class Node:
 class Proxy:
     """One of several proxies, each with tables of its own."""
 
-    directory: SimulatedDirectory
+    directory: MemoryDirectory
     fleet: EngineFleet
     watching: asyncio.Task[None]
 
@@ -177,7 +111,7 @@ class World:
         allowed = AllowedHosts(["10.0.0.0/8"])
         self.proxies: list[Proxy] = []
         for _ in range(proxies):
-            directory = SimulatedDirectory(self.hub)
+            directory = MemoryDirectory(self.hub)
             fleet = EngineFleet(route="least-loaded", clock=self.loop.time)
             found = Discovery(directory, fleet, allowed)
             found.wake = partial(self._probe, fleet)
@@ -195,7 +129,7 @@ class World:
         for _ in range(count):
             number = next(self.numbers)
             role = (announce.PREFILL, announce.DECODE)[number % 2]
-            node = Node(number, role, SimulatedDirectory(self.hub))
+            node = Node(number, role, MemoryDirectory(self.hub))
             self.nodes[node.record.labels["http"]] = node
             tasks.append(asyncio.create_task(self._announced(node)))
         return tasks
