@@ -9,8 +9,10 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvwire import Address, limits
-from kvwire.limits import HEADER_BYTES
+import pytest
+
+from kvwire import Address, Connection, ConnectionLost, limits
+from kvwire.errors import ProtocolError
 from kvwire.memory.checksum import checksum
 from kvwire.proto.handshake import (
     Agreement,
@@ -153,13 +155,13 @@ async def answering(
             stranger.close()
 
 
-def header_of(frame: bytes) -> bytes:
-    """The header of a frame in bytes."""
-    return frame[:HEADER_BYTES]
-
-
-def flipped(data: bytes, bit: int) -> bytes:
-    """The same bytes but for one bit."""
-    damaged = bytearray(data)
-    damaged[bit // 8] ^= 1 << bit % 8
-    return bytes(damaged)
+async def expect_ended_by(rule: str, connection: Connection) -> None:
+    """A connection has ended because of a rule, and says so."""
+    await connection.wait_closed()
+    with pytest.raises(ConnectionLost, match=rule) as caught:
+        await connection.send(1, b"x")
+    cause: BaseException | None = caught.value
+    while not isinstance(cause, ProtocolError | None):
+        cause = cause.__cause__
+    assert cause is not None
+    assert cause.rule == rule

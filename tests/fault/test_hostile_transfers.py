@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.errors import ProtocolError
+from tests.fault.stranger import expect_ended_by
 from tests.protocol.raw_client import (
     AGREE,
     COMMIT,
@@ -85,14 +85,7 @@ class Liar:
 
 async def expect_rule(w: World, rule: str) -> None:
     """The connection has ended by a rule, and nothing of it is left."""
-    await w.connection.wait_closed()
-    with pytest.raises(kvwire.ConnectionLost) as caught:
-        await w.connection.send(1, b"x")
-    causes: list[BaseException | None] = [caught.value]
-    while causes[-1] is not None:
-        causes.append(causes[-1].__cause__)
-    (broken,) = [cause for cause in causes if isinstance(cause, ProtocolError)]
-    assert broken.rule == rule, broken
+    await expect_ended_by(rule, w.connection)
     assert not len(w.ours._state.buffers)
 
 

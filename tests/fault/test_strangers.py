@@ -1,15 +1,20 @@
-"""Goals S7, S8 and R21: what peers can cost that are slow, silent, chatty or deaf."""
+"""Goals S7, S8 and R21: what peers can cost that are slow, silent, chatty or deaf.
+
+Also inside TLS, where a handshake is dearer, and what is none has more ways to be it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import gc
+import logging
+import random
 import re
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
@@ -35,7 +40,7 @@ from kvwire.limits import (
 )
 from kvwire.wire.control import AccessBody, Ping, Ready
 from kvwire.wire.header import FrameType
-from tests.fault.stranger import Stranger, dial
+from tests.fault.stranger import Stranger, dial, expect_ended_by
 from tests.support.certificates import FAR, Authority
 from tests.support.pairs import Pair, connected, until
 from tests.support.proxy import Direction, Proxy, Slice
@@ -51,6 +56,13 @@ async def pair() -> AsyncIterator[Pair]:
         yield found
 
 
+@pytest.fixture
+async def tls_pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    trust = Authority(tmp_path).config(FAR)
+    async with connected(handshake_timeout_s=HANDSHAKE_S, **trust) as found:
+        yield found
+
+
 def client_hello() -> bytes:
     """The first flight of a client of TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -59,6 +71,9 @@ def client_hello() -> bytes:
     with pytest.raises(ssl.SSLWantReadError):
         context.wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
     return outgoing.read()
+
+
+HELLO = client_hello()
 
 
 class Crowd:
@@ -80,15 +95,7 @@ class Crowd:
             self.sockets.append(sock)
 
     async def expect_gone(self) -> None:
-        """Each of them is told to go."""
-        for sock in self.sockets:
-            try:
-                assert await self._loop.sock_recv(sock, 1) == b""
-            except ConnectionError:
-                continue
-
-    async def expect_told(self) -> None:
-        """The same, whatever they are told before."""
+        """Each of them is told to go, whatever they are told before."""
         for sock in self.sockets:
             with suppress(ConnectionError):
                 while await self._loop.sock_recv(sock, 4 * KIB):
@@ -137,8 +144,8 @@ STRANGERS = {
     # What each says, how many of them, and what S7 allows each to cost.
     "ten bytes": (b"0123456789", 500, 32 * KIB),
     "TLS: nothing": (b"", PENDING_HANDSHAKES_MAX, 350 * KIB),
-    "TLS: 5 bytes": (client_hello()[:5], PENDING_HANDSHAKES_MAX, 350 * KIB),
-    "TLS: a hello": (client_hello(), PENDING_HANDSHAKES_MAX, 350 * KIB),
+    "TLS: 5 bytes": (HELLO[:5], PENDING_HANDSHAKES_MAX, 350 * KIB),
+    "TLS: a hello": (HELLO, PENDING_HANDSHAKES_MAX, 350 * KIB),
     # A handshake message that says it is long, and all of it but the last byte.
     "TLS: endless": (
         b"\x16\x03\x01\x40\x00\x01\x00\x7f\xff" + bytes(16 * KIB - 4),
@@ -205,32 +212,82 @@ async def test_pending_handshakes_are_bounded_and_the_oldest_give_way(
             await asyncio.get_running_loop().sock_recv(oldest, 1)
 
 
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+@pytest.mark.slow
+async def test_handshakes_that_fail_leave_nothing(tmp_path: Path) -> None:
+    asyncio.get_running_loop().set_debug(False)
+    async with kvwire.open(**Authority(tmp_path).config(FAR)) as comm:
+        address = await comm.listen("127.0.0.1:0")
+
+        async def fail(count: int) -> None:
+            async with Crowd(address) as crowd:
+                await crowd.grow(count, HELLO[:100] + bytes(100) + HELLO[200:])
+                await crowd.expect_gone()
+            await until(lambda: not comm._state.drivers)
+
+        gc.collect()
+        gc.disable()
+        try:
+            await fail(100)
+            before = resident_bytes()
+            for _ in range(10):
+                await fail(100)
+            grown = resident_bytes() - before
+        finally:
+            gc.enable()
+        each = grown / 1000
+        print(f"until it is collected, a failed handshake keeps {each / KIB:.1f} KiB")
+        # As much as one without TLS; the 40 KiB of OpenSSL are gone at once.
+        assert each < 24 * KIB
+
+
 # --- S8: time -------------------------------------------------------------------------
 
 
-async def test_slow_strangers_are_gone_by_the_deadline(pair: Pair) -> None:
+@pytest.mark.parametrize("who", STRANGERS)
+async def test_slow_strangers_are_gone_by_the_deadline(
+    who: str, tmp_path: Path
+) -> None:
     """One byte each now and then keeps nobody: the deadline is for the handshake."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    healthy = asyncio.create_task(round_trips(pair, stop))
-    async with Crowd(pair.address) as crowd:
-        await crowd.grow(100, b"k")
+    trust = Authority(tmp_path).config(FAR) if who.startswith("TLS") else {}
+    async with (
+        connected(handshake_timeout_s=HANDSHAKE_S, **trust) as pair,
+        Crowd(pair.address) as crowd,
+    ):
+        healthy = asyncio.create_task(round_trips(pair, stop))
+        await crowd.grow(100, STRANGERS[who][0])
         began = loop.time()
         going = asyncio.create_task(crowd.expect_gone())
         while not going.done():
             for sock in crowd.sockets:
-                try:
+                with suppress(OSError):  # this one is gone
                     sock.send(b"v")
-                except OSError:
-                    continue  # this one is gone
             await asyncio.wait([going], timeout=0.02)
         took_s = loop.time() - began
         await going
-    stop.set()
-    worst_s = max(await healthy)
+        stop.set()
+        worst_s = max(await healthy)
+        assert not pair.far._state._reception._pending
     print(f"gone after {took_s:.2f} s; slowest round trip {worst_s * 1e3:.0f} ms")
     assert took_s < HANDSHAKE_S + SLACK_S
-    assert not pair.far._state._reception._pending
     assert worst_s < SLACK_S
+
+
+@pytest.mark.slow
+async def test_a_thousand_that_stall_do_not_stop_an_honest_one(tmp_path: Path) -> None:
+    asyncio.get_running_loop().set_debug(False)
+    async with (
+        connected(**Authority(tmp_path).config(FAR)) as pair,
+        Crowd(pair.address) as crowd,
+    ):
+        for said in 5 * (b"", HELLO[:5], HELLO[:-1], HELLO):
+            await crowd.grow(50, said)
+            connection = await pair.near.connect(pair.address)
+            await connection.close()
+            pending = pair.far._state._reception._pending
+            assert len(pending) <= PENDING_HANDSHAKES_MAX
 
 
 @pytest.mark.parametrize("way", Direction)
@@ -251,12 +308,50 @@ async def test_a_flood_of_pings_ends_its_own_connection(pair: Pair) -> None:
             *(stranger.control(FrameType.PING, Ping(n)) for n in range(5000))
         )
         await stranger.expect_gone()
-        await there.wait_closed()
-        with pytest.raises(ConnectionLost, match="KVW-LV-02"):
-            await there.send(1, b"x")
+        await expect_ended_by("KVW-LV-02", there)
     stop = asyncio.Event()
     stop.set()
     assert await round_trips(pair, stop)
+
+
+# --- nonsense inside TLS --------------------------------------------------------------
+
+
+def nonsense() -> Iterator[bytes]:
+    rng = random.Random(7)
+    for _ in range(60):
+        wrong = bytearray(HELLO)
+        wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
+        yield bytes(wrong)
+    for size in (1, 5, 32, 300, 20 * KIB):
+        yield rng.randbytes(size)
+        yield b"\x16\x03\x01" + rng.randbytes(size)
+        yield HELLO + rng.randbytes(size)
+        yield HELLO + HELLO
+    yield from (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x2e\x01\x00\x02", bytes(64 * KIB))
+
+
+async def test_nonsense_costs_its_own_connection(
+    tls_pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line in the log for each, no traceback, and the next peer is served."""
+    caplog.set_level(logging.INFO, "kvwire")
+    far, address = tls_pair.far, tls_pair.address
+    said = list(nonsense())
+    for data in said:
+        async with Crowd(address) as crowd:
+            try:
+                await crowd.grow(1, data)
+                crowd.sockets[0].shutdown(1)
+                await crowd.expect_gone()
+            except ConnectionError:
+                pass
+    await until(lambda: len(far._state.drivers) == 1)
+    await until(lambda: not far._state._reception._tasks)
+    assert len(caplog.records) == len(said)
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    connection = await tls_pair.near.connect(address)
+    await connection.close()
 
 
 # --- R21: peers that do not read ------------------------------------------------------
