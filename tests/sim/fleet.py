@@ -5,7 +5,8 @@ The code that decides is the real one: records and leases (``Directory``, ``Memb
 the proxies' tables and policies (``EngineFleet``), and where blocks lie (``placed``).
 The directory lies in memory, and machines and the network are of this file: an engine
 computes so many requests at once, each for an exponential time, and a straggler takes
-four times as long. Half of the nodes prefill and half decode, and each of them keeps blocks as well.
+four times as long. Half of the nodes prefill and half decode, and each of them keeps
+blocks as well.
 
 ::
 
