@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fnmatch
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, Final
@@ -54,18 +55,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _checked(chosen: argparse.Namespace, ids: list[str]) -> Report:
-    how: dict[str, Any] = {
-        "only": ids,
-        "timeout_s": chosen.timeout,
-        "raising": False,
-        "first_only": chosen.first_only,
-        "progress": _show,
-    }
-    address = Address.parse(chosen.address) if chosen.address else None
+    check: Any = check_backend
     if chosen.lanes:
-        how["settings"] = dict(chosen.setting)
-        return await check_lanes(chosen.backend, address=address, **how)
-    return await check_backend(chosen.backend, address=address, **how)
+        check = functools.partial(check_lanes, settings=dict(chosen.setting))
+    report: Report = await check(
+        chosen.backend,
+        address=Address.parse(chosen.address) if chosen.address else None,
+        only=ids,
+        timeout_s=chosen.timeout,
+        raising=False,
+        first_only=chosen.first_only,
+        progress=_show,
+    )
+    return report
 
 
 def _show(result: Result) -> None:

@@ -14,10 +14,12 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
 from kvwire.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
 from kvwire.testing.conformance.check import Check, Group, Report, Result, require
-from kvwire.testing.conformance.runner import chosen, run_all
+from kvwire.testing.conformance.runner import run_all
 
 TIMEOUT_S: Final = 15.0
 """How long anything may take: a directory that cannot push is looked at now and then"""
@@ -128,13 +130,7 @@ async def _(rig: DirectoryRig) -> None:
 @check("changed", "A record that is announced anew takes the old one's place")
 async def _(rig: DirectoryRig) -> None:
     old, directory = rig.record(load=0.25), rig.directory()
-    new = Record(
-        name=old.name,
-        address=old.address,
-        role=old.role,
-        incarnation=old.incarnation,
-        load=0.75,
-    )
+    new = replace(old, load=0.75)
     await rig.announce(directory, old)
     async with rig.watch(rig.directory()) as changes:
         await rig.expect(changes, ChangeKind.JOINED, old)
@@ -200,13 +196,7 @@ async def _(rig: DirectoryRig) -> None:
 async def _(rig: DirectoryRig) -> None:
     directory = rig.directory()
     mine, other = rig.record(labels={"zone": "a"}), rig.record(labels={"zone": "b"})
-    moved = Record(
-        name=mine.name,
-        address=mine.address,
-        role=mine.role,
-        incarnation=mine.incarnation,
-        labels={"zone": "b"},
-    )
+    moved = replace(mine, labels={"zone": "b"})
     async with rig.watch(rig.directory(), ",zone=a") as changes:
         await rig.announce(directory, other)
         await rig.announce(directory, mine)
@@ -303,8 +293,10 @@ async def check_directory(
     """
     return await run_all(
         url.partition(":")[0],
-        chosen(DIRECTORY_CHECKS, only, " of directories"),
+        DIRECTORY_CHECKS,
         lambda: DirectoryRig(url, timeout_s),
+        only=only,
+        kind=" of directories",
         raising=raising,
         progress=progress,
     )

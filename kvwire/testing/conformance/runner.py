@@ -75,8 +75,9 @@ async def check_backend(
     where = Address.parse(address)
     return await run_all(
         cls.scheme,
-        chosen(CHECKS, only),
+        CHECKS,
         lambda: LinkRig(make, where, timeout_s),
+        only=only,
         raising=raising,
         first_only=first_only,
         progress=progress,
@@ -123,8 +124,10 @@ async def check_lanes(
         address = Address(cls.scheme, "127.0.0.1")
     return await run_all(
         cls.scheme,
-        chosen(LANE_CHECKS, only, " of lanes"),
+        LANE_CHECKS,
         lambda: LaneRig(cls, settings or {}, timeout_s, address),
+        only=only,
+        kind=" of lanes",
         raising=raising,
         first_only=first_only,
         progress=progress,
@@ -141,10 +144,40 @@ async def run_check(
 
     Cancel safety: safe, links of the check may stay open.
     """
-    return await run_on(lambda: LinkRig(make, address, timeout_s), check)
+    return await _run_on(lambda: LinkRig(make, address, timeout_s), check)
 
 
-async def run_on(make_rig: Callable[[], Any], check: Check) -> Result:
+async def run_all(
+    scheme: str,
+    checks: Sequence[Check],
+    make_rig: Callable[[], Any],
+    *,
+    only: Collection[str] | None = None,
+    kind: str = "",
+    raising: bool = True,
+    first_only: bool = False,
+    progress: Callable[[Result], None] | None = None,
+) -> Report:
+    """Run checks, or those of some ids, one after the other, each on its own rig."""
+    if only is not None:
+        if unknown := sorted(set(only) - {check.id for check in checks}):
+            names = ", ".join(unknown)
+            raise UsageError(f"conformance: no check{kind} is called {names}")
+        checks = [check for check in checks if check.id in only]
+    results: list[Result] = []
+    for check in checks:
+        results.append(await _run_on(make_rig, check))
+        if progress is not None:
+            progress(results[-1])
+        if first_only and not results[-1].passed:
+            break
+    report = Report(backend=scheme, results=tuple(results))
+    if raising:
+        report.raise_for_failures()
+    return report
+
+
+async def _run_on(make_rig: Callable[[], Any], check: Check) -> Result:
     """Run one check on a rig of its own, and look for what it leaves behind."""
     began = time.perf_counter()
     reason = ""
@@ -162,41 +195,6 @@ async def run_on(make_rig: Callable[[], Any], check: Check) -> Result:
     except Exception as exc:  # noqa: BLE001 - the backend cannot even be made
         reason = _reason_of(exc)
     return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
-
-
-async def run_all(
-    scheme: str,
-    checks: Sequence[Check],
-    make_rig: Callable[[], Any],
-    *,
-    raising: bool,
-    first_only: bool = False,
-    progress: Callable[[Result], None] | None = None,
-) -> Report:
-    """Run checks one after the other, each on a rig of its own."""
-    results: list[Result] = []
-    for check in checks:
-        results.append(await run_on(make_rig, check))
-        if progress is not None:
-            progress(results[-1])
-        if first_only and not results[-1].passed:
-            break
-    report = Report(backend=scheme, results=tuple(results))
-    if raising:
-        report.raise_for_failures()
-    return report
-
-
-def chosen(
-    checks: Sequence[Check], only: Collection[str] | None, what: str = ""
-) -> Sequence[Check]:
-    """Those of the ids given, in the order they run; all if none are."""
-    if only is None:
-        return checks
-    unknown = sorted(set(only) - {check.id for check in checks})
-    if unknown:
-        raise UsageError(f"conformance: no check{what} is called {', '.join(unknown)}")
-    return [check for check in checks if check.id in only]
 
 
 def _reason_of(error: Exception) -> str:
