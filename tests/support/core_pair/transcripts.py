@@ -1,8 +1,8 @@
 """Recorded conversations: what this version of the protocol says, byte by byte.
 
 A transcript holds every frame of a script, in the order of arrival, and what each end
-made of it. Played back into another build of kvwire it shows whether the bytes still
-mean the same there, and whether the other build still says the same.
+made of it. Where another build of kvwire has the same conversation with itself, it
+shows whether that still says the same bytes, and makes the same of them.
 ``python -m tests.support.core_pair.transcripts DIRECTORY`` writes them all.
 
 The format is text, one frame a line::
@@ -17,9 +17,8 @@ The format is text, one frame a line::
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +32,7 @@ from kvwire.proto.events import (
     SegmentMarked,
     SegmentsAcknowledged,
 )
-from kvwire.proto.handshake import Handshake, Identity, ServerHandshake
+from kvwire.proto.handshake import Identity
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import Fail, decode_body, narrowed
 from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
@@ -41,20 +40,16 @@ from kvwire.wire.header import Flag, FrameType, decode_header
 from tests.support.core_pair.handshakes import (
     SMALL,
     Frame,
-    Inlet,
     Shaking,
     begin,
-    choose_first,
     identity,
+    receive,
 )
 from tests.support.core_pair.peer import ConnectionPair
 from tests.support.core_pair.scripts import SCRIPTS, Script
 
 _ARROWS: Final = {Role.CLIENT: ">", Role.SERVER: "<"}
 _ROLES: Final = {arrow: role for role, arrow in _ARROWS.items()}
-
-Cut = Callable[[bytes], Iterable[bytes]]
-"""Cuts a run of bytes into the pieces in which they arrive."""
 
 
 @dataclass(slots=True)
@@ -69,10 +64,6 @@ class Step:
     frames: list[tuple[Role, Frame]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
 
-    def sent_by(self, role: Role) -> bytes:
-        """All that one side has sent."""
-        return b"".join(header + body for r, (header, body) in self.frames if r is role)
-
 
 @dataclass(slots=True)
 class Transcript:
@@ -81,9 +72,10 @@ class Transcript:
     title: str
     steps: list[Step]
 
-    def sent_by(self, role: Role) -> bytes:
-        """All that one side has sent."""
-        return b"".join(step.sent_by(role) for step in self.steps)
+    def sent_by(self, role: Role) -> list[Frame]:
+        """Every frame that one side has sent."""
+        frames = (sent for step in self.steps for sent in step.frames)
+        return [frame for sender, frame in frames if sender is role]
 
     def __str__(self) -> str:
         """As it is written to a file."""
@@ -134,101 +126,53 @@ def cases() -> list[Case]:
 
 def record(case: Case) -> Transcript:
     """Have a conversation and write down what is said."""
-    return _Stage(case).play()
+    shaking = begin(case.client, case.server)
+    steps = [_handshake(shaking)]
+    if case.script is not None:
+        pair = ConnectionPair(shaken=shaking)
+        seen = dict.fromkeys(Role, 0)
+        for title in case.script(pair):
+            step = Step(title, _delivered(pair))
+            for role in Role:
+                events = pair.of(role).events
+                step.events += [
+                    _line(role, _described(e)) for e in events[seen[role] :]
+                ]
+                seen[role] = len(events)
+            steps.append(step)
+    return Transcript(case.name, steps)
 
 
-def replay(case: Case, golden: Transcript, cut: Cut | None = None) -> Transcript:
-    """Have it again with recorded bytes: each end hears what it heard then."""
-    return _Stage(case, golden, cut).play()
-
-
-class _Stage:
-    """Plays a case, live or from a recording."""
-
-    def __init__(
-        self, case: Case, golden: Transcript | None = None, cut: Cut | None = None
-    ) -> None:
-        self._case = case
-        self._golden = golden
-        self._cut = cut or (lambda run: [run])
-        self._shaking = begin(case.client, case.server)
-        self._steps: list[Step] = []
-
-    def play(self) -> Transcript:
-        self._shake_hands()
-        if self._case.script is not None:
-            pair = ConnectionPair(shaken=self._shaking)
-            seen = dict.fromkeys(Role, 0)
-            for title in self._case.script(pair):
-                self._steps.append(Step(title))
-                if self._golden is None:
-                    self._deliver(pair)
-                else:
-                    self._hear(pair)
-                for role in Role:
-                    events = pair.of(role).events
-                    self._report(role, events[seen[role] :])
-                    seen[role] = len(events)
-        return Transcript(self._case.name, self._steps)
-
-    # --- the handshake
-
-    def _shake_hands(self) -> None:
-        step = Step("the handshake")
-        self._steps.append(step)
-        if self._golden is None:
-            runs = self._spoken(step)
-        else:
-            runs = iter(_runs(self._golden.steps[0].frames))
-        inlets = {role: _inlet(self._shaking.of(role)) for role in Role}
-        for role, run in runs:
+def _handshake(shaking: Shaking) -> Step:
+    """Both sides speak, one frame at a time, as long as they do."""
+    step = Step("the handshake")
+    while speaking := [role for role in Role if shaking.of(role).outgoing]:
+        for role in speaking:
+            frame = shaking.of(role).outgoing.pop(0)
+            step.frames.append((role, frame))
             try:
-                for piece in self._cut(run):
-                    inlets[role.other].feed(piece)
+                receive(shaking.of(role.other), frame)
             except (HandshakeError, ProtocolError) as exc:
                 fields = exc.fields if isinstance(exc, HandshakeError) else ()
                 named = " ".join([type(exc).__name__, *fields])
-                step.events.append(f"{role.other.name.lower()} {named}")
-        if self._golden is not None:
-            step.frames = _said(self._shaking, self._golden.steps[0])
+                step.events.append(_line(role.other, named))
+    return step
 
-    def _spoken(self, step: Step) -> Iterator[tuple[Role, bytes]]:
-        """What both sides say, one frame at a time, as long as they do."""
-        while True:
-            speaking = [r for r in Role if self._shaking.of(r).outgoing]
-            if not speaking:
-                return
-            for role in speaking:
-                header, body = self._shaking.of(role).outgoing.pop(0)
-                step.frames.append((role, (header, body)))
-                yield role, header + body
 
-    # --- the connection
-
-    def _deliver(self, pair: ConnectionPair) -> None:
-        step = self._steps[-1]
-        while any(pair.of(role).wire for role in Role):
-            for role in Role:
-                if pair.of(role).wire:
-                    step.frames.append((role, pair.of(role).wire[0]))
-                    pair.deliver(pair.of(role))
-        pair.run()
-
-    def _hear(self, pair: ConnectionPair) -> None:
-        assert self._golden is not None
-        golden = self._golden.steps[len(self._steps) - 1]
-        for role, run in _runs(golden.frames):
-            for piece in self._cut(run):
-                pair.of(role.other).feed(piece)
-        said = {role: list(pair.of(role).wire) for role in Role}
-        self._steps[-1].frames = _in_order(said, golden)
+def _delivered(pair: ConnectionPair) -> list[tuple[Role, Frame]]:
+    """Deliver frames, in turns, until there are none; return them."""
+    frames = []
+    while any(pair.of(role).wire for role in Role):
         for role in Role:
-            pair.of(role).wire.clear()
-        pair.run()
+            if pair.of(role).wire:
+                frames.append((role, pair.of(role).wire[0]))
+                pair.deliver(pair.of(role))
+    pair.run()
+    return frames
 
-    def _report(self, role: Role, events: list[Event]) -> None:
-        name = role.name.lower()
-        self._steps[-1].events += [f"{name} {_described(event)}" for event in events]
+
+def _line(role: Role, text: str) -> str:
+    return f"{role.name.lower()} {text}"
 
 
 def _failure(frame: Frame) -> tuple[int, int, int] | None:
@@ -238,34 +182,6 @@ def _failure(frame: Frame) -> tuple[int, int, int] | None:
     plain = body[:-SEAL_BYTES] if header.flags == Flag.SEALED else body
     failed = narrowed(decode_body(FrameType.FAIL, plain), Fail)
     return header.sequence, header.request, failed.code
-
-
-def _inlet(handshake: Handshake) -> Inlet:
-    def end(body: bytes) -> None:
-        handshake.body_received(body)
-        if isinstance(handshake, ServerHandshake) and handshake.offer is not None:
-            choose_first(handshake)
-
-    return Inlet(handshake.header_received, end)
-
-
-def _runs(frames: list[tuple[Role, Frame]]) -> Iterator[tuple[Role, bytes]]:
-    """Frames that one side sent in a row, as one run of bytes."""
-    for role, group in groupby(frames, key=lambda sent: sent[0]):
-        yield role, b"".join(header + body for _, (header, body) in group)
-
-
-def _said(shaking: Shaking, golden: Step) -> list[tuple[Role, Frame]]:
-    said = {role: list(shaking.of(role).outgoing) for role in Role}
-    for role in Role:
-        shaking.of(role).outgoing.clear()
-    return _in_order(said, golden)
-
-
-def _in_order(said: dict[Role, list[Frame]], golden: Step) -> list[tuple[Role, Frame]]:
-    """What both sides have said, in the order of the recording; the rest at the end."""
-    ordered = [(role, said[role].pop(0)) for role, _ in golden.frames if said[role]]
-    return ordered + [(role, frame) for role in Role for frame in said[role]]
 
 
 def _described(event: Event) -> str:
