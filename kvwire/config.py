@@ -279,6 +279,7 @@ def load_with_origins(
 
 _TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
+_KINDS = get_type_hints(ConfigOptions)
 # How msgspec says which value it does not like.
 _PLACE = re.compile(r" - at `\$\.(\w+).*`$")
 
@@ -317,17 +318,16 @@ def _from_environment(
             continue
         origin = f"environment variable {variable}"
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        yield origin, _checked_keys({key: _from_text(key, text)}, origin)
-
-
-_LISTS = ("prefer", "require", "forbid", "psk_accept_files", "tls_peers", "io_cpus")
+        _checked_keys({key: text}, origin)
+        yield origin, {key: _from_text(key, text)}
 
 
 def _from_text(key: str, text: str) -> Any:
     """Environment values are text: lists are separated by commas, tables are a=b."""
-    if key in _LISTS:
+    kind = get_origin(_KINDS[key])
+    if kind is Sequence:
         return [part.strip() for part in text.split(",") if part.strip()]
-    if key not in ("profile", "backends"):
+    if kind is not Mapping:
         return text
     pairs = (part.partition("=") for part in text.split(",") if part.strip())
     flat = {name.strip(): value.strip() for name, _, value in pairs}
@@ -361,11 +361,11 @@ def _read_value(key: str, value: Any) -> Any:
         return value
     if key.endswith("_bytes"):
         return read_bytes(value)
-    if key in ("resume", "inspect_signal"):
+    if _KINDS[key] is bool:
         if value.lower() not in _YES + _NO:
             raise UsageError(f"{value!r}: write true or false")
         return value.lower() in _YES
-    if key in _LISTS:
+    if get_origin(_KINDS[key]) is Sequence:
         raise UsageError(f"{value!r}: a list is needed, such as [{value!r}]")
     return value
 

@@ -86,17 +86,22 @@ class MetricsServer:
 
     def answer(self, path: str) -> tuple[HTTPStatus, str, bytes]:
         """Return status, content type and body of what is at a path."""
-        if path == "/metrics":
-            return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry)
-        if path == "/fleet":
-            page = self._on_loop(self._page)
-            if page is not None:
-                return HTTPStatus.OK, CONTENT_TYPE, page.encode()
-            said = b"the event loop does not turn\n"
-            return HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", said
-        if path != "/health":
-            said = b"there are /metrics, /health and /fleet\n"
-            return HTTPStatus.NOT_FOUND, "text/plain", said
+        match path:
+            case "/metrics":
+                metrics = generate_latest(self._registry)
+                return HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics
+            case "/health":
+                return self._health()
+            case "/fleet":
+                page = self._on_loop(self._page)
+                if page is not None:
+                    return HTTPStatus.OK, CONTENT_TYPE, page.encode()
+                said = b"the event loop does not turn\n"
+                return HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", said
+        said = b"there are /metrics, /health and /fleet\n"
+        return HTTPStatus.NOT_FOUND, "text/plain", said
+
+    def _health(self) -> tuple[HTTPStatus, str, bytes]:
         turns = self._on_loop(lambda: True)
         trouble = {name: said for name, said in self._store.report.items() if said}
         state = ("degraded" if trouble else "ok") if turns else "stuck"

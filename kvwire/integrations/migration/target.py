@@ -139,26 +139,25 @@ class MigrationTarget:
             return  # refused before, and its source will know soon
         reason = self._why_not(message, request, len(arriving))
         if not reason:
-            blocks = self._take(message.blocks)
-            if blocks is not None:
-                request.blocks += blocks
-                request.tokens += message.tokens
-                try:
-                    part = self._communicator.expect(
-                        transfer_id(move, message.index),
-                        self._cache,
-                        blocks,
-                        tokens=message.tokens,
-                    )
-                except UsageError as exc:
-                    reason = str(exc)
-                else:
-                    request.parts.append(part)
-                    return
-            else:
-                reason = f"{message.blocks} more blocks are not free"
+            try:
+                self._receive(message, request)
+                return
+            except UsageError as exc:
+                reason = str(exc)
         _answer(connection, request.reply, reason)
         run(move, Withdrawal(move))
+
+    def _receive(self, message: Round, request: _Arriving) -> None:
+        """Take blocks for a round, and expect its transfer there."""
+        blocks = self._take(message.blocks)
+        if blocks is None:
+            raise UsageError(f"{message.blocks} more blocks are not free")
+        request.blocks += blocks
+        request.tokens += message.tokens
+        name = transfer_id(message.move, message.index)
+        request.parts.append(
+            self._communicator.expect(name, self._cache, blocks, tokens=message.tokens)
+        )
 
     def _why_not(self, message: Round, request: _Arriving, arriving: int) -> str:
         size = self._cache.spec.block_tokens
