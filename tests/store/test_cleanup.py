@@ -34,14 +34,6 @@ async def test_what_is_cancelled_is_finished_first() -> None:
     assert done
 
 
-async def test_what_fails_fails() -> None:
-    async def work() -> None:
-        raise ConnectionLost("gone")
-
-    with pytest.raises(ConnectionLost, match="gone"):
-        await run_to_completion(work())
-
-
 async def test_what_is_cancelled_itself_says_so() -> None:
     inner = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(run_to_completion(inner))
@@ -69,59 +61,6 @@ async def test_an_error_is_in_no_cycle() -> None:
             assert held.pop()() is None
     finally:
         gc.enable()
-
-
-async def test_all_have_ended_before_one_raises() -> None:
-    go, ended = asyncio.Event(), []
-
-    async def fails(name: str) -> None:
-        raise ConnectionLost(name)
-
-    async def waits() -> None:
-        await go.wait()
-        ended.append(True)
-
-    both = asyncio.create_task(gather_all(waits(), fails("first"), fails("second")))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not both.done()
-    go.set()
-    with pytest.raises(ConnectionLost, match="first"):
-        await both
-    assert ended
-
-
-async def test_all_have_ended_before_a_cancellation_is_raised() -> None:
-    go, ended = asyncio.Event(), []
-
-    async def holds() -> None:
-        await run_to_completion(go.wait())
-        ended.append(True)
-
-    async def lets_go() -> None:
-        await asyncio.Event().wait()
-
-    both = asyncio.create_task(gather_all(lets_go(), holds()))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    both.cancel()
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not both.done()
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await both
-    assert not ended
-
-
-async def test_results_come_in_the_order_of_the_calls() -> None:
-    async def after(turns: int) -> int:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        return turns
-
-    assert await gather_all(after(3), after(1), after(2)) == [3, 1, 2]
-    assert await gather_all() == []
 
 
 def test_an_error_lets_go_of_what_its_frames_have() -> None:

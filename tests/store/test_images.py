@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,19 +20,6 @@ from kvwire.store.images import (
     views_of,
 )
 from kvwire.store.index import as_keys
-
-
-def test_images_lie_one_behind_the_other() -> None:
-    memory = np.arange(300).astype(np.uint8)
-    views = views_of(images_in(memory, 100, 3))
-    assert b"".join(views) == memory.tobytes()
-    views[1][0] = 255
-    assert memory[100] == 255
-
-
-def test_more_images_than_fit_are_a_mistake() -> None:
-    with pytest.raises(AssertionError):
-        images_in(np.empty(100, np.uint8), 51, 2)
 
 
 def test_images_side_by_side_are_one_view() -> None:

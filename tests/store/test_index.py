@@ -199,16 +199,6 @@ def test_an_old_slab_of_another_size_goes_first() -> None:
     assert index.evict(GRAIN_BYTES, 1).keys.tolist() == [b"e"]
 
 
-def test_a_slab_in_use_does_not_go() -> None:
-    index = index_of(1)
-    filled(index, 2, [b"a", b"b"])
-    slots = index.find(as_keys([b"b"]))
-    index.pin(as_keys([b"b"]), slots)
-    assert index.evict(GRAIN_BYTES, 1).keys.size == 0
-    index.unpin(as_keys([b"b"]), slots)
-    assert index.evict(GRAIN_BYTES, 1).keys.size == 2
-
-
 def test_a_block_held_twice_at_once_is_held_twice() -> None:
     index = index_of(1)
     filled(index, 1, [b"a"])

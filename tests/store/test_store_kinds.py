@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvwire import BlockStore, KVSpec, PagedCache, PrefillRequest, UsageError
-from kvwire import plan_prefill as plan
+from kvwire import BlockStore, KVSpec, PagedCache, UsageError
 from tests.store.caches import SPEC, Filled, chain
 
 MEMORY = ["memory:512KiB"]
@@ -19,12 +19,14 @@ def spec(**changed: object) -> KVSpec:
     return KVSpec(**fields | changed)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"],
-)
-async def test_every_element_type(tmp_path: Path, dtype: str) -> None:
-    kind = spec(dtype=dtype)
+DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
+# One latent a token, and a block that is no multiple of a page.
+MLA = {"components": 1, "kv_heads": 1, "head_dim": 576, "layers": 3}
+
+
+@pytest.mark.parametrize("changed", [*({"dtype": d} for d in DTYPES), MLA], ids=str)
+async def test_every_kind_comes_back(tmp_path: Path, changed: dict[str, Any]) -> None:
+    kind = spec(**changed)
     source, hashes = Filled(8, kind, seed=3), chain(8)
     tiers = [*MEMORY, f"disk:{tmp_path}?size=1MiB"]
     for layout in ("NHD", "HND"):
@@ -34,16 +36,6 @@ async def test_every_element_type(tmp_path: Path, dtype: str) -> None:
             outcome = await store.get(hashes, target.cache, list(range(8)))
         assert outcome.complete
         assert np.array_equal(source.tokens([*range(8)]), target.tokens([*range(8)]))
-
-
-async def test_mla() -> None:
-    """One latent a token, and a block that is no multiple of a page."""
-    kind = spec(components=1, kv_heads=1, head_dim=576, layers=3)
-    source, target, hashes = Filled(4, kind, seed=3), Filled(4, kind), chain(4)
-    async with BlockStore.open(MEMORY) as store:
-        await store.put(hashes, source.cache, [0, 1, 2, 3])
-        assert (await store.get(hashes, target.cache, [3, 2, 1, 0])).complete
-    assert np.array_equal(source.tokens([0, 1, 2, 3]), target.tokens([3, 2, 1, 0]))
 
 
 @pytest.mark.parametrize(
@@ -165,17 +157,6 @@ async def test_a_slab_that_has_changed_its_size(tmp_path: Path) -> None:
         assert store.stats()[tiers[1]].blocks == 1
         assert await store.match(chain(12), small.cache) == 0
         assert await store.match(chain(1, "large"), large.cache) == 1
-
-
-async def test_outcomes_feed_the_prefill_plan() -> None:
-    source, target, hashes = Filled(seed=1), Filled(), chain(4)
-    async with BlockStore.open(MEMORY) as store:
-        await store.put(hashes[:3], source.cache, [0, 1, 2])
-        outcome = await store.get(hashes, target.cache, [4, 5, 6, 7])
-    request = PrefillRequest(
-        id="a", num_tokens=16, blocks=[4, 5, 6, 7], block_tokens=SPEC.block_tokens
-    )
-    assert plan([request], {"a": outcome}).prefill == {"a": ((12, 16),)}
 
 
 async def test_the_same_hash_twice_in_one_call() -> None:

@@ -43,7 +43,7 @@ class TierDirectory:
                 f"does not read that format; delete the directory, or give another one"
             )
         with contextlib.ExitStack() as opened:
-            self.file: File = file_type(path / _IMAGES, create=True)
+            self.file: File = file_type(path / _IMAGES)
             opened.callback(self.file.close)
             # SQLite's ends when this process closes any descriptor of its file; and its
             # first sync makes the names of both files safe.
@@ -92,10 +92,9 @@ _VIEWS: Final = 1024
 class File:
     """Reads and writes an open file, from any thread and without a loop."""
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, flags, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
 
     @property
     def nbytes(self) -> int:

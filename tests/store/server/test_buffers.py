@@ -19,21 +19,6 @@ async def test_a_berth_that_was_given_back_is_used_again() -> None:
         assert any(again is one for one in (first, second))
 
 
-async def test_so_many_at_once_and_no_more() -> None:
-    berths, held, most = TransferBuffers(2, 8), 0, 0
-
-    async def use() -> None:
-        nonlocal held, most
-        async with berths.one():
-            held += 1
-            most = max(most, held)
-            await asyncio.sleep(0)
-            held -= 1
-
-    await asyncio.gather(*(use() for _ in range(7)))
-    assert (held, most) == (0, 2)
-
-
 @pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
 async def test_a_berth_that_something_may_touch_is_used_by_nobody(
     error: type[BaseException],
@@ -52,20 +37,3 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
         assert other is not left[0]
     async with berths.one() as again:
         assert again is other
-
-
-async def test_who_is_cancelled_while_waiting_takes_none() -> None:
-    berths = TransferBuffers(1, 8)
-
-    async def use() -> None:
-        async with berths.one():
-            raise AssertionError
-
-    async with berths.one() as first:
-        waiting = asyncio.create_task(use())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-    async with berths.one() as again:
-        assert again is first

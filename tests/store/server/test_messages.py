@@ -17,13 +17,12 @@ from kvwire.limits import (
     STORE_REQUEST_BYTES_MAX,
 )
 from kvwire.store.index import as_keys
-from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS, Namespace
+from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.server.messages import (
     AnyRequest,
     Delete,
     Find,
     Flush,
-    Found,
     Get,
     Names,
     NamespaceText,
@@ -88,12 +87,6 @@ def test_keys_with_zeros_at_their_ends_keep_them() -> None:
     assert Names.of(as_keys(keys)).keys.tolist() == keys
 
 
-def test_a_key_of_another_space_is_seen() -> None:
-    stranger = bytes(DIGEST_BYTES) + chain(1)[0]
-    keys = [*NAMES.keys.tolist(), stranger]
-    assert not Names.of(as_keys(keys)).all_in(NAMESPACE)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -141,12 +134,6 @@ def test_a_field_out_of_range_is_refused(changes: dict[str, Any]) -> None:
 def test_a_reply_out_of_range_is_refused(fields: list[Any]) -> None:
     with pytest.raises(UsageError, match="not a reply"):
         decode_reply(msgspec.msgpack.encode(fields))
-
-
-def test_a_reply_may_say_that_a_block_is_absent() -> None:
-    reply = decode_reply(encode(Found(1, bytes([0, ABSENT]))))
-    assert isinstance(reply, Found)
-    assert reply.table.tolist() == [0, ABSENT]
 
 
 def test_the_largest_request_fits_its_limit() -> None:

@@ -136,11 +136,16 @@ async def test_a_certificate_says_who_a_tenant_is(tmp_path: Path) -> None:
         BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={NEAR}"]) as store,
         StoreServer(store, "127.0.0.1:0", **authority.config(FAR, NEAR)) as server,
     ):
-        keys = {k: v for k, v in authority.config(NEAR).items() if k != "trust"}
-        keys["tls_peers"] = FAR
-        tier = where(server, "?" + "&".join(f"{k}={v}" for k, v in keys.items()))
-        async with BlockStore.open([tier]) as x:
+
+        def tier(name: str) -> str:
+            keys = {k: v for k, v in authority.config(name).items() if k != "trust"}
+            keys["tls_peers"] = f"spiffe://kvwire.test/other,{FAR}"
+            return where(server, "?" + "&".join(f"{k}={v}" for k, v in keys.items()))
+
+        async with BlockStore.open([tier(NEAR)]) as x:
             assert (await x.put(A, cache, range(4))).complete
+        with pytest.raises(UsageError, match="tier"):
+            await BlockStore.open([tier("spiffe://kvwire.test/else")])
         assert await store.match(A, cache) == 0
         assert await store.match(A, cache, tenant="x") == 4
 

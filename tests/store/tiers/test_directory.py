@@ -102,21 +102,6 @@ def test_a_tier_of_the_first_format_is_refused(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["blocks"]
 
 
-def test_a_file_that_cannot_be_closed_lets_go_of_the_index(tmp_path: Path) -> None:
-    class Stuck(File):
-        def close(self) -> None:
-            super().close()
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with (
-        pytest.raises(OSError, match="Input/output"),
-        opened(tmp_path, file_type=Stuck),
-    ):
-        pass
-    with opened(tmp_path) as directory:
-        assert directory.whole
-
-
 @pytest.mark.parametrize("made", [False, True])
 def test_an_open_that_fails_leaves_nothing_open(tmp_path: Path, made: bool) -> None:
     """And the next one succeeds."""
@@ -132,22 +117,6 @@ def test_an_open_that_fails_leaves_nothing_open(tmp_path: Path, made: bool) -> N
         pass
     with opened(tmp_path) as directory:
         assert directory.slabs == 4
-
-
-def test_a_size_of_less_than_a_slab_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path):
-        pass
-    with (
-        pytest.raises(UsageError, match=r"slabs have 65536 bytes.*larger size"),
-        opened(tmp_path, SLAB - 1),
-    ):
-        pass
-
-
-def test_a_place_that_is_no_directory(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(FileExistsError), opened(tmp_path / "file"):
-        pass
 
 
 def test_what_is_cut_off_is_not_there_when_it_grows_again(tmp_path: Path) -> None:
@@ -194,7 +163,7 @@ class Reluctant(File):
 
 @pytest.fixture(params=[File, Reluctant])
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[File]:
-    made: File = request.param(tmp_path / "file", create=True)
+    made: File = request.param(tmp_path / "file")
     with closing(made):
         made.resize(FILE_BYTES)
         yield made
@@ -250,44 +219,7 @@ def test_reading_past_the_end_is_an_error(file: File) -> None:
         file.read([target.data], 2 * FILE_BYTES)
 
 
-def test_the_error_of_a_system_call_is_its_own(tmp_path: Path) -> None:
-    """Of one whose descriptor is for reading only."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(100))
-    with closing(File(path)) as file:
-        os.close(file._fd)
-        file._fd = os.open(path, os.O_RDONLY)
-        with pytest.raises(OSError, match="Bad file descriptor") as caught:
-            file.write([memoryview(bytearray(8))], 0)
-        assert caught.value.errno == errno.EBADF
-        # It fails where it stands, and the next call is not about it.
-        file.read([memoryview(bytearray(8))], 0)
-
-
-def test_a_file_is_as_long_as_it_was_made(file: File) -> None:
-    for nbytes in (FILE_BYTES, FILE_BYTES + 5000, 4096, 0, 1):
-        file.resize(nbytes)
-        assert file.nbytes == nbytes == file.path.stat().st_size
-
-
 def test_room_on_the_disk_is_there_before_it_is_written(file: File) -> None:
     """So a full disk is an error of the open, and not of some write."""
     file.resize(1 << 20)
     assert file.path.stat().st_blocks * 512 >= 1 << 20
-
-
-def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        File(tmp_path / "none")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_lock_is_one_files_and_ends_with_it(file: File) -> None:
-    """Also while the process opens and closes the same file otherwise."""
-    assert file.lock()
-    assert len(file.path.read_bytes()) == FILE_BYTES
-    with closing(File(file.path)) as other:
-        assert not other.lock()
-        file.close()
-        assert other.lock()
-        file._fd = os.dup(other._fd)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +163,6 @@ def test_a_row_of_anything_makes_sense_or_is_none(
 
 # --- namespaces in words
 # ------------------------------------------------------------------
-
-
-def test_spaces_are_found_again(tmp_path: Path) -> None:
-    others = [Namespace("kv", replace(SPEC, layers=n)) for n in (1, 3)]
-    with opened(tmp_path) as index:
-        for slot, namespace in enumerate((NAMESPACE, *others, NAMESPACE)):
-            index.record(namespace, rows(slot))
-    with opened(tmp_path) as index:
-        assert set(index.namespaces) == {s.digest for s in (NAMESPACE, *others)}
-        for namespace in (NAMESPACE, *others):
-            found = index.namespaces[namespace.digest]
-            assert found.group == namespace.group
-            assert found.spec.to_pairs() == namespace.spec.to_pairs()
 
 
 def test_so_many_spaces_and_no_more(tmp_path: Path) -> None:

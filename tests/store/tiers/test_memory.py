@@ -75,24 +75,6 @@ async def some_turns() -> None:
 # --- slots ----------------------------------------------------------------------------
 
 
-async def test_images_lie_where_their_slots_are(memory: MemoryTier) -> None:
-    slots = np.array([3, 0, 15])
-    memory.index.take(BYTES, SLOTS)
-    images = memory.images(slots, BYTES)
-    distances = (images.addresses - images.addresses.min()).astype(np.int64)
-    assert distances.tolist() == [3 * GRAIN_BYTES, 0, 15 * GRAIN_BYTES]
-    assert images.lengths.tolist() == [BYTES] * 3
-    last = int(images.addresses.max()) + BYTES
-    begin, size = int(images.owner.ctypes.data), images.owner.nbytes  # type: ignore[attr-defined]
-    assert begin <= int(images.addresses.min())
-    assert last <= begin + size
-
-
-async def test_what_does_not_fit_is_known(memory: MemoryTier) -> None:
-    assert memory.index.fits(SLOTS * GRAIN_BYTES)
-    assert not memory.index.fits(SLOTS * GRAIN_BYTES + 1)
-
-
 async def test_who_waits_is_woken_by_a_slot(memory: MemoryTier) -> None:
     """However it becomes free: given back, or named and let go of."""
     keys = as_keys(chain(SLOTS))
@@ -202,17 +184,6 @@ async def test_a_cancelled_take_gives_back_what_it_had(
         await taking
     assert memory.index.slabs.free(BYTES) == free
     assert (memory.index.find(keys) == held).all()
-
-
-async def test_a_cancelled_wait_has_nothing(memory: MemoryTier) -> None:
-    taken = await memory.take(BYTES, SLOTS)
-    waiting = asyncio.create_task(memory.take(BYTES, 1))
-    await some_turns()
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    memory.give_back(taken)
-    assert memory.stats().used_bytes == 0
 
 
 async def test_a_demotion_that_raises_loses_nothing(

@@ -130,6 +130,7 @@ async def test_a_segment_is_killed_and_another_one_comes() -> None:
                 await store._tiers.memory.empty()
                 return outcome.complete
 
+            await until(lambda: tier.taking)
             outcome = await store.put(hashes, source.cache, every)
             assert "no room" in outcome.missing.reasons[0]
             first = stack.enter_context(mooncake_segment(master))

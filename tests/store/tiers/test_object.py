@@ -362,25 +362,6 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tier_of(store).unavailable_reason
 
 
-async def test_a_cancelled_write_is_finished_first(tmp_path: Path) -> None:
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        requests, go = Requests(tier_of(store)), asyncio.Event()
-
-        async def wait(name: str) -> None:
-            if name == "put_async":
-                await go.wait()
-
-        requests.before = wait
-        put = store.put(chain(1), Filled(seed=1).cache, [0])
-        await until(lambda: "put_async" in requests.made)
-        waiting = asyncio.ensure_future(put)
-        waiting.cancel()
-        await asyncio.wait((waiting,))
-        assert not put.done()
-        go.set()
-        assert (await put).complete
-
-
 async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:
     """What no object store should raise; the others still have the images."""
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:

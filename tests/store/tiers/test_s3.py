@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -214,41 +213,3 @@ async def test_a_bucket_that_refuses_everything_is_named(
             assert not outcome.landed
             assert any(said in reason for reason in outcome.missing.reasons)
             assert await store.match(chain(2), Filled(2).cache) == 2
-
-
-@pytest.mark.parametrize("cut", [0.1, 0.5, 0.999])
-async def test_half_an_object_is_no_block(server: str, cut: float) -> None:
-    """Every second object is shorter than it says, or has a bit that is wrong."""
-    count = itertools.count()
-
-    def spoils(request: Request) -> Response | None:
-        if request.method != "GET" or next(count) % 2:
-            return None
-        came = httpx.get(server + request.url.path, headers=dict(request.headers))
-        if came.status_code >= 400:
-            return None
-        body = bytearray(came.content)
-        body[int(len(body) * cut)] ^= 1
-        return Response(bytes(body), came.status_code, dict(came.headers))
-
-    async with proxy(server, spoils) as url:
-        put, got, right = await put_and_get(tier(url), f"spoilt {cut}")
-    assert put == BLOCKS
-    assert got < BLOCKS
-    assert right
-
-
-async def test_objects_that_others_delete_are_misses(server: str) -> None:
-    source, address = Filled(BLOCKS, seed=3), tier(server)
-    async with BlockStore.open(["memory:1MiB", address], write="through") as store:
-        await store.put(chain(BLOCKS, "gone"), source.cache, range(BLOCKS))
-    options = {"endpoint": server, "region": "us-east-1"}
-    bucket = obstore.store.from_url(
-        "s3://cache", config=options, client_options={"allow_http": True}
-    )
-    paths = [meta["path"] for meta in await obstore.list(bucket).collect_async()]
-    await obstore.delete_async(bucket, paths[::2])
-    async with BlockStore.open(["memory:1MiB", address]) as store:
-        target = Filled(BLOCKS)
-        got = await store.get(chain(BLOCKS, "gone"), target.cache, range(BLOCKS))
-        assert len(got.landed) == BLOCKS // 2

@@ -32,13 +32,6 @@ def test_a_slab_that_is_empty_belongs_to_no_size() -> None:
     assert slabs.take(GRAIN_BYTES, 99).size == 16
 
 
-def test_what_does_not_fit_gets_nothing() -> None:
-    slabs = Slabs(3, SLAB)
-    assert slabs.capacity(SLAB + 1) == 0
-    assert slabs.take(SLAB + 1, 1).size == 0
-    assert slabs.take(SLAB, 9).size == 3
-
-
 def test_restored_slots_are_not_given_out() -> None:
     slabs = Slabs(2, SLAB)
     slabs.restore(1, 4 * GRAIN_BYTES, np.array([16, 18]))
