@@ -27,16 +27,7 @@ class PageStore:
         self, tiers: Sequence[str], *, write: Write = "through", name: str = ""
     ) -> None:
         self._name = name
-        self._engine = Engine(Config(name="pages"))
-
-        async def opened(_: Communicator) -> BlockStore:
-            return await BlockStore.open(tiers, write=write)
-
-        try:
-            self._store = self._engine.start(opened).result()
-        except BaseException:
-            self._engine.close()
-            raise
+        self._engine, self._store = open_store("pages", tiers, write)
 
     def __repr__(self) -> str:
         return f"<PageStore {self._store!r}>"
@@ -81,6 +72,22 @@ class PageStore:
         """End the store, once what was begun is over."""
         self._engine.start(lambda _: self._store.close()).result()
         self._engine.close()
+
+
+def open_store(
+    name: str, tiers: Sequence[str], write: Write
+) -> tuple[Engine, BlockStore]:
+    """Open a store on an engine of its own, which is closed if that fails."""
+
+    async def opened(_: Communicator) -> BlockStore:
+        return await BlockStore.open(tiers, write=write)
+
+    engine = Engine(Config(name=name))
+    try:
+        return engine, engine.start(opened).result()
+    except BaseException:
+        engine.close()
+        raise
 
 
 async def _landed(move: Callable[..., StoreRequest], *what: Any) -> list[bool]:

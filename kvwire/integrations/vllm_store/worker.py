@@ -9,7 +9,7 @@ each of the others. Nothing is reported as free before the store has let go of i
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvwire import BlockStore, Communicator, Engine, PagedCache, StoreRequest
-from kvwire.config import Config
+from kvwire.integrations.pages import open_store
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches, layer_index
 from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
@@ -87,26 +87,16 @@ class StoreWorker:
         self._shape = replace(shape, fingerprint=settings.fingerprint)
         self._file = file
         tiers = settings.tiers_of(shape.rank, shape.ranks)
-
-        async def opened(_: Communicator) -> BlockStore:
-            return await BlockStore.open(tiers, write=settings.write)
-
-        self._engine = Engine(Config(name="vllm-store"))
-        try:
-            self._store = self._engine.start(opened).result()
-        except BaseException:
-            self._engine.close()
-            raise
+        self._engine, self._store = open_store("vllm-store", tiers, settings.write)
         address = self._engine.listen("127.0.0.1:0")
         file.unlink(missing_ok=True)
         file.write_text(str(address))
         self._answers = self._engine.start(lambda c: answer(c, self._match))
         self._caches: list[PagedCache] = []
         self._part_of: dict[str, int] = {}
-        self._sizes: Counter[int] = Counter()
         self._step = StoreStep()
-        self._unwritten: Counter[int] = Counter()
-        self._seen: set[str] = set()
+        # Layers of each part that this step has not written.
+        self._unwritten: defaultdict[int, set[str]] = defaultdict(set)
         self._saves: dict[str, list[Future[None]]] = {}
         self._loads: dict[str, _Load] = {}
         # Reported as here while their last parts were on their way.
@@ -131,7 +121,6 @@ class StoreWorker:
             self._part_of.update(dict.fromkeys(layers, number))
             first += len(layers)
             self._recorded(cache)  # before vLLM captures graphs: then none may allocate
-        self._sizes = Counter(self._part_of.values())
         logger.info("rank %d: %r in %s", self._shape.rank, self._store, self._caches)
 
     def fence(self, step: StoreStep) -> None:
@@ -149,7 +138,9 @@ class StoreWorker:
         """Begin a step: what it saves is known, and computed next."""
         self._step = step
         self._leaving |= step.leaving
-        self._unwritten, self._seen = self._sizes.copy(), set()
+        self._unwritten.clear()
+        for name, part in self._part_of.items():
+            self._unwritten[part].add(name)
 
     def start_loads(self) -> None:
         """Begin what this step loads; does not wait."""
@@ -164,18 +155,18 @@ class StoreWorker:
     def layer_written(self, name: str) -> None:
         """Save a part if this was its last layer."""
         part = self._part_of.get(name)
-        if part is None or name in self._seen:
+        if part is None or name not in self._unwritten[part]:
             return
-        self._seen.add(name)
-        self._unwritten[part] -= 1
+        self._unwritten[part].discard(name)
         if not self._unwritten[part]:
             self._save(part)
 
     def step_written(self) -> None:
         """Save what no hook has named: the forward pass is over."""
-        for part in [part for part, left in self._unwritten.items() if left]:
-            self._unwritten[part] = 0
-            self._save(part)
+        for part, left in self._unwritten.items():
+            if left:
+                left.clear()
+                self._save(part)
         self._step.saves = []
 
     def wait_layer(self, name: str) -> None:

@@ -63,11 +63,9 @@ def member(port: int = 1, role: str = DECODE, start: int = 1, **fields: Any) -> 
     return said.key, read_member(said, HERE)
 
 
-def engines(*loads: tuple[int, float, int]) -> list[VllmEngine]:
-    return [
-        VllmEngine(server=VllmServer(f"http://e{i}", ()), role=BOTH, load=load)
-        for i, (_, load, _) in enumerate(loads)
-    ]
+def engines(count: int) -> list[VllmEngine]:
+    servers = [VllmServer(f"http://e{i}", ()) for i in range(count)]
+    return [VllmEngine(server=server, role=BOTH) for server in servers]
 
 
 # --- policies -------------------------------------------------------------------------
@@ -85,7 +83,7 @@ def engines(*loads: tuple[int, float, int]) -> list[VllmEngine]:
     ],
 )
 def test_the_least_loaded(told: list[tuple[int, float, int]], taken: str) -> None:
-    made = engines(*told)
+    made = engines(len(told))
     for engine, (running, load, slots) in zip(made, told, strict=True):
         engine.running, engine.load, engine.slots = running, load, slots
     assert make_policy(LEAST_LOADED).choose(made, ASK).url == f"http://e{taken}"
@@ -93,7 +91,7 @@ def test_the_least_loaded(told: list[tuple[int, float, int]], taken: str) -> Non
 
 @pytest.mark.parametrize("route", [LEAST_LOADED, BY_PREFIX])
 def test_equal_beginnings_go_to_one_engine(route: str) -> None:
-    policy, made = make_policy(route), engines(*[(0, 0.0, 0)] * 4)
+    policy, made = make_policy(route), engines(4)
 
     def taken(prompt: Any, among: Sequence[VllmEngine] = made) -> str:
         return policy.choose(among, {"prompt": prompt}).url

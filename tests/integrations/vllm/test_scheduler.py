@@ -78,16 +78,25 @@ def test_a_prompt_in_one_step(blocks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers", [None, {"tracestate": "a=1"}, {"traceparent": SPAN}]
+    ("says", "told"),
+    [
+        ({"trace_headers": None}, {"traceparent": ""}),
+        ({"trace_headers": {"tracestate": "a=1"}}, {"traceparent": ""}),
+        ({"trace_headers": {"traceparent": SPAN}}, {"traceparent": SPAN}),
+        # What vLLM schedules first is moved first.
+        ({"priority": 0}, {"priority": 127}),
+        ({"priority": -3}, {"priority": 130}),
+        ({"priority": -1000}, {"priority": 255}),
+        ({"priority": 1000}, {"priority": 0}),
+    ],
 )
-def test_the_span_of_a_request_goes_with_its_transfer(headers: Any) -> None:
+def test_what_goes_with_a_transfer(says: dict[str, Any], told: dict[str, Any]) -> None:
     for params in (SENDS, loads()):
-        scheduler, request = side(), Request("r", TOKENS, dict(params))
-        request.trace_headers = headers
+        scheduler, request = side(), Request("r", TOKENS, dict(params), **says)
         scheduler.allocated(request, [[7, 8, 9]], 10)
         step = scheduler.step(first_step([7, 8, 9], 10))
-        for moved in (*step.sends, *step.loads):
-            assert moved.traceparent == (headers or {}).get("traceparent", "")
+        for moved in step.sends or step.loads:
+            assert {name: getattr(moved, name) for name in told} == told
 
 
 def test_a_prompt_in_chunks() -> None:
@@ -152,18 +161,6 @@ def test_a_prompt_that_is_fetched() -> None:
     scheduler.allocated(request, [[5, 6, 7, 8, 9]], 0)
     assert scheduler.step(Output({})).loads == []
     assert scheduler.finished(request) == (False, None)
-
-
-@pytest.mark.parametrize(
-    ("asked", "priority"), [(0, 127), (-3, 130), (-1000, 255), (1000, 0)]
-)
-def test_what_vllm_schedules_first_is_moved_first(asked: int, priority: int) -> None:
-    for params in (dict(SENDS), loads()):
-        scheduler, request = side(), Request("r", TOKENS, params, priority=asked)
-        scheduler.allocated(request, [[7, 8, 9]], 10)
-        step = scheduler.step(first_step([7, 8, 9], 10))
-        asked_for = [send.priority for send in step.sends]
-        assert asked_for + [load.priority for load in step.loads] == [priority]
 
 
 def test_both_engines_name_blocks_alike() -> None:

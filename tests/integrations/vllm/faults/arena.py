@@ -44,6 +44,8 @@ _NORMAL, _SLOW = "1gbit", "32mbit"
 # Tokens of an answer as numbers, since a word of two tokens would be one.
 _NAMED: Final = {"return_tokens_as_token_ids": True}
 Params = dict[str, Any]
+# Changes a reference, and signs it again.
+Forge = Callable[[Params, References], Params]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,8 @@ class Contender:
     name: str  # in the table
     # Its `kv-transfer-config`, given the host and where it listens.
     config: Callable[[Host, str], dict[str, Any]]
-    # Makes a reference to what was never there.
-    unknown: Callable[[Params, References], Params]
-    # Makes one whose numbers mean nothing.
-    out_of_range: Callable[[Params, References], Params]
+    unknown: Forge  # makes a reference to what was never there
+    out_of_range: Forge  # makes one whose numbers mean nothing
     environment: Mapping[str, str] = field(default_factory=dict)  # of its engines
 
 
@@ -68,7 +68,6 @@ class Tally:
     slowest_s: float = 0.0  # the longest that one took
     crashes: int = 0  # engines that ended, or had to be, without being killed
     leaked: int = 0  # blocks that were in use when nobody used them
-    rounds: int = 0  # how often
 
 
 class Arena:
@@ -85,7 +84,7 @@ class Arena:
         self.tally = Tally()  # where outcomes are counted
         self._hosts = hosts
         key = hosts[0].trust["psk_file"]
-        self._signer = References([read_key_file(key)])
+        self.signer = References([read_key_file(key)])
         # One for all: making one takes 40 ms.
         self._client = httpx.Client(
             timeout=HANG_S,
@@ -149,14 +148,6 @@ class Arena:
         params = self.prefilled(known)
         self._decode_is_up.wait()
         self.decoded(known, params)
-
-    def unknown(self, params: Params | None) -> Params | None:
-        """A reference to what was never there."""
-        return params and self.contender.unknown(params, self._signer)
-
-    def out_of_range(self, params: Params | None) -> Params | None:
-        """A reference whose numbers mean nothing."""
-        return params and self.contender.out_of_range(params, self._signer)
 
     def together(
         self,
@@ -237,7 +228,6 @@ class Arena:
 
     def settle(self) -> None:
         """See what is left behind, and have both engines well again."""
-        self.tally.rounds += 1
         engines = (self.prefill, self.decode)
         dead = [engine for engine in engines if not self._well(engine)]
         for engine in dead:

@@ -9,7 +9,13 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from tests.integrations.vllm.faults.answers import Reference
-from tests.integrations.vllm.faults.arena import LEASE_S, Arena, Params
+from tests.integrations.vllm.faults.arena import (
+    LEASE_S,
+    Arena,
+    Contender,
+    Forge,
+    Params,
+)
 
 # Longer than a packet is sent again for, shorter than a lease; and longer than one.
 SHORT_S: Final = 2.0
@@ -19,7 +25,6 @@ HELD: Final = 20
 _PATIENCE_S: Final = (0.05, 0.2, 0.6)
 
 Case = Callable[[Arena, int], None]
-Change = Callable[[Params | None], Params | None]
 
 
 def consumed(arena: Arena, count: int) -> None:
@@ -79,14 +84,18 @@ def slow(arena: Arena, count: int) -> None:
         arena.together(count, arena.through)
 
 
-def changed(change: Callable[[Arena], Change]) -> Case:
+def forged(forge_of: Callable[[Contender], Forge]) -> Case:
     """Change every second reference; the others are harmed or not."""
 
     def case(arena: Arena, count: int) -> None:
+        forge = forge_of(arena.contender)
+
         def ask(number: int) -> None:
             known = arena.known(number)
             params = arena.prefilled(known)
-            arena.decoded(known, change(arena)(params) if number % 2 else params)
+            if params and number % 2:
+                params = forge(params, arena.signer)
+            arena.decoded(known, params)
 
         arena.together(count, ask)
 
@@ -124,8 +133,8 @@ def stopped(arena: Arena) -> None:
 
 CASES: Final[dict[str, Case]] = {
     "no fault": lambda arena, count: arena.together(count, arena.through),
-    "unknown id": changed(lambda arena: arena.unknown),
-    "out of range": changed(lambda arena: arena.out_of_range),
+    "unknown id": forged(lambda contender: contender.unknown),
+    "out of range": forged(lambda contender: contender.out_of_range),
     "consumed reference": consumed,
     "stale reference, blocks used again": stale,
     "lease over": old,
