@@ -95,8 +95,8 @@ def test_what_goes_with_a_transfer(says: dict[str, Any], told: dict[str, Any]) -
         scheduler, request = side(), Request("r", TOKENS, dict(params), **says)
         scheduler.allocated(request, [[7, 8, 9]], 10)
         step = scheduler.step(first_step([7, 8, 9], 10))
-        for moved in step.sends or step.loads:
-            assert {name: getattr(moved, name) for name in told} == told
+        (moved,) = step.sends or step.loads
+        assert {name: getattr(moved, name) for name in told} == told
 
 
 def test_a_prompt_in_chunks() -> None:

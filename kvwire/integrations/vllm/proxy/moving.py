@@ -38,8 +38,9 @@ from kvwire.integrations.vllm.proxy.dispatch import (
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.whole import AS_STREAM, in_one_piece, read_event
+from kvwire.integrations.vllm.proxy.whole import AS_STREAM, Event, in_one_piece
 from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
+from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -127,7 +128,7 @@ class MovableStream:
         self._parts: AsyncIterator[bytes] | None = None
         self._read = b""  # bounded: PROXY_EVENT_BYTES_MAX
         # Events with no text, such as the first bytes of a character.
-        self._held: list[bytes] = []  # bounded: _HELD_TOKENS_MAX
+        self._held: list[Event] = []  # bounded: _HELD_TOKENS_MAX
         self._held_ids: list[int] = []  # bounded: likewise
         self._prompt: list[int] = []
         self._tokens: list[int] = []
@@ -159,14 +160,18 @@ class MovableStream:
         asked.body = body
         if answer.status != HTTPStatus.OK:
             return answer
-        self._parts, answer.parts = answer.parts, self._relayed()
+        self._parts = answer.parts
         if streamed:
+            answer.parts = _written(self._relayed())
             return answer
         try:
-            return await in_one_piece(answer)
+            whole = await in_one_piece(self._relayed())
         except EngineFailed as exc:
             why = f"it broke off its answer: {exc.why}"
             raise EngineFailed(exc.engine, why, HTTPStatus.BAD_GATEWAY) from None
+        answer.headers = {**answer.headers, "content-type": "application/json"}
+        answer.parts = _once(whole)
+        return answer
 
     async def move(self, to: VllmEngine | None) -> str:
         """Move to another engine; why it stays, or "".
@@ -203,7 +208,7 @@ class MovableStream:
 
     # --- the client's task ------------------------------------------------------------
 
-    async def _relayed(self) -> AsyncIterator[bytes]:
+    async def _relayed(self) -> AsyncIterator[Event]:
         while True:
             try:
                 event = await self._next()
@@ -214,11 +219,13 @@ class MovableStream:
                 if self._over or not await self._recovered(exc):
                     raise
                 continue
-            if passed:
-                yield passed
-                if self._order is not None and not self._over:
-                    await self._obey(*self._order)
-        yield b"".join(self._held) + self._read
+            for one in passed:
+                yield one
+            if passed and self._order is not None and not self._over:
+                await self._obey(*self._order)
+        for one in self._held:
+            yield one
+        yield self._read
 
     async def _next(self) -> bytes | None:
         """Return the engine's next event; None at its end."""
@@ -234,10 +241,14 @@ class MovableStream:
         event, _, self._read = self._read.partition(b"\n\n")
         return event
 
-    def _passed(self, event: bytes) -> bytes:
+    def _passed(self, event: bytes) -> list[Event]:
         """Return what the client gets of it now, with what was held back."""
-        said = read_event(event)
-        if said is None or (self._over and "error" in said):
+        try:
+            text = event.removeprefix(b"data:")
+            said = msgspec.json.decode(text, type=dict[str, Any])
+        except DECODE_ERRORS:
+            return self._all_held(event + b"\n\n")
+        if self._over and "error" in said:
             return self._all_held(event + b"\n\n")
         if "error" in said:
             why = f"it reports {said['error']}"[:_QUOTED_CHARS]
@@ -262,11 +273,11 @@ class MovableStream:
             usage["completion_tokens"] += self._before
         self._first = self._first or {k: said[k] for k in _OF_ANSWER if k in said}
         self.id = self._first.get("id", "")
-        out = b"data: " + msgspec.json.encode(said | self._first) + b"\n\n"
+        said |= self._first
         if complete or len(self._held_ids) >= _HELD_TOKENS_MAX:
-            return self._all_held(out)
-        self._held.append(out)
-        return b""
+            return self._all_held(said)
+        self._held.append(said)
+        return []
 
     def _told(self, choice: dict[str, Any]) -> bool:
         """Make a choice of the client's kind; whether it tells the client anything."""
@@ -279,8 +290,8 @@ class MovableStream:
         self._parsed = self._parsed or not told <= {"role", "content"}
         return bool(told)
 
-    def _all_held(self, last: bytes) -> bytes:
-        out = b"".join((*self._held, last))
+    def _all_held(self, last: Event) -> list[Event]:
+        out = [*self._held, last]
         self._tokens += self._held_ids  # bounded: max_tokens
         self._held, self._held_ids = [], []
         return out
@@ -365,6 +376,18 @@ class MovableStream:
         self._over = True
         if self._order is not None and not self._order[1].done():
             self._order[1].set_result(_ENDED)
+
+
+async def _written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    async for event in events:
+        if isinstance(event, bytes):
+            yield event
+        else:
+            yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+async def _once(part: bytes) -> AsyncIterator[bytes]:
+    yield part
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,14 @@ it is a stream: only its client sees none.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from kvwire.integrations.vllm.proxy.client import EngineFailed, EngineResponse
-from kvwire.wire.control import DECODE_ERRORS
+from kvwire.integrations.vllm.proxy.client import EngineFailed
+
+Event: TypeAlias = dict[str, Any] | bytes
+"""What an event of a stream says; the bytes of one that is no object of JSON."""
 
 AS_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
 """What is asked of an engine beside the client's own fields."""
@@ -23,7 +25,7 @@ _PIECES: Final = _TEXTS | {"token_ids"}
 _OBJECTS: Final = {"chat.completion.chunk": "chat.completion"}
 
 
-async def in_one_piece(answer: EngineResponse) -> EngineResponse:
+async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
     """Read a stream of one choice to its end; return what it says as one body.
 
     Cancel safety: safe, what was read is lost.
@@ -33,41 +35,21 @@ async def in_one_piece(answer: EngineResponse) -> EngineResponse:
     """
     said: dict[str, Any] = {}
     choice: dict[str, Any] = {"index": 0, "logprobs": None}
-    read = b""  # bounded: PROXY_EVENT_BYTES_MAX, an event comes whole
-    async for part in answer.parts:
-        *events, read = (read + part).split(b"\n\n")
-        for event in events:
-            more = read_event(event)
-            if more is None:
-                continue  # the end of the stream, or a comment
-            if "error" in more:
-                raise EngineFailed(answer.engine, str(more["error"]))
-            _add(said, choice, more)
+    async for event in events:
+        if isinstance(event, bytes):
+            continue  # the end of the stream, or a comment
+        for part in event.pop("choices", ()):
+            delta = part.pop("delta", None)
+            if delta is not None:
+                _merge(choice.setdefault("message", {"role": "assistant"}), delta)
+            _merge(choice, part)
+        _merge(said, event)
     if choice.get("finish_reason") is None:
-        raise EngineFailed(answer.engine, "its answer has no end")
+        raise EngineFailed(None, "its answer has no end")
     for whole in (choice, choice.get("message", {})):
         whole.update({name: "".join(whole[name]) for name in _TEXTS & whole.keys()})
     said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
-    body = msgspec.json.encode(said | {"choices": [choice]})
-    headers = dict(answer.headers) | {"content-type": "application/json"}
-    return EngineResponse(answer.engine, answer.status, headers, _once(body))
-
-
-def read_event(event: bytes) -> dict[str, Any] | None:
-    """Return what an event says; None if it is not an object of JSON."""
-    try:
-        return msgspec.json.decode(event.removeprefix(b"data:"), type=dict[str, Any])
-    except DECODE_ERRORS:
-        return None
-
-
-def _add(said: dict[str, Any], choice: dict[str, Any], more: dict[str, Any]) -> None:
-    for part in more.pop("choices", ()):
-        delta = part.pop("delta", None)
-        if delta is not None:
-            _merge(choice.setdefault("message", {"role": "assistant"}), delta)
-        _merge(choice, part)
-    _merge(said, more)
+    return msgspec.json.encode(said | {"choices": [choice]})
 
 
 def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
@@ -77,7 +59,3 @@ def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole.setdefault(name, []).extend(value or ())  # bounded: max_tokens
         elif value is not None or name not in whole:
             whole[name] = value
-
-
-async def _once(body: bytes) -> AsyncIterator[bytes]:
-    yield body
