@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -47,23 +48,19 @@ class AllowedHosts:
 
     def __init__(self, texts: Sequence[str] = ()) -> None:
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        self._names: set[str] = set()
-        self._below: list[str] = []
+        self._names: list[str] = []  # "*." in front stands for all below
         for text in texts:
             try:
                 self._networks.append(ipaddress.ip_network(text))
                 continue
             except ValueError:
-                bare = text.removeprefix("*.")
-            if not bare or not set(bare.lower()) <= _OF_NAMES or bare[0].isdigit():
+                bare = text.lower().removeprefix("*.")
+            if not bare or not set(bare) <= _OF_NAMES or bare[0].isdigit():
                 raise UsageError(
                     f"allow {text!r}: write a network (10.0.0.0/8), a name, or a name "
                     f"with all below it (*.fleet.svc)"
                 )
-            if bare == text:
-                self._names.add(text.lower())
-            else:
-                self._below.append(text[1:].lower())
+            self._names.append(text.lower())
         self._this_host = not texts
 
     def check(self, host: str) -> None:
@@ -72,8 +69,9 @@ class AllowedHosts:
         try:
             ip = ipaddress.ip_address(host)
         except ValueError:
-            fine = host in self._names or any(map(host.endswith, self._below))
-            fine = fine and set(host) <= _OF_NAMES
+            fine = set(host) <= _OF_NAMES and any(
+                fnmatchcase(host, name) for name in self._names
+            )
             fine = fine or (self._this_host and host == "localhost")
         else:
             fine = any(ip in network for network in self._networks)
