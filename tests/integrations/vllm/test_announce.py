@@ -14,7 +14,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.directory import Change, ChangeKind, open_directory
 from kvwire.integrations.vllm.announce import Announcer, http_url
-from kvwire.integrations.vllm.config import VllmSettings, read_settings
+from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, read_member
 from kvwire.integrations.vllm.worker import WorkerSide
@@ -109,9 +109,3 @@ def key(folder: Path) -> str:
 )
 def test_a_url(text: str, read: str) -> None:
     assert http_url(text) == read
-
-
-@pytest.mark.parametrize("setting", [{"http": "h:1"}, {"role": "prefil"}, {"http": 7}])
-def test_settings_that_are_none(setting: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=next(iter(setting))):
-        read_settings(setting, {})

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
 
-from kvwire.directory import open_directory
-from kvwire.integrations.vllm.announce import BOTH, DECODE
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.limits import (
@@ -22,8 +18,8 @@ from kvwire.limits import (
     PROXY_RETRY_RESERVE,
     PROXY_RETRY_SHARE,
 )
-from tests.integrations.vllm.fake_engine import METRICS, record
-from tests.integrations.vllm.test_fleet import HERE, member
+from tests.integrations.vllm.fake_engine import METRICS
+from tests.integrations.vllm.test_fleet import member
 from tests.integrations.vllm.test_proxy import (
     D1,
     D2,
@@ -38,7 +34,6 @@ from tests.integrations.vllm.test_proxy import (
     turns_until,
     when,
 )
-from tests.support.pairs import until
 
 # --- the application ------------------------------------------------------------------
 
@@ -190,17 +185,3 @@ async def test_the_page_shows_engines_and_their_hits() -> None:
         assert text in said.text
     assert "<script>" not in said.text
     assert said.text.count("90%") == 1
-
-
-async def test_engines_of_a_directory_are_asked(tmp_path: Path) -> None:
-    """As those of the command line are; the proxy's own tasks end with it."""
-    directory = open_directory(f"file:{tmp_path}?interval_s=0.01")
-    fleet, network = EngineFleet(), Engines()
-    await directory.announce(record(1, BOTH, "1" * 32))
-    discovery = Discovery(open_directory(directory.url.geturl()), fleet, HERE)
-    application = app(network, fleet=fleet, discovery=discovery)
-    async with application.router.lifespan_context(application):
-        await until(lambda: fleet.lives(DECODE))
-        assert (await post(application)).json() == {"tokens": 9}
-    assert "127.0.0.1" in network.hosts()
-    await directory.close()

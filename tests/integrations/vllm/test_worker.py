@@ -219,19 +219,6 @@ def test_what_is_here_is_neither_sent_nor_written_to() -> None:
         assert d.tensors[NAMES[0]][INTO[1], 0, 0, 0] == 100
 
 
-def test_a_layer_without_a_hook_is_sent_as_well() -> None:
-    """The completeness sweep: only the first layer calls its hook."""
-    with workers() as ((p,), (d,)):
-        fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10))
-        for name in NAMES:
-            p.write(name, FROM)
-        p.side.layer_written(NAMES[0])
-        p.side.layer_written("model.layers.0.indexer")
-        p.side.step_written()
-        assert arrives(d)
-
-
 def test_decode_begins_while_the_last_layer_is_on_its_way() -> None:
     with gated() as (p, d):
         for name in NAMES[:-1]:

@@ -8,7 +8,7 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -322,10 +322,11 @@ async def _relay(answer: EngineResponse, rest: AsyncExitStack) -> AsyncIterator[
 
 async def _refused(_: Request, exc: Exception) -> Response:
     """Say why there is no answer."""
-    status, why, headers = int(HTTPStatus.BAD_REQUEST), str(exc), {}
+    status, why = int(HTTPStatus.BAD_REQUEST), str(exc)
+    headers: Mapping[str, str] | None = None
     match exc:
         case HTTPException():
-            status, why = exc.status_code, exc.detail
+            status, why, headers = exc.status_code, exc.detail, exc.headers
         case QueueFull():
             status = HTTPStatus.TOO_MANY_REQUESTS
             headers = {"retry-after": str(exc.retry_after_s)}

@@ -131,7 +131,7 @@ class ByKvEvents(Policy):
         """Return what is known of an engine; begin to listen, if it says anything."""
         if engine in self._known:
             return self._known[engine][0]
-        if "kv_events" not in engine.labels:
+        if not engine.labels.get("kv_events"):
             return None
         for gone in [one for one in self._known if not one.listed]:
             self._known.pop(gone)[1].cancel()
