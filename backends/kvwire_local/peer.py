@@ -141,11 +141,8 @@ class MappedReading:
         """Read some more, at most so many bytes, and say how many."""
         done = self._source.nbytes - self.rest
         length = min(self.rest, bytes_max)
-        if length == self._source.nbytes:
-            copy(self._source, self._destination)
-        else:
-            part = self._source.slice(done, length)
-            copy(part, self._destination.slice(done, length))
+        part = self._source.slice(done, length)
+        copy(part, self._destination.slice(done, length))
         self.rest -= length
         return length
 

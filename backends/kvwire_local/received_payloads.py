@@ -14,7 +14,7 @@ from typing import Final
 
 from kvwire.backend import Landing
 from kvwire.errors import ProtocolError
-from kvwire.limits import KIB, LANE_PAYLOADS_MAX, LANE_WAKEUP_BYTES, MIB
+from kvwire.limits import KIB, LANE_PAYLOADS_MAX, MIB, SPAN_BYTES_MAX
 from kvwire.memory.copy import as_fragments
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind, decode
 from kvwire_local.peer import PeerMemory, PeerRead
@@ -22,8 +22,9 @@ from kvwire_local.peer import PeerMemory, PeerRead
 # Reading blocks the loop. A budget of bytes alone would not bound that: fragments of
 # 256 bytes are read at a twentieth of the rate of 1 MiB.
 _BATCH_S: Final = 0.001
-# What is read between two looks at the clock: more where fragments are so long that
-# this takes less than a batch. A step costs about 20 us.
+# What is read between two looks at the clock: a whole span where fragments are so long
+# that this takes less than a batch. A step costs about 20 us, and the next one finds
+# none of this code in the processor's caches any more.
 _STEP_BYTES: Final = 1 * MIB
 _LONG_FRAGMENT_BYTES: Final = 64 * KIB
 
@@ -64,7 +65,7 @@ class ReceivedPayloads:
     def read(self) -> list[Landing]:
         """Read one batch; returns what is whole."""
         whole: list[Landing] = []
-        budget = LANE_WAKEUP_BYTES
+        budget = SPAN_BYTES_MAX
         end = time.perf_counter() + _BATCH_S
         while self._arrivals and budget > 0 and time.perf_counter() < end:
             arrival = self._arrivals[0]
@@ -117,4 +118,4 @@ def _step_bytes(place: DescribedPlace) -> int:
     fragments = place.fragments
     assert fragments is not None
     long = fragments.nbytes >= _LONG_FRAGMENT_BYTES * len(fragments)
-    return LANE_WAKEUP_BYTES if long else _STEP_BYTES
+    return SPAN_BYTES_MAX if long else _STEP_BYTES

@@ -25,6 +25,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,6 +49,9 @@ class LocalMessageType(enum.IntEnum):
     READ = 1
     PLACED = 2
     ARENA = 3
+
+
+_KINDS: Final = {int(kind): kind for kind in LocalMessageType}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +117,7 @@ class LocalWire:
         takes one system call, and the loop calls again if there is more.
         """
         there = self._receive(all_of_it=all_of_it)
-        records = []
-        while (record := self._next()) is not None:
-            records.append(record)
-        return records, there
+        return list(self._records()), there
 
     def take_fd(self) -> int:
         """Return the descriptor of an ARENA message; close it after."""
@@ -153,18 +154,19 @@ class LocalWire:
             if not all_of_it:
                 return True
 
-    def _next(self) -> LocalMessage | None:
-        if len(self._received) < _HEAD.size:
-            return None
-        number, length = _HEAD.unpack_from(self._received)
-        if number not in tuple(LocalMessageType) or length > DESCRIPTOR_BYTES_MAX:
-            raise ProtocolError(RULE, f"local: record {number} of {length} bytes")
-        end = _HEAD.size + length
-        if len(self._received) < end:
-            return None
-        body = bytes(self._received[_HEAD.size : end])
-        del self._received[:end]
-        return LocalMessage(LocalMessageType(number), body)
+    def _records(self) -> Iterator[LocalMessage]:
+        """Yield the records that have come whole; keep the beginning of the next."""
+        received, begin = self._received, 0
+        while len(received) >= (body := begin + _HEAD.size):
+            number, length = _HEAD.unpack_from(received, begin)
+            kind = _KINDS.get(number)
+            if kind is None or length > DESCRIPTOR_BYTES_MAX:
+                raise ProtocolError(RULE, f"local: record {number} of {length} bytes")
+            if len(received) < body + length:
+                break
+            begin = body + length
+            yield LocalMessage(kind, bytes(received[body:begin]))
+        del received[:begin]
 
     def _forget_unsaid(self) -> None:
         while self._unsaid:

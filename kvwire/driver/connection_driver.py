@@ -363,7 +363,8 @@ class ConnectionDriver(LinkHandler):
             if not queued_bytes or outbox.frames or outbox.events or unsent_bytes:
                 break
             if moved_bytes >= WAKEUP_BYTES:
-                self._run_again()
+                if not self._scheduler.full:  # else a lane tells when it has room
+                    self._run_again()
                 break
         if unsent_bytes > self._unsent_bytes_max:
             lost = f"the peer does not read: {unsent_bytes} bytes are queued"
