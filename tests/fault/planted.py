@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 
 SEEDS: Final = 3000
 """Every bug is found within so many seeds from 0, most within 1000."""
-_AGAIN = ("kvwire.proto", "kvwire.wire", "tests.sim")
+_AGAIN = ("kvwire.proto", "kvwire.wire", "tests.sim", "tests.support.core_pair")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,26 +7,16 @@ the wire has room, then events, then what has drained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
 from kvwire.limits import HANDSHAKE_TIMEOUT_S
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
-from kvwire.proto.handshake import (
-    Agreement,
-    ClientHandshake,
-    Handshake,
-    ServerHandshake,
-)
-from kvwire.types import BufferId, Role
-from kvwire.wire.control import (
-    BackendOffer,
-    HandshakeVerdict,
-    TransportChoice,
-    TransportOffer,
-)
+from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
+from kvwire.types import BufferId
+from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from tests.sim import inside
 from tests.sim.ask import Ask, Known
 from tests.sim.beside import Beside, Half, LaneEvent
@@ -298,19 +288,18 @@ class Endpoint:
         self.pump()
 
 
-_TRANSPORT: Final = "inproc"
-
-
 class Opening:
     """A handshake under way."""
 
-    def __init__(self, world: World, node: Node, end: End, role: Role) -> None:
+    def __init__(
+        self, world: World, node: Node, end: End, handshake: Handshake
+    ) -> None:
         self.endpoint: Endpoint | None = None
         self._world = world
         self._node = node
         self._end = end
         self._over = False
-        self._handshake = _handshake(world, node, role)
+        self._handshake = handshake
         end.handler = self
 
     def begin(self) -> None:
@@ -335,7 +324,9 @@ class Opening:
         try:
             handshake.body_received(data)
             if isinstance(handshake, ServerHandshake) and handshake.offer is not None:
-                taken = HandshakeVerdict(_TRANSPORT, True, "the only one")
+                # With other words there would be other bytes for faults to change.
+                (offered,) = handshake.offer.backends
+                taken = HandshakeVerdict(offered.name, True, "the only one")
                 handshake.choose(
                     TransportChoice(name=self._node.name, verdicts=(taken,), profile=())
                 )
@@ -397,13 +388,3 @@ class Opening:
             self._world.note(self._node.name, "handshake timed out")
             self._over = True
             self._end.abort()
-
-
-def _handshake(world: World, node: Node, role: Role) -> Handshake:
-    nonce = world.nonce()
-    if role is Role.SERVER:
-        return ServerHandshake(node.identity, nonce)
-    offer = TransportOffer(
-        name=node.name, backends=(BackendOffer(_TRANSPORT, 1),), profile=()
-    )
-    return ClientHandshake(node.identity, nonce, offer)

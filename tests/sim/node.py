@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvwire.proto.handshake import Identity
 from kvwire.proto.holds import Holds
 from kvwire.proto.regions import RegionTable
-from kvwire.types import BufferId, TrustMode
+from kvwire.types import BufferId
 from tests.sim.memory import Lease, Memory, demand
+from tests.support.core_pair.handshakes import identity
 
 if TYPE_CHECKING:
     from tests.sim.app import App
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # More than the error of adding and taking away how far a clock is ahead.
 _ROUNDING_S = 1e-9
-PSK = b"a key that nobody else has, 32 bytes or more"
 
 
 class Node:
@@ -51,7 +50,10 @@ class Node:
         self.was_late = False
         self.jumps = 0
         self.incarnation = incarnation
-        self.identity = _identity(world, self.name, index, incarnation)
+        setup = world.plan.setup
+        self.identity = identity(
+            self.name, trust=setup.trust, parameters=setup.parameters[index]
+        )
         self._world = world
         self._clock_ahead_s = 0.0
         self._leases: dict[BufferId, Lease] = {}
@@ -131,16 +133,3 @@ class Node:
         self.dead = True
         for endpoint in self.endpoints:
             endpoint.vanish()
-
-
-def _identity(world: World, name: str, index: int, incarnation: int) -> Identity:
-    setup = world.plan.setup
-    psk = PSK if setup.trust is TrustMode.PSK else b""
-    return Identity(
-        name=name,
-        incarnation=bytes([index, incarnation]) * 8,
-        trust=setup.trust,
-        parameters=setup.parameters[index],
-        psk=psk,
-        keys=world.keys if psk else {},
-    )

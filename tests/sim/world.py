@@ -12,9 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvwire.proto.auth import key_id
 from kvwire.proto.events import MemoryWanted
-from kvwire.types import Role
 from tests.sim import inside
 from tests.sim.app import App
 from tests.sim.beside import Fate
@@ -23,16 +21,16 @@ from tests.sim.faults import Faults
 from tests.sim.judge import Judge
 from tests.sim.memory import Violation, demand
 from tests.sim.net import Wire
-from tests.sim.node import PSK, Node
+from tests.sim.node import Node
 from tests.sim.plan import FAULTS, Dice, Plan, Step, Verb
 from tests.sim.scale import scaled
+from tests.support.core_pair.handshakes import begin
 
 # After the faults are over, everything has to come to its end within this time.
 LIVENESS_S: Final = 60.0
 _WIRES_MAX: Final = 5
 # A hundred times what a seed takes.
 _EVENTS_MAX: Final = 50_000
-_KEYS: Final = {key_id(PSK): PSK}
 _FOREVER: Final = float("inf")
 
 
@@ -44,8 +42,6 @@ class World:
         endpoints: Every side of a connection there has been.
         keeps_history: Lanes have to remember what they have sent.
     """
-
-    keys = _KEYS
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -174,9 +170,13 @@ class World:
         wire = Wire(self, client, server)
         self.wires.append(wire)
         self._faults.meet(wire)
+        nonces = self.nonce(), self.nonce()
+        both = begin(
+            client.identity, server.identity, nonces=nonces, backends=("inproc",)
+        )
         openings = (
-            Opening(self, client, wire.ends[0], Role.CLIENT),
-            Opening(self, server, wire.ends[1], Role.SERVER),
+            Opening(self, client, wire.ends[0], both.client),
+            Opening(self, server, wire.ends[1], both.server),
         )
         for opening in openings:
             opening.begin()
