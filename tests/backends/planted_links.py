@@ -28,7 +28,7 @@ instead_of = PLANTS.instead_of
 # --- frames ---------------------------------------------------------------------------
 
 
-@instead_of(InprocPipe.put, "order.one-flush[small]", "order.echo")
+@instead_of(InprocPipe.put, "order.sizes[small]", "order.echo")
 def loses_a_frame(put: Any, self: InprocPipe, frames: list[PipeFrame]) -> None:
     put(self, [frame for i, frame in enumerate(frames) if i % 10 != 9])
     if len(frames) == 1 and frames[0].payload_bytes == 300_000:
@@ -68,7 +68,7 @@ def writes_one_byte_too_many(
 # --- memory ---------------------------------------------------------------------------
 
 
-@caught_by("memory.source[view]", "memory.source-late", "threads.bulk")
+@caught_by("memory.source[view]", "memory.source-late", "threads.echo")
 def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
     put = InprocPipe.put
 
@@ -129,7 +129,7 @@ def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
 # --- callbacks ------------------------------------------------------------------------
 
 
-@instead_of(InprocLink.flush, "callback.once", "order.one-flush[empty]")
+@instead_of(InprocLink.flush, "callback.once", "order.sizes[empty]")
 def delivers_from_inside_flush(flush: Any, self: InprocLink) -> None:
     flush(self)
     self._peer._turn()
@@ -141,7 +141,7 @@ def reenters_a_handler(send: Any, self: InprocLink, *arguments: Any) -> None:
     self._turn()
 
 
-@instead_of(InprocLink._turn, "order.ping-pong", "callback.unasked")
+@instead_of(InprocLink._turn, "order.ping-pong", "memory.source-late")
 def calls_back_on_another_thread(turn: Any, self: InprocLink) -> None:
     thread = threading.Thread(target=turn, args=(self,))
     thread.start()
@@ -221,7 +221,7 @@ def forgets_headers_in_queued_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "queued_bytes", queued)
 
 
-@caught_by("pressure.unread", "pressure.writable-refill")
+@caught_by("pressure.unread")
 def never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "_over", lambda self: True)
 

@@ -26,7 +26,7 @@ TIMEOUT_S: Final = 5.0
 _GROUPS: Final = (
     *(beginning.address, beginning.join, payloads.frame, payloads.payload),
     *(payloads.order, memory.memory, memory.descriptor, callbacks.callback),
-    *(callbacks.flush, pressure.pressure, pressure.pause, ending.close, ending.abort),
+    *(pressure.pressure, pressure.pause, ending.close, ending.abort),
     *(beginning.cancel, callbacks.isolation, memory.leak, pressure.threads),
 )
 CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_links)

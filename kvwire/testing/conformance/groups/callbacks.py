@@ -15,7 +15,6 @@ from kvwire.testing.conformance.rig import AnyRig, LaneRig, LinkRig
 from kvwire.testing.conformance.sides import LaneSide, LinkSide
 
 callback: Group = Group("callback")
-flush: Group = Group("flush")
 isolation: Group = Group("isolation")
 
 _HOOKS: Final = {"arrival": "on_arrival", "sent": "on_sent"}
@@ -26,26 +25,16 @@ _AT_RECEIVER: Final = {"on_arrival", "on_header"}
 # --- callback -------------------------------------------------------------------------
 
 
-@callback.both(
-    "unasked", "A sender needs no further call to be told what was sent", held=True
-)
-async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    left.send_many(16, 2 * MIB)
-    await rig.settle()
-    right.release()
-    await rig.given_back(left)
-    await rig.arrives(right, 16)
-
-
-@callback.both("once", "Each token and each arrival is told exactly once")
+@callback.both("once", "However often flushed, each token and arrival is told once")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     for size in (1, 5000, 200_000, 3 * MIB) * 4:
         left.queue(size)
-    left.flush()
+        for side in (left, right, left):
+            side.flush()
     right.take()
     await rig.moved(left, right, 16)
-    for side in (left, right, left, right):
-        side.flush()
+    left.flush()
+    right.flush()
     await rig.settle()
 
 
@@ -62,25 +51,6 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.send_many(10, 100_000)
     await rig.arrives(right, 10)
     await rig.moved(right, left, 30)
-
-
-@callback.links("start", "start calls nothing, although frames wait", held=True)
-async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
-    for size in (0, 10, 100_000):
-        left.send(size)
-    await rig.settle()
-    right.start()
-    await rig.arrives(right, 3)
-
-
-@callback.links(
-    "start-ended", "start calls nothing, although the peer has gone", held=True
-)
-async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
-    left.abort()
-    await rig.closes(left)
-    right.start()
-    await rig.closes(right)
 
 
 @callback.lanes("unflushed", "send and receive call nothing, however much is there")
@@ -138,6 +108,22 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.closes(left, right)
 
 
+@callback.links("flush-in-each", "flush from within every callback is harmless")
+async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
+    for side in (left, right):
+        _flush_always(side)
+        side.send_many(8, MIB)
+    await rig.moved(left, right, 8)
+    await rig.moved(right, left, 8)
+
+
+def _flush_always(side: LinkSide) -> None:
+    def flush(*_: object) -> None:
+        side.flush()
+
+    side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
+
+
 @callback.both("in-closed", "Every call at the end is harmless")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
@@ -153,35 +139,6 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.closes(left)
     await rig.ends(right)
     await rig.settle()
-
-
-# --- flush ----------------------------------------------------------------------------
-
-
-@flush.links("again", "A second flush sends nothing twice")
-async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
-    for _ in range(30):
-        left.queue(100_000)
-        for _ in range(5):
-            left.flush()
-    await rig.arrives(right, 30)
-    await rig.settle()
-
-
-@flush.links("in-callbacks", "flush from within every callback is harmless")
-async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
-    for side in (left, right):
-        _flush_always(side)
-        side.send_many(8, MIB)
-    await rig.moved(left, right, 8)
-    await rig.moved(right, left, 8)
-
-
-def _flush_always(side: LinkSide) -> None:
-    def flush(*_: object) -> None:
-        side.flush()
-
-    side.on_header = side.on_arrival = side.on_sent = side.on_writable = flush
 
 
 # --- isolation ------------------------------------------------------------------------

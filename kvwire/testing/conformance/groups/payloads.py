@@ -237,19 +237,14 @@ _MIXES: Final[dict[str, list[int]]] = {
 }
 
 
-@order.links("one-flush", "Frames queued before one flush come in order: {}", _MIXES)
+@order.links("sizes", "Frames queued together and one by one come in order: {}", _MIXES)
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide, sizes: list[int]) -> None:
     for size in sizes:
         left.queue(size)
     left.flush()
-    await rig.moved(left, right, len(sizes))
-
-
-@order.links("each-flushed", "Frames flushed one by one come in order: {}", _MIXES)
-async def _(rig: LinkRig, left: LinkSide, right: LinkSide, sizes: list[int]) -> None:
     for size in sizes:
         left.send(size)
-    await rig.moved(left, right, len(sizes))
+    await rig.moved(left, right, 2 * len(sizes))
 
 
 @order.links("kinds", "Views, fragments and frames without token come in order")
