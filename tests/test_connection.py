@@ -195,9 +195,6 @@ async def test_messages_of_one_tag_keep_their_order_whatever_their_size(
     await asyncio.gather(*sends)
 
 
-# --- calls that are wrong -------------------------------------------------------------
-
-
 # --- who is there ---------------------------------------------------------------------
 
 

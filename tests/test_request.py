@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from kvwire import DeadlineExceeded, PeerCancelled, Request, RequestCancelled
+from kvwire import DeadlineExceeded, PeerCancelled, RequestCancelled
 from tests.support.pairs import Pair, until
 
 LARGE = bytes(range(256)) * 1024
@@ -17,17 +17,23 @@ LARGE = bytes(range(256)) * 1024
 # --- ways to await --------------------------------------------------------------------
 
 
-async def test_awaiting_twice_gives_the_same_answer(pair: Pair) -> None:
+async def test_a_result_is_there_from_the_completion_on(pair: Pair) -> None:
     request = pair.right.recv(1)
+    assert not request.done()
+    with pytest.raises(asyncio.InvalidStateError):
+        request.result()
     await pair.left.send(1, b"once")
     first = await request
+    assert request.done()
     assert await request is first
     assert request.result() is first
 
 
 async def test_an_error_is_raised_each_time(pair: Pair) -> None:
     request = pair.right.recv(1)
+    assert "recv of tag 1" in repr(request)
     request.cancel()
+    assert "cancelled on this side" in repr(request)
     for _ in range(2):
         with pytest.raises(RequestCancelled):
             await request
@@ -57,46 +63,20 @@ async def test_gather_and_wait_for_take_requests(pair: Pair) -> None:
     assert message == b"x"
 
 
-async def test_done_and_result_before_the_completion(pair: Pair) -> None:
-    request = pair.right.recv(1)
-    assert not request.done()
-    with pytest.raises(asyncio.InvalidStateError):
-        request.result()
-    await pair.left.send(1, b"x")
-    await request
-    assert request.done()
-
-
-async def test_repr_says_how_far_it_is(pair: Pair) -> None:
-    request = pair.right.recv(1)
-    assert "recv of tag 1" in repr(request)
-    request.cancel()
-    assert "cancelled on this side" in repr(request)
-
-
 # --- cancelling the await -------------------------------------------------------------
 
 
-async def expire(request: Request[bytearray]) -> None:
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await request
-
-
-async def test_a_cancelled_receive_takes_no_message(pair: Pair) -> None:
-    forgotten = pair.right.recv(1)
-    await expire(forgotten)
-    await pair.left.send(1, b"for the next")
-    assert await pair.right.recv(1) == b"for the next"
-    assert not forgotten.done()
-
-
-async def test_awaiting_a_cancelled_receive_posts_it_again(pair: Pair) -> None:
+async def test_a_cancelled_receive_takes_no_message_until_it_is_awaited_again(
+    pair: Pair,
+) -> None:
     into = bytearray(8)
     request = pair.right.recv(1, into)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(request, 0.01)
     await request.released()
+    await pair.left.send(1, b"for the next")
+    assert await pair.right.recv(1) == b"for the next"
+    assert not request.done()
     await pair.left.send(1, b"again")
     assert await request == 5
     assert into[:5] == b"again"
@@ -151,7 +131,9 @@ async def test_cancelling_the_await_of_a_send_stops_nothing(pair: Pair) -> None:
 
 async def test_posting_again_after_the_end_completes_the_request(pair: Pair) -> None:
     request = pair.right.recv(1)
-    await expire(request)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await request
     await pair.right.close()
     for _ in range(2):
         with pytest.raises(Exception, match="closed"):
