@@ -41,8 +41,6 @@ class Rig(Generic[S]):
 
     moves: ClassVar[str]
     """What is sent: "frame" or "payload"."""
-    ends_both: ClassVar[bool]
-    """Whether a side that closes ends the other one as well."""
 
     def __init__(
         self, make: Callable[[], Backend], timeout_s: float, *, alone: bool = True
@@ -85,7 +83,11 @@ class Rig(Generic[S]):
         """Two sides of which the right one receives nothing before its ``release``."""
 
     @abstractmethod
-    async def ends(self, side: S) -> None:
+    def ended_by(self, closer: S, other: S) -> tuple[S, ...]:
+        """Return the sides that end when the first one does."""
+
+    @abstractmethod
+    async def rests(self, side: S) -> None:
         """Wait until nothing of a side is left under way, or it has closed."""
 
     # --- waiting ----------------------------------------------------------------------
@@ -167,16 +169,12 @@ class Rig(Generic[S]):
             closed, what = side.closed, f"{side.kind}_closed for {side.name}"
             await self.until(closed.__len__, what)
 
-    async def end(self, *sides: S) -> None:
+    async def closes_cleanly(self, *sides: S) -> None:
         """Wait until each side has been told of a clean end."""
         await self.closes(*sides)
         for side in sides:
             error = side.closed[0]
             require(error is None, f"{side.name} closed with {error!r} after close")
-
-    async def ends_cleanly(self, closer: S, other: S) -> None:
-        """Wait for the clean end of all that ends when one side has closed."""
-        await self.end(*((closer, other) if self.ends_both else (closer,)))
 
     # --- the end ----------------------------------------------------------------------
 
@@ -257,7 +255,6 @@ class LinkRig(Rig[LinkSide]):
     """Two backends joined by links, for one check."""
 
     moves = "frame"
-    ends_both = True
 
     def __init__(
         self,
@@ -321,7 +318,10 @@ class LinkRig(Rig[LinkSide]):
     async def held_pair(self) -> tuple[LinkSide, LinkSide]:
         return await self.pair(start_right=False)
 
-    async def ends(self, side: LinkSide) -> None:
+    def ended_by(self, closer: LinkSide, other: LinkSide) -> tuple[LinkSide, ...]:
+        return closer, other
+
+    async def rests(self, side: LinkSide) -> None:
         await self.closes(side)
 
     @property
@@ -355,7 +355,6 @@ class LaneRig(Rig[LaneSide]):
     """Two backends joined by lanes, for one check."""
 
     moves = "payload"
-    ends_both = False
 
     def __init__(
         self,
@@ -412,7 +411,10 @@ class LaneRig(Rig[LaneSide]):
         self.sides.append(side)
         return side
 
-    async def ends(self, side: LaneSide) -> None:
+    def ended_by(self, closer: LaneSide, other: LaneSide) -> tuple[LaneSide, ...]:
+        return (closer,)
+
+    async def rests(self, side: LaneSide) -> None:
         await self.until(
             lambda: side.closed or not (side.lent or side.expected),
             f"{side.name}: its payloads end, or the lane does",

@@ -79,7 +79,7 @@ async def _(rig: AnyRig, left: Any, right: Any, hook: str) -> None:
     setattr(aborting, hook, abort)
     left.send_many(32, MIB)
     await rig.closes(aborting)
-    await rig.ends(other)
+    await rig.rests(other)
     # Tokens may still be given back: their memory is free.
     require(
         len(calls) == 1 or hook == "on_sent", f"{hook} was called {len(calls)} times"
@@ -98,7 +98,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     right.on_arrival = answer_and_close
     left.send(100_000)
     await rig.arrives(left, 1)
-    await rig.ends_cleanly(right, left)
+    await rig.closes_cleanly(*rig.ended_by(right, left))
 
 
 @callback.links("close-in-header", "close in header_received ends both sides")
@@ -137,7 +137,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.on_closed = call_all
     left.abort()
     await rig.closes(left)
-    await rig.ends(right)
+    await rig.rests(right)
     await rig.settle()
 
 
@@ -174,7 +174,7 @@ async def _(rig: AnyRig, victim: Any, peer: Any, hook: str) -> None:
         victim.send_many(32, MIB)
         peer.send(1000)
         await rig.closes(victim)
-        await rig.ends(peer)
+        await rig.rests(peer)
     error = victim.closed[0]
     require(isinstance(error, Planted), f"at the end it was told {error!r}")
     left.send(MIB)
@@ -188,7 +188,7 @@ async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     with rig.expecting_errors():
         victim.abort()
         await rig.closes(victim)
-        await rig.ends(peer)
+        await rig.rests(peer)
         await rig.settle()
     left.send(MIB)
     await rig.arrives(right, 1)

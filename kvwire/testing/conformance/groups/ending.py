@@ -68,7 +68,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
 
 async def _all_arrive(rig: AnyRig, left: Any, right: Any, count: int) -> None:
     await rig.arrives(right, count)
-    await rig.ends_cleanly(left, right)
+    await rig.closes_cleanly(*rig.ended_by(left, right))
     require(not left.lent, f"{left.lent} tokens were not given back before the end")
 
 
@@ -93,7 +93,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     right.close()
     await rig.arrives(right, 12)
     await rig.arrives(left, 12)
-    await rig.end(left, right)
+    await rig.closes_cleanly(left, right)
 
 
 @close.links("send-after", "send and flush after close do nothing")
@@ -113,7 +113,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
 async def _(rig: LinkRig) -> None:
     left, right = await rig.pair(start_left=False)
     left.close()
-    await rig.end(right)
+    await rig.closes_cleanly(right)
 
 
 @close.links(
@@ -123,7 +123,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     left.close()
     await rig.settle()
     right.start()
-    await rig.end(left, right)
+    await rig.closes_cleanly(left, right)
 
 
 @close.both("then-abort", "abort cuts a close short", held=True)
@@ -132,7 +132,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.close()
     left.abort()
     await rig.closes(left)
-    if rig.ends_both:
+    if isinstance(rig, LinkRig):
         right.release()
         await rig.closes(right)
         require(len(right.arrived) < 32, "abort did not drop the queue")
@@ -146,7 +146,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     left.send_many(12, MIB)
     right.close()
     await rig.arrives(right, 12)
-    await rig.end(right)
+    await rig.closes_cleanly(right)
 
 
 @close.lanes("again", "Backends of a lane that closed make the next one")
@@ -157,7 +157,7 @@ async def _(rig: LaneRig) -> None:
         await rig.arrives(right, 1)
         left.close()
         right.close()
-        await rig.end(left, right)
+        await rig.closes_cleanly(left, right)
 
 
 # --- abort ----------------------------------------------------------------------------
@@ -237,7 +237,7 @@ _LANE_STAGES: Final[dict[str, Stage]] = {"awaiting": _awaiting}
 async def _(rig: AnyRig, left: Any, right: Any, stage: Stage) -> None:
     await stage(rig, left, right)
     left.abort()
-    await rig.closes(*((left, right) if rig.ends_both else (left,)))
+    await rig.closes(*rig.ended_by(left, right))
     require(left.queued_bytes == 0, f"{left.queued_bytes} bytes stay queued")
     await rig.settle()
 
@@ -248,7 +248,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide, stage: Stage) -> None
     await stage(rig, left, right)
     left.abort()
     right.release()
-    await rig.ends(right)
+    await rig.rests(right)
     await rig.closes(left)
 
 
@@ -258,7 +258,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.abort()
     left.close()
     await rig.closes(left)
-    await rig.ends(right)
+    await rig.rests(right)
     left.abort()
     await rig.settle()
 
@@ -272,7 +272,7 @@ async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left.flush()
     right.take()
     await rig.closes(victim)
-    await rig.ends(peer)
+    await rig.rests(peer)
     await rig.arrives(right, 1)
     require(not left.closed and not right.closed, "another one closed too")
 

@@ -130,7 +130,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     for token in tokens:
         poison(token)
     # What had left before may arrive, but then as it was: each arrival is compared.
-    await rig.ends(right)
+    await rig.rests(right)
     await _require_untouched(rig, landed, "the end")
 
 
@@ -143,7 +143,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     for token in tokens:
         poison(token)
     right.release()
-    await rig.ends(right)
+    await rig.rests(right)
 
 
 async def _require_untouched(rig: AnyRig, landed: list[Memory], since: str) -> None:
@@ -242,7 +242,7 @@ async def _abort_midway(rig: AnyRig) -> None:
     left.send_many(8, MIB)
     right.abort()
     await rig.closes(right)
-    await rig.ends(left)
+    await rig.rests(left)
 
 
 async def _never_start(rig: LinkRig) -> None:
