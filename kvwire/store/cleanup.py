@@ -23,12 +23,12 @@ async def drain_or_abort(request: Request[int], connection: Connection) -> None:
     Cancel safety: safe, it may be called again.
     """
     request.cancel()
+    why = "it keeps the memory of a request that is over"
+    stuck = asyncio.get_running_loop().call_later(STORE_GRACE_S, connection.abort, why)
     try:
-        async with asyncio.timeout(STORE_GRACE_S):
-            await request.released()
-    except TimeoutError:
-        connection.abort("it keeps the memory of a request that is over")
         await request.released()
+    finally:
+        stuck.cancel()
 
 
 def error_text(error: BaseException) -> str:

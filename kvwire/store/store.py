@@ -370,7 +370,7 @@ class BlockStore(StoreManagement):
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         requests = group_requests(cache, lists, hashes, namespaces)
         # A template knows its descriptions by identity, so each has to be made once.
-        key = tuple((one.namespace.digest, len(one)) for one in requests)
+        key = tuple((one.namespace.digest, one.keys.size) for one in requests)
         images = computed_once(cache, key, lambda: _images(requests))
         plan = TransferPlan(cache, lists, images, kind.side)
         work = kind(self._tiers, requests, after)
@@ -421,7 +421,7 @@ def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
                 name=request.group.name,
                 spec=request.namespace.spec,
                 order=request.group.order,
-                blocks=len(request),
+                blocks=request.keys.size,
             )
             for request in requests
         )

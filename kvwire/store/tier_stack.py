@@ -148,16 +148,10 @@ class TierStack:
         Cancel safety: the writes are finished first.
         """
         writes = (self._write(tier, namespace, batch) for tier in self.below)
-        done = await gather_all(*writes)
+        done = dict(zip(self.below, await gather_all(*writes), strict=True))
         keepers = self.keepers
-        counted = [
-            (results, tier)
-            for results, tier in zip(done, self.below, strict=True)
-            if tier in keepers
-        ]
-        best = np.min([results for results, _ in counted], axis=0)
-        errors = (f"{tier.name}: {tier.error}" for _, tier in counted)
-        return best, "; ".join(t for t in errors if not t.endswith(": "))
+        best = np.minimum.reduce([done[tier] for tier in keepers])
+        return best, "; ".join(f"{t.name}: {t.error}" for t in keepers if t.error)
 
     async def _write(
         self, tier: Tier, namespace: Namespace, batch: Batch

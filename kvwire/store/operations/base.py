@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -35,6 +34,7 @@ class Operation(ABC):
     Attributes:
         verb: What a caller calls it.
         side: Which side of a transfer the caller's cache would be.
+        blocks: How many blocks it is for.
         drained: Set when nothing touches the caller's blocks any more. A device that
             has failed while it wrote to them may touch them for good.
     """
@@ -54,10 +54,9 @@ class Operation(ABC):
         self._quarantined = False
         self._requests = requests
         self._reasons: list[str] = [""]
-        self._codes = {
-            request: np.zeros(len(request), np.uint16) for request in requests
-        }
-        self._left = sum(map(len, requests))
+        self._codes = {one: np.zeros(one.keys.size, np.uint16) for one in requests}
+        self.blocks = sum(one.keys.size for one in requests)
+        self._left = self.blocks
         self._created = monotonic()
         self._first = self._last = self._ended = 0.0
 
@@ -67,7 +66,9 @@ class Operation(ABC):
         Cancel safety: a copy that is under way is finished first.
         """
         batches = self._batches()
-        nbytes = sum(len(one) * one.namespace.image_bytes for one in self._requests)
+        nbytes = sum(
+            one.keys.size * one.namespace.image_bytes for one in self._requests
+        )
         try:
             if nbytes <= STORE_BATCH_BYTES:
                 await self._lane(batches)
@@ -76,14 +77,16 @@ class Operation(ABC):
         finally:
             if not self._quarantined:
                 self.drained.set()
-        for request in self._requests:
-            self.tiers.touch(request.keys)
         await self.explain()
         self._ended = monotonic()
-        landed = [int(np.add.reduce(self.landed(one))) for one in self._requests]
-        sizes = [one.namespace.image_bytes for one in self._requests]
-        moved_bytes = sum(map(operator.mul, landed, sizes))
-        self.count(moved_bytes, sum(landed), sum(map(len, self._requests)))
+        landed = landed_bytes = 0
+        for request in self._requests:
+            self.tiers.touch(request.keys)
+            count = int(np.add.reduce(self.landed(request)))
+            landed += count
+            landed_bytes += count * request.namespace.image_bytes
+        for counters in self.tiers.counters_of(self._requests[0].namespace):
+            self.count(counters, landed_bytes, landed)
 
     async def run_as(self, plan: TransferPlan) -> Outcome:
         """Move it, and return the outcome of a transfer of that plan.
@@ -98,21 +101,9 @@ class Operation(ABC):
         here: Bits = self._codes[request] == _LANDED
         return here
 
-    @property
-    def counters(self) -> tuple[StoreCounters, ...]:
-        """Return what counts its end."""
-        if not self._requests:
-            return (self.tiers.counters,)
-        return self.tiers.counters_of(self._requests[0].namespace)
-
     def tenant_of(self, request: BlockRequest) -> int:
         """Return the number of whose the blocks of a request are."""
         return self.tiers.tenants.number(request.namespace.tenant)
-
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks it is for."""
-        return sum(map(len, self._requests))
 
     @property
     def age_s(self) -> float:
@@ -136,12 +127,12 @@ class Operation(ABC):
         """
 
     @abstractmethod
-    def count(self, nbytes: int, there: int, blocks: int) -> None:
+    def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         """Count the end of it: so many of its bytes and blocks landed."""
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
         """Return a group request's positions by their turns, ascending in each."""
-        return (np.arange(len(request)),)
+        return (np.arange(request.keys.size),)
 
     async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
         """Say more of what is missing, now that all is known.

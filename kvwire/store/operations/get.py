@@ -11,6 +11,7 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids, among, any_of
 from kvwire.kv.plan import PlanSide
 from kvwire.limits import STORE_UNASKED_BYTES
+from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Keys, as_keys, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.operations.base import Operation
@@ -40,14 +41,11 @@ class GetOperation(Operation):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # The first tier below that has not been asked for each block.
-        self._next = {
-            request: np.zeros(len(request), np.int64) for request in self._requests
-        }
+        self._next = {one: np.zeros(one.keys.size, np.int64) for one in self._requests}
 
-    def count(self, nbytes: int, there: int, blocks: int) -> None:
-        """See Work."""
-        for counters in self.counters:
-            counters.get_ended(nbytes, there=there, blocks=blocks)
+    def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
+        """See Operation."""
+        counters.get_ended(nbytes, there=landed, blocks=self.blocks)
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
         """Put first what is in memory, before others take its room."""
@@ -76,30 +74,24 @@ class GetOperation(Operation):
 
         Cancel safety: safe, it only looks.
         """
-        below = self.tiers.below
         for request in self._requests:
             positions = self.lacking(request, NOT_THERE)
-            namespaces = [
+            if not positions.size:
+                continue
+            away = [t for t in self.tiers.below if t.unavailable_reason]
+            if away:
+                why = "; ".join(f"{t.name}: {t.unavailable_reason}" for t in away)
+                self.lost(request, positions, f"{NOT_THERE}, but for {why}")
+            others = [
                 s
                 for s in self.tiers.namespaces.values()
                 if s != request.namespace and s.tenant == request.namespace.tenant
-            ]
-            namespaces = namespaces[:_NAMESPACES_TRIED]
-            if not positions.size:
-                continue
-            if unavailable_reason := "; ".join(
-                f"{t.name}: {t.unavailable_reason}"
-                for t in below
-                if t.unavailable_reason
-            ):
-                self.lost(
-                    request, positions, f"{NOT_THERE}, but for {unavailable_reason}"
-                )
+            ][:_NAMESPACES_TRIED]
             # In one call: a tier may be a round trip away.
-            keys = [_moved(request.keys[positions], other) for other in namespaces]
+            keys = [_moved(request.keys[positions], other) for other in others]
             found = await self.tiers.find(np.concatenate((*keys, _NO_KEYS)))
             table = found.reshape(-1, positions.size)
-            for other, there in zip(namespaces, table, strict=True):
+            for other, there in zip(others, table, strict=True):
                 fields = ", ".join(request.namespace.differing(other))
                 why = f"{NOT_THERE} for this cache; it is for one with another {fields}"
                 if any_of(there):

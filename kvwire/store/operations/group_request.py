@@ -36,10 +36,6 @@ class BlockRequest(ABC):
     keys: Keys
     order: int
 
-    def __len__(self) -> int:
-        """Return the number of hashes."""
-        return int(self.keys.size)
-
     @abstractmethod
     def fragments(self, positions: Ids, order: int) -> Fragments:
         """Return where the images of some hashes lie, one by one."""

@@ -10,6 +10,7 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.plan import PlanSide
 from kvwire.limits import STORE_UNASKED_BYTES
+from kvwire.store.counters import StoreCounters
 from kvwire.store.index import NO_SLOT, once
 from kvwire.store.operations.base import Operation
 from kvwire.store.tiers.base import LANDED, Batch
@@ -49,12 +50,11 @@ class PutOperation(Operation):
         # Blocks that were there before.
         self._present = 0
 
-    def count(self, nbytes: int, there: int, blocks: int) -> None:
-        """See Work."""
-        for counters in self.counters:
-            counters.put_ended(
-                nbytes, there=there, blocks=blocks, present=self._present
-            )
+    def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
+        """See Operation."""
+        counters.put_ended(
+            nbytes, there=landed, blocks=self.blocks, present=self._present
+        )
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy what is not in memory there, then write it below.
@@ -135,10 +135,8 @@ class PutOperation(Operation):
         memory, keys = self.tiers.memory, request.keys[positions]
         first = once(keys)
         images = memory.images(slots[first], request.namespace.image_bytes)
-        orders, born = (
-            memory.index.orders(slots[first]),
-            memory.index.born(slots[first]),
-        )
+        orders = memory.index.orders(slots[first])
+        born = memory.index.born(slots[first])
         batch = Batch(keys[first], orders, images, born=born)
         results, error = await self.tiers.write_through(request.namespace, batch)
         failed = results != LANDED

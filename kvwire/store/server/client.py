@@ -122,17 +122,20 @@ class ActiveConnection:
         Cancel safety: safe, an answer that nobody waits for is dropped.
         """
         async with self._requests:
-            answer = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            answer = loop.create_future()
             self._answers[request.number] = answer  # bounded by the server's requests
+            limit_s = self._timeout_s + STORE_GRACE_S
+            late = loop.call_later(limit_s, _expire, answer)
             try:
-                async with asyncio.timeout(self._timeout_s + STORE_GRACE_S):
-                    await self.tell(request)
-                    found = await answer
+                await self.tell(request)
+                found = await answer
             except TimeoutError:
                 error = DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
                 self.connection.abort(str(error))
                 raise error from None
             finally:
+                late.cancel()
                 self._answers.pop(request.number, None)
                 # Its exception holds this frame, and with it what moves, in a cycle.
                 del answer
@@ -169,6 +172,11 @@ class ActiveConnection:
             if not waiting.done():
                 # One for each: it collects the frames of whom it is raised in.
                 waiting.set_exception(ConnectionLost(why))
+
+
+def _expire(answer: asyncio.Future[NumberedReply]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())
 
 
 class StoreClient:

@@ -222,7 +222,7 @@ class ClientSession:
         kept = put.landed(blocks)
         self._written_bytes += int(kept.sum()) * namespace.image_bytes
         results = np.where(kept, LANDED, FAILED)
-        reason = "; ".join(put.reasons)
+        reason = "" if all_of(kept) else "; ".join(put.reasons)
         await self._send(StoreDone.of(request.number, results, reason))
 
     async def _slots_for(self, keys: Keys, namespace: Namespace) -> Ids:

@@ -146,17 +146,20 @@ async def test_a_server_that_is_not_there_yet() -> None:
         (lambda _: Welcome(VERSION), "welcomes twice"),
         (lambda find: [2, find.number, b"\xfd\xfd"], "not a reply"),
         (lambda _: b"\xc1", "not a reply"),
+        (lambda _: None, "no answer within 0.5 s"),
     ],
-    ids=["too few", "another kind", "hello again", "out of range", "noise"],
+    ids=["too few", "another kind", "hello again", "out of range", "noise", "silence"],
 )
 async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
     """It is not believed, and not asked again on that connection."""
     async with kvwire.open() as liar:
         address = await liar.listen("127.0.0.1:0")
         lying = asyncio.create_task(_lie(liar, answer))
-        async with BlockStore.open([f"kvwire://{address.host}:{address.port}"]) as s:
+        where = f"kvwire://{address.host}:{address.port}?timeout=0.5"
+        async with BlockStore.open([where]) as s:
             assert await s.match(chain(2), Filled().cache) == 0
             assert said in tier_of(s).error
+            await until(lambda: not tier_of(s).taking)
         lying.cancel()
         await asyncio.wait((lying,))
 
@@ -167,9 +170,9 @@ async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
     await connection.send(TAG, encode(Welcome(VERSION, requests=4, berth_bytes=4096)))
     find = decode_request(await connection.recv(TAG))
     assert isinstance(find, Find)
-    reply = answer(find)
-    body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
-    await connection.send(TAG, body)
+    if (reply := answer(find)) is not None:
+        body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
+        await connection.send(TAG, body)
     await asyncio.Event().wait()
 
 
