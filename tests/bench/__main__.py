@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from kvwire.cli.bench.report import (
 from kvwire.cli.main import main
 from kvwire.limits import KIB, MIB
 from tests.bench import cost as costs
+from tests.bench import counts as counting
 from tests.bench import iperf3, store
 from tests.bench import profile as profiles
 from tests.bench.fragments import ALL_PEERS, Beside, joining
@@ -148,9 +150,20 @@ def profile(
     """
     work = ours.work_of(verb, kib * KIB, cross_layer=cross_layer, round_bytes=mib * MIB)
     environment = ours.UCX[wire] if transport == "ucx" else {}
-    options = {"transport": transport, "loop": loop, "pool_bytes": work.pool_bytes}
+    options = {"transport": transport, "loop": loop}
     for line in profiles.profile(work, rounds, top, options, environment):
         print(line)
+
+
+@app.command
+def counts(*, transport: str = "tcp") -> None:
+    """What operations consist of: calls of Python, system calls and frames.
+
+    Args:
+        transport: Of kvwire.
+    """
+    for name, work in counting.works().items():
+        print(f"{name}: {asyncio.run(counting.count(work, transport))}")
 
 
 @app.command

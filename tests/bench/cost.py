@@ -20,16 +20,10 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench.fragments import (
-    LEFT,
-    RIGHT,
-    FragmentsSide,
-    FragmentWork,
-    work_of,
-)
+from kvwire.cli.bench.fragments import work_of
+from kvwire.cli.bench.operations import LEFT, RIGHT, End, OpsSide, OpsWork
 from kvwire.cli.bench.pair import BenchError, Contender
 from kvwire.cli.bench.report import head, new_table, size_name, verdict
-from kvwire.cli.bench.side import End
 from kvwire.limits import GIB, KIB
 
 IDLE: Final = "idle"
@@ -53,7 +47,7 @@ class Cost:
     """What one transport costs; the answers are of the left and the right side."""
 
     name: str
-    work: FragmentWork
+    work: OpsWork
     answers: dict[str, list[list[dict[str, Any]]]] = field(
         default_factory=lambda: {measure: [] for measure in MEASURES}
     )
@@ -89,7 +83,7 @@ def cost(
 
 
 def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
-    options = {"transport": transport, "pool_bytes": result.work.pool_bytes}
+    options = {"transport": transport}
     try:
         with Contender(result.name, CostSide, options=options).start() as pair:
             result.facts = pair.facts
@@ -132,7 +126,7 @@ def render(found: Sequence[Cost]) -> RenderableType:
             shown = [f"{value / scale:.2f} {unit}" for value in values]
             if values:
                 table.add_row(result.name, name, *shown, target)
-    size, fragment = size_name(work.moved_bytes), size_name(work.nbytes)
+    size, fragment = size_name(work.moved_bytes), size_name(work.layer_bytes)
     lines = [
         f"Left pulls, right publishes: {size} in fragments of {fragment}.",
         "Callbacks are those of asyncio; wall time has others' work in it.",
@@ -161,14 +155,14 @@ def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostWork(FragmentWork):
+class CostWork(OpsWork):
     """A transfer, and what of it is measured; see :class:`CostSide`."""
 
     measure: str
     repeat: int
 
 
-class CostSide(FragmentsSide):
+class CostSide(OpsSide):
     """One measure at a time, at both sides together.
 
     * ``idle``: ``repeat`` more connections, and what memory each of them takes;
@@ -180,13 +174,13 @@ class CostSide(FragmentsSide):
 
     work_type = CostWork
 
-    async def drive(self, work: FragmentWork) -> dict[str, Any]:
+    async def drive(self, work: OpsWork) -> Any:
         return await self._measure(work, LEFT)
 
-    async def serve(self, work: FragmentWork) -> dict[str, Any]:
+    async def serve(self, work: OpsWork) -> Any:
         return await self._measure(work, RIGHT)
 
-    async def _measure(self, work: FragmentWork, side: int) -> dict[str, Any]:
+    async def _measure(self, work: OpsWork, side: int) -> dict[str, Any]:
         assert isinstance(work, CostWork)
         self.have(work, side)
         measure, count = work.measure, work.repeat
@@ -239,8 +233,8 @@ class CostSide(FragmentsSide):
             return self.connection.pull(number, cache, block)
         return self.communicator.publish(number, cache, block)
 
-    async def _move(self, work: FragmentWork, side: int) -> None:
-        await (self.ask if side == LEFT else self.offer)(work, self.pool.blocks)
+    async def _move(self, work: OpsWork, side: int) -> None:
+        await (super().drive if side == LEFT else super().serve)(work)
 
     async def _meet(self) -> None:
         """Both sides are here."""

@@ -13,8 +13,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvwire import UsageError
-from kvwire.cli.bench.fragments import MEMCPY, SAME_HOST, TCP, VERBS, joined
-from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.fragments import (
+    MEMCPY,
+    SAME_HOST,
+    TCP,
+    VERBS,
+    Member,
+    joined,
+)
 from kvwire.cli.bench.report import new_table, short, size_name, verdict
 from kvwire.cli.bench.turns import Benchmark, Findings
 from kvwire.limits import KIB, MIB
@@ -32,15 +38,18 @@ def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
             raise UsageError(f"--peers {name}: there are {', '.join(ALL_PEERS)}")
 
     def join(benchmark: Benchmark) -> Benchmark:
-        pool_bytes = max(case.work.pool_bytes for case in benchmark.cases)
-        team: list[tuple[str, Contender]] = []
+        pool_bytes = max(case.work.memory_bytes for case in benchmark.cases)
+        team: list[Member] = []
+        streams: list[Member] = []
+        notes = list(benchmark.notes)
         missing = list(benchmark.missing)
         for name in names:
             if name == "iperf3":
                 if absent := iperf3.missing():
                     missing.append(absent)
                 else:
-                    team.append((TCP, iperf3.contender()))
+                    streams.append((TCP, iperf3.contender()))
+                    notes.append("iperf3 moves a stream of bytes, not fragments.")
             elif name in PEERS:
                 peer = PEERS[name]
                 found = peer.interpreter(interpreters)
@@ -51,8 +60,9 @@ def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
                     one = peer.contender(setting, str(found), pool_bytes)
                     team.append((wire, one))
         return replace(
-            joined(benchmark, team),
+            joined(benchmark, team, streams),
             missing=missing,
+            notes=notes,
             below=lambda found: list(targets(judge(found))),
             more=lambda found: {"targets": list(map(asdict, judge(found)))},
         )

@@ -10,11 +10,12 @@ import json
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from kvwire import KVWireError
-from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.operations import OpsWork
+from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.side import HOST, Side
 from kvwire.cli.bench.turns import Benchmark, Missing
 from kvwire.limits import GIB, MIB
@@ -34,8 +35,7 @@ def missing() -> Missing | None:
 
 def contender() -> Contender:
     """One stream of bytes."""
-    note = "iperf3 moves a stream of bytes, not fragments."
-    return Contender("iperf3", Iperf3Side, alone=True, streams=True, note=note)
+    return Contender("iperf3", Iperf3Side, alone=True)
 
 
 def beside(benchmark: Benchmark) -> Benchmark:
@@ -44,45 +44,43 @@ def beside(benchmark: Benchmark) -> Benchmark:
         return replace(benchmark, missing=[*benchmark.missing, absent])
     one = contender()
     cases = [
-        case
-        if case.unit.less_is_better
-        else replace(case, contenders=[*case.contenders, one])
+        case if case.unit.is_time else replace(case, beside=[*case.beside, one])
         for case in benchmark.cases
     ]
     return replace(benchmark, cases=cases)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnyWork(Work):
-    """A work of messages or of fragments, whose layout does not matter here."""
+class Iperf3Side(Side[OpsWork]):
+    """A server that stays, and a client for each round.
 
-    layers: int = 0
-    cross_layer: bool = False
-    blocks: int = 1
-    fresh: int = 0
+    It moves more than it is asked to; its time and CPU are those of what it was asked.
+    """
 
-
-class Iperf3Side(Side[AnyWork]):
-    """A server that stays, and a client for each round."""
-
-    work_type = AnyWork
+    work_type = OpsWork
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
         command = ["iperf3", "-s", "-B", HOST, "-p", "{port}", "--forceflush"]
         self._server = Server(command, "listening")
+        self._cpu_s = 0.0
 
     async def connect(self, address: Any) -> dict[str, Any]:
         self._server.start()
         return {"version": _output(["iperf3", "--version"]).partition("\n")[0]}
 
-    async def drive(self, work: AnyWork) -> dict[str, Any]:
+    async def drive(self, work: OpsWork) -> Sequence[float]:
         total = max(work.moved_bytes, ROUND_BYTES_MIN)
-        block = min(work.nbytes, _BLOCK_BYTES_MAX)
+        block = min(work.nbytes // max(1, work.fragments), _BLOCK_BYTES_MAX)
         command = ["iperf3", "-J", "-c", HOST, "-p", str(self._server.port)]
         command += ["-n", str(total), "-l", str(block)]
         command += ["-R"] * (work.verb in {"get", "pull"})
-        return read_report(_output(command))
+        seconds, cpu_s = read_report(_output(command))
+        self._cpu_s += cpu_s * work.moved_bytes
+        return [seconds * work.moved_bytes]
+
+    async def cpu(self) -> float:
+        """Of both of its processes."""
+        return self._cpu_s
 
     async def close(self) -> None:
         self._server.kill()
@@ -96,8 +94,8 @@ def _output(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def read_report(text: str) -> dict[str, Any]:
-    """Read what ``iperf3 -J`` prints: the receiver's rate, and both sides' CPU."""
+def read_report(text: str) -> tuple[float, float]:
+    """Read what ``iperf3 -J`` prints: seconds and CPU of both sides for a byte."""
     try:
         report = json.loads(text)
         if "error" in report:
@@ -106,11 +104,9 @@ def read_report(text: str) -> dict[str, Any]:
         cpu = report["end"]["cpu_utilization_percent"]
         elapsed_s = received["seconds"]
         percent = cpu["host_total"] + cpu["remote_total"]
-        moved_bytes = received["bytes"]
-        rate = moved_bytes / elapsed_s
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as exc:
+        seconds = elapsed_s / received["bytes"]
+    except ZeroDivisionError:
+        raise KVWireError("iperf3 reports that nothing was received") from None
+    except (ValueError, KeyError, TypeError) as exc:
         raise KVWireError(f"iperf3 printed no report: {exc!r}, {text[:75]!r}") from exc
-    if not moved_bytes:
-        raise KVWireError("iperf3 reports that nothing was received")
-    cpu_s = percent / 100 * elapsed_s
-    return {"values": [rate], "moved_bytes": moved_bytes, "cpu_s": cpu_s}
+    return seconds, percent / 100 * seconds

@@ -6,19 +6,60 @@ the user names, then in this one; what is found nowhere is named with how to ins
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample
+from kvwire.cli.bench.side import Work
 from kvwire.cli.bench.turns import Missing
 
 PROGRAMS: Final = Path(__file__).parent / "peers"
 # A cold import of torch is not even tried: the module is only looked for.
 _PROBE_TIMEOUT_S: Final = 60.0
+
+
+class PausedContender(Contender):
+    """One that polls as long as it lives: while it is not its turn, it is stopped."""
+
+    def start(self) -> Pair:
+        return PausedPair(self)
+
+
+class PausedPair(Pair):
+    """Processes that are stopped between two rounds."""
+
+    def __init__(self, contender: Contender) -> None:
+        super().__init__(contender)
+        self._signal(signal.SIGSTOP)
+
+    def check(self, work: Work) -> None:
+        with self._going_on():
+            super().check(work)
+
+    def round(self, work: Work) -> Sample:
+        with self._going_on():
+            return super().round(work)
+
+    def stop(self) -> None:
+        self._signal(signal.SIGCONT)
+        super().stop()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Have them run; those of one that fails are ended by its caller."""
+        self._signal(signal.SIGCONT)
+        yield
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for side in self.sides:
+            side.process.send_signal(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +82,11 @@ class Peer:
 
         Some peers poll for as long as they live, and would take the CPU from others.
         """
-        return Contender(
+        return PausedContender(
             f"{self.name} {setting}".rstrip(),
             self.name,
             environment=self.settings[setting],
             program=(interpreter, str(PROGRAMS / "__main__.py")),
-            pauses=True,
             options={"pool_bytes": pool_bytes},
         )
 

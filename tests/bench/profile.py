@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from kvwire.cli.bench.fragments import FragmentsSide, FragmentWork
+from kvwire.cli.bench.operations import OpsSide, OpsWork
 from kvwire.cli.bench.pair import Contender
 
 _ROOT: Final = Path(__file__).parents[2]
@@ -27,26 +27,27 @@ SIDES: Final = ("left", "right")
 COSTS: Final = ("wall ms", "user ms", "kernel ms", "sleeps", "page faults")
 
 
-class ProfiledSide(FragmentsSide):
+class ProfiledSide(OpsSide):
     """A side whose rounds answer with their costs, and with a profile if asked for."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
         self._profiled = options["profiled"] == "True"
 
-    async def drive(self, work: FragmentWork) -> dict[str, Any]:
+    async def drive(self, work: OpsWork) -> Any:
         return await self._measured(super().drive(work))
 
-    async def serve(self, work: FragmentWork) -> dict[str, Any]:
+    async def serve(self, work: OpsWork) -> Any:
         return await self._measured(super().serve(work))
 
-    async def _measured(self, moving: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    async def _measured(self, moving: Awaitable[object]) -> dict[str, Any]:
         profiler = cProfile.Profile(time.thread_time)
         before = costs()
         with profiler if self._profiled else nullcontext():
-            answer = await moving
+            seconds = await moving
         spent = [after - begun for after, begun in zip(costs(), before, strict=True)]
-        return {**answer, "spent": spent, "functions": functions(profiler)}
+        found = functions(profiler)
+        return {"seconds": seconds, "spent": spent, "functions": found}
 
 
 def costs() -> list[float]:
@@ -71,7 +72,7 @@ def functions(profiler: cProfile.Profile) -> list[tuple[str, int, float]]:
 
 
 def rounds_of(
-    work: FragmentWork,
+    work: OpsWork,
     count: int,
     options: Mapping[str, object],
     environment: Mapping[str, str],
@@ -86,7 +87,7 @@ def rounds_of(
 
 
 def profile(
-    work: FragmentWork,
+    work: OpsWork,
     rounds: int,
     top: int,
     options: Mapping[str, object],
@@ -94,7 +95,7 @@ def profile(
 ) -> Iterator[str]:
     """Yield lines: the medians of plain rounds for each side, and its top functions."""
     plain = rounds_of(work, rounds, {**options, "profiled": False}, environment)
-    rate = median(left["values"][0] for left, _ in plain)
+    rate = work.moved_bytes / median(left["seconds"][0] for left, _ in plain)
     yield f"a round of {work.moved_bytes >> 20} MiB: {rate / 1e9:.2f} GB/s"
     for number, side in enumerate(SIDES):
         each = zip(*(answers[number]["spent"] for answers in plain), strict=True)

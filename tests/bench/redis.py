@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import shutil
 import socket
-import time
 from collections.abc import Mapping
 from typing import Any, Final
 
 from kvwire.cli.bench.side import HOST
-from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, SETS, StoreWork
+from kvwire.cli.bench.store_side import HASH_BYTES, SETS, StoreWork
 from kvwire.cli.bench.turns import Missing
 from kvwire.store.namespace import DIGEST_BYTES
-from tests.bench.store_peers import FlatSet, PeerSide
+from tests.bench.store_peers import PeerSide
 from tests.support.servers import Server
 
 PROGRAM: Final = "redis-server"
@@ -60,20 +59,14 @@ class RedisSide(PeerSide):
         info = self._info("cpu")
         return await super().cpu() + sum(float(info[name]) for name in _CPU)
 
-    async def drive(self, work: StoreWork) -> dict[str, Any]:
-        if work.verb != MATCH:
-            return await super().drive(work)
-        clock, values = time.perf_counter, []
-        number = self.flat(work).next()
+    async def match(self, work: StoreWork) -> None:
+        number = self.flat(work).sets[-1]
         keys = [_key(work, number, begin) for begin in _begins(work)]
-        for _ in range(LOOKUPS):
-            began = clock()
-            self._socket.sendall(_request(b"EXISTS", *keys))
-            self._expect(b":%d\r\n" % work.count)
-            values.append(clock() - began)
-        return {"values": values}
+        self._socket.sendall(_request(b"EXISTS", *keys))
+        self._expect(b":%d\r\n" % work.count)
 
-    async def put(self, work: StoreWork, flat: FlatSet) -> None:
+    async def put(self, work: StoreWork) -> None:
+        flat = self.flat(work)
         number = flat.number
         flat.number = (number + 1) % SETS
         for begin in _begins(work):
@@ -86,7 +79,8 @@ class RedisSide(PeerSide):
             self._expect(_STORED)
         flat.sets = [*flat.sets, number][-2:]
 
-    async def get(self, work: StoreWork, flat: FlatSet) -> None:
+    async def get(self, work: StoreWork) -> None:
+        flat = self.flat(work)
         number = flat.next()
         begins = _begins(work)
         asked = [_request(b"GET", _key(work, number, begin)) for begin in begins]
@@ -94,9 +88,10 @@ class RedisSide(PeerSide):
         for begin in begins:
             self._value(flat.want[begin : begin + work.nbytes].data)
 
-    async def get_one(self, work: StoreWork, flat: FlatSet, begin: int) -> None:
-        self._socket.sendall(_request(b"GET", _key(work, 0, begin)))
-        self._value(flat.want[begin : begin + work.nbytes].data)
+    async def get_one(self, work: StoreWork, at: int) -> None:
+        flat = self.flat(work)
+        self._socket.sendall(_request(b"GET", _key(work, 0, flat.blocks[at])))
+        self._value(flat.block(at)[1].data)
 
     async def close(self) -> None:
         if hasattr(self, "_socket"):

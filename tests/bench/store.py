@@ -25,7 +25,7 @@ from kvwire.cli.bench.store_side import (
 from kvwire.cli.bench.turns import Benchmark, Case
 from tests.bench import redis
 from tests.bench.store_pairs import BlockSocketsSide, TransferSide
-from tests.bench.store_peers import CopySide, DictSide, FileSide, ObjectSide
+from tests.bench.store_peers import FileSide, MemorySide, ObjectSide
 
 NOTES = (
     "Of the others only a transfer has checksums, and blocks that lie scattered.",
@@ -37,7 +37,6 @@ NOTES = (
 def beside(benchmark: Benchmark) -> Benchmark:
     """Have everybody take part who is installed here."""
     absent = redis.missing()
-    pool_bytes = max(case.work.transfer.pool_bytes for case in benchmark.cases)
 
     @cache
     def made(
@@ -46,10 +45,10 @@ def beside(benchmark: Benchmark) -> Benchmark:
         return Contender(name, role, alone=alone, options=options)
 
     def peers(case: Case) -> Sequence[Contender]:
-        ours, match = case.contenders[0].options, case.work.verb == MATCH
-        memcpy, place = made("memcpy", CopySide), Path(str(ours["place"]))
+        ours, match = case.ours[0].options, case.work.verb == MATCH
+        memcpy, place = made("memcpy", MemorySide), Path(str(ours["place"]))
         if case.group == MEMORY:
-            return [made("dict", DictSide) if match else memcpy]
+            return [made("dict", MemorySide) if match else memcpy]
         if case.group == DISK:
             file = made("file", FileSide, place=place.parent)
             # A copy has nothing to flush, and never finds anything cold.
@@ -63,7 +62,6 @@ def beside(benchmark: Benchmark) -> Benchmark:
             TransferSide,
             alone=False,
             transport=transport,
-            pool_bytes=pool_bytes,
             loop=ours["loop"],
         )
         servers = [made("sockets", BlockSocketsSide, alone=False)]
@@ -71,8 +69,7 @@ def beside(benchmark: Benchmark) -> Benchmark:
         return servers if match else [transfer, *servers]
 
     cases = [
-        replace(case, contenders=[*case.contenders, *peers(case)])
-        for case in benchmark.cases
+        replace(case, beside=[*case.beside, *peers(case)]) for case in benchmark.cases
     ]
     served = any(case.group.startswith("server") for case in cases)
     return replace(

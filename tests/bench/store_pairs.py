@@ -7,12 +7,12 @@ the other way round. *Sockets* are bare ones, whose blocks lie side by side.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from kvwire.cli.bench.bare import SocketsSide
-from kvwire.cli.bench.fragments import FragmentsSide
-from kvwire.cli.bench.pair import Work
+from kvwire.cli.bench.operations import OpsSide
 from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork
 from kvwire.store.namespace import DIGEST_BYTES
 
@@ -21,92 +21,94 @@ _ASKED_BYTES: Final = DIGEST_BYTES + HASH_BYTES
 _ANSWER_BYTES: Final = 1
 
 
-class TransferSide(FragmentsSide):
-    """A put is a push of a set, a get is a pull; works are those of a store."""
+class TransferSide(OpsSide):
+    """A put is a push of a set, a get is a pull; works are those of a store.
+
+    One by one, the first blocks travel, each by itself.
+    """
 
     work_type = StoreWork
 
-    async def prepare(self, work: Any) -> None:
-        await super().prepare(work.transfer)
+    async def prepare(self, work: Any) -> str:
+        return await super().prepare(work.transfer)
 
-    async def use(self, work: Any, given: None) -> None:
+    async def use(self, work: Any, given: str) -> None:
         await super().use(work.transfer, given)
 
     async def digest(self, work: Any) -> str:
         # One by one, not all of them travel.
         return "" if work.verb == ONE else await super().digest(work.transfer)
 
-    async def drive(self, work: Any) -> dict[str, Any]:
-        if work.verb != ONE:
-            return await super().drive(work.transfer)
-        blocks = self.pool.blocks[: work.count]
-        return {"values": [await self.ask(work.transfer, [one]) for one in blocks]}
+    async def drive(self, work: Any) -> Sequence[float]:
+        seconds: list[float] = []
+        for _ in self._each(work):
+            seconds += await super().drive(work.transfer)
+        return seconds
 
-    async def serve(self, work: Any) -> dict[str, Any]:
-        if work.verb != ONE:
-            return await super().serve(work.transfer)
-        for block in self.pool.blocks[: work.count]:
-            await self.offer(work.transfer, [block])
-        return {}
+    async def serve(self, work: Any) -> None:
+        for _ in self._each(work):
+            await super().serve(work.transfer)
+
+    def _each(self, work: StoreWork) -> Iterator[None]:
+        """Have a transfer move all blocks, or several a block each."""
+        whole = self.pool.blocks
+        each = [[block] for block in whole[: work.count]]
+        for self.pool.blocks in each if work.verb == ONE else [whole]:
+            yield
+        self.pool.blocks = whole
 
 
-class BlockSocketsSide(SocketsSide):
+class BlockSocketsSide(SocketsSide[StoreWork]):
     """Blocks over one connection, and questions of the size of a match."""
 
     work_type = StoreWork
 
-    async def drive(self, work: Work) -> dict[str, Any]:
-        if work.verb == ONE:
-            return {"values": self._ask(work, memoryview(b"!"), work.count)}
-        if work.verb == MATCH:
-            question = memoryview(bytes(work.count * _ASKED_BYTES))
-            return {"values": self._ask(work, question, LOOKUPS)}
-        return await super().drive(work)
-
-    async def serve(self, work: Work) -> dict[str, Any]:
-        if work.verb == ONE:
-            self._answer(work, bytearray(b"!"), work.count)
-        elif work.verb == MATCH:
-            self._answer(work, bytearray(work.count * _ASKED_BYTES), LOOKUPS)
-        else:
-            return await super().serve(work)
-        return {}
-
-    async def digest(self, work: Work) -> str:
-        return "" if work.verb == MATCH else await super().digest(work)
-
-    def _ask(self, work: Work, question: memoryview, times: int) -> list[float]:
-        """Ask, and wait for the answer; seconds of each."""
-        clock, values, parts = time.perf_counter, [], self._answers(work)
+    async def drive(self, work: StoreWork) -> Sequence[float]:
+        if work.verb not in (ONE, MATCH):
+            return await super().drive(work)
+        question, times = self._question(work)
+        clock, seconds, parts = time.perf_counter, [], self._answers(work)
         self.wait()
         for number in range(times):
             began = clock()
             self.socket.sendall(question)
             self.receive_into(parts[number % len(parts)])
-            values.append(clock() - began)
-        return values
+            seconds.append(clock() - began)
+        return seconds
 
-    def _answer(self, work: Work, question: bytearray, times: int) -> None:
+    async def serve(self, work: StoreWork) -> None:
+        if work.verb not in (ONE, MATCH):
+            await super().serve(work)
+            return
+        question, times = self._question(work)
         parts = self._answers(work)
         self.socket.sendall(b"!")
         for number in range(times):
-            self.receive_into(memoryview(question))
+            self.receive_into(question)
             self.socket.sendall(parts[number % len(parts)])
 
-    def _answers(self, work: Work) -> list[memoryview]:
+    async def digest(self, work: StoreWork) -> str:
+        return "" if work.verb == MATCH else await super().digest(work)
+
+    def _question(self, work: StoreWork) -> tuple[memoryview, int]:
+        """What is asked, and how often."""
+        if work.verb == ONE:
+            return memoryview(bytearray(b"!")), work.count
+        return memoryview(bytearray(work.count * _ASKED_BYTES)), LOOKUPS
+
+    def _answers(self, work: StoreWork) -> list[memoryview]:
         if work.verb == MATCH:
             return [memoryview(bytearray(work.count * _ANSWER_BYTES))]
         return self.parts(work)
 
-    def send(self, work: Work) -> None:
+    def send(self, work: StoreWork) -> None:
         """All of a set: one block again and again would stay in the cache."""
         for part in self.parts(work):
             self.socket.sendall(part)
 
-    def receive(self, work: Work) -> None:
+    def receive(self, work: StoreWork) -> None:
         for part in self.parts(work):
             self.receive_into(part)
 
-    def parts(self, work: Work) -> list[memoryview]:
-        assert isinstance(work, StoreWork)
+    def parts(self, work: StoreWork) -> list[memoryview]:
         return super().parts(replace(work, in_flight=work.set_blocks))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,16 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvwire.cli.bench.fragments import (
-    LEFT,
-    RIGHT,
-    FragmentWork,
-    Pool,
-    fragments,
-    work_of,
-)
-from kvwire.cli.bench.pair import BenchError, Contender, SideProcess
-from kvwire.cli.bench.turns import Case
+from kvwire.cli.bench.fragments import fragments, work_of
+from kvwire.cli.bench.operations import LEFT, RIGHT, OpsWork, Pool
+from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Case
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from tests.bench import iperf3
@@ -31,7 +26,7 @@ from tests.bench.__main__ import app
 from tests.bench.fragments import ALL_PEERS, CLAIMS, joining, judge
 from tests.bench.peer import PEERS, interpreters
 from tests.bench.peers.serving import offsets
-from tests.cli.bench.contenders import Scripted, case, measured
+from tests.cli.bench.contenders import case, measured, rated
 from tests.cli.bench.test_works import POOL_BYTES, WORKS, does_every_work
 
 # Each starts processes, on a machine that may be busy with others.
@@ -99,7 +94,9 @@ def test_a_peer_that_does_not_do_its_work_is_found_and_stopped_between_rounds(
     forged: Contender, monkeypatch: pytest.MonkeyPatch, status: str, said: str
 ) -> None:
     signals: list[int] = []
-    monkeypatch.setattr(SideProcess, "signal", lambda _, one: signals.append(one))
+    monkeypatch.setattr(
+        subprocess.Popen, "send_signal", lambda _, one: signals.append(one)
+    )
     monkeypatch.setenv("FORGED_STATUS", status)
     with forged.start() as pair:
         assert pair.facts == {"mooncake": "1"}
@@ -118,11 +115,12 @@ def test_a_peer_that_ends_says_why(forged: Contender, tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", [LEFT, RIGHT])
 @pytest.mark.parametrize("work", WORKS)
 def test_peers_have_their_fragments_where_kvwire_has_them(
-    work: FragmentWork, side: int
+    work: OpsWork, side: int
 ) -> None:
     """A program of a peer works it out by itself, without kvwire."""
-    pool = Pool(np.empty(work.pool_bytes, np.uint8), work, side)
-    assert offsets(asdict(work), side).tolist() == (pool.rows * work.nbytes).tolist()
+    pool = Pool(np.empty(work.memory_bytes, np.uint8), work, side)
+    nbytes = work.nbytes // work.fragments
+    assert offsets(asdict(work), side).tolist() == (pool.rows * nbytes).tolist()
 
 
 def test_what_is_not_installed_is_named_with_how_to_get_it(
@@ -137,7 +135,7 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(
     assert all("install" in absent.remedy for absent in found.missing)
     assert iperf3.missing() in found.missing
     names = [one.name for case in found.cases for one in case.contenders]
-    assert set(names) == {"kvwire tcp", "memcpy"}
+    assert set(names) == {"kvwire tcp"}
 
 
 # --- what is aimed at -----------------------------------------------------------------
@@ -146,8 +144,8 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(
 def row(rates: dict[str, float], size: int, across: bool = False) -> Case:
     """GB/s of everybody in one case."""
     work = work_of("push", size, cross_layer=across, round_bytes=MIB)
-    everybody = [Scripted(name, [[rate * 1e9]]) for name, rate in rates.items()]
-    return case(*everybody, work=work)
+    everybody = [rated(name, rate * 1e9, work=work) for name, rate in rates.items()]
+    return case(*everybody, work=work, unit=GIGABYTES_PER_SECOND)
 
 
 def test_targets_are_judged_by_medians_of_caches_with_a_tensor_a_layer() -> None:

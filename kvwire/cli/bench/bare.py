@@ -1,16 +1,17 @@
-"""What stands beside messages of kvwire: the streams of asyncio, and bare sockets."""
+"""What stands beside kvwire: the streams of asyncio, bare sockets, and a memcpy."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from kvwire.cli.bench.operations import OpsWork
-from kvwire.cli.bench.pair import Work
-from kvwire.cli.bench.side import HOST, Side, digest, fill
+from kvwire.cli.bench.side import HOST, Bytes, Side, W, Work, digest, fill, require_same
 from kvwire.limits import KIB
 
 
@@ -44,17 +45,17 @@ class StreamsSide(Side[OpsWork]):
     async def digest(self, work: OpsWork) -> str:
         return digest(self._ball)
 
-    async def drive(self, work: OpsWork) -> dict[str, Any]:
+    async def drive(self, work: OpsWork) -> Sequence[float]:
         reader, writer = self._streams
         nbytes, ball = work.nbytes, self._ball
-        clock, values = time.perf_counter, []
+        clock, seconds = time.perf_counter, []
         for _ in range(work.count):
             began = clock()
             writer.write(ball)
             ball = await reader.readexactly(nbytes)
-            values.append(clock() - began)
+            seconds.append(clock() - began)
         self._ball = ball
-        return {"values": values}
+        return seconds
 
     async def close(self) -> None:
         if hasattr(self, "_streams"):
@@ -72,7 +73,7 @@ class StreamsSide(Side[OpsWork]):
         writer.close()
 
 
-class SocketsSide(Side[Work]):
+class SocketsSide(Side[W]):
     """Blocking sockets and nothing else: as fast as one stream of Python gets.
 
     The receiving side goes through as many buffers as operations are in flight
@@ -86,7 +87,7 @@ class SocketsSide(Side[Work]):
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
         # Not made anew, so that no round has to fault them in.
-        self._parts: dict[int, list[memoryview]] = {}
+        self._parts: dict[tuple[int, int], list[memoryview]] = {}
 
     async def listen(self) -> int:
         self._listener = socket.create_server((HOST, 0))
@@ -100,13 +101,13 @@ class SocketsSide(Side[Work]):
         self.socket = socket.create_connection((HOST, address))
         return {}
 
-    async def fill(self, work: Work) -> None:
+    async def fill(self, work: W) -> None:
         await fill(self.parts(work)[0])
 
-    async def digest(self, work: Work) -> str:
+    async def digest(self, work: W) -> str:
         return digest(self.parts(work)[0])
 
-    async def drive(self, work: Work) -> dict[str, Any]:
+    async def drive(self, work: W) -> Sequence[float]:
         self.wait()
         began = time.perf_counter()
         if work.verb == "get":
@@ -114,39 +115,38 @@ class SocketsSide(Side[Work]):
         else:
             self.send(work)
             self.wait()
-        return {"values": [work.moved_bytes / (time.perf_counter() - began)]}
+        return [time.perf_counter() - began]
 
-    async def serve(self, work: Work) -> dict[str, Any]:
+    async def serve(self, work: W) -> None:
         self.socket.sendall(b"!")
         if work.verb == "get":
             self.send(work)
         else:
             self.receive(work)
             self.socket.sendall(b"!")
-        return {}
 
     async def close(self) -> None:
         for name in ("socket", "_listener"):
             if hasattr(self, name):
                 getattr(self, name).close()
 
-    def send(self, work: Work) -> None:
+    def send(self, work: W) -> None:
         """Send the same part for each operation."""
         for _ in range(work.count):
             self.socket.sendall(self.parts(work)[0])
 
-    def receive(self, work: Work) -> None:
+    def receive(self, work: W) -> None:
         """Receive into one part after the other."""
         for number in range(work.count):
             self.receive_into(self.parts(work)[number % work.in_flight])
 
-    def parts(self, work: Work) -> list[memoryview]:
+    def parts(self, work: W) -> list[memoryview]:
         """Return the memory of a work."""
-        if work.nbytes not in self._parts:
-            self._parts[work.nbytes] = [
-                memoryview(bytearray(work.nbytes)) for _ in range(work.in_flight)
-            ]
-        return self._parts[work.nbytes]
+        key = work.nbytes, work.in_flight
+        if key not in self._parts:
+            made = [memoryview(bytearray(work.nbytes)) for _ in range(work.in_flight)]
+            self._parts[key] = made
+        return self._parts[key]
 
     def receive_into(self, part: memoryview) -> None:
         """Fill memory from the socket."""
@@ -160,3 +160,32 @@ class SocketsSide(Side[Work]):
     def wait(self) -> None:
         """Wait for a byte, which says that the other side is there too."""
         self.receive_into(memoryview(bytearray(1)))
+
+
+class MemcpySide(Side[OpsWork]):
+    """One copy of as many bytes that lie side by side: what memory does at best."""
+
+    work_type: ClassVar[type[Work]] = OpsWork
+    _source: Bytes
+    _sink: Bytes
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        return {"numpy": np.__version__}
+
+    async def use(self, work: OpsWork, given: None) -> None:
+        if not hasattr(self, "_source") or self._source.size != work.moved_bytes:
+            self._source = np.ones(work.moved_bytes, np.uint8)
+            self._sink = np.zeros_like(self._source)
+            self._sink[:] = 1
+
+    async def fill(self, work: OpsWork) -> None:
+        await fill(self._source)
+
+    async def drive(self, work: OpsWork) -> Sequence[float]:
+        began = time.perf_counter()
+        np.copyto(self._sink, self._source)
+        return [time.perf_counter() - began]
+
+    async def digest(self, work: OpsWork) -> str:
+        require_same(digest(self._source), digest(self._sink))
+        return ""

@@ -1,26 +1,25 @@
 """``kvwire bench codecs``: what codecs of KV blocks save, cost and lose.
 
-The rates are of one thread, beside a copy of the same images. What is lost is what the
-demo's model makes of it: a prompt's KV goes through the codec and back, and the model
-goes on from there, by itself and along the text.
+The rates are of one thread, beside a copy of the same images. What is lost is the error
+of the numbers, of the KV of the demo's model among others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
 import kvwire
-from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table, size_name
-from kvwire.cli.bench.side import Side
+from kvwire.cli.bench.side import Side, Work
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case
 from kvwire.cli.demo.book import Tokenizer, passages
 from kvwire.cli.demo.numpy_llama import Floats, NumpyLlama, Plain
@@ -38,11 +37,8 @@ LARGE: Final = "demo KV in large blocks"
 NORMAL: Final = "normal numbers"
 SETS: Final = {SMALL: 16, LARGE: 512, NORMAL: 512}
 AXES: Final = ("layer", "kv", "token", "head", "dim")
-
-PROMPT: Final = 256
-SCORED: Final = 192
-SAID: Final = 32
-TEXTS: Final = 4
+_DTYPE: Final = "bfloat16"
+_TEXTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,100 +54,109 @@ class CodecSide(Side[CodecWork]):
     """Encodes and decodes; with the option ``copy`` it copies instead."""
 
     work_type = CodecWork
+    _coded: Coded
 
-    async def drive(self, work: CodecWork) -> dict[str, Any]:
-        images, form = images_of(work.images)
-        into, entries = np.empty_like(images), np.empty_like(images)
-        codec, rows = codec_named(work.codec), range(len(images))
-        sizes = [encode_entry(codec, images[at], form, entries[at]) for at in rows]
-        jobs: dict[str, Callable[[int], object]] = {
-            ENCODE: lambda at: encode_entry(codec, images[at], form, entries[at]),
-            DECODE: lambda at: decode_entry(
-                entries[at, : sizes[at]], form, into[at], work.codec
-            ),
-            "copy": lambda at: np.copyto(into[at], images[at]),
-        }
-        job = jobs["copy" if "copy" in self.options else work.verb]
-        into[:] = 1  # its pages are there
-        began, cpu = time.perf_counter(), time.thread_time()
-        for at in rows:
+    async def use(self, work: CodecWork, given: None) -> None:
+        self._coded = Coded(work.codec, work.images)
+
+    async def drive(self, work: CodecWork) -> Sequence[float]:
+        coded = self._coded
+        job = {ENCODE: coded.encode, DECODE: coded.decode}[work.verb]
+        if "copy" in self.options:
+            job = coded.copy
+        began = time.perf_counter()
+        for at in range(work.count):
             job(at)
-        took, cpu = time.perf_counter() - began, time.thread_time() - cpu
-        return {"values": [images.nbytes / took], "cpu_s": cpu}
+        return [time.perf_counter() - began]
 
 
-class CodecFinding(NamedTuple):
-    """Says what a codec saves of the demo's KV, and what the model loses by it."""
+class Coded:
+    """Images of a set, what a codec makes of them, and what comes out again."""
 
-    # Bytes of the entries by those of the images, by set.
-    ratios: dict[str, float]
-    # Root of the mean square, by that of the numbers.
+    def __init__(self, codec: str, images: str) -> None:
+        self._codec = codec_named(codec)
+        self._name = codec
+        self.images, self.form = images_of(images)
+        # Written to, so that no page is missing when it is timed.
+        self.decoded = np.ones_like(self.images)
+        self._entries = np.ones_like(self.images)
+        rows = range(len(self.images))
+        # 0 for an image that does not shrink, and is kept as it is.
+        self.sizes = [self.encode(at) for at in rows]
+
+    def encode(self, at: int) -> int:
+        """Encode an image; bytes of its entry."""
+        return encode_entry(self._codec, self.images[at], self.form, self._entries[at])
+
+    def decode(self, at: int) -> int:
+        """Decode an image."""
+        entry = self._entries[at, : self.sizes[at]]
+        decode_entry(entry, self.form, self.decoded[at], self._name)
+        return self.form.nbytes
+
+    def copy(self, at: int) -> int:
+        """Copy an image."""
+        np.copyto(self.decoded[at], self.images[at])
+        return self.form.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a codec leaves of a set's bytes, and the error of its numbers.
+
+    The error is the root of the mean square, by that of the numbers.
+    """
+
+    ratio: float
     error: float
-    # Of the text behind the prompts.
-    perplexity: float
-    # Tokens that the model says otherwise, of those that it says by itself.
-    differing: int
-    said: int
+
+
+def loss(codec: str, images: str) -> Loss:
+    """Find out what a codec saves and loses."""
+    coded = Coded(codec, images)
+    for at, size in enumerate(coded.sizes):
+        (coded.decode if size else coded.copy)(at)
+    kept = sum(size or coded.form.nbytes for size in coded.sizes)
+    exact, found = (
+        as_floats(whole.reshape(-1), _DTYPE) for whole in (coded.images, coded.decoded)
+    )
+    error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
+    return Loss(kept / coded.images.nbytes, float(error))
 
 
 @cache
 def images_of(name: str) -> tuple[npt.NDArray[np.uint8], ImageForm]:
     """Return images of a set, one in each row, and their form."""
     spec = kvwire.KVSpec(
-        layers=8, kv_heads=2, head_dim=32, block_tokens=SETS[name], dtype="bfloat16"
+        layers=8, kv_heads=2, head_dim=32, block_tokens=SETS[name], dtype=_DTYPE
     )
     form = form_of(spec, AXES)
     if name == NORMAL:
         rng = np.random.default_rng(0)
         values: Floats = rng.standard_normal((4, *form.shape), np.float32)
     else:
-        whole = _long_prompts()
+        whole = _prompts()
         # (text, layer, component, token, head, element), the tokens in blocks.
         cut = whole.reshape(*whole.shape[:3], -1, SETS[name], *whole.shape[4:])
         values = np.moveaxis(cut, 3, 1).reshape(-1, *form.shape)
     images = np.empty((len(values), form.nbytes), np.uint8)
-    put_floats(values.copy(), "bfloat16", images.reshape(-1))
+    put_floats(values.copy(), _DTYPE, images.reshape(-1))
     return images, form
 
 
-def measured(name: str, texts: int = TEXTS) -> CodecFinding:
-    """Find out what a codec saves and loses; without a name, bfloat16 loses it."""
-    ratios = {images: _ratio(name, images) for images in SETS if name}
-    tokens = _texts(PROMPT + SCORED, texts)
-    errors, logs, differing = [], [], 0
-    for number, text in enumerate(tokens):
-        exact, plain = _without(number, texts)
-        kept = through(name, exact)
-        errors.append(((kept - exact) ** 2).mean() / (exact**2).mean())
-        logs.append(_likelihood(kept, text))
-        said = _said(kept, text) if name else plain
-        differing += sum(map(int.__ne__, said, plain))
-    return CodecFinding(
-        ratios,
-        float(np.sqrt(np.mean(errors))),
-        float(np.exp(-np.mean(logs))),
-        differing,
-        SAID * len(tokens),
-    )
-
-
-def through(name: str, exact: Floats) -> Floats:
-    """Return the KV of a prompt as it is after a codec, by blocks of 16 tokens."""
-    _, form = images_of(SMALL)
-    layers, components, tokens, *rest = exact.shape
-    cut = exact.reshape(layers, components, tokens // 16, 16, *rest)
-    blocks = np.moveaxis(cut, 2, 0).copy()
-    for block in blocks:
-        image, entry = (np.empty(form.nbytes, np.uint8) for _ in range(2))
-        put_floats(block.copy(), "bfloat16", image)
-        if name and (size := encode_entry(codec_named(name), image, form, entry)):
-            decode_entry(entry[:size], form, image, name)
-        block[:] = as_floats(image, "bfloat16").reshape(block.shape)
-    return np.moveaxis(blocks, 0, 2).reshape(exact.shape)
+@cache
+def _prompts() -> Floats:
+    """Compute the KV of prompts with the demo's model, whose book it knows."""
+    tokenizer, llama, found = Tokenizer(), NumpyLlama(1), []
+    for text in passages(_TEXTS).values():
+        sequence = Plain(8)
+        llama.forward(tokenizer.encode(text)[: SETS[LARGE]], sequence)
+        found.append(np.stack([np.stack(kv) for kv in sequence.kv if kv is not None]))
+    return np.stack(found)
 
 
 def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) -> int:
-    """What codecs of KV blocks save, what they cost, and what a model loses by them.
+    """What codecs of KV blocks save, what they cost, and the error of what they keep.
 
     The KV is that of the demo's model, which knows its book by heart; and numbers of a
     normal distribution.
@@ -165,7 +170,7 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
     names = list(CODECS) if codec == "all" else codec.split(",")
     for name in names:
         codec_named(name).require()
-    found = {name: measured(name) for name in ("", *names)}
+    found = {name: {images: loss(name, images) for images in SETS} for name in names}
     # Each a process, for all cases.
     ours = Contender("kvwire", CodecSide, alone=True)
     memcpy = Contender("memcpy", CodecSide, alone=True, options={"copy": 1})
@@ -183,92 +188,30 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
                     images=images,
                 ),
                 unit=GIGABYTES_PER_SECOND,
-                contenders=[ours, memcpy],
+                ours=[ours],
+                beside=[memcpy],
                 group=f"{images}, {size_name(form.nbytes)}",
             )
             for images, (rows, form) in forms.items()
             for name in names
             for verb in (ENCODE, DECODE)
         ],
-        notes=["One thread; bfloat16. Rates are of the images' bytes."],
+        notes=[f"One thread; {_DTYPE}. Rates are of the images' bytes."],
         below=lambda _: [_table(found)],
-        more=lambda _: {"codecs": {n: f._asdict() for n, f in found.items()}},
+        more=lambda _: {
+            "codecs": {
+                name: {images: asdict(one) for images, one in of.items()}
+                for name, of in found.items()
+            }
+        },
     )
     return common.run(benchmark, codec=names, rounds=rounds)
 
 
-def _table(found: Mapping[str, CodecFinding]) -> Table:
-    columns = (*SETS, "error", "perplexity", "tokens")
-    short = ("demo", "large", "normal", *columns[3:])
-    table = new_table("Bytes left of each set; what the demo's model loses", *short)
-    for name, one in found.items():
-        ratios = [f"{one.ratios[images]:.3f}" if name else "1" for images in SETS]
-        table.add_row(
-            name or "bfloat16",
-            *ratios,
-            f"{one.error:.2%}",
-            f"{one.perplexity:.4f}",
-            f"{one.differing}/{one.said}",
-        )
+def _table(found: dict[str, dict[str, Loss]]) -> Table:
+    columns = ("demo", "error", "large", "error", "normal", "error")
+    table = new_table("Bytes left of each set, and the error of its numbers", *columns)
+    for name, of in found.items():
+        cells = ((f"{one.ratio:.3f}", f"{one.error:.2%}") for one in of.values())
+        table.add_row(name, *(cell for both in cells for cell in both))
     return table
-
-
-@cache
-def _without(number: int, texts: int) -> tuple[Floats, list[int]]:
-    """Return the KV of a prompt, and what the model says with it as bfloat16."""
-    text = _texts(PROMPT + SCORED, texts)[number]
-    exact = _kv(text[:PROMPT])
-    return exact, _said(through("", exact), text)
-
-
-def _ratio(name: str, images: str) -> float:
-    rows, form = images_of(images)
-    room = np.empty(form.nbytes, np.uint8)
-    sizes = [encode_entry(codec_named(name), row, form, room) for row in rows]
-    return sum(size or form.nbytes for size in sizes) / rows.nbytes
-
-
-@cache
-def _llama() -> NumpyLlama:
-    return NumpyLlama(1)
-
-
-@cache
-def _texts(length: int, count: int) -> list[list[int]]:
-    tokenizer = Tokenizer()
-    return [tokenizer.encode(text)[:length] for text in passages(count).values()]
-
-
-def _kv(prompt: list[int]) -> Floats:
-    """Compute the KV of a prompt: (layer, component, token, head, element)."""
-    sequence = Plain(8)
-    _llama().forward(prompt, sequence)
-    kv = [np.stack(layer) for layer in sequence.kv if layer is not None]
-    return np.stack(kv)
-
-
-@cache
-def _long_prompts() -> Floats:
-    return np.stack([_kv(prompt) for prompt in _texts(512, 2)])
-
-
-def _behind(kv: Floats) -> Plain:
-    """Return a sequence that has the KV of all but the prompt's last token."""
-    sequence = Plain(len(kv))
-    sequence.length = kv.shape[2] - 1
-    sequence.kv = [(layer[0, :-1], layer[1, :-1]) for layer in kv]
-    return sequence
-
-
-def _likelihood(kv: Floats, text: list[int]) -> float:
-    """Return the mean log probability of the text behind the prompt."""
-    scores = _llama().scores(text[PROMPT - 1 : -1], _behind(kv))
-    return float(scores[np.arange(len(scores)), text[PROMPT:]].mean())
-
-
-def _said(kv: Floats, text: list[int]) -> list[int]:
-    """Return what the model says behind the prompt by itself."""
-    sequence, said = _behind(kv), [text[PROMPT - 1]]
-    while len(said) <= SAID:
-        said.append(_llama().forward(said[-1:], sequence).token)
-    return said[1:]

@@ -26,17 +26,11 @@ from rich.text import Text
 
 import kvwire
 from kvwire.cli.bench import report
-from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.operations import End, mark_all, over, paged
+from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds, size_name
-from kvwire.cli.bench.side import HOST, End, Side, digest, fill, mark_all, over, paged
-from kvwire.cli.bench.turns import (
-    MILLISECONDS,
-    Benchmark,
-    Case,
-    CaseResult,
-    Findings,
-    part_of,
-)
+from kvwire.cli.bench.side import HOST, Side, Work, digest, fill
+from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 
 LAYERS: Final = 16
@@ -168,8 +162,8 @@ class ManySide(Side[ManyWork]):
         layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
         return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))
 
-    async def drive(self, work: ManyWork) -> dict[str, Any]:
-        """``values`` are seconds of each transfer, in their order."""
+    async def drive(self, work: ManyWork) -> Sequence[float]:
+        """Left: the seconds of each transfer, in their order."""
         first, control, clock = self._next(), self._connections[0], time.perf_counter
         await control.recv(_GO)
 
@@ -184,23 +178,23 @@ class ManySide(Side[ManyWork]):
             each = (
                 pulled(f"{i}", blocks, i, 0) for i, blocks in enumerate(self.shares)
             )
-            return {"values": await asyncio.gather(*each)}
+            return await asyncio.gather(*each)
         own, *others = self.shares
         async with self._beside(f"{first}-other", others, self._pull):
-            values = [
+            seconds = [
                 await pulled(f"{i}", own, 0, work.priority) for i in range(work.count)
             ]
             await control.send(_STOP, b"")
-        return {"values": values}
+        return seconds
 
-    async def serve(self, work: ManyWork) -> dict[str, Any]:
+    async def serve(self, work: ManyWork) -> None:
         first, control = self._next(), self._connections[0]
         if work.verb == AT_ONCE:
             shares = enumerate(self.shares)
             published = [self._offer(f"{first}-{i}", b, at=i) for i, b in shares]
             await control.send(_GO, b"")
             await asyncio.gather(*map(over, published))
-            return {}
+            return
         own, *others = self.shares
         async with self._beside(f"{first}-other", others, self._offer):
             ids = [f"{first}-{number}" for number in range(work.count)]
@@ -212,7 +206,6 @@ class ManySide(Side[ManyWork]):
             for outgoing in ahead:
                 await over(outgoing)
             await control.recv(_STOP)
-        return {}
 
     async def close(self) -> None:
         for communicator in self._communicators:
@@ -291,7 +284,7 @@ def by_size(finding: CaseResult) -> Findings:
     def of(nbytes: int) -> CaseResult:
         name = f"{finding.case.name}: {size_name(nbytes)}"
         chosen = [size == nbytes for size in sizes]
-        return part_of(finding, name, lambda v: [*itertools.compress(v, chosen)])
+        return finding.part(name, lambda v: [*itertools.compress(v, chosen)])
 
     return [of(nbytes) for nbytes in sorted(set(sizes))]
 
@@ -348,12 +341,7 @@ def command(
     report.require_known(transports)
     options = {"loop": common.loop, "endpoints": endpoints}
     pairs = [
-        Contender(
-            f"kvwire {name}",
-            ManySide,
-            ours=True,
-            options={"transport": name, **options},
-        )
+        Contender(f"kvwire {name}", ManySide, options={"transport": name, **options})
         for name in transports
     ]
     medium = size_name(MEDIUM_BYTES)
@@ -375,7 +363,7 @@ def command(
                 name=name,
                 work=work,
                 unit=MILLISECONDS,
-                contenders=pairs,
+                ours=pairs,
                 group=work.verb,
                 tail=True,
             )

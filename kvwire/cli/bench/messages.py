@@ -55,7 +55,8 @@ def command(
         name=f"{PING_BYTES} B {ROUND_TRIP}",
         work=OpsWork(verb=ROUND_TRIP, nbytes=PING_BYTES, count=PINGS),
         unit=MICROSECONDS,
-        contenders=[ours, streams],
+        ours=[ours],
+        beside=[streams],
         target=PING_TARGET,
         tail=True,
     )
@@ -69,7 +70,8 @@ def command(
                 in_flight=IN_FLIGHT,
             ),
             unit=GIGABYTES_PER_SECOND,
-            contenders=[ours, sockets],
+            ours=[ours],
+            beside=[sockets],
             target=RATE_TARGET,
         )
         for nbytes in SIZES

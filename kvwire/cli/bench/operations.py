@@ -1,13 +1,18 @@
-"""Operations of kvwire on one connection: the work, and both sides of it."""
+"""Operations of kvwire on one connection: the work, and both sides of it.
+
+The blocks of a cache lie scattered: a side's memory is a pool with twice the blocks
+that travel. Which of them travel, and in what order, is drawn at random for each side,
+and no two of them lie side by side, so that nobody can merge two fragments into one.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
+import platform
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -15,21 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
-from kvwire.cli.bench.fragments import LEFT, RIGHT, FragmentWork, Pool
-from kvwire.cli.bench.pair import Work
 from kvwire.cli.bench.report import size_name
-from kvwire.cli.bench.side import (
-    ConnectedSide,
-    End,
-    digest,
-    fill,
-    mark_all,
-    over,
-    require_complete,
-    require_same,
-    serve_store,
-)
+from kvwire.cli.bench.side import HOST, Bytes, JoinedSide, Side, W, Work, digest, fill
 from kvwire.limits import KIB
+from kvwire.memory.arena import Arena
 
 PULL: Final = "pull"
 PUSH: Final = "push"
@@ -39,9 +33,15 @@ ROUND_TRIP: Final = "round trip"
 SEND: Final = "send"
 PUT: Final = "put"
 GET: Final = "get"
-STORE_PUT: Final = "store put"
-STORE_GET: Final = "store get"
-STORES: Final = (STORE_PUT, STORE_GET)
+
+# Memory that the other side can map.
+ARENA: Final = "arena"
+# The left and the right side have their blocks in different places.
+LEFT: Final = 1
+RIGHT: Final = 2
+# 2 components x 16 tokens x 8 heads of 2 bytes: what is left of a block are its dims.
+_TOKENS: Final = 16
+_HEADS: Final = 8
 
 _GO: Final = 1
 _DONE: Final = 2
@@ -51,311 +51,361 @@ _BACK: Final = 4
 _AHEAD: Final = 2
 # A layer is computed meanwhile, so that each travels by itself.
 _GAP_S: Final = 1e-3
-# What is got is not in the memory in front of the server, and still in the server's.
-_FRONT_BLOCKS: Final = 4
-_GOT_BLOCKS: Final = 16
-_SERVED_BLOCKS: Final = 256
-_HASH_BYTES: Final = 32
+
+End = kvwire.Incoming | kvwire.Outgoing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpsWork(Work):
-    """``count`` operations of ``nbytes``: one after the other, or ``in_flight``."""
+    """``count`` operations of ``nbytes``: one after the other, or ``in_flight``.
+
+    A ``setup`` is a new connection, a pull and another one; ``ready`` is a push whose
+    layers are marked one by one.
+    """
 
     # Of the cache; 0 where there is none.
     layers: int = 0
-    # Of a transfer; they do not lie side by side.
+    # That travel in an operation.
     blocks: int = 1
-    # On a connection of their own each; its making is timed too if it is SETUP.
-    fresh: int = 0
-
-    @property
-    def transfer(self) -> FragmentWork:
-        """One operation as fragments."""
-        count = self.layers * self.blocks
-        nbytes = self.nbytes // count
-        return FragmentWork(verb=PUSH, nbytes=nbytes, count=count, layers=self.layers)
+    # Every other block of the pool, so that none that travel are neighbours. With 1 all
+    # of them travel, as they lie side by side.
+    spread: int = 2
+    # A block has all layers side by side, so that it is one fragment; otherwise each
+    # layer of a block is one.
+    cross_layer: bool = False
 
     @property
     def name(self) -> str:
         """As it is shown."""
-        whole = self.nbytes >= KIB
-        size = size_name(self.nbytes) if whole else f"{self.nbytes} B"
         if self.verb == READY:
             return f"ready of a layer, {size_name(self.nbytes // self.layers)}"
-        if self.verb not in (PULL, PUSH):
-            return f"{self.verb}, {size}"
-        return f"{'first ' * bool(self.fresh)}{self.verb}, {size}, {self.layers} layers"
+        size = size_name(self.nbytes) if self.nbytes >= KIB else f"{self.nbytes} B"
+        return f"{self.verb}, {size}" + f", {self.layers} layers" * bool(self.layers)
+
+    @property
+    def fragments(self) -> int:
+        """Fragments of an operation."""
+        return self.blocks * (1 if self.cross_layer else self.layers)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.nbytes // (self.layers * self.blocks)
+
+    @property
+    def layout(self) -> str:
+        """As it is shown."""
+        return "cross-layer" if self.cross_layer else "per-layer"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of each side: that of a pool, or of what is in flight."""
+        return self.nbytes * (self.spread if self.layers else self.in_flight)
 
 
-class Meter:
-    """Adds up the CPU seconds of the parts of a round that count."""
+class Pool:
+    """The memory of one side as the cache of a work."""
 
-    def __init__(self) -> None:
-        self.cpu_s: float = 0.0
-        self._began_s = 0.0
+    def __init__(self, memory: Bytes, work: OpsWork, side: int) -> None:
+        self.memory = memory
+        pool_blocks = work.spread * work.blocks
+        self.cache: kvwire.PagedCache = paged(
+            memory, work.layers, pool_blocks, cross_layer=work.cross_layer
+        )
+        blocks = np.arange(work.blocks) * work.spread
+        if work.spread > 1:
+            np.random.default_rng(side).shuffle(blocks)
+        # Those that travel, and where their fragments lie, layer after layer.
+        self.blocks: list[int] = blocks.tolist()
+        first = np.arange(1 if work.cross_layer else work.layers) * pool_blocks
+        self.rows: npt.NDArray[np.int64] = (first[:, None] + blocks).ravel()
+        self._fragments = memory.reshape(work.spread * work.fragments, -1)
 
-    def start(self) -> None:
-        """From here on it counts."""
-        self._began_s = time.process_time()
+    def fragments(self) -> Bytes:
+        """Copy the fragments that travel, layer after layer."""
+        return self._fragments[self.rows]
 
-    def stop(self) -> None:
-        """Up to here."""
-        self.cpu_s += time.process_time() - self._began_s
+
+def paged(
+    memory: Bytes, layers: int, blocks: int, *, cross_layer: bool = False
+) -> kvwire.PagedCache:
+    """Make a cache of memory: blocks of 16 tokens, or of one if they are tiny.
+
+    In one that is ``cross_layer`` a block has all layers side by side.
+    """
+    nbytes = memory.size // (layers * blocks)
+    whole = nbytes % (4 * _TOKENS * _HEADS) == 0
+    tokens, heads = (_TOKENS, _HEADS) if whole else (1, 1)
+    dim = nbytes // (4 * tokens * heads)
+    spec = kvwire.KVSpec(
+        layers=layers,
+        kv_heads=heads,
+        head_dim=dim,
+        block_tokens=tokens,
+        dtype="float16",
+    )
+    numbers, block = memory.view(np.float16), (2, tokens, heads, dim)
+    if cross_layer:
+        return kvwire.PagedCache(spec, numbers.reshape(blocks, layers, *block))
+    return kvwire.PagedCache(spec, list(numbers.reshape(layers, blocks, *block)))
+
+
+class ConnectedSide(Side[W]):
+    """A side with one communicator of kvwire, and one connection."""
+
+    communicator: kvwire.Communicator
+    connection: kvwire.Connection
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(options)
+        self.transport = options["transport"]
+        self._address = ""
+        # Of the last transfer: both sides count alike.
+        self._number = 0
+
+    async def listen(self) -> str:
+        self.communicator = await kvwire.open(name="bench-right")
+        # The transport is that of the link, or a lane beside one over TCP.
+        scheme = self.transport if "by_link" in self.options else "tcp"
+        where = "inproc://" if self.transport == "inproc" else f"{scheme}://{HOST}:0"
+        return str(await self.communicator.listen(where))
+
+    async def accept(self) -> None:
+        self.connection = await self.communicator.accept()
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        self.communicator = await kvwire.open(name="bench-left")
+        self._address = address
+        self.connection = await self.one_more()
+        loop = type(asyncio.get_running_loop()).__module__
+        return {
+            "kvwire": kvwire.__version__,
+            "python": platform.python_version(),
+            "loop": loop.partition(".")[0],
+            "transport": str(self.connection.transport_report),
+        }
+
+    async def one_more(self) -> kvwire.Connection:
+        """Left: make a connection."""
+        return await self.communicator.connect(self._address, transport=self.transport)
+
+    async def close(self) -> None:
+        if hasattr(self, "communicator"):
+            self.communicator.abort()
+            await self.communicator.close()
+
+    def next_id(self) -> int:
+        """Return the id of the next transfer."""
+        self._number += 1
+        return self._number
 
 
 class OpsSide(ConnectedSide[OpsWork]):
-    """Operations one by one: the left side does them, the right one is the other end.
-
-    A ``meter`` is made to measure each round.
-    """
+    """The left side does the operations, the right one is the other end of each."""
 
     work_type: ClassVar[type[Work]] = OpsWork
-    _pool: Pool
-    # Memory of each operation in flight, and the other side's.
-    _parts: list[npt.NDArray[np.uint8]]
-    _grants: list[kvwire.Grant]
+    pool: Pool
+    memory: Bytes
+    # Of each operation in flight, and the other side's.
+    _parts: Sequence[Bytes]
+    _grants: Sequence[kvwire.Grant]
 
-    def __init__(
-        self, options: Mapping[str, str], meter: Callable[[], Meter] = Meter
-    ) -> None:
+    def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
-        self._new_meter = meter
-        self.meter: Meter = meter()
-        self._open = AsyncExitStack()
-        self._shape: tuple[object, ...] = ()
-        self._memory = np.zeros(0, np.uint8)
-        self._stores: dict[int, kvwire.BlockStore] = {}
-        self._hashes: list[bytes] = []
-        # Digest of what is put into a store.
-        self._put_digest = ""
+        self._arenas: list[Arena] = []
+        # The works of all rounds have the same, so that no page is missing in any.
+        self._room: Bytes = np.zeros(0, np.uint8)
+        self._work: OpsWork | None = None
 
-    async def prepare(self, work: OpsWork) -> dict[str, str]:
-        self._have(work, RIGHT)
-        if work.verb in STORES:
-            size, slab = work.nbytes * _SERVED_BLOCKS, work.nbytes * _GOT_BLOCKS
-            tier = f"memory:{size}B?slab={slab}B"
-            return {"store": await serve_store(self._open, tier)}
+    async def prepare(self, work: OpsWork) -> str:
+        self.have(work, RIGHT)
         if work.verb not in (PUT, GET):
-            return {}
-        region = self.communicator.register(self._memory, access="readwrite")
-        return {"grant": region.grant(self.connection).to_bytes().hex()}
+            return ""
+        region = self.communicator.register(self.memory, access="readwrite")
+        return region.grant(self.connection).to_bytes().hex()
 
-    async def use(self, work: OpsWork, given: dict[str, str]) -> None:
-        self._have(work, LEFT)
-        if "grant" in given:
-            grant = kvwire.Grant.from_bytes(bytes.fromhex(given["grant"]))
+    async def use(self, work: OpsWork, given: str) -> None:
+        self.have(work, LEFT)
+        if given:
+            grant = kvwire.Grant.from_bytes(bytes.fromhex(given))
             starts = range(0, len(grant), work.nbytes)
             self._grants = [grant[at : at + work.nbytes] for at in starts]
-        if "store" in given and work.nbytes not in self._stores:
-            front = work.nbytes * _FRONT_BLOCKS
-            tiers = [f"memory:{front}B?slab={front}B", f"kvwire://{given['store']}"]
-            opening = kvwire.BlockStore.open(tiers)
-            self._stores[work.nbytes] = await self._open.enter_async_context(opening)
 
     async def fill(self, work: OpsWork) -> None:
-        await fill(self._memory)
-        self._hashes = []
-        self._put_digest = self._digest(work)
+        await fill(self.memory)
 
     async def digest(self, work: OpsWork) -> str:
-        return "" if work.verb in STORES else self._digest(work)
+        return digest(self.pool.fragments() if work.layers else self._parts[0])
 
-    async def verify(self, work: OpsWork) -> None:
-        """Compare what a store gives back; the first round of all has bytes to tell."""
-        if work.verb in STORES and self._put_digest:
-            self._memory[:] = 0
-            await self._store_get(work)
-            require_same(self._digest(work), self._put_digest)
-
-    async def drive(self, work: OpsWork) -> dict[str, Any]:
-        self.meter = meter = self._new_meter()
+    async def drive(self, work: OpsWork) -> Sequence[float]:
         await self.connection.recv(_GO)
-        if work.verb == STORE_GET and not self._hashes:
-            for _ in range(_GOT_BLOCKS):
-                await self._store_put(work)
-        if work.in_flight > 1:
-            values = await self._in_flight(work)
-        elif work.fresh:
-            values = await self._fresh(work)
-        else:
-            one_by_one = self._mark_layers if work.verb == READY else self._one_by_one
-            values = await one_by_one(work)
-            await self.connection.send(_DONE, b"")
-        return {"values": values, "cpu_s": meter.cpu_s}
-
-    async def serve(self, work: OpsWork) -> dict[str, Any]:
-        """Right: the CPU is of all operations, with their connections if fresh."""
-        self.meter = meter = self._new_meter()
+        if work.verb == SETUP:
+            return await self._set_up(work)
         if work.verb == READY:
-            await self._see_layers(work)
-        else:
-            meter.start()
-            await self._answer(work)
-            meter.stop()
-        return {"cpu_s": meter.cpu_s}
+            return await self._mark_layers(work)
+        if work.in_flight > 1:
+            return await self._in_flight(work)
+        clock, seconds = time.perf_counter, []
+        for _ in range(work.count):
+            began = clock()
+            await self._once(work, self.connection)
+            seconds.append(clock() - began)
+        return seconds
+
+    async def serve(self, work: OpsWork) -> None:
+        connection, parts = self.connection, self._parts
+        if work.layers:
+            await self._serve_transfers(work)
+            return
+        await connection.send(_GO, b"")
+        if work.verb == SEND:
+            await _keep_busy(work, lambda i: connection.recv(_DATA, parts[i]))
+            if work.in_flight > 1:
+                await connection.send(_DONE, b"")
+        elif work.verb == ROUND_TRIP:
+            for _ in range(work.count):
+                await connection.recv(_DATA, parts[0])
+                await connection.send(_BACK, parts[0])
 
     async def close(self) -> None:
-        await self._open.aclose()
         await super().close()
+        for name in ("pool", "memory", "_parts", "_room"):
+            vars(self).pop(name, None)
+        for arena in self._arenas:
+            # Transfers may still have arrays in it, which keep it mapped.
+            with contextlib.suppress(kvwire.UsageError):
+                arena.close()
 
-    def _have(self, work: OpsWork, side: int) -> None:
+    def have(self, work: OpsWork, side: int) -> None:
         """Have the memory of a work, as a cache where it has one."""
-        shape = work.verb, work.nbytes, work.layers, work.blocks, work.in_flight
-        if self._shape == shape:
+        if self._work == work:
             return
-        self._shape, self._hashes, self._put_digest = shape, [], ""
-        nbytes = work.transfer.pool_bytes if work.layers else work.nbytes
-        self._memory = np.ones(nbytes * work.in_flight, np.uint8)
-        self._parts = np.split(self._memory, work.in_flight)
+        self._work, nbytes = work, work.memory_bytes
+        if self._room.size < nbytes:
+            if self.options.get("memory") == ARENA:
+                self._arenas.append(Arena(nbytes))
+                self._room = self._arenas[-1].buffer(nbytes)
+            else:
+                self._room = np.empty(nbytes, np.uint8)
+            # Written to, so that no page is missing when it is timed.
+            self._room[:] = 1
+        self.memory = self._room[:nbytes]
+        self._parts = np.split(self.memory, work.in_flight)
         if work.layers:
-            self._pool = Pool(self._memory, work.transfer, side)
-
-    def _digest(self, work: OpsWork) -> str:
-        return self._pool.digest() if work.layers else digest(self._parts[0])
+            self.pool = Pool(self.memory, work, side)
 
     # --- left -------------------------------------------------------------------------
 
-    async def _one_by_one(self, work: OpsWork) -> list[float]:
-        """Leave the first one uncounted, so that the last one's tail need not be."""
-        clock, values, connection = time.perf_counter, [], self.connection
-        await self._once(work, connection)
-        self.meter.start()
-        for _ in range(work.count):
-            began = clock()
-            await self._once(work, connection)
-            values.append(clock() - began)
-        self.meter.stop()
-        return values
+    async def _once(self, work: OpsWork, connection: kvwire.Connection) -> None:
+        part = self._parts[0]
+        match work.verb:
+            case "pull" | "setup":
+                blocks = self.pool.cache, self.pool.blocks
+                await over(connection.pull(self.next_id(), *blocks))
+            case "push":
+                blocks = self.pool.cache, self.pool.blocks
+                await over(mark_all(connection.push(self.next_id(), *blocks)))
+            case "put":
+                await connection.put(part, self._grants[0])
+            case "get":
+                await connection.get(self._grants[0], into=part)
+            case _:
+                await connection.send(_DATA, part)
+                if work.verb == ROUND_TRIP:
+                    await connection.recv(_BACK, part)
 
-    async def _fresh(self, work: OpsWork) -> list[float]:
-        clock, values = time.perf_counter, []
+    async def _set_up(self, work: OpsWork) -> Sequence[float]:
+        """Time the making of each connection, its first pull, and its second."""
+        clock, seconds = time.perf_counter, []
         for _ in range(work.count):
             times = [clock()]
             connection = await self.one_more()
-            self.meter.start()
             times.append(clock())
-            for _ in range(work.fresh):
+            for _ in range(2):
                 await self._once(work, connection)
                 times.append(clock())
-            self.meter.stop()
             await connection.close()
-            values += np.diff(times).tolist()[work.verb != SETUP :]
-        await self.connection.send(_DONE, b"")
-        return values
+            seconds += np.diff(times).tolist()
+        return seconds
 
-    async def _in_flight(self, work: OpsWork) -> list[float]:
-        """Return the rate; that of messages ends with the word that all are there."""
+    async def _in_flight(self, work: OpsWork) -> Sequence[float]:
+        """Time all of them; that of messages ends with the word that all are there."""
         connection, parts = self.connection, self._parts
         begin: dict[str, Callable[[int], kvwire.Request[int]]] = {
             SEND: lambda i: connection.send(_DATA, parts[0]),
             PUT: lambda i: connection.put(parts[0], self._grants[i]),
             GET: lambda i: connection.get(self._grants[i], into=parts[i]),
         }
-        self.meter.start()
         began = time.perf_counter()
         await _keep_busy(work, begin[work.verb])
         if work.verb == SEND:
             await connection.recv(_DONE)
-        elapsed_s = time.perf_counter() - began
-        self.meter.stop()
-        if work.verb != SEND:
-            await connection.send(_DONE, b"")
-        return [work.moved_bytes / elapsed_s]
+        return [time.perf_counter() - began]
 
-    async def _once(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        match work.verb:
-            case "pull" | "setup":
-                blocks = self._pool.cache, self._pool.blocks
-                await over(connection.pull(self.next_id(), *blocks))
-            case "push":
-                blocks = self._pool.cache, self._pool.blocks
-                await over(mark_all(connection.push(self.next_id(), *blocks)))
-            case "put":
-                await connection.put(self._memory, self._grants[0])
-            case "get":
-                await connection.get(self._grants[0], into=self._memory)
-            case "store put":
-                await self._store_put(work)
-            case "store get":
-                await self._store_get(work)
-            case _:
-                await connection.send(_DATA, self._memory)
-                if work.verb == ROUND_TRIP:
-                    await connection.recv(_BACK, self._memory)
-
-    async def _store_put(self, work: OpsWork) -> None:
-        store, name = self._stores[work.nbytes], secrets.token_bytes(_HASH_BYTES)
-        self._hashes.append(name)
-        require_complete(await store.put([name], self._pool.cache, self._pool.blocks))
-        await store.flush()
-
-    async def _store_get(self, work: OpsWork) -> None:
-        name = self._hashes.pop(0)
-        self._hashes.append(name)
-        store, pool = self._stores[work.nbytes], self._pool
-        require_complete(await store.get([name], pool.cache, pool.blocks))
-
-    async def _mark_layers(self, work: OpsWork) -> list[float]:
-        pool = self._pool
-        end = self.connection.push(
-            self.next_id(), pool.cache, pool.blocks, group_bytes=1
-        )
-        end.ready(0)
-        await asyncio.sleep(_GAP_S)
-        clock, values = time.perf_counter, []
-        self.meter.start()
-        for layer in range(1, work.layers):
+    async def _mark_layers(self, work: OpsWork) -> Sequence[float]:
+        """Time each ``ready`` of a layer but the first."""
+        pool, number = self.pool, self.next_id()
+        end = self.connection.push(number, pool.cache, pool.blocks, group_bytes=1)
+        clock, seconds = time.perf_counter, []
+        for layer in range(work.layers):
             began = clock()
             end.ready(layer)
-            values.append(clock() - began)
+            seconds.append(clock() - began)
             await asyncio.sleep(_GAP_S)
-        self.meter.stop()
         end.finish()
         await over(end)
-        return values
+        return seconds[1:]
 
     # --- right ------------------------------------------------------------------------
 
-    async def _answer(self, work: OpsWork) -> None:
-        connection, memory = self.connection, self._memory
-        await connection.send(_GO, b"")
-        if work.in_flight > 1 and work.verb == SEND:
-            parts = self._parts
-            await _keep_busy(work, lambda i: connection.recv(_DATA, parts[i]))
-            await connection.send(_DONE, b"")
-            return
-        count = work.count * work.fresh if work.fresh else work.count + 1
-        if work.verb in (PULL, PUSH, SETUP):
-            ends = [self._offer(work) for _ in range(min(_AHEAD, count))]
-            for number in range(count):
-                await over(ends.pop(0))
-                if number + _AHEAD < count:
-                    ends.append(self._offer(work))
-        elif work.verb in (ROUND_TRIP, SEND):
-            for _ in range(count):
-                await connection.recv(_DATA, memory)
-                if work.verb == ROUND_TRIP:
-                    await connection.send(_BACK, memory)
-        await connection.recv(_DONE)
-
-    async def _see_layers(self, work: OpsWork) -> None:
-        end = self._offer(work)
+    async def _serve_transfers(self, work: OpsWork) -> None:
+        count = work.count * (2 if work.verb == SETUP else 1)
+        ends = [self._offer(work) for _ in range(min(_AHEAD, count))]
         await self.connection.send(_GO, b"")
-        assert isinstance(end, kvwire.Incoming)
-        await end.layer(0)
-        self.meter.start()
-        for layer in range(1, work.layers):
-            await end.layer(layer)
-        self.meter.stop()
-        await over(end)
-        await self.connection.recv(_DONE)
+        for number in range(count):
+            end = ends.pop(0)
+            if work.verb == READY:
+                assert isinstance(end, kvwire.Incoming)
+                for layer in range(work.layers):
+                    await end.layer(layer)
+            await over(end)
+            if number + _AHEAD < count:
+                ends.append(self._offer(work))
 
     def _offer(self, work: OpsWork) -> End:
-        number, pool = self.next_id(), self._pool
-        if work.verb not in (PUSH, READY):
-            return mark_all(self.communicator.publish(number, pool.cache, pool.blocks))
-        return self.communicator.expect(number, pool.cache, pool.blocks)
+        number, pool = self.next_id(), self.pool
+        if work.verb in (PUSH, READY):
+            return self.communicator.expect(number, pool.cache, pool.blocks)
+        return mark_all(self.communicator.publish(number, pool.cache, pool.blocks))
+
+
+class InprocSide(JoinedSide[OpsWork]):
+    """Two communicators of one loop."""
+
+    work_type: ClassVar[type[Work]] = OpsWork
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        super().__init__(OpsSide(options), OpsSide(options))
+
+
+async def over(end: End) -> None:
+    """Wait for the outcome of a transfer, which is complete, and for its memory."""
+    require_complete(await end)
+    await end.drained()
+
+
+def require_complete(outcome: kvwire.Outcome) -> None:
+    """Refuse an outcome that lacks something."""
+    if not outcome.complete:
+        reasons = "; ".join(outcome.missing.reasons)
+        raise RuntimeError(f"{len(outcome.missing)} blocks are missing: {reasons}")
+
+
+def mark_all(outgoing: kvwire.Outgoing) -> kvwire.Outgoing:
+    """Have all of a transfer ready at once."""
+    outgoing.ready()
+    outgoing.finish()
+    return outgoing
 
 
 async def _keep_busy(

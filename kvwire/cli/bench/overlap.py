@@ -25,12 +25,11 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
-import numpy as np
 from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.console import RenderableType
@@ -38,9 +37,10 @@ from rich.text import Text
 
 import kvwire
 from kvwire.cli.bench import report
-from kvwire.cli.bench.pair import Contender, Work
+from kvwire.cli.bench.operations import OpsSide, OpsWork
+from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds
-from kvwire.cli.bench.side import Bytes, ConnectedSide, digest, fill, paged
+from kvwire.cli.bench.side import Work, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 
@@ -95,21 +95,20 @@ Layers = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapWork(Work):
-    """``count`` layers of ``nbytes`` bytes; ``verb`` is what is timed."""
+class OverlapWork(OpsWork):
+    """Transfers of ``nbytes`` in ``layers``; ``verb`` is what is timed."""
 
-    # What is marked when.
-    way: str = STREAMED
+    spread: int = 1
     # Of one layer.
     compute_s: float = 0.0
-    # Transfers of a round.
-    repeat: int = 1
     # See publish().
     group_bytes: int | None = None
 
 
-class OverlapSide(ConnectedSide[OverlapWork]):
+class OverlapSide(OpsSide):
     """Prefill on the right, decode on the left, and compute that is a timer.
+
+    The option ``way`` says what is marked when.
 
     A GPU does not use the CPU while it computes, so neither does this: a thread sleeps
     for as long as a layer would take and marks it. Both processes run on one machine,
@@ -119,48 +118,32 @@ class OverlapSide(ConnectedSide[OverlapWork]):
 
     work_type: ClassVar[type[Work]] = OverlapWork
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        # All works have the same memory, or each turn would begin with page faults.
-        self._memory: Bytes = np.zeros(0, np.uint8)
-        self._caches: dict[tuple[int, int], kvwire.PagedCache] = {}
+    async def digest(self, work: OpsWork) -> str:
+        # Of one layer alone, the others have not been sent.
+        first = work.layers - 1 if self.options["way"] == ONE_LAYER else 0
+        return digest(self.memory[first * work.nbytes // work.layers :])
 
-    async def fill(self, work: OverlapWork) -> None:
-        await fill(self._cache(work)[0])
+    async def drive(self, work: OpsWork) -> Sequence[float]:
+        return [await self._pull(work) for _ in range(self._count(work))]
 
-    async def digest(self, work: OverlapWork) -> str:
-        memory = self._cache(work)[0]
-        # The other layers have not been sent.
-        return digest(memory[-work.nbytes :] if work.way == ONE_LAYER else memory)
-
-    async def drive(self, work: OverlapWork) -> dict[str, Any]:
-        return {"values": [await self._pull(work) for _ in range(work.repeat)]}
-
-    async def serve(self, work: OverlapWork) -> dict[str, Any]:
-        for _ in range(work.repeat):
+    async def serve(self, work: OpsWork) -> None:
+        assert isinstance(work, OverlapWork)
+        for _ in range(self._count(work)):
             await self._compute(work)
-        return {}
 
-    def _cache(self, work: OverlapWork) -> tuple[Bytes, kvwire.PagedCache, list[int]]:
-        key = work.count, work.nbytes
-        # A block of a toy model, to measure what is not payload.
-        blocks = max(1, work.nbytes // BLOCK_BYTES)
-        if self._memory.size < work.moved_bytes:
-            self._memory = np.zeros(work.moved_bytes, np.uint8)
-            self._caches.clear()
-        memory = self._memory[: work.moved_bytes]
-        if key not in self._caches:
-            self._caches[key] = paged(memory, work.count, blocks)
-        return memory, self._caches[key], list(range(blocks))
+    def _count(self, work: OpsWork) -> int:
+        alone = self.options["way"] == ONE_LAYER
+        return ALONE_REPEAT if alone else work.count
 
-    async def _pull(self, work: OverlapWork) -> float:
-        _, cache, blocks = self._cache(work)
+    async def _pull(self, work: OpsWork) -> float:
         cpu_s = time.process_time()
-        incoming = self.connection.pull(self.next_id(), cache, blocks)
+        incoming = self.connection.pull(
+            self.next_id(), self.pool.cache, self.pool.blocks
+        )
         await self.connection.send(_GO, b"")
         outcome = await incoming
         over = time.monotonic()
-        if not (outcome.complete or work.way == ONE_LAYER):
+        if not (outcome.complete or self.options["way"] == ONE_LAYER):
             raise RuntimeError(f"the transfer did not end well: {outcome!r}")
         await incoming.drained()
         cpu_s = time.process_time() - cpu_s
@@ -169,71 +152,77 @@ class OverlapSide(ConnectedSide[OverlapWork]):
         return float(spans[work.verb])
 
     async def _compute(self, work: OverlapWork) -> None:
-        _, cache, blocks = self._cache(work)
         cpu_s = time.process_time()
         outgoing = self.communicator.publish(
-            self.next_id(), cache, blocks, group_bytes=work.group_bytes
+            self.next_id(),
+            self.pool.cache,
+            self.pool.blocks,
+            group_bytes=work.group_bytes,
         )
         # Behind it on the same link: the question for the transfer has been answered.
         await self.connection.recv(_GO)
-        if work.compute_s:
-            span = await asyncio.to_thread(self._mark, outgoing, work)
+        way = self.options["way"]
+        # How long a layer's bytes take: no compute lets the CPUs fall asleep before.
+        if work.compute_s and way != ONE_LAYER:
+            span = await asyncio.to_thread(_mark, outgoing, way, work, work.compute_s)
         else:
-            span = self._mark(outgoing, work)
+            span = _mark(outgoing, way, work)
         await outgoing
         await outgoing.drained()
         cpu_s = time.process_time() - cpu_s
         await self.connection.send(_MARKS, _SPAN.pack(*span, cpu_s))
 
-    def _mark(
-        self, outgoing: kvwire.Outgoing, work: OverlapWork
-    ) -> tuple[float, float]:
-        """Compute and mark layer by layer; when the first and last mark was made."""
-        began = time.monotonic()
-        times = []
-        for layer in range(work.count):
-            # Until a fixed instant, so that what a sleep is late does not add up.
-            left_s = began + (layer + 1) * work.compute_s - time.monotonic()
-            if left_s > 0:
-                time.sleep(left_s)
-            if work.way == STREAMED or layer == work.count - 1:
-                times.append(time.monotonic())
-                outgoing.ready(layers=None if work.way == WHOLE else layer)
-        outgoing.finish(partial=work.way == ONE_LAYER)
-        return times[0], times[-1]
+
+def _mark(
+    outgoing: kvwire.Outgoing, way: str, work: OverlapWork, compute_s: float = 0.0
+) -> tuple[float, float]:
+    """Compute and mark layer by layer; when the first and last mark was made."""
+    began = time.monotonic()
+    times = []
+    for layer in range(work.layers):
+        # Until a fixed instant, so that what a sleep is late does not add up.
+        left_s = began + (layer + 1) * compute_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
+        if way == STREAMED or layer == work.layers - 1:
+            times.append(time.monotonic())
+            outgoing.ready(layers=None if way == WHOLE else layer)
+    outgoing.finish(partial=way == ONE_LAYER)
+    return times[0], times[-1]
+
+
+def work_of(verb: str, layers: int, layer_bytes: int, count: int = 1) -> OverlapWork:
+    """Make ``count`` transfers; one of a toy model has a block that is tiny."""
+    return OverlapWork(
+        verb=verb,
+        nbytes=layers * layer_bytes,
+        count=count,
+        layers=layers,
+        blocks=max(1, layer_bytes // BLOCK_BYTES),
+    )
 
 
 def works(
-    contender: Contender, layers: Sequence[int], layer_bytes: int, rounds: int
+    one_layer: Contender, layers: Sequence[int], layer_bytes: int, rounds: int
 ) -> dict[str, OverlapWork]:
     """Return everything that is measured; computes are multiples of one transfer."""
     found = {}
-    with contender.start() as pair:
+    with one_layer.start() as pair:
         for count in layers:
-            work = OverlapWork(
-                verb=EXPOSED, nbytes=layer_bytes, count=count, way=ONE_LAYER
-            )
-            alone = [pair.round(work).values[0] for _ in range(rounds + 1)]
+            work = work_of(EXPOSED, count, layer_bytes)
+            alone = [pair.round(work).seconds[0] for _ in range(rounds + 1)]
             for name, factor in FACTORS.items():
                 found[f"{count} layers, {name}"] = replace(
-                    work, way=STREAMED, compute_s=factor * median(alone[1:])
+                    work, compute_s=factor * median(alone[1:])
                 )
-    found["a short prompt"] = OverlapWork(
-        verb=EXPOSED,
-        nbytes=BLOCK_BYTES,
-        count=SHORT_LAYERS,
-        compute_s=SHORT_COMPUTE_S,
-    )
+    short = work_of(EXPOSED, SHORT_LAYERS, BLOCK_BYTES)
+    found["a short prompt"] = replace(short, compute_s=SHORT_COMPUTE_S)
     for count in layers:
-        bulk = OverlapWork(verb=BULK, nbytes=layer_bytes, count=count)
-        found[f"{count} layers, no compute"] = bulk
-    one = OverlapWork(
-        verb=CONTROL, nbytes=CONTROL_LAYER_BYTES, count=1, repeat=CONTROL_REPEAT
-    )
-    many = replace(one, count=CONTROL_LAYERS)
+        found[f"{count} layers, no compute"] = work_of(BULK, count, layer_bytes)
+    many = work_of(CONTROL, CONTROL_LAYERS, CONTROL_LAYER_BYTES, CONTROL_REPEAT)
     return {
         **found,
-        "1 tiny layer": one,
+        "1 tiny layer": work_of(CONTROL, 1, CONTROL_LAYER_BYTES, CONTROL_REPEAT),
         f"{CONTROL_LAYERS} of them": many,
         f"{CONTROL_LAYERS}, each sent by itself": replace(many, group_bytes=1),
     }
@@ -254,7 +243,7 @@ def efficiency(finding: CaseResult) -> Efficiency:
     """Compare what stays exposed with what no schedule can hide."""
     streamed_s, whole_s, alone_s = (finding.samples[way].median for way in WAYS)
     work = finding.case.work
-    ideal_s = max(alone_s, whole_s - (work.count - 1) * work.compute_s)
+    ideal_s = max(alone_s, whole_s - (work.layers - 1) * work.compute_s)
     hideable_s = whole_s - ideal_s
     found = (whole_s - streamed_s) / hideable_s if hideable_s > 0 else 0.0
     met = streamed_s <= ideal_s + SLACK_S and found >= EFFICIENCY_TARGET
@@ -324,16 +313,11 @@ def command(
         )
     report.require_known([transport])
     options = {"transport": transport, "loop": common.loop, "by_link": 1}
-    streamed = Contender(STREAMED, OverlapSide, ours=True, options=options)
-    # What is exposed is judged by the efficiency, and the same bytes by this one.
-    whole, at_once = (
-        Contender(WHOLE, OverlapSide, ours=ours, beside=streamed, asks={"way": WHOLE})
-        for ours in (True, False)
+    streamed, whole, alone = (
+        Contender(way, OverlapSide, options={**options, "way": way}) for way in WAYS
     )
-    # How long a layer's bytes take: no compute lets the CPUs fall asleep before them.
-    asks = {"way": ONE_LAYER, "compute_s": 0.0, "repeat": ALONE_REPEAT}
-    alone = Contender(ONE_LAYER, OverlapSide, ours=True, beside=streamed, asks=asks)
-    ways = {EXPOSED: [whole, alone], BULK: [at_once], CONTROL: []}
+    # What is exposed is judged by the efficiency, and the same bytes by their ratio.
+    ways = {EXPOSED: [streamed, whole, alone], BULK: [streamed], CONTROL: [streamed]}
     benchmark = Benchmark(
         name="overlap",
         cases=[
@@ -341,11 +325,12 @@ def command(
                 name=name,
                 work=work,
                 unit=MILLISECONDS,
-                contenders=[streamed, *ways[work.verb]],
+                ours=ways[work.verb],
+                beside=[whole] if work.verb == BULK else [],
                 target=BULK_TARGET if work.verb == BULK else None,
                 group=GROUPS[work.verb],
             )
-            for name, work in works(streamed, layers, layer_kib * KIB, rounds).items()
+            for name, work in works(alone, layers, layer_kib * KIB, rounds).items()
         ],
         below=judged,
         more=lambda found: {"efficiencies": [asdict(e) for e in efficiencies(found)]},

@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -82,27 +82,22 @@ class Common:
         The settings are how the command was called; ``rounds`` is one of them.
         """
         benchmark, rounds = self.beside(benchmark), settings["rounds"]
-        cases = [case for case in benchmark.cases if case.contenders]
-        benchmark = replace(benchmark, cases=cases)
         with progress_bar(steps(benchmark, rounds)) as progress:
             measured = take_turns(benchmark, rounds, progress)
         found = [row for one in measured for row in benchmark.split(one)]
-        lines = lines_below(benchmark, found)
         show(
-            Group(render(benchmark, found), *lines, *benchmark.below(found)),
+            Group(
+                render(benchmark, found),
+                *lines_below(benchmark, found),
+                *benchmark.below(found),
+            ),
             lambda: document(benchmark, found, {**settings, "loop": self.loop}),
             json=self.json,
         )
         if self.plot is not None:
             save(draw(benchmark, found), self.plot)
-        return int(
-            any(
-                one.name in row.failures
-                for row in found
-                for one in row.case.contenders
-                if one.ours or one is row.case.contenders[0]
-            )
-        )
+        ours = ((row, one.name) for row in found for one in row.case.ours)
+        return int(any(name in row.failures for row, name in ours))
 
 
 COMMON: Final = Common()
@@ -180,7 +175,7 @@ def _table(rows: Findings, names: Sequence[str]) -> Table:
     for row, comparison in zip(rows, found, strict=True):
         case, ratio, target = row.case, comparison.ratio, Text()
         if case.target is not None:
-            sign = "<=" if case.unit.less_is_better else ">="
+            sign = "<=" if case.unit.is_time else ">="
             target = Text(f"{sign} {case.target:g} ")
             target += Text() if comparison.met is None else verdict(comparison.met)
         table.add_row(
@@ -201,7 +196,7 @@ def _cell(row: CaseResult, name: str) -> str:
     if samples is None:
         return "failed" if name in row.failures else ""
     shown = short(samples.median * unit.scale)
-    if not unit.less_is_better:
+    if not unit.is_time:
         return f"{shown} {short(samples.cpu_s_per_gib):>4}"
     return f"{shown} {short(samples.p99 * unit.scale)}" if row.case.tail else shown
 
@@ -248,7 +243,10 @@ def document(
 ) -> dict[str, Any]:
     """Return everything that was measured; times are seconds, rates bytes a second."""
     everybody = [one.name for case in benchmark.cases for one in case.contenders]
-    facts = {name: found for f in findings for name, found in f.facts.items()}
+    facts: dict[str, dict[str, Any]] = {}
+    for finding in findings:
+        for name, found in finding.facts.items():
+            facts.setdefault(name, {}).update(found)
     return {
         **head(benchmark.name, settings),
         "cases": [row_of(finding) for finding in findings],
@@ -266,7 +264,7 @@ def row_of(finding: CaseResult) -> dict[str, Any]:
         "name": case.name,
         "group": case.group,
         "work": asdict(case.work),
-        "unit": "s" if case.unit.less_is_better else "B/s",
+        "unit": "s" if case.unit.is_time else "B/s",
         "target": case.target,
         **asdict(compare(finding)),
         "contenders": {n: s.document() for n, s in finding.samples.items()},
@@ -319,7 +317,7 @@ def _draw_panel(axes: Axes, rows: Findings, unit: Unit, shades: dict[str, str]) 
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
     axes.margins(x=0.2)
-    if unit.less_is_better:
+    if unit.is_time:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:,.3g}")
     else:
@@ -328,7 +326,7 @@ def _draw_panel(axes: Axes, rows: Findings, unit: Unit, shades: dict[str, str]) 
 
 def _draw_line(axes: Axes, y: int, samples: Samples, unit: Unit, shade: str) -> None:
     middle, high = samples.median * unit.scale, samples.p99 * unit.scale
-    if unit.less_is_better:
+    if unit.is_time:
         axes.plot([middle], [y], "o", color=shade)
     else:
         axes.barh(y, middle, color=shade)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -13,14 +14,7 @@ from kvwire.cli.bench.operations import SETUP, OpsSide, OpsWork
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known, size_name
 from kvwire.cli.bench.side import HOST
-from kvwire.cli.bench.turns import (
-    MICROSECONDS,
-    Benchmark,
-    Case,
-    CaseResult,
-    Findings,
-    part_of,
-)
+from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB
 
 # What a round makes of each.
@@ -37,8 +31,8 @@ class BareSetupSide(StreamsSide):
     What cannot be less: no handshake above that of TCP, no plan, no checksum.
     """
 
-    async def drive(self, work: OpsWork) -> dict[str, Any]:
-        clock, values = time.perf_counter, []
+    async def drive(self, work: OpsWork) -> Sequence[float]:
+        clock, seconds = time.perf_counter, []
         for _ in range(work.count):
             times = [clock()]
             reader, writer = await asyncio.open_connection(HOST, self.port)
@@ -49,8 +43,8 @@ class BareSetupSide(StreamsSide):
                 times.append(clock())
             writer.close()
             await writer.wait_closed()
-            values += np.diff(times).tolist()
-        return {"values": values}
+            seconds += np.diff(times).tolist()
+        return seconds
 
     async def digest(self, work: OpsWork) -> str:
         return ""
@@ -68,7 +62,7 @@ def by_column(found: CaseResult) -> Findings:
 
     def row(at: int, name: str) -> CaseResult:
         whole = f"{found.case.name} {name}"
-        return part_of(found, whole, lambda values: values[at :: len(COLUMNS)])
+        return found.part(whole, lambda seconds: seconds[at :: len(COLUMNS)])
 
     return [row(at, name) for at, name in enumerate(COLUMNS)]
 
@@ -89,13 +83,7 @@ def command(
     transports = transport.split(",")
     require_known(transports)
     loop = {"loop": common.loop}
-    work = OpsWork(
-        verb=SETUP,
-        nbytes=TRANSFER_BYTES,
-        count=CONNECTIONS,
-        layers=_LAYERS,
-        fresh=len(COLUMNS) - 1,
-    )
+    work = OpsWork(verb=SETUP, nbytes=TRANSFER_BYTES, count=CONNECTIONS, layers=_LAYERS)
     streams = Contender(f"{common.loop} streams", BareSetupSide, options=loop)
     benchmark = Benchmark(
         name="setup",
@@ -104,12 +92,12 @@ def command(
                 name=name,
                 work=work,
                 unit=MICROSECONDS,
-                contenders=[
+                ours=[
                     Contender(
                         f"kvwire {name}", OpsSide, options={"transport": name, **loop}
-                    ),
-                    streams,
+                    )
                 ],
+                beside=[streams],
                 tail=True,
             )
             for name in transports

@@ -1,7 +1,7 @@
-"""One side of a contender: what it is asked, and what sides of kvwire have alike.
+"""One side of a contender: a process that does what it is told, in lines of JSON.
 
-A side is a process that reads calls as lines of JSON, answers each, and ends with its
-input. Which one it is, is said as ``module:class``, with options as ``KEY=VALUE``.
+Which side it is, is said as ``module:class``, with options as ``KEY=VALUE``. It ends
+with its input.
 """
 
 from __future__ import annotations
@@ -11,29 +11,41 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-import kvwire
-from kvwire.cli.bench.pair import Work
-
 HOST: Final = "127.0.0.1"
 _DIGEST_BYTES: Final = 16
-# 2 components x 16 tokens x 8 heads of 2 bytes: what is left of a block are its dims.
-_TOKENS: Final = 16
-_HEADS: Final = 8
 
 Bytes = npt.NDArray[np.uint8]
-End = kvwire.Incoming | kvwire.Outgoing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every contender of a case does in a round: ``count`` operations.
+
+    So many ``in_flight`` are begun before the first of them has to be over.
+    """
+
+    verb: str
+    nbytes: int
+    count: int
+    in_flight: int = 1
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of a round."""
+        return self.nbytes * self.count
+
+
 W = TypeVar("W", bound=Work)
 
 
@@ -70,13 +82,12 @@ class Side(Generic[W]):
     async def fill(self, work: W) -> None:
         """Have random bytes in the memory of a work, which the next round replaces."""
 
-    async def drive(self, work: W) -> dict[str, Any]:
-        """Left: one round; ``values`` are its samples, ``cpu_s`` its cost if known."""
+    async def drive(self, work: W) -> Sequence[float]:
+        """Left: one round; the answer is the seconds of everything that is timed."""
         raise NotImplementedError
 
-    async def serve(self, work: W) -> dict[str, Any]:
-        """Right: what :meth:`drive` needs of the other side."""
-        return {}
+    async def serve(self, work: W) -> None:
+        """Right: do what :meth:`drive` needs of the other side."""
 
     async def digest(self, work: W) -> str:
         """Digest what a round has moved: both sides have the same."""
@@ -118,11 +129,9 @@ class JoinedSide(Side[W]):
         await self.left.fill(work)
         await self.right.fill(work)
 
-    async def drive(self, work: W) -> dict[str, Any]:
-        served = asyncio.ensure_future(self.right.serve(work))
-        found = await self.left.drive(work)
-        await served
-        return found
+    async def drive(self, work: W) -> Sequence[float]:
+        seconds, _ = await asyncio.gather(self.left.drive(work), self.right.serve(work))
+        return seconds
 
     async def digest(self, work: W) -> str:
         left = await self.left.digest(work)
@@ -134,109 +143,6 @@ class JoinedSide(Side[W]):
 
     async def close(self) -> None:
         await asyncio.gather(self.left.close(), self.right.close())
-
-
-class ConnectedSide(Side[W]):
-    """A side with one communicator of kvwire, and one connection."""
-
-    communicator: kvwire.Communicator
-    connection: kvwire.Connection
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        self.transport = options["transport"]
-        self._address = ""
-        # Of the last transfer: both sides count alike.
-        self._number = 0
-
-    async def listen(self) -> str:
-        self.communicator = await kvwire.open(name="bench-right")
-        # The transport is that of the link, or a lane beside one over TCP.
-        scheme = self.transport if "by_link" in self.options else "tcp"
-        where = "inproc://" if self.transport == "inproc" else f"{scheme}://{HOST}:0"
-        return str(await self.communicator.listen(where))
-
-    async def accept(self) -> None:
-        self.connection = await self.communicator.accept()
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        self.communicator = await kvwire.open(name="bench-left")
-        self._address = address
-        self.connection = await self.one_more()
-        loop = type(asyncio.get_running_loop()).__module__
-        return {
-            "kvwire": kvwire.__version__,
-            "python": platform.python_version(),
-            "loop": loop.partition(".")[0],
-            "transport": str(self.connection.transport_report),
-        }
-
-    async def one_more(self) -> kvwire.Connection:
-        """Left: make a connection."""
-        return await self.communicator.connect(self._address, transport=self.transport)
-
-    async def close(self) -> None:
-        if hasattr(self, "communicator"):
-            self.communicator.abort()
-            await self.communicator.close()
-
-    def next_id(self) -> int:
-        """Return the id of the next transfer."""
-        self._number += 1
-        return self._number
-
-
-async def over(end: End) -> None:
-    """Wait for the outcome of a transfer, which is complete, and for its memory."""
-    require_complete(await end)
-    await end.drained()
-
-
-def require_complete(outcome: kvwire.Outcome) -> None:
-    """Refuse an outcome that lacks something."""
-    if not outcome.complete:
-        reasons = "; ".join(outcome.missing.reasons)
-        raise RuntimeError(f"{len(outcome.missing)} blocks are missing: {reasons}")
-
-
-async def serve_store(within: AsyncExitStack, tier: str) -> str:
-    """Serve a store of one tier until the stack is closed; the answer is where."""
-    store = await within.enter_async_context(kvwire.BlockStore.open([tier]))
-    serving = kvwire.StoreServer(store, f"{HOST}:0")
-    address = (await within.enter_async_context(serving)).address
-    return f"{address.host}:{address.port}"
-
-
-def mark_all(outgoing: kvwire.Outgoing) -> kvwire.Outgoing:
-    """Have all of a transfer ready at once."""
-    outgoing.ready()
-    outgoing.finish()
-    return outgoing
-
-
-def paged(
-    memory: Bytes, layers: int, blocks: int, *, cross_layer: bool = False
-) -> kvwire.PagedCache:
-    """Make a cache of memory: blocks of 16 tokens, or of one if they are tiny.
-
-    In one that is ``cross_layer`` a block has all layers side by side.
-    """
-    nbytes = memory.size // (layers * blocks)
-    tokens, heads = (
-        (_TOKENS, _HEADS) if nbytes % (4 * _TOKENS * _HEADS) == 0 else (1, 1)
-    )
-    dim = nbytes // (4 * tokens * heads)
-    spec = kvwire.KVSpec(
-        layers=layers,
-        kv_heads=heads,
-        head_dim=dim,
-        block_tokens=tokens,
-        dtype="float16",
-    )
-    whole, block = memory.view(np.float16), (2, tokens, heads, dim)
-    if cross_layer:
-        return kvwire.PagedCache(spec, whole.reshape(blocks, layers, *block))
-    return kvwire.PagedCache(spec, list(whole.reshape(layers, blocks, *block)))
 
 
 def digest(data: bytes | bytearray | memoryview | Bytes) -> str:

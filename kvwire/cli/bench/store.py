@@ -118,7 +118,7 @@ def _notes(
 ) -> list[str]:
     notes = [
         f"A put or get: {size_name(work.set_bytes)}, {work.set_blocks} blocks of "
-        f"{work.layers} fragments of {size_name(work.layer_bytes)}, scattered."
+        f"{work.layers} fragments of {size_name(work.fragment_bytes)}, scattered."
         for work in puts
     ]
     notes.append("Of every get each byte is compared with what was put.")
@@ -140,7 +140,7 @@ def _case(ours: Contender, work: StoreWork) -> Case:
         name=f"{size_name(work.nbytes)} {work.verb}",
         work=work,
         unit=MICROSECONDS if timed else GIGABYTES_PER_SECOND,
-        contenders=[ours],
+        ours=[ours],
         tail=timed,
         group=work.tier,
     )

@@ -16,7 +16,8 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,14 @@ from typing import IO, Any, ClassVar, Final
 import numpy as np
 
 import kvwire
-from kvwire.cli.bench.fragments import LEFT, RIGHT, FragmentWork, Pool
-from kvwire.cli.bench.pair import Work
-from kvwire.cli.bench.side import Side, fill, require_complete, serve_store
+from kvwire.cli.bench.operations import (
+    LEFT,
+    RIGHT,
+    OpsWork,
+    Pool,
+    require_complete,
+)
+from kvwire.cli.bench.side import HOST, Side, Work, fill
 from kvwire.limits import KIB, MIB, STORE_SLOTS_MAX
 
 MEMORY: Final = "memory"
@@ -82,7 +88,7 @@ class StoreWork(Work):
     tier: str
     # Of a block.
     layers: int
-    # Of a set; ``count`` of them are moved.
+    # Of a set; ``count`` are moved, some of one set or all of several.
     set_blocks: int
 
     @property
@@ -91,23 +97,24 @@ class StoreWork(Work):
         return self.nbytes * self.set_blocks
 
     @property
-    def layer_bytes(self) -> int:
-        """Bytes of a fragment."""
+    def fragment_bytes(self) -> int:
+        """Bytes of one layer of a block."""
         return self.nbytes // self.layers
 
     @property
-    def transfer(self) -> FragmentWork:
+    def transfer(self) -> OpsWork:
         """The set as a transfer between two caches."""
-        return FragmentWork(
+        return OpsWork(
             verb="push" if self.verb in PUTS else "pull",
-            nbytes=self.layer_bytes,
-            count=self.set_blocks * self.layers,
+            nbytes=self.set_bytes,
+            count=1,
             layers=self.layers,
+            blocks=self.set_blocks,
         )
 
     def room(self, sets: int) -> tuple[int, int]:
         """Bytes of so many sets and not of a block more, and of a slab of them."""
-        slab_blocks = min(self.set_blocks // _SLABS, STORE_SLOTS_MAX)
+        slab_blocks = max(1, min(self.set_blocks // _SLABS, STORE_SLOTS_MAX))
         return sets * self.set_bytes, slab_blocks * self.nbytes
 
 
@@ -145,18 +152,60 @@ class StoreServerSide(Side[StoreWork]):
     async def prepare(self, work: StoreWork) -> str:
         """Serve a store for a work; the answer is where."""
         if work.nbytes not in self._addresses:
-            address = await serve_store(self._open, _memory(work, SETS))
-            self._addresses[work.nbytes] = address
+            enter = self._open.enter_async_context
+            store = await enter(kvwire.BlockStore.open([_memory(work, SETS)]))
+            served = await enter(kvwire.StoreServer(store, f"{HOST}:0"))
+            where = f"{served.address.host}:{served.address.port}"
+            self._addresses[work.nbytes] = where
         return self._addresses[work.nbytes]
 
     async def close(self) -> None:
         await self._open.aclose()
 
 
-class StoreSide(Side[StoreWork]):
-    """One store for each size of blocks; they stay, so that no round begins cold."""
+class BlocksSide(Side[StoreWork]):
+    """Puts sets of blocks somewhere, and gets them back."""
 
     work_type: ClassVar[type[Work]] = StoreWork
+
+    async def drive(self, work: StoreWork) -> Sequence[float]:
+        """Left: time one put or get of a set, or each of several gets or matches."""
+        clock, seconds = time.perf_counter, []
+        for step in self.steps(work):
+            began = clock()
+            await step
+            seconds.append(clock() - began)
+        return seconds
+
+    def steps(self, work: StoreWork) -> Iterator[Awaitable[None]]:
+        """Yield what is timed."""
+        if work.verb == MATCH:
+            yield from (self.match(work) for _ in range(LOOKUPS))
+        elif work.verb == ONE:
+            yield from (self.get_one(work, at) for at in range(work.count))
+        else:
+            move = self.put if work.verb in PUTS else self.get
+            yield from (move(work) for _ in range(work.count // work.set_blocks))
+
+    @abstractmethod
+    async def put(self, work: StoreWork) -> None:
+        """Put a set, until it is kept."""
+
+    @abstractmethod
+    async def get(self, work: StoreWork) -> None:
+        """Get the set that was used longer ago."""
+
+    @abstractmethod
+    async def get_one(self, work: StoreWork, at: int) -> None:
+        """Get one block of it; the first one is asked for first."""
+
+    async def match(self, work: StoreWork) -> None:
+        """Match the hashes of a set."""
+        raise NotImplementedError
+
+
+class StoreSide(BlocksSide):
+    """One store for each size of blocks; they stay, so that no round begins cold."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
@@ -188,24 +237,22 @@ class StoreSide(Side[StoreWork]):
         await stock.put()
         await stock.put()
 
-    async def drive(self, work: StoreWork) -> dict[str, Any]:
-        """Return the rate of a put and a get, and of others a time for each call."""
+    async def put(self, work: StoreWork) -> None:
+        await self.stocks[work.nbytes].put(work.verb)
+
+    async def get(self, work: StoreWork) -> None:
         stock = self.stocks[work.nbytes]
-        if work.verb == MATCH:
-            return {"values": await stock.match()}
-        if work.verb == ONE:
-            return {"values": await stock.one_by_one(work.count)}
-        put = work.verb in PUTS
-        elapsed_s = await (stock.put(work.verb) if put else stock.get())
-        return {"values": [work.moved_bytes / elapsed_s]}
+        await stock.get(range(work.set_blocks))
+
+    async def get_one(self, work: StoreWork, at: int) -> None:
+        await self.stocks[work.nbytes].get([at])
+
+    async def match(self, work: StoreWork) -> None:
+        await self.stocks[work.nbytes].match()
 
     async def verify(self, work: StoreWork) -> None:
-        """Compare what was got, or get what was put and compare that."""
-        stock = self.stocks[work.nbytes]
-        if work.verb in PUTS:
-            await stock.get_last()
         if work.verb != MATCH:
-            await asyncio.to_thread(stock.compare, work.count)
+            await self.stocks[work.nbytes].verify(work)
 
     async def close(self) -> None:
         for stock in self.stocks.values():
@@ -218,7 +265,7 @@ class Stock:
     def __init__(
         self, work: StoreWork, directory: str, store: kvwire.BlockStore
     ) -> None:
-        nbytes = work.transfer.pool_bytes
+        nbytes = work.transfer.memory_bytes
         # Written to, so that no page is missing when it is timed.
         self.have: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, LEFT)
         self.want: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, RIGHT)
@@ -230,6 +277,8 @@ class Stock:
         self._directory = directory
         self._work = work
         self._last: list[bytes] = []
+        # Blocks that had come from the lowest tier before a round.
+        self._read = 0
 
     async def prepare(self, work: StoreWork) -> None:
         """Get ready for a round: nothing is on its way, and the wanted cache empty."""
@@ -246,81 +295,58 @@ class Stock:
         if work.verb == COLD_GET:
             drop(Path(self._directory) / _IMAGES)
         self.want.memory[:] = 0
+        self._read = self._read_blocks()
 
-    async def put(self, verb: str = "") -> float:
-        """Put a new set; seconds from the call until it is kept."""
+    async def put(self, verb: str = "") -> None:
+        """Put a new set, until it is kept."""
         store = self.new if verb == FIRST_PUT and self.new else self.store
         # Hashes that nobody has used: who gets a block knows its name already.
         names = [secrets.token_bytes(HASH_BYTES) for _ in range(self._work.set_blocks)]
-        began = time.perf_counter()
         outcome = await store.put(names, self.have.cache, self.have.blocks)
         if verb == FLUSHED_PUT:
             await store.flush()
-        elapsed_s = time.perf_counter() - began
         require_complete(outcome)
         self._last = names
         if store is self.store:
             self.sets = [*self.sets, names][-2:]
-        return elapsed_s
 
-    async def get(self) -> float:
-        """Get the set that was used longer ago; seconds until it is there."""
-        self.sets.reverse()
-        names, before = self.sets[-1], self._read_blocks()
-        began = time.perf_counter()
-        outcome = await self.store.get(names, self.want.cache, self.want.blocks)
-        elapsed_s = time.perf_counter() - began
-        require_complete(outcome)
-        self._came_from_the_tier(before, len(names))
-        return elapsed_s
-
-    async def get_last(self) -> None:
-        """Get the set that was put last, from wherever it is; not timed."""
-        store, self.new = self.new or self.store, None
-        got = await store.get(self._last, self.want.cache, self.want.blocks)
-        require_complete(got)
-        if store is not self.store:
-            await store.close()
-
-    async def one_by_one(self, count: int) -> list[float]:
-        """Get some blocks of a set, one after the other; seconds of each."""
-        self.sets.reverse()
-        store, cache = self.store, self.want.cache
-        pairs = list(zip(self.sets[-1], self.want.blocks, strict=True))[:count]
-        clock, values, outcomes = time.perf_counter, [], []
-        before = self._read_blocks()
-        for name, block in pairs:
-            began = clock()
-            outcomes.append(await store.get([name], cache, [block]))
-            values.append(clock() - began)
-        for outcome in outcomes:
-            require_complete(outcome)
-        self._came_from_the_tier(before, count)
-        if count < len(self.sets[-1]):
-            self.sets.pop()  # the rest was not used, and goes before older sets
-        return values
-
-    async def match(self) -> list[float]:
-        """Match a set that is not in the memory in front of a tier; seconds of each."""
-        names, store = self.sets[0], self.store
-        clock, values = time.perf_counter, []
-        for _ in range(LOOKUPS):
-            began = clock()
-            found = await store.match(names)
-            values.append(clock() - began)
-            if found != len(names):
-                raise RuntimeError(f"{found} of {len(names)} hashes match")
-        return values
-
-    def compare(self, count: int) -> None:
-        """Compare the first blocks of the wanted cache with what was put."""
-        shape = (self._work.layers, self._work.set_blocks, self._work.layer_bytes)
-        have, want = (
-            pool.fragments().reshape(shape)[:, :count]
-            for pool in (self.have, self.want)
+    async def get(self, which: Sequence[int]) -> None:
+        """Get some of the set that was used longer ago, the first block first."""
+        if which[0] == 0:
+            self.sets.reverse()
+        names, blocks = self.sets[-1], self.want.blocks
+        require_complete(
+            await self.store.get(
+                [names[at] for at in which],
+                self.want.cache,
+                [blocks[at] for at in which],
+            )
         )
-        if not np.array_equal(have, want):
-            raise RuntimeError("what was got are not the bytes that were put")
+
+    async def match(self) -> None:
+        """Match a set that is not in the memory in front of a tier."""
+        names = self.sets[0]
+        found = await self.store.match(names)
+        if found != len(names):
+            raise RuntimeError(f"{found} of {len(names)} hashes match")
+
+    async def verify(self, work: StoreWork) -> None:
+        """Compare what was got with what was put; what was put last is got first."""
+        if work.verb in PUTS:
+            store, self.new = self.new or self.store, None
+            got = await store.get(self._last, self.want.cache, self.want.blocks)
+            require_complete(got)
+            if store is not self.store:
+                await store.close()
+        else:
+            came = self._read_blocks() - self._read
+            if came != work.count:
+                raise RuntimeError(
+                    f"{came} of {work.count} blocks came from the tier itself"
+                )
+            if work.count < len(self.sets[-1]):
+                self.sets.pop()  # the rest was not used, and goes before older sets
+        await asyncio.to_thread(self.compare, min(work.count, work.set_blocks))
 
     async def close(self) -> None:
         """Close the store, and the one that was made for a put."""
@@ -333,13 +359,17 @@ class Stock:
             await new.close()
 
     def _read_blocks(self) -> int:
-        """Blocks that have come from the lowest tier."""
         return [*self.store.stats().values()][-1].read_blocks
 
-    def _came_from_the_tier(self, before: int, count: int) -> None:
-        came = self._read_blocks() - before
-        if came != count:
-            raise RuntimeError(f"{came} of {count} blocks came from the tier itself")
+    def compare(self, count: int) -> None:
+        """Compare the first blocks of the wanted cache with what was put."""
+        shape = (self._work.layers, self._work.set_blocks, -1)
+        have, want = (
+            pool.fragments().reshape(shape)[:, :count]
+            for pool in (self.have, self.want)
+        )
+        if not np.array_equal(have, want):
+            raise RuntimeError("what was got are not the bytes that were put")
 
 
 def _memory(work: StoreWork, sets: int) -> str:

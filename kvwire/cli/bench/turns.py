@@ -12,44 +12,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import median
 from typing import Any
 
 from rich.console import RenderableType
 
-from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample
+from kvwire.cli.bench.pair import BenchError, Contender, Pair
+from kvwire.cli.bench.side import Work
 from kvwire.limits import GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How samples are read: times ``scale`` they are shown, with ``name`` behind."""
+    """How seconds are read: as times, or all of a round's as one rate.
+
+    Values, seconds or bytes a second, times ``scale`` are shown with ``name`` behind.
+    """
 
     name: str
     scale: float
-    less_is_better: bool
+    is_time: bool = True
 
 
-MILLISECONDS = Unit("ms", 1e3, less_is_better=True)
-MICROSECONDS = Unit("us", 1e6, less_is_better=True)
-GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, less_is_better=False)
+MILLISECONDS = Unit("ms", 1e3)
+MICROSECONDS = Unit("us", 1e6)
+GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, is_time=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row of the table; its first contender is judged by the best of the others."""
+    """One row of the table; the first of ``ours`` is judged by the best ``beside``."""
 
     name: str
     # Of a subclass of Work.
     work: Any
     unit: Unit
-    contenders: Sequence[Contender]
+    ours: Sequence[Contender]
+    beside: Sequence[Contender] = ()
     # The ratio aimed at: at most that for times, at least that for rates.
     target: float | None = None
     # Whether the 99th percentile of the samples means anything.
     tail: bool = False
     # What rows that are shown together have alike.
     group: str = ""
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """Everybody."""
+        return [*self.ours, *self.beside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +77,20 @@ class Missing:
 
 @dataclass(slots=True)
 class Samples:
-    """Everything one contender did in one case, a sample a round."""
+    """What one contender did in one case: values, and CPU seconds of each of its sides.
 
-    rounds: list[Sample] = field(default_factory=list)
+    A value is seconds or bytes a second, as the case's unit says; of each there is one
+    list a round.
+    """
+
+    moved_bytes: int
+    rounds: list[Sequence[float]] = field(default_factory=list)
+    cpu_s: list[Sequence[float]] = field(default_factory=list)
 
     @property
     def values(self) -> list[float]:
         """All of them."""
-        return [value for sample in self.rounds for value in sample.values]
+        return [value for values in self.rounds for value in values]
 
     @property
     def median(self) -> float:
@@ -87,19 +104,19 @@ class Samples:
         return ordered[-(-99 * len(ordered) // 100) - 1]
 
     @property
-    def sides_cpu_s_per_gib(self) -> list[float]:
-        """CPU seconds of each side for a GiB moved: the median of the rounds."""
-        each = [[s * GIB / r.moved_bytes for s in r.cpu_s] for r in self.rounds]
-        return [median(side) for side in zip(*each, strict=True)]
+    def sides_cpu_s(self) -> list[float]:
+        """CPU seconds of each side: the median of the rounds."""
+        return [median(side) for side in zip(*self.cpu_s, strict=True)]
 
     @property
     def cpu_s_per_gib(self) -> float:
-        """Likewise of both sides together."""
-        return median(sum(r.cpu_s) * GIB / r.moved_bytes for r in self.rounds)
+        """CPU seconds of both sides together for a GiB moved, likewise."""
+        return median(map(sum, self.cpu_s)) * GIB / self.moved_bytes
 
     def document(self) -> dict[str, Any]:
         """Return all of it; mad is the median absolute deviation from the median."""
         values, middle = self.values, self.median
+        each = self.sides_cpu_s
         return {
             "count": len(values),
             "median": middle,
@@ -108,8 +125,8 @@ class Samples:
             "low": min(values),
             "high": max(values),
             "cpu_s_per_gib": self.cpu_s_per_gib,
-            "sides_cpu_s_per_gib": self.sides_cpu_s_per_gib,
-            "rounds": [list(sample.values) for sample in self.rounds],
+            "sides_cpu_s_per_gib": [s * GIB / self.moved_bytes for s in each],
+            "rounds": [list(values) for values in self.rounds],
         }
 
 
@@ -121,6 +138,16 @@ class CaseResult:
     samples: dict[str, Samples]
     failures: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def part(
+        self, name: str, part: Callable[[Sequence[float]], Sequence[float]]
+    ) -> CaseResult:
+        """Make a row of a part of the values of each round."""
+        samples = {
+            who: replace(these, rounds=list(map(part, these.rounds)))
+            for who, these in self.samples.items()
+        }
+        return replace(self, case=replace(self.case, name=name), samples=samples)
 
 
 Findings = Sequence[CaseResult]
@@ -158,35 +185,20 @@ class Comparison:
 
 def compare(finding: CaseResult) -> Comparison:
     """Judge a case by its medians."""
-    case, samples = finding.case, finding.samples
-    less, (first, *others) = case.unit.less_is_better, case.contenders
-    beside = {
-        one.name: samples[one.name].median
-        for one in others
-        if one.name in samples and not (first.ours and one.ours)
-    }
-    if not beside or first.name not in samples:
+    case, samples, first = finding.case, finding.samples, finding.case.ours[0].name
+    beside = [one.name for one in case.beside if one.name in samples]
+    if not beside or first not in samples:
         return Comparison()
-    best = (min if less else max)(beside, key=beside.__getitem__)
-    ratio = samples[first.name].median / beside[best]
+    is_time, target = case.unit.is_time, case.target
+    best = (min if is_time else max)(beside, key=lambda name: samples[name].median)
+    ratio = samples[first].median / samples[best].median
     # Of the rounds that both have done: an interrupt can come between them.
-    both = zip(samples[first.name].rounds, samples[best].rounds, strict=False)
-    each = [median(mine.values) / median(theirs.values) for mine, theirs in both]
+    both = zip(samples[first].rounds, samples[best].rounds, strict=False)
+    each = [median(mine) / median(theirs) for mine, theirs in both]
     met = None
-    if case.target is not None:
-        met = ratio <= case.target if less else ratio >= case.target
+    if target is not None:
+        met = ratio <= target if is_time else ratio >= target
     return Comparison(best=best, ratio=ratio, low=min(each), high=max(each), met=met)
-
-
-def part_of(
-    found: CaseResult, name: str, part: Callable[[Sequence[float]], Sequence[float]]
-) -> CaseResult:
-    """Make a row of a part of the values of each round."""
-    samples = {
-        who: Samples([replace(one, values=part(one.values)) for one in these.rounds])
-        for who, these in found.samples.items()
-    }
-    return replace(found, case=replace(found.case, name=name), samples=samples)
 
 
 def steps(plan: Benchmark, rounds: int) -> int:
@@ -201,67 +213,69 @@ def take_turns(
 
     Ctrl-C ends it with what there is, and is raised where there is nothing yet.
     """
-    findings = [
-        CaseResult(case, {one.name: Samples() for one in case.contenders})
-        for case in plan.cases
-    ]
-    team = _Team()
+    findings = [CaseResult(case, {}) for case in plan.cases]
+    # Who runs, or why it could not be started, which is not tried again.
+    pairs: dict[Contender, Pair | BenchError] = {}
     try:
-        for number in range(-1, rounds):
-            for finding in findings:
-                everybody = finding.case.contenders
-                first = number % len(everybody)
-                for contender in [*everybody[first:], *everybody[:first]]:
-                    if contender.name not in finding.failures:
-                        progress(f"{finding.case.name}: {contender.name}")
-                        team.take_turn(finding, contender, number)
+        for number, finding in product(range(-1, rounds), findings):
+            everybody = finding.case.contenders
+            first = number % len(everybody)
+            for contender in [*everybody[first:], *everybody[:first]]:
+                if contender.name not in finding.failures:
+                    progress(f"{finding.case.name}: {contender.name}")
+                    _take_turn(pairs, finding, contender, counts=number >= 0)
     except KeyboardInterrupt:
+        why = "it was interrupted before its first round"
         for finding in findings:
-            for name in [n for n, s in finding.samples.items() if not s.rounds]:
-                del finding.samples[name]
-                finding.failures[name] = "it was interrupted before its first round"
+            names = {one.name for one in finding.case.contenders}
+            for name in names - set(finding.samples):
+                finding.failures.setdefault(name, why)
         if not any(finding.samples for finding in findings):
             raise
     finally:
-        team.stop()
+        for pair in pairs.values():
+            if isinstance(pair, Pair):
+                pair.stop()
     return findings
 
 
-class _Team:
-    """Who runs, and who could not be started, which is not tried again."""
-
-    def __init__(self) -> None:
-        self._running: dict[Contender, Pair] = {}
-        self._unable: dict[Contender, BenchError] = {}
-
-    def take_turn(self, finding: CaseResult, contender: Contender, number: int) -> None:
-        owner = contender.beside or contender
-        try:
-            pair = self._ready(owner)
-            finding.facts[contender.name] = pair.facts
-            work = replace(finding.case.work, **contender.asks)
-            if number < 0:
-                pair.check(work)
-            sample = pair.round(work)
-            if number >= 0:
-                finding.samples[contender.name].rounds.append(sample)
-        except BenchError as exc:
-            if running := self._running.pop(owner, None):
-                running.stop()
-            del finding.samples[contender.name]
-            finding.failures[contender.name] = str(exc)
-
-    def stop(self) -> None:
-        for pair in self._running.values():
+def _take_turn(
+    pairs: dict[Contender, Pair | BenchError],
+    finding: CaseResult,
+    contender: Contender,
+    *,
+    counts: bool,
+) -> None:
+    """Have a contender do its work once; a round that does not count checks it."""
+    name, work = contender.name, finding.case.work
+    try:
+        pair = pairs[contender] = pairs.get(contender) or _start(contender)
+        if isinstance(pair, BenchError):
+            raise pair
+        finding.facts[name] = pair.facts
+        if not counts:
+            pair.check(work)
+        sample = pair.round(work)
+    except BenchError as exc:
+        pair = pairs[contender]
+        if isinstance(pair, Pair):
             pair.stop()
+            del pairs[contender]
+        finding.samples.pop(name, None)
+        finding.failures[name] = str(exc)
+        return
+    if counts:
+        samples = finding.samples.setdefault(name, Samples(work.moved_bytes))
+        samples.rounds.append(_values(sample.seconds, finding.case.unit, work))
+        samples.cpu_s.append(sample.cpu_s)
 
-    def _ready(self, contender: Contender) -> Pair:
-        if contender in self._unable:
-            raise self._unable[contender]
-        if contender not in self._running:
-            try:
-                self._running[contender] = contender.start()
-            except BenchError as exc:
-                self._unable[contender] = exc
-                raise
-        return self._running[contender]
+
+def _start(contender: Contender) -> Pair | BenchError:
+    try:
+        return contender.start()
+    except BenchError as exc:
+        return exc
+
+
+def _values(seconds: Sequence[float], unit: Unit, work: Work) -> Sequence[float]:
+    return seconds if unit.is_time else [work.moved_bytes / sum(seconds)]

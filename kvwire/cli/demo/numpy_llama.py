@@ -70,20 +70,6 @@ class NumpyLlama(Llama):
 
     def forward(self, tokens: list[int], sequence: BlockSequence | Plain) -> Forward:
         """Compute as :class:`Llama` says."""
-        x, spans = self._computed(tokens, sequence)
-        return Forward(int(np.argmax(self._scored(x[-1:]))), spans)
-
-    def scores(self, tokens: list[int], sequence: BlockSequence | Plain) -> Floats:
-        """Compute their KV, and log probabilities of what follows each, by token."""
-        found = self._scored(self._computed(tokens, sequence)[0])
-        found -= found.max(axis=-1, keepdims=True)
-        found -= np.log(np.exp(found).sum(axis=-1, keepdims=True))
-        return found
-
-    def _computed(
-        self, tokens: list[int], sequence: BlockSequence | Plain
-    ) -> tuple[Floats, list[LayerSpan]]:
-        """Compute all layers, and when each was."""
         start, count = sequence.length, len(tokens)
         at = np.arange(start, start + count)
         angles = self._angles(at)
@@ -95,13 +81,9 @@ class NumpyLlama(Llama):
             x = x + self._mlp(x, weights)
             spans.append(LayerSpan(index, count, began, time.monotonic()))
         sequence.length += count
-        return x, spans
-
-    def _scored(self, x: Floats) -> Floats:
-        """Return how likely each token is to follow, before they add up to 1."""
-        normal = self._norm(x, self._weights["model.norm.weight"])
-        out: Floats = normal @ self._weights["model.embed_tokens.weight"].T
-        return out
+        last = self._norm(x[-1:], self._weights["model.norm.weight"])
+        scores = last @ self._weights["model.embed_tokens.weight"].T
+        return Forward(int(np.argmax(scores)), spans)
 
     def generate(self, tokens: list[int], new: int) -> list[int]:
         """Continue a prompt with KV in arrays that grow."""

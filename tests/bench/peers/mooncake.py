@@ -44,7 +44,7 @@ class Program(Peer):
     def ready(self, theirs: Offsets) -> None:
         """See Peer; the lists it takes are made here, outside of what is timed."""
         ours, there = self.offsets + self.base, theirs + self._remote_base
-        lengths = [self.work["nbytes"]] * self.work["count"]
+        lengths = [self.nbytes] * len(self.offsets)
         self._lists = (ours.tolist(), there.tolist(), lengths)
 
     def move(self) -> None:

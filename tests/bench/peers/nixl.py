@@ -53,12 +53,12 @@ class Program(Peer):
         prepared = [
             self._agent.prep_xfer_dlist(
                 self._remote if whose else "NIXL_INIT_AGENT",
-                _descriptors(offsets + base, self.work["nbytes"]),
+                _descriptors(offsets + base, self.nbytes),
                 "DRAM",
             )
             for offsets, base, whose in places
         ]
-        self._lists = (*prepared, np.arange(self.work["count"], dtype=np.int32))
+        self._lists = (*prepared, np.arange(len(self.offsets), dtype=np.int32))
 
     def move(self) -> None:
         ours, theirs, every = self._lists

@@ -21,10 +21,9 @@ CALLS: Final = frozenset(
     }
 )
 HOST: Final = "127.0.0.1"
-# As in kvwire.cli.bench.fragments, which a program need not have.
+# As in kvwire.cli.bench.operations, which a program need not have.
 LEFT: Final = 1
 RIGHT: Final = 2
-_SPREAD: Final = 2
 Offsets = npt.NDArray[np.int64]
 _DIGEST_BYTES: Final = 16
 
@@ -33,8 +32,8 @@ class Peer:
     """One side. The right one listens and serves, the left one drives.
 
     The order of calls is that of ``kvwire.cli.bench.side``. A work is ``verb`` ("push"
-    or "pull"), ``nbytes`` of a fragment, their ``count``, and their ``layers``; a block
-    has all of them side by side if it is ``cross_layer``.
+    or "pull") and one transfer of ``nbytes`` in ``layers`` and ``blocks``; a block has
+    all layers side by side if it is ``cross_layer``.
 
     Args:
         options: ``pool_bytes`` is how much memory to have.
@@ -43,6 +42,7 @@ class Peer:
         memory: The pool.
         work: What was prepared last.
         offsets: Where its fragments begin in the pool.
+        nbytes: Bytes of each fragment.
     """
 
     def __init__(self, options: dict[str, str]) -> None:
@@ -50,6 +50,7 @@ class Peer:
         self.memory = np.full(int(options["pool_bytes"]), 1, np.uint8)
         self.work: dict[str, Any] = {}
         self.offsets = np.zeros(0, np.int64)
+        self.nbytes = 0
 
     @property
     def base(self) -> int:
@@ -89,20 +90,18 @@ class Peer:
         travelling = self.fragments()[self.rows].data
         return hashlib.blake2b(travelling, digest_size=_DIGEST_BYTES).hexdigest()
 
-    def drive(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Left: move everything once; ``values`` is one rate in bytes a second."""
+    def drive(self, work: dict[str, Any]) -> list[float]:
+        """Left: move everything once; the answer is how many seconds it took."""
         began = time.perf_counter()
         self.move()
-        elapsed_s = time.perf_counter() - began
-        return {"values": [work["nbytes"] * work["count"] / elapsed_s]}
+        return [time.perf_counter() - began]
 
     @abstractmethod
     def move(self) -> None:
         """Left: move everything once; over when it is where it belongs."""
 
-    def serve(self, work: dict[str, Any]) -> dict[str, Any]:
+    def serve(self, work: dict[str, Any]) -> None:
         """Right: what :meth:`drive` needs of it."""
-        return {}
 
     def verify(self, work: dict[str, Any]) -> None:
         """Left: nothing."""
@@ -113,14 +112,13 @@ class Peer:
 
     def fragments(self) -> npt.NDArray[np.uint8]:
         """The pool as an array with a row for each place of a fragment."""
-        nbytes = self.work["nbytes"]
-        whole = self.memory[: self.memory.size // nbytes * nbytes]
-        return whole.reshape(-1, nbytes)
+        whole = self.memory[: self.memory.size // self.nbytes * self.nbytes]
+        return whole.reshape(-1, self.nbytes)
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
         """Which of these rows travel."""
-        rows: npt.NDArray[np.int64] = self.offsets // self.work["nbytes"]
+        rows: npt.NDArray[np.int64] = self.offsets // self.nbytes
         return rows
 
     def _take(self, work: dict[str, Any], side: int) -> bool:
@@ -128,16 +126,19 @@ class Peer:
         if work == self.work:
             return False
         self.work, self.offsets = work, offsets(work, side)
+        self.nbytes = work["nbytes"] // len(self.offsets)
         return True
 
 
 def offsets(work: dict[str, Any], side: int) -> Offsets:
     """Where each fragment of a side begins in its pool, as in a pool of kvwire."""
     layers = 1 if work["cross_layer"] else work["layers"]
-    count = work["count"] // layers
-    blocks = np.random.default_rng(side).permutation(count) * _SPREAD
-    first = np.arange(layers) * _SPREAD * count
-    found: Offsets = (first[:, None] + blocks).ravel() * work["nbytes"]
+    count, spread = work["blocks"], work["spread"]
+    blocks = np.arange(count) * spread
+    np.random.default_rng(side).shuffle(blocks)
+    first = np.arange(layers) * spread * count
+    nbytes = work["nbytes"] // (layers * count)
+    found: Offsets = (first[:, None] + blocks).ravel() * nbytes
     return found
 
 

@@ -64,7 +64,7 @@ class Program(Peer):
 
         self._loop.run_until_complete(push() if self.work["verb"] == "push" else pull())
 
-    def serve(self, work: dict[str, Any]) -> dict[str, Any]:
+    def serve(self, work: dict[str, Any]) -> None:
         async def expect() -> None:
             await self._receive()
             await self._endpoint.send(self._signal)
@@ -75,7 +75,6 @@ class Program(Peer):
 
         push = self.work["verb"] == "push"
         self._loop.run_until_complete(expect() if push else publish())
-        return {}
 
     async def _accepted(self, endpoint: Any) -> None:
         self._endpoint = endpoint

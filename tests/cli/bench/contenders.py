@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import uvloop
 
@@ -19,11 +19,10 @@ from kvwire.cli.bench.pair import (
     Pair,
     Sample,
     SideProcess,
-    Work,
 )
-from kvwire.cli.bench.side import Side, answer, make
+from kvwire.cli.bench.side import Side, Work, answer, make
 from kvwire.cli.bench.turns import (
-    GIGABYTES_PER_SECOND,
+    MICROSECONDS,
     Benchmark,
     Case,
     Findings,
@@ -40,6 +39,8 @@ class Scripted(Contender):
     An empty one is Ctrl-C; ``failing`` is the call that fails.
     """
 
+    script: ScriptedPair
+
     def __init__(
         self,
         name: str,
@@ -47,19 +48,17 @@ class Scripted(Contender):
         *,
         log: Log | None = None,
         failing: str = "",
-        ours: bool = False,
     ) -> None:
-        super().__init__(name, "", ours=ours)
+        super().__init__(name, "")
         script = ScriptedPair(name, list(rounds), [] if log is None else log, failing)
         object.__setattr__(self, "script", script)
 
     def start(self) -> Pair:
-        script: ScriptedPair = vars(self)["script"]
-        script.done("start")
-        return cast(Pair, script)
+        self.script.done("start")
+        return self.script
 
 
-class ScriptedPair:
+class ScriptedPair(Pair):
     """Answers the samples of its contender, and notes what was asked of it."""
 
     def __init__(
@@ -69,7 +68,7 @@ class ScriptedPair:
         self._rounds = rounds
         self._log = log
         self._failing = failing
-        self.facts: dict[str, Any] = {"version": f"{name} 1"}
+        self.facts = {"version": f"{name} 1"}
 
     def check(self, work: Work) -> None:
         self.done("check")
@@ -77,10 +76,10 @@ class ScriptedPair:
     def round(self, work: Work) -> Sample:
         self.done("round")
         rounds = self._rounds
-        values = rounds.pop(0) if len(rounds) > 1 else rounds[0]
-        if not values:
+        seconds = rounds.pop(0) if len(rounds) > 1 else rounds[0]
+        if not seconds:
             raise KeyboardInterrupt
-        return Sample(values, work.moved_bytes, [0.2, 0.3])
+        return Sample(seconds, [0.2, 0.3])
 
     def stop(self) -> None:
         self._log.append((self._name, "stop"))
@@ -91,9 +90,16 @@ class ScriptedPair:
             raise BenchError(f"{self._name} failed to {call}")
 
 
-def case(*contenders: Contender, **changed: Any) -> Case:
-    given = {"name": "1 KiB send", "work": WORK, "unit": GIGABYTES_PER_SECOND}
-    return Case(contenders=contenders, **{**given, **changed})
+def rated(name: str, *rates: float, work: Work = WORK) -> Scripted:
+    """One whose rounds of a work have these rates."""
+    return Scripted(name, [[work.moved_bytes / rate] for rate in rates])
+
+
+def case(*contenders: Contender, ours: int = 1, **changed: Any) -> Case:
+    """Make a case of times, of which the first are ours."""
+    given = {"name": "1 KiB send", "work": WORK, "unit": MICROSECONDS}
+    both = {"ours": contenders[:ours], "beside": contenders[ours:]}
+    return Case(**{**given, **both, **changed})
 
 
 def benchmark(*cases: Case, **changed: Any) -> Benchmark:

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import kvwire
-from kvwire.cli.bench.pair import Sample
 from kvwire.cli.bench.report import Common, draw, render, show
 from kvwire.cli.bench.turns import (
-    MICROSECONDS,
+    GIGABYTES_PER_SECOND,
     Benchmark,
     Missing,
     Samples,
     compare,
     take_turns,
 )
-from tests.cli.bench.contenders import Scripted, benchmark, case, measured
+from tests.cli.bench.contenders import Scripted, benchmark, case, measured, rated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +34,7 @@ SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
 @given(SOME)
 def test_samples_are_summed_up_as_numpy_does(values: list[float]) -> None:
     # A fifth and three tenths of a second for 4 KiB.
-    found = Samples([Sample(values, 4096, [0.2, 0.3])]).document()
+    found = Samples(4096, [values], [[0.2, 0.3]]).document()
     middle = np.median(values)
     assert found["median"] == pytest.approx(middle)
     assert found["p99"] == np.percentile(values, 99, method="inverted_cdf")
@@ -48,9 +47,9 @@ def test_samples_are_summed_up_as_numpy_does(values: list[float]) -> None:
 
 
 def test_a_rate_is_compared_with_the_highest() -> None:
-    ours = Scripted("ours", [[8.0], [8.0], [10.0]])
-    slow, fast = Scripted("slow", [[5.0]]), Scripted("fast", [[10.0]])
-    (finding,) = measured(case(ours, slow, fast, target=0.9), rounds=2)
+    contenders = rated("ours", 8.0, 8.0, 10.0), rated("slow", 5.0), rated("fast", 10.0)
+    row = case(*contenders, unit=GIGABYTES_PER_SECOND, target=0.9)
+    (finding,) = measured(row, rounds=2)
     found = compare(finding)
     assert (found.best, found.ratio, found.met) == ("fast", 0.9, True)
     assert (found.low, found.high) == (0.8, 1.0)
@@ -58,14 +57,12 @@ def test_a_rate_is_compared_with_the_highest() -> None:
 
 def test_a_time_is_compared_with_the_lowest_of_others() -> None:
     """What is ours as well is nobody to be compared with."""
-    ours = Scripted("kvwire tcp", [[3.0]], ours=True)
-    also = Scripted("kvwire local", [[1.0]], ours=True)
+    ours, also = Scripted("kvwire tcp", [[3.0]]), Scripted("kvwire local", [[1.0]])
     slow, fast = Scripted("slow", [[9.0]]), Scripted("fast", [[2.0]])
-    row = case(ours, also, slow, fast, unit=MICROSECONDS, target=1.3)
-    (finding,) = measured(row)
+    (finding,) = measured(case(ours, also, slow, fast, ours=2, target=1.3))
     found = compare(finding)
     assert (found.best, found.ratio, found.met) == ("fast", 1.5, False)
-    (alone,) = measured(case(ours, also))
+    (alone,) = measured(case(ours, also, ours=2))
     assert compare(alone).ratio is None
 
 
@@ -80,13 +77,13 @@ def shown(whole: Benchmark) -> list[str]:
 
 
 def test_a_rate_has_its_cpu_a_time_its_tail_and_both_a_verdict() -> None:
-    rates = Scripted("kvwire", [[4.5e9]]), Scripted("iperf3", [[5.0e9]])
+    rates = rated("kvwire", 4.5e9), rated("iperf3", 5.0e9)
     tail = [2e-6] * 98 + [7e-6, 8e-6]
     times = Scripted("kvwire", [tail]), Scripted("streams", [[1e-6]])
     lines = shown(
         benchmark(
-            case(*rates, group="x", target=0.9),
-            case(*times, group="y", target=1.3, unit=MICROSECONDS, tail=True),
+            case(*rates, group="x", target=0.9, unit=GIGABYTES_PER_SECOND),
+            case(*times, group="y", target=1.3, tail=True),
         )
     )
     cells = [line.split() for line in lines]
@@ -108,13 +105,13 @@ def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
         "redis",
         "mooncake by 8",
     ]
-    rates = [Scripted(name, [[123.4e9]]) for name in names]
+    rates = [rated(name, 123.4e9) for name in names]
     times = [Scripted(name, [[0.1]]) for name in names]
     long = "4 KiB push, cross-layer"
     lines = shown(
         benchmark(
-            case(*rates, name=long),
-            case(*times, name=long, unit=MICROSECONDS, tail=True),
+            case(*rates, name=long, unit=GIGABYTES_PER_SECOND),
+            case(*times, name=long, tail=True),
         )
     )
     assert "…" not in "".join(lines)
@@ -133,7 +130,6 @@ def test_a_run_shows_and_writes_everything(
     whole = benchmark(
         case(ours, *peers, target=0.5),
         case(ours, peers[1]),
-        case(),
         missing=[Missing("iperf3", "install it")],
         notes=["a note"],
         below=lambda _: ["below"],
@@ -171,7 +167,7 @@ def test_a_run_shows_and_writes_everything(
         "name": "1 KiB send",
         "group": "",
         "work": {"verb": "send", "nbytes": 1024, "count": 4, "in_flight": 1},
-        "unit": "B/s",
+        "unit": "s",
         "target": 0.5,
         "best": "other",
         "ratio": 0.5,
@@ -212,8 +208,10 @@ def texts(axes: Axes) -> list[str]:
 
 
 def test_rates_are_bars_with_a_line_from_the_smallest_to_the_99th_percentile() -> None:
-    ours, broken = Scripted("kvwire", [[1e9, 2e9, 3e9]]), Scripted("c", failing="round")
-    (axes,) = drawn(benchmark(case(ours, Scripted("b", [[4e9]]), broken)))
+    ours = rated("kvwire", 2e9, 2e9, 1e9, 2e9, 3e9)
+    contenders = ours, rated("b", 4e9), Scripted("c", failing="round")
+    row = case(*contenders, unit=GIGABYTES_PER_SECOND)
+    (axes,) = drawn(benchmark(row), rounds=4)
     assert bars(axes) == pytest.approx([2.0, 4.0])
     assert texts(axes) == ["2", "4"]
     assert axes.get_xlim()[0] == 0
@@ -225,8 +223,9 @@ def test_rates_are_bars_with_a_line_from_the_smallest_to_the_99th_percentile() -
 def test_times_are_points_on_a_logarithmic_axis_in_a_panel_of_their_own() -> None:
     """From 20 us to 20 ms no bar could be compared with another."""
     slow, fast = Scripted("kvwire", [[2e-2]]), Scripted("b", [[2e-5]])
-    rates = case(Scripted("kvwire", [[1e9]]), Scripted("b", [[1e9]]))
-    first, axes = drawn(benchmark(rates, case(slow, fast, unit=MICROSECONDS)))
+    both = rated("kvwire", 1e9), rated("b", 1e9)
+    rates = case(*both, unit=GIGABYTES_PER_SECOND)
+    first, axes = drawn(benchmark(rates, case(slow, fast)))
     assert axes.get_xscale() == "log"
     points = [line for line in axes.lines if line.get_marker() == "o"]
     found = np.concatenate([point.get_xdata() for point in points])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.turns import steps, take_turns
 from tests.cli.bench.contenders import (
-    WORK,
     Log,
     Scripted,
     benchmark,
@@ -34,19 +32,9 @@ def test_everybody_takes_turns_after_a_check_and_a_round_that_does_not_count() -
     # Who begins changes; the third of each round is the other case.
     rounds = [name for name, call in calls[6:] if call == "round"]
     assert "".join(rounds) == "aba" + "baa" + "aba" + "baa"
-    kept = [list(sample.values) for sample in finding.samples["a"].rounds]
-    assert kept[0] == [1.0, 2.0]
+    kept = finding.samples["a"].rounds
+    assert list(kept[0]) == [1.0, 2.0]
     assert len(kept) == ROUNDS
-
-
-def test_a_contender_beside_another_has_its_processes_and_a_work_of_its_own() -> None:
-    log: Log = []
-    a = Scripted("a", log=log)
-    b = Contender("b", "", beside=a, asks={"count": 2 * WORK.count})
-    (finding,) = measured(case(a, b))
-    assert log.count(("a", "start")) == log.count(("a", "stop")) == 1
-    moved = [finding.samples[name].rounds[0].moved_bytes for name in "ab"]
-    assert moved == [WORK.moved_bytes, 2 * WORK.moved_bytes]
 
 
 @pytest.mark.parametrize(

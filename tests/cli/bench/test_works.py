@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.cli.bench import many, overlap
-from kvwire.cli.bench.fragments import (
-    ARENA,
-    LAYERS_MAX,
-    LEFT,
-    RIGHT,
-    FragmentsSide,
-    FragmentWork,
-    Pool,
-    contenders,
-    work_of,
-)
+from kvwire.cli.bench.fragments import LAYERS_MAX, contenders, work_of
 from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManySide, ManyWork
-from kvwire.cli.bench.overlap import OverlapSide, OverlapWork, efficiency
+from kvwire.cli.bench.operations import ARENA, LEFT, RIGHT, OpsSide, OpsWork, Pool
+from kvwire.cli.bench.overlap import OverlapSide, efficiency
 from kvwire.cli.bench.pair import Contender, Sample
 from kvwire.cli.bench.side import JoinedSide
 from kvwire.limits import KIB, MIB
@@ -39,7 +29,7 @@ WORKS = [
     for verb in ("push", "pull")
     for cross in (False, True)
 ]
-POOL_BYTES = max(work.pool_bytes for work in WORKS)
+POOL_BYTES = max(work.memory_bytes for work in WORKS)
 
 
 def does_every_work(contender: Contender) -> list[Sample]:
@@ -49,16 +39,15 @@ def does_every_work(contender: Contender) -> list[Sample]:
         for work in WORKS:
             pair.check(work)
             samples.append(pair.round(work))
-    for work, sample in zip(WORKS, samples, strict=True):
-        assert min(sample.values) > 0
-        assert sample.moved_bytes == work.nbytes * work.count
+    for sample in samples:
+        assert min(sample.seconds) > 0
         assert sum(sample.cpu_s) > 0
     return samples
 
 
 @pytest.mark.slow
 def test_local_moves_fragments_between_processes_with_and_without_arenas() -> None:
-    both = [one for _, one in contenders("local", {"pool_bytes": POOL_BYTES})]
+    both = [one for _, one in contenders("local", {})]
     assert [one.name for one in both] == ["kvwire local", "kvwire local arena"]
     for one in both:
         assert len(does_every_work(one)) == len(WORKS)
@@ -66,12 +55,10 @@ def test_local_moves_fragments_between_processes_with_and_without_arenas() -> No
 
 @pytest.mark.parametrize("in_arena", [False, True])
 async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
-    options = {"transport": "local", "pool_bytes": str(POOL_BYTES)}
-    side = FragmentsSide(options | {"memory": ARENA} if in_arena else options)
-    pool = Pool(side.memory, WORKS[0], LEFT)
-    assert (arena_of(as_fragments(pool.memory.data)) is not None) is in_arena
-    side.memory = np.empty(0, np.uint8)
-    del pool
+    options = {"transport": "local"}
+    side = OpsSide(options | {"memory": ARENA} if in_arena else options)
+    side.have(WORKS[0], LEFT)
+    assert (arena_of(as_fragments(side.memory.data)) is not None) is in_arena
     await side.close()
 
 
@@ -85,30 +72,30 @@ works = st.builds(
 
 
 @given(works, st.sampled_from([LEFT, RIGHT]))
-def test_no_two_fragments_meet_or_follow_each_other(
-    work: FragmentWork, side: int
-) -> None:
-    assert work.nbytes * work.count == work.blocks * work.layers * work.layer_bytes
+def test_no_two_fragments_meet_or_follow_each_other(work: OpsWork, side: int) -> None:
+    assert work.nbytes == work.blocks * work.layers * work.layer_bytes
     assert 1 <= work.layers <= LAYERS_MAX
-    pool = Pool(np.empty(work.pool_bytes, np.uint8), work, side)
+    pool = Pool(np.empty(work.memory_bytes, np.uint8), work, side)
     places = np.sort(pool.rows)
-    assert len(places) == work.count
-    assert 0 <= places[0] <= places[-1] < work.pool_bytes // work.nbytes
+    assert len(places) == work.fragments
+    assert 0 <= places[0] <= places[-1] < work.spread * work.fragments
     assert np.all(np.diff(places) > 1)
 
 
 @pytest.mark.parametrize("work", WORKS[:2], ids=lambda work: work.layout)
-def test_rows_are_where_the_cache_has_its_blocks(work: FragmentWork) -> None:
+def test_rows_are_where_the_cache_has_its_blocks(work: OpsWork) -> None:
     """What kvwire reads off its tensors, and where the bytes are compared."""
     pool, other = (
-        Pool(np.zeros(work.pool_bytes, np.uint8), work, side) for side in (LEFT, RIGHT)
+        Pool(np.zeros(work.memory_bytes, np.uint8), work, side)
+        for side in (LEFT, RIGHT)
     )
     assert pool.blocks != other.blocks
     group = pool.cache.groups["kv"]
     starts = group.bases[:, 0][:, None] + np.array(pool.blocks) * group.strides["block"]
     if work.cross_layer:
         starts = starts[:1]
-    expected = pool.rows * work.nbytes + pool.memory.ctypes.data
+    nbytes = work.nbytes // work.fragments
+    expected = pool.rows * nbytes + pool.memory.ctypes.data
     assert starts.ravel().tolist() == expected.tolist()
 
 
@@ -186,12 +173,12 @@ def test_the_efficiency_is_what_was_hidden_of_what_could_be(
     expected: float,
     met: bool,
 ) -> None:
-    work = OverlapWork(
-        verb=overlap.EXPOSED, nbytes=64 * KIB, count=10, compute_s=compute_ms * MS
+    work = replace(
+        overlap.work_of(overlap.EXPOSED, 10, 64 * KIB), compute_s=compute_ms * MS
     )
     times = zip(overlap.WAYS, (streamed_ms, whole_ms, 2.0), strict=True)
     ways = [Scripted(way, [[ms * MS]]) for way, ms in times]
-    (finding,) = measured(case(*ways, work=work))
+    (finding,) = measured(case(*ways, ours=3, work=work))
     found = efficiency(finding)
     assert found.ideal_s == pytest.approx(ideal_ms * MS)
     assert found.efficiency == pytest.approx(expected)
@@ -202,16 +189,15 @@ def test_the_efficiency_is_what_was_hidden_of_what_could_be(
 @pytest.mark.parametrize(("layers", "nbytes"), [(2, 4), (3, 192 * KIB)])
 async def test_every_way_moves_its_bytes(way: str, layers: int, nbytes: int) -> None:
     """Real blocks, and those of a toy model of which the payload is next to nothing."""
-    options: dict[str, Any] = {"transport": "tcp"}
+    options = {"transport": "tcp", "way": way}
     both = JoinedSide(OverlapSide(options), OverlapSide(options))
-    work = OverlapWork(
-        verb=overlap.EXPOSED, nbytes=nbytes, count=layers, repeat=2, way=way
-    )
+    work = overlap.work_of(overlap.EXPOSED, layers, nbytes, count=2)
     try:
         await both.connect(None)
+        await both.use(work, None)
         await both.fill(work)
-        assert len((await both.drive(work))["values"]) == 2
-        if way != overlap.ONE_LAYER:
-            assert await both.digest(work)
+        expected = overlap.ALONE_REPEAT if way == overlap.ONE_LAYER else 2
+        assert len(await both.drive(work)) == expected
+        assert await both.digest(work)
     finally:
         await both.close()
