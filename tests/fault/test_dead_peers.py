@@ -18,7 +18,7 @@ import pytest
 
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
-from tests.fault.producer import cache
+from tests.scenarios.world import Memory
 from tests.support.child import Child, child
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until
@@ -96,7 +96,7 @@ async def test_a_killed_producer_ends_its_transfers_soon(
     async with kvwire.open(name="consumer") as comm:
         conn = await comm.connect(f"127.0.0.1:{port}", transport=transport)
         ask = conn.pull if verb == "pull" else comm.expect
-        inc = ask("x", cache(), [0, 1])
+        inc = ask("x", Memory().cache, [0, 1])
         await inc.layer(1)
         process.kill()
         killed = now()

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
 from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -29,15 +28,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 import kvwire
 from kvwire.integrations.vllm.metrics import FIELDS
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from tests.scenarios.world import Memory
 from tests.support.servers import Server
 from tests.support.tree import ROOT
 from tests.support.waiting import eventually
 
 FOLDER: Final = ROOT / "docs" / "observe"
 PROGRAM: Final = "prometheus"
-SPEC: Final = kvwire.KVSpec(
-    layers=4, kv_heads=2, head_dim=64, block_tokens=16, dtype="float16"
-)
 # Two scrapes within each window, and a window within the time a test may take.
 _SCRAPE: Final = "200ms"
 _WINDOW: Final = "2s"
@@ -193,7 +190,7 @@ async def _work(
     prefill: kvwire.Communicator, conn: kvwire.Connection, store: kvwire.BlockStore
 ) -> None:
     """Transfers, of which each tenth is given up, and blocks that come and go."""
-    mine, theirs = _cache(), _cache()
+    mine, theirs = Memory().cache, Memory().cache
     for number in range(1_000_000):
         out = prefill.publish(number, mine, [0, 1, 2])
         out.ready(layers=slice(0, 2))
@@ -207,11 +204,6 @@ async def _work(
         await store.get(keys, theirs, [0, 1, 2])
         await store.put(keys[:1], mine, [0])
         await asyncio.to_thread(_PAUSE.wait, _PAUSE_S)
-
-
-def _cache() -> kvwire.PagedCache:
-    tensors = [np.zeros((4, 2, 16, 2, 64), np.float16) for _ in range(4)]
-    return kvwire.PagedCache(SPEC, tensors, layout="NHD")
 
 
 @pytest.mark.skipif(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-import kvwire
 from kvwire.observe.distributions import (
     OTHER,
     PEERS_MAX,
@@ -16,12 +14,7 @@ from kvwire.observe.distributions import (
     TransferDistributions,
 )
 from kvwire.testing import loopback
-
-SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
-
-
-def cache() -> kvwire.PagedCache:
-    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 4, 1, 8), np.float16)])
+from tests.scenarios.world import Memory
 
 
 def test_buckets_count_what_is_at_most_their_bound() -> None:
@@ -36,10 +29,10 @@ async def test_an_end_is_in_each_of_them_once() -> None:
     seen = TransferDistributions()
     async with loopback() as pair:
         pair.a.watchers.add(seen)
-        out = pair.b.publish("x", cache(), [0, 1])
+        out = pair.b.publish("x", Memory().cache, [0, 1])
         out.ready()
         out.finish()
-        outcome = await pair.ab.pull("x", cache(), [2, 3])
+        outcome = await pair.ab.pull("x", Memory().cache, [2, 3])
         await out
     for found in (seen.exposed, seen.queue, seen.nbytes):
         assert sum(found.counts) == 1
@@ -54,7 +47,7 @@ async def test_an_end_is_in_each_of_them_once() -> None:
 async def test_peers_are_bounded() -> None:
     seen = TransferDistributions()
     async with loopback() as pair:
-        inc = pair.ab.pull("x", cache(), [2, 3])
+        inc = pair.ab.pull("x", Memory().cache, [2, 3])
         inc.abort()
         outcome = await inc
 

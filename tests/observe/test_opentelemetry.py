@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
-import numpy as np
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
@@ -14,19 +13,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 import kvwire
 from kvwire.observe.opentelemetry import TransferTracer
 from kvwire.testing.harness import loopback
+from tests.scenarios.world import Memory
 from tests.support.traces import Traces
-
-SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
 
 
 def said(span: ReadableSpan) -> Mapping[str, object]:
     assert span.attributes is not None
     return span.attributes
-
-
-def cache(value: int) -> kvwire.PagedCache:
-    tensors = [np.full((4, 2, 4, 1, 8), value, np.float16) for _ in range(2)]
-    return kvwire.PagedCache(SPEC, tensors, layout="NHD")
 
 
 async def test_both_ends_of_a_transfer() -> None:
@@ -36,10 +29,10 @@ async def test_both_ends_of_a_transfer() -> None:
             TransferTracer(pair.a, traces.provider),
             TransferTracer(pair.b, traces.provider),
         ):
-            out = pair.b.publish("request-7", cache(7), [0, 1])
+            out = pair.b.publish("request-7", Memory().cache, [0, 1])
             out.ready()
             out.finish()
-            inc = pair.ab.pull("request-7", cache(0), [2, 3])
+            inc = pair.ab.pull("request-7", Memory().cache, [2, 3])
             outcome = await inc
             await out
     spans = traces.spans()
@@ -65,7 +58,7 @@ async def test_a_span_lies_below_the_request_that_it_is_of() -> None:
         with TransferTracer(pair.a, traces.provider):
             tracer = traces.provider.get_tracer("server")
             with tracer.start_as_current_span("request") as request:
-                inc = pair.ab.pull("never", cache(0), [0])
+                inc = pair.ab.pull("never", Memory().cache, [0])
             inc.abort()
             await inc
     parent = traces.spans()["kvwire receive"].parent
@@ -82,7 +75,7 @@ async def test_the_context_of_another_thread_comes_along() -> None:
 
         engine.start(traced).result(10)
         with traces.provider.get_tracer("server").start_as_current_span("r") as request:
-            out = engine.publish(b"\x00\xff", cache(1), [0])
+            out = engine.publish(b"\x00\xff", Memory().cache, [0])
         out.abort("not wanted")
         out.wait(10)
     span = traces.spans()["kvwire send"]
@@ -95,7 +88,7 @@ async def test_why_blocks_are_missing() -> None:
     traces = Traces()
     async with loopback() as pair:
         with TransferTracer(pair.b, traces.provider):
-            out = pair.b.publish(9, cache(0), [0])
+            out = pair.b.publish(9, Memory().cache, [0])
             out.abort("evicted")
             await out
     span = traces.spans()["kvwire send"]
@@ -108,9 +101,9 @@ async def test_why_blocks_are_missing() -> None:
 async def test_what_is_under_way_when_it_is_closed() -> None:
     traces = Traces()
     async with loopback() as pair:
-        before = pair.b.publish("before", cache(0), [0])
+        before = pair.b.publish("before", Memory().cache, [0])
         tracer = TransferTracer(pair.b, traces.provider)
-        out = pair.b.publish("x", cache(0), [0])
+        out = pair.b.publish("x", Memory().cache, [0])
         before.abort()
         await before
         tracer.close()
@@ -138,11 +131,11 @@ async def test_both_ends_are_one_trace(where: str) -> None:
             TransferTracer(pair.b, traces.provider),
         ):
             with below("answerer"):
-                out = pair.b.publish("t", cache(7), [0, 1])
+                out = pair.b.publish("t", Memory().cache, [0, 1])
             out.ready()
             out.finish()
             with below("asker"):
-                inc = pair.ab.pull("t", cache(0), [2, 3])
+                inc = pair.ab.pull("t", Memory().cache, [2, 3])
             await inc
             await out
     spans = traces.spans()

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 
 import kvwire
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.testing.harness import loopback
-
-SPEC = kvwire.KVSpec(layers=2, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
-
-
-def cache(value: int) -> kvwire.PagedCache:
-    tensors = [np.full((4, 2, 4, 1, 8), value, np.float16) for _ in range(2)]
-    return kvwire.PagedCache(SPEC, tensors, layout="NHD")
+from tests.scenarios.world import SPEC, Memory
 
 
 async def test_a_scrape_shows_what_has_happened() -> None:
@@ -28,10 +21,10 @@ async def test_a_scrape_shows_what_has_happened() -> None:
         where = {**labels, "transport": "inproc"}
         assert registry.get_sample_value("kvwire_open_connections", where) == 1
 
-        out = pair.b.publish("x", cache(7), [0, 1])
-        out.ready(layers=slice(0, 2))
+        out = pair.b.publish("x", Memory().cache, [0, 1])
+        out.ready()
         out.finish()
-        inc = pair.ab.pull("x", cache(0), [2, 3])
+        inc = pair.ab.pull("x", Memory().cache, [2, 3])
         outcome = await inc
         got = registry.get_sample_value("kvwire_received_bytes_total", labels)
         assert got == outcome.nbytes > 0
@@ -45,7 +38,7 @@ async def test_a_scrape_shows_what_has_happened() -> None:
 
 async def test_failed_transfers_and_lost_connections_are_counted() -> None:
     async with loopback() as pair:
-        inc = pair.ab.pull("never", cache(0), [0])
+        inc = pair.ab.pull("never", Memory().cache, [0])
         inc.abort("not wanted any more")
         assert not (await inc).complete
         pair.ab.abort("gone")
@@ -69,9 +62,9 @@ async def test_a_scrape_shows_a_store_and_its_tiers(tmp_path: Path) -> None:
     async with kvwire.BlockStore.open([memory, disk]) as store:
         registry = CollectorRegistry()
         registry.register(StoreCollector(store, "cache"))
-        await store.put(hashes[:2], cache(7), [0, 1])
-        await store.put(hashes[:2], cache(7), [0, 1])
-        await store.get(hashes, cache(0), [0, 1, 2])
+        await store.put(hashes[:2], Memory().cache, [0, 1])
+        await store.put(hashes[:2], Memory().cache, [0, 1])
+        await store.get(hashes, Memory().cache, [0, 1, 2])
 
         def value(metric: str, **labels: str) -> float | None:
             return registry.get_sample_value(metric, {"store": "cache", **labels})
