@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvwire import Communicator, Config, Engine
+from kvwire.types import Address
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, pair_of, running
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
-    Engine,
     complete,
     engine,
     front,
     prompt,
     tokens_of,
 )
-from tests.integrations.vllm.wire import slow_wire
+from tests.support.proxy import Bandwidth, Direction, Proxy
 from tests.support.waiting import eventually
 
 PROMPTS = "vllm:prompt_tokens_total"
@@ -164,14 +165,22 @@ def test_several_at_once(pair: Pair) -> None:
 @contextmanager
 def slow_wires(pair: Pair, bytes_per_s: int) -> Iterator[tuple[str, str]]:
     """Where each side's ranks are found behind a slow wire of their own."""
-    with ExitStack() as wires:
+    there, back = pair.prefill.kv.split(","), pair.decode.kv.split(",")
+    toxics = [Bandwidth(way, bytes_per_s) for way in Direction]
+    wires = AsyncExitStack()
 
-        def behind(engine: Engine) -> str:
-            listening = engine.kv.split(",")
-            slow = [wires.enter_context(slow_wire(a, bytes_per_s)) for a in listening]
-            return ",".join(slow)
+    async def begin(_: Communicator) -> list[str]:
+        proxies = [Proxy(Address.parse(one), *toxics) for one in (*there, *back)]
+        for proxy in proxies:
+            await wires.enter_async_context(proxy)
+        return [str(proxy.address) for proxy in proxies]
 
-        yield behind(pair.prefill), behind(pair.decode)
+    with Engine(Config()) as loop:
+        slow = loop.start(begin).result()
+        try:
+            yield ",".join(slow[: len(there)]), ",".join(slow[len(there) :])
+        finally:
+            loop.start(lambda _: wires.aclose()).result()
 
 
 def test_through_the_proxy(pair: Pair, tmp_path: Path) -> None:
