@@ -189,16 +189,36 @@ def server(
     return Engine(command, log, url, environment | {"HF_HUB_OFFLINE": "1"})
 
 
-def front(prefill: Engine, decode: Engine, folder: Path, *arguments: str) -> Process:
-    """The proxy before two engines, not started."""
+class Front(Process):
+    """The proxy."""
+
+    def post(self, path: str, **asked: Any) -> Any:
+        return httpx.post(f"{self.url}{path}", json=asked, timeout=ANSWERS_WITHIN_S)
+
+    def engines(self, gauge: str) -> set[str]:
+        """URLs of the engines of which a gauge is not 0."""
+        text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
+        return engines_of(text, gauge)
+
+
+def engines_of(metrics: str, gauge: str) -> set[str]:
+    """URLs of the engines of which a gauge is not 0, by the proxy's metrics."""
+    lines = [line for line in metrics.splitlines() if f"_engine_{gauge}{{" in line]
+    return {line.split('"')[1] for line in lines if not line.endswith(" 0.0")}
+
+
+def front(folder: Path, *arguments: str) -> Front:
+    """The proxy, not started."""
     port = free_port()
-    found = [f"{e.url}={e.kv},stages={e.stages}" for e in (prefill, decode)]
-    command = [
-        *(sys.executable, "-m", "kvwire.integrations.vllm.proxy"),
-        *("--prefill", found[0], "--decode", found[1]),
-        *("--port", str(port), *arguments),
-    ]
-    return Process(command, folder / "proxy.log", f"http://127.0.0.1:{port}")
+    command = [sys.executable, "-m", "kvwire.integrations.vllm.proxy"]
+    command += ["--port", str(port), *arguments]
+    return Front(command, folder / "proxy.log", f"http://127.0.0.1:{port}")
+
+
+def before(prefill: Engine, decode: Engine) -> list[str]:
+    """Arguments of a proxy before two engines."""
+    said = [f"{e.url}={e.kv},stages={e.stages}" for e in (prefill, decode)]
+    return ["--prefill", said[0], "--decode", said[1]]
 
 
 def complete(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:

@@ -18,6 +18,7 @@ from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, pair_of, running
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
+    before,
     complete,
     engine,
     front,
@@ -185,7 +186,7 @@ def slow_wires(pair: Pair, bytes_per_s: int) -> Iterator[tuple[str, str]]:
 
 def test_through_the_proxy(pair: Pair, tmp_path: Path) -> None:
     """It names the ranks and stages of each engine to the other one."""
-    proxy = front(pair.prefill, pair.decode, tmp_path)
+    proxy = front(tmp_path, *before(pair.prefill, pair.decode))
     with running(proxy):
         for length in (129, 3000):
             ids, hits = prompt(length, seed=5), pair.fetched

@@ -28,6 +28,7 @@ from tests.integrations.vllm.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Process,
+    before,
     complete,
     engine,
     front,
@@ -102,7 +103,7 @@ def pair(
         one.environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] = "http/protobuf"
         one.environment["OTEL_BSP_SCHEDULE_DELAY"] = "200"
     made = Found(prefill, decode)
-    made.proxy, made.events = front(prefill, made.decode, folder), replay
+    made.proxy, made.events = front(folder, *before(prefill, decode)), replay
     with running(prefill, made.decode, made.proxy):
         yield made
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,14 +17,15 @@ from tests.integrations.vllm.pairs import running
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
     Engine,
-    Process,
+    Front,
     complete,
     engine,
+    front,
     prompt,
     tokens_of,
 )
 from tests.integrations.vllm.test_engines_move import TOKENS, Stream
-from tests.support.servers import free_port, redis_server
+from tests.support.servers import redis_server
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -39,17 +39,12 @@ class Found:
     prefill: Engine
     first: Engine
     second: Engine
-    proxy: Process
-
-    def up(self) -> set[str]:
-        """URLs of those that get requests."""
-        text = httpx.get(f"{self.proxy.url}/metrics").text
-        lines = [line for line in text.splitlines() if "engine_up{" in line]
-        return {line.split('"')[1] for line in lines if line.endswith(" 1.0")}
+    proxy: Front
 
     def is_up(self, *engines: Engine) -> bool:
         """Whether these get requests in the end, and no others."""
-        return eventually(lambda: self.up() == {one.url for one in engines})
+        wanted = {one.url for one in engines}
+        return eventually(lambda: self.proxy.engines("up") == wanted)
 
     def right(self, seed: int, alone: Engine) -> None:
         """Check that an answer is that of one engine alone."""
@@ -72,11 +67,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
             engine(model, folder, f"{role}-{core}", core, {**shared, "role": role})
             for core, role in enumerate(roles)
         ]
-        port = free_port()
-        command = [sys.executable, "-m", "kvwire.integrations.vllm.proxy"]
-        where = ["--directory", url, "--port", str(port), "--migrate"]
-        log = folder / "proxy.log"
-        proxy = Process([*command, *where], log, f"http://127.0.0.1:{port}")
+        proxy = front(folder, "--directory", url, "--migrate")
         stack.enter_context(running(*engines, proxy))
         made = Found(prefill, first, second, proxy)
         assert made.is_up(*engines)
@@ -105,16 +96,15 @@ def test_an_engine_is_drained_and_ends(found: Found) -> None:
     asked = {"engine": found.first.url, "wait_s": 60}
 
     def drain() -> None:
-        said = httpx.post(f"{found.proxy.url}/drain", json=asked, timeout=90)
+        said = found.proxy.post("/drain", **asked)
         assert said.json() == {"engine": found.first.url, "running": 0}
 
     # The other one is drained first, so that the request is at this one.
-    httpx.post(f"{found.proxy.url}/drain", json={"engine": found.second.url})
+    found.proxy.post("/drain", engine=found.second.url)
     ids, stream = prompt(900, 9), Stream()
 
     def back_and_drain() -> None:
-        back = {"engine": found.second.url, "drain": False}
-        httpx.post(f"{found.proxy.url}/drain", json=back)
+        found.proxy.post("/drain", engine=found.second.url, drain=False)
         drain()
 
     stream.read(found.proxy.url, ids, 12, back_and_drain)

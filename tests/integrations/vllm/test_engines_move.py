@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +20,12 @@ from tests.integrations.vllm.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Engine,
-    Process,
+    Front,
     engine,
+    front,
     prompt,
     tokens_of,
 )
-from tests.support.servers import free_port
 from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -101,19 +100,11 @@ class Two:
     """Two engines that decode, and the proxy before them."""
 
     engines: tuple[Engine, Engine]
-    proxy: Process
-
-    def post(self, path: str, **asked: Any) -> Any:
-        return httpx.post(f"{self.proxy.url}{path}", json=asked, timeout=120)
+    proxy: Front
 
     def at_work(self) -> Engine:
         """The engine that has the one request."""
-        text = httpx.get(f"{self.proxy.url}/metrics").text
-        busy = [
-            line.split('"')[1]
-            for line in text.splitlines()
-            if "engine_running{" in line and not line.endswith(" 0.0")
-        ]
+        busy = self.proxy.engines("running")
         return next(one for one in self.engines if one.url in busy)
 
     def right(
@@ -141,12 +132,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     first, second = (
         engine(model, folder, f"decode-{core}", core, shared) for core in range(2)
     )
-    port = free_port()
-    command = [sys.executable, "-m", "kvwire.integrations.vllm.proxy", "--migrate"]
-    for one in (first, second):
-        command += ["--decode", f"{one.url}={one.kv}"]
-    command += ["--port", str(port)]
-    proxy = Process(command, folder / "proxy.log", f"http://127.0.0.1:{port}")
+    decode = [f"--decode={one.url}={one.kv}" for one in (first, second)]
+    proxy = front(folder, "--migrate", *decode)
     with running(first, second, proxy):
         yield Two((first, second), proxy)
 
@@ -158,7 +145,7 @@ def test_a_request_moves_there_and_back(two: Two) -> None:
 
         def twice() -> None:
             for _ in range(2):
-                said = two.post("/migrate", engine=two.at_work().url)
+                said = two.proxy.post("/migrate", engine=two.at_work().url)
                 assert said.status_code == 200, said.text
 
         said = two.right(prompt(length, 100 + seed), 12, twice)
@@ -172,7 +159,7 @@ def test_a_chat_moves(two: Two) -> None:
     """It goes on as a completion, of the same tokens."""
 
     def move() -> None:
-        said = two.post("/migrate", engine=two.at_work().url)
+        said = two.proxy.post("/migrate", engine=two.at_work().url)
         assert said.status_code == 200, said.text
 
     two.right(prompt(900, 150), 12, move, chat=True)
@@ -190,7 +177,7 @@ def test_an_answer_that_is_no_stream_moves(two: Two, chat: bool) -> None:
     path = "/v1/chat/completions" if chat else "/v1/completions"
     said: list[Any] = []
     asking = threading.Thread(
-        target=lambda: said.append(two.post(path, **asked, return_token_ids=True))
+        target=lambda: said.append(two.proxy.post(path, **asked, return_token_ids=True))
     )
     asking.start()
 
@@ -198,7 +185,7 @@ def test_an_answer_that_is_no_stream_moves(two: Two, chat: bool) -> None:
         """It has to have a token first."""
         with contextlib.suppress(StopIteration):
             here = two.at_work()
-            return bool(two.post("/migrate", engine=here.url).status_code == 200)
+            return bool(two.proxy.post("/migrate", engine=here.url).status_code == 200)
         return False
 
     assert eventually(moved)
@@ -216,10 +203,10 @@ def test_an_answer_that_is_no_stream_moves(two: Two, chat: bool) -> None:
 def test_a_drained_engine_is_empty_before_its_request_is_over(two: Two) -> None:
     def drain() -> None:
         here = two.at_work()
-        said = two.post("/drain", engine=here.url, wait_s=60)
+        said = two.proxy.post("/drain", engine=here.url, wait_s=60)
         assert said.json() == {"engine": here.url, "running": 0}
         assert two.at_work() is not here
-        two.post("/drain", engine=here.url, drain=False)
+        two.proxy.post("/drain", engine=here.url, drain=False)
 
     two.right(prompt(900, 200), 12, drain)
 
@@ -234,7 +221,7 @@ def test_an_engine_is_killed_while_a_request_moves(two: Two, who: str) -> None:
         there = two.engines[here is two.engines[0]]
         killed.append(here if who == "source" else there)
         moving = threading.Thread(
-            target=two.post, args=("/migrate",), kwargs={"engine": here.url}
+            target=two.proxy.post, args=("/migrate",), kwargs={"engine": here.url}
         )
         moving.start()
         killed[0].kill()

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.integrations.vllm.fake_engine import tokens_of
-from tests.integrations.vllm.serving import Process
+from tests.integrations.vllm.serving import Process, engines_of, front
 from tests.support.servers import Server, free_port, nats_server, redis_server
 
 pytestmark = [
@@ -64,12 +64,7 @@ class FakeFleet:
 
     async def up(self) -> set[str]:
         """URLs of the engines that the proxy would send a request to."""
-        text = (await self.client.get("/metrics")).text
-        return {
-            line.split('"')[1]
-            for line in text.splitlines()
-            if line.startswith("kvwire_proxy_engine_up") and line.endswith(" 1.0")
-        }
+        return engines_of((await self.client.get("/metrics")).text, "up")
 
     async def until(self, condition: Callable[[set[str]], bool]) -> float:
         """Wait until the engines that are up are so; how long that took."""
@@ -114,15 +109,7 @@ async def fleet(kind: str, folder: Path) -> AsyncIterator[FakeFleet]:
             log = folder / f"{port}.log"
             where = f"http://127.0.0.1:{port}"
             engines.append(Process([*command, str(port), role, url], log, where))
-        port = free_port()
-        proxy = Process(
-            [
-                *(sys.executable, "-m", "kvwire.integrations.vllm.proxy"),
-                *("--directory", url, "--port", str(port)),
-            ],
-            folder / "proxy.log",
-            f"http://127.0.0.1:{port}",
-        )
+        proxy = front(folder, "--directory", url)
         for process in (*engines, proxy):
             stack.callback(process.kill)
             process.start()
