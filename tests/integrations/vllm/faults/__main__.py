@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from tests.integrations.vllm.faults.answers import Outcome
 from tests.integrations.vllm.faults.arena import Arena, Tally, arena
@@ -35,7 +34,7 @@ def main() -> int:
             with arena(CONTENDERS[name], kind) as place:
                 _run(place, chosen, rows, options)
             if options.json:
-                options.json.write_text(json.dumps(_plain(found), indent=1))
+                options.json.write_text(json.dumps(found, indent=1, default=vars))
     for kind, by_name in found.items():
         print(f"\n{kind}, {time.monotonic() - began:.0f} s\n\n{table(by_name)}")
     ours = [t for by in found.values() for t in by.get("kvwire", {}).values()]
@@ -98,19 +97,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="faults, by parts of names")
     parser.add_argument("--json", type=Path, help="where the counts go")
     return parser.parse_args()
-
-
-def _plain(found: dict[str, Rows]) -> dict[str, Any]:
-    return {
-        kind: {
-            name: {
-                case: {**vars(tally), "outcomes": dict(tally.outcomes)}
-                for case, tally in by_case.items()
-            }
-            for name, by_case in rows.items()
-        }
-        for kind, rows in found.items()
-    }
 
 
 if __name__ == "__main__":
