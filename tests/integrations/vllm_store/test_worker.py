@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,15 +120,9 @@ def test_a_part_that_is_lost_is_told_in_the_step_that_reads_it(tmp_path: Path) -
     with worker(tmp_path, parts=3) as made:
         made.save()
         assert made.freed()
-        caches = made.side._caches
-        # As if the last part had been evicted since the prompt was looked up.
-        other = np.zeros((BLOCKS, HEADS, BLOCK_TOKENS, 2 * DIM), np.float32)
-        shape = replace(SHAPE, fingerprint="another", layers=(NAMES[2],))
-        made.side._shape = shape
-        made.side._caches, parts = [], dict(made.side._part_of)
-        made.side.register({NAMES[2]: other})
-        made.side._caches = [*caches[:2], made.side._caches[0]]
-        made.side._part_of = parts
+        # It may have been evicted since the prompt was looked up.
+        store, last = made.side._store, made.side._caches[2]
+        made.side._engine.start(lambda _: store.delete_all(last)).result()
         made.load()
         assert made.loaded()
         for name in NAMES:
