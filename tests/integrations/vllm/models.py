@@ -13,29 +13,22 @@ from typing import Any
 
 VOCABULARY = 512
 
+# What differs from a model with grouped queries, "gqa".
 SHAPES: dict[str, dict[str, Any]] = {
-    "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    **{kind: {} for kind in ("gqa", "gemma", "conv", "mamba")},
     # A prompt of 1,024 tokens takes long enough to be measured.
     "wide": {
         "num_attention_heads": 8,
-        "num_key_value_heads": 2,
         "num_hidden_layers": 8,
         "hidden_size": 256,
         "intermediate_size": 1024,
         "initializer_range": 0.1,
     },
-    "mha": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "mha": {"num_key_value_heads": 4},
     # Every second layer sees a window only.
-    "window": {"num_attention_heads": 4, "num_key_value_heads": 1},
-    # As Gemma 3: two layers that see a window, and one that sees all; twice.
-    "gemma": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    # As LFM2: short convolutions, whose states are none of tokens, and attention.
-    "conv": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    # As Granite 4: Mamba 2 and attention.
-    "mamba": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "window": {"num_key_value_heads": 1},
     # One latent of 512 + 64 for all heads: the only size vLLM computes on CPUs.
     "mla": {
-        "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "kv_lora_rank": 512,
         "q_lora_rank": None,
@@ -50,8 +43,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Layers with a window to each one that sees everything; as Gemma 3 it is two.
 WINDOWS = {"window": 1, "gemma": 2}
-"""Layers with a window to each one that sees everything."""
 
 # A chat's tokens are those of its words.
 TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
@@ -80,23 +73,14 @@ def make_model(kind: str, folder: Path, **sizes: int) -> Path:
 
 
 def _network(kind: str, sizes: Mapping[str, int]) -> Any:
-    from transformers import (
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
-        Lfm2Config,
-        Lfm2ForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    import transformers
 
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "num_hidden_layers": 4,
         "head_dim": 32,
         "max_position_embeddings": 8192,
@@ -109,19 +93,21 @@ def _network(kind: str, sizes: Mapping[str, int]) -> Any:
     if kind in WINDOWS:
         layers = ["sliding_attention"] * WINDOWS[kind] + ["full_attention"]
         common["num_hidden_layers"] = 2 * len(layers)
-        return Gemma3ForCausalLM(
-            Gemma3TextConfig(
+        return transformers.Gemma3ForCausalLM(
+            transformers.Gemma3TextConfig(
                 **common,
                 sliding_window=256,
                 layer_types=2 * layers,
                 query_pre_attn_scalar=32,
             )
         )
+    # As LFM2: short convolutions, whose states are none of tokens, and attention; as
+    # Granite 4: Mamba 2 and attention.
     if kind in ("conv", "mamba"):
         del common["head_dim"]
     if kind == "mamba":
-        return GraniteMoeHybridForCausalLM(
-            GraniteMoeHybridConfig(
+        return transformers.GraniteMoeHybridForCausalLM(
+            transformers.GraniteMoeHybridConfig(
                 **{**common, "hidden_size": 128},
                 layer_types=["mamba", "attention"] * 2,
                 num_local_experts=0,
@@ -135,8 +121,8 @@ def _network(kind: str, sizes: Mapping[str, int]) -> Any:
         )
     if kind == "conv":
         layers = ["conv", "full_attention"] * 2
-        return Lfm2ForCausalLM(
-            Lfm2Config(
+        return transformers.Lfm2ForCausalLM(
+            transformers.Lfm2Config(
                 **{**common, "hidden_size": 128},
                 layer_types=layers,
                 # vLLM reads these, and transformers has no defaults for them.
@@ -144,5 +130,9 @@ def _network(kind: str, sizes: Mapping[str, int]) -> Any:
             )
         )
     if kind == "mla":
-        return DeepseekV2ForCausalLM(DeepseekV2Config(**common))
-    return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=False))
+        return transformers.DeepseekV2ForCausalLM(
+            transformers.DeepseekV2Config(**common)
+        )
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**common, tie_word_embeddings=False)
+    )
