@@ -49,7 +49,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         transfer = vllm_config.kv_transfer_config
         shapes = cache_shapes(vllm_config, kv_cache_config)
         groups = "; ".join(shape.kind for shape in shapes)
-        self._settings, config = read_settings(
+        settings, config = read_settings(
             transfer.kv_connector_extra_config,
             {
                 "vllm_model": model_digest(vllm_config),
@@ -58,14 +58,14 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
                 "vllm_draft": draft_name(vllm_config),
             },
         )
-        if self._settings.gate_layers and len(shapes) > 1:
+        if settings.gate_layers and len(shapes) > 1:
             raise UsageError(
                 f"gate_layers with {len(shapes)} kinds of layers ({groups}): vLLM has "
                 f"no way to hear that a layer of one of them did not come"
             )
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
-                self._settings, shapes, References.of(config, self._settings.peers)
+                settings, shapes, References.of(config, settings.peers)
             )
             return
         parallel = vllm_config.parallel_config
@@ -73,19 +73,18 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         # Engines of a data-parallel group have one configuration.
         before = getattr(parallel, "data_parallel_index", 0) or 0
         before *= shapes[0].ranks * shapes[0].stage[1]
-        self._settings = self._settings.beside(before)
-        said = {"rank": rank, "fingerprint": self._settings.fingerprint}
+        settings = _without_halves(settings.beside(before), parallel)
+        said = {"rank": rank, "fingerprint": settings.fingerprint}
         shapes = tuple(dataclasses.replace(shape, **said) for shape in shapes)
         config = _with_own_gpu(config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
         announcer: Announcer | None = None
-        if self._settings.http and not before:
-            url, role = self._settings.http, self._settings.role
+        if settings.http and not before:
+            url, role = settings.http, settings.role
             model = model_digest(vllm_config)
             index = shapes[0].index
             announcer = Announcer(url, role, vllm_config, index, model)
-        settings = self._worker_settings(parallel)
         self._worker = WorkerSide(settings, config, shapes, announcer)
         observed = getattr(vllm_config, "observability_config", None)
         if getattr(observed, "otlp_traces_endpoint", None):
@@ -168,17 +167,17 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
 
-    def _worker_settings(self, parallel: Any) -> VllmSettings:
-        """Return the settings, less hooks where one is enough."""
-        halves = getattr(parallel, "use_ubatching", False)
-        if self._settings.stream != LAYER or not halves:
-            return self._settings
-        # Each layer calls its hook once for each half, and a mark is of both.
-        logger.warning(
-            "this engine computes the halves of a batch in turns; KV is sent after "
-            'each forward pass, as with "stream": "chunk"'
-        )
-        return msgspec.structs.replace(self._settings, stream=CHUNK)
+
+def _without_halves(settings: VllmSettings, parallel: Any) -> VllmSettings:
+    """Return the settings, without layers where each has a hook for half a batch."""
+    if settings.stream != LAYER or not getattr(parallel, "use_ubatching", False):
+        return settings
+    # A mark is of both halves.
+    logger.warning(
+        "this engine computes the halves of a batch in turns; KV is sent after each "
+        'forward pass, as with "stream": "chunk"'
+    )
+    return msgspec.structs.replace(settings, stream=CHUNK)
 
 
 def _with_own_gpu(config: Config) -> Config:
