@@ -63,18 +63,18 @@ class PromptSend(PromptEnd[Outgoing]):
     def extend(self, blocks: Blocks) -> None:
         """Add blocks that the prompt got; from any thread, does not wait."""
         if any(blocks.values()):
-            self._say(Outgoing.extend, blocks)
+            self._tell(Outgoing.extend, blocks)
 
     def ready(
         self, group: str, layers: slice, blocks: slice, after: object | None
     ) -> None:
         """Mark layers of some blocks as written; from any thread, no waiting."""
-        self._say(Outgoing.ready, layers, blocks, group=group, after=after)
+        self._tell(Outgoing.ready, layers, blocks, group=group, after=after)
 
     def finish(self) -> None:
         """Mark everything as written; from any thread, does not wait."""
         self.finished = True
-        self._say(Outgoing.finish)
+        self._tell(Outgoing.finish)
 
     def renew(self) -> None:
         """Renew the lease, as prefill goes on."""
@@ -123,7 +123,7 @@ class PromptSend(PromptEnd[Outgoing]):
         for out in self._parts:
             out.renew_lease()
 
-    def _say(self, call: Callable[..., None], *what: Any, **more: Any) -> None:
+    def _tell(self, call: Callable[..., None], *what: Any, **more: Any) -> None:
         with self._lock:
             if self._early is not None:
                 # bounded by the marks of one prompt
@@ -185,35 +185,35 @@ class ForwardPass:
             return
         self._hold(group, layers, layer)
         if self._left <= 1:
-            self._say_all()
+            self._mark_all()
         elif len(layers.held) >= layers.together:
-            self._say(group, layers)
+            self._mark(group, layers)
 
     def rest(self) -> None:
         """Mark what was not named: the pass is over."""
         for name, layers in self._groups.items():
             for layer in sorted(layers.unwritten):
                 self._hold(name, layers, layer)
-        self._say_all()
+        self._mark_all()
 
     def _hold(self, group: str, layers: _Layers, layer: int) -> None:
         if layers.held and layer != layers.held.stop:
-            self._say(group, layers)
+            self._mark(group, layers)
         layers.unwritten.discard(layer)
         self._left -= 1
         layers.held = range(layers.held.start if layers.held else layer, layer + 1)
 
-    def _say_all(self) -> None:
+    def _mark_all(self) -> None:
         for name, layers in self._groups.items():
             if layers.held:
-                self._say(name, layers)
+                self._mark(name, layers)
         if not self._left and not self._over:
             self._over = True
             for part in self._parts:
                 if part.last:
                     part.departure.finish()
 
-    def _say(self, group: str, layers: _Layers) -> None:
+    def _mark(self, group: str, layers: _Layers) -> None:
         after = self._recorded()
         held, layers.held = slice(layers.held.start, layers.held.stop), range(0)
         for part in self._parts:

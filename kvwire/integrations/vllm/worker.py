@@ -89,7 +89,7 @@ class WorkerSide:
         self._quarantined: set[str] = set()
         self._observed: Observed = {}
         self._step = WorkerStep()
-        self._writing = ForwardPass()
+        self._forward_pass = ForwardPass()
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Take the caches of this worker."""
@@ -148,9 +148,9 @@ class WorkerSide:
             for one in step.written
             if one.request_id in self._departures
         ]
-        self._writing = ForwardPass()
+        self._forward_pass = ForwardPass()
         if parts:
-            self._writing = ForwardPass(
+            self._forward_pass = ForwardPass(
                 parts, self._specs, self._settings.group_bytes, self._device.recorded
             )
 
@@ -168,11 +168,11 @@ class WorkerSide:
             return
         layer = self._caches.layers.get(name)
         if layer is not None:
-            self._writing.layer(*layer)
+            self._forward_pass.layer(*layer)
 
     def step_written(self) -> None:
         """Mark what no hook has named: the forward pass is over."""
-        self._writing.rest()
+        self._forward_pass.rest()
 
     def wait_layer(self, name: str) -> None:
         """Wait until nothing that this forward pass reads of a layer is on its way.
@@ -196,10 +196,10 @@ class WorkerSide:
         unsent = self._unsent.intersection(over)
         self._unsent -= unsent
         for request_id in over:
-            self._over(request_id)
+            self._end(request_id)
         if self._step.idle and not unsent:
-            self._rest()
-        self._say_quarantined()
+            self._wait_idle()
+        self._log_quarantined()
         sent = {r for r in self._leaving if self._departures[r].done.done()}
         for request_id in sent:
             self._leaving.discard(request_id)
@@ -288,7 +288,9 @@ class WorkerSide:
         for request_id in [r for r, a in self._gated.items() if a.done.done()]:
             self._note_missing(request_id, self._gated.pop(request_id))
         if self._settings.gate_layers:
-            for request_id in [r for r, a in self._arrivals.items() if self._opens(a)]:
+            for request_id in [
+                r for r, a in self._arrivals.items() if self._may_begin(a)
+            ]:
                 self._gated[request_id] = self._arrivals.pop(request_id)
                 received.add(request_id)
         return received
@@ -302,7 +304,7 @@ class WorkerSide:
             self._errors.update(*(ids.tolist() for ids in arrived.missing.values()))
         observe_received(self._observed, arrived.outcomes, missing)
 
-    def _opens(self, arrival: PromptReceive) -> bool:
+    def _may_begin(self, arrival: PromptReceive) -> bool:
         """Tell whether all but the last layers are here and still wanted."""
         if arrival.stopped:
             return False
@@ -311,7 +313,7 @@ class WorkerSide:
         last = max(layers.start + 1, layers.stop - self._settings.gate_layers)
         return all(arrival.landed(group, layer) for layer in range(layers.start, last))
 
-    def _rest(self) -> None:
+    def _wait_idle(self) -> None:
         """Let the thread that moves bytes have the interpreter, until one is done."""
         waiting: list[Future[Any]] = [a.done for a in self._arrivals.values()]
         waiting += [self._departures[request_id].done for request_id in self._leaving]
@@ -320,7 +322,7 @@ class WorkerSide:
 
     # --- ending -----------------------------------------------------------------------
 
-    def _over(self, request_id: str) -> None:
+    def _end(self, request_id: str) -> None:
         departure = self._departures.get(request_id)
         if departure is not None:
             self._leaving.add(request_id)
@@ -345,7 +347,7 @@ class WorkerSide:
                 self._engine.start(_drop_links).result()
                 dropped = True
 
-    def _say_quarantined(self) -> None:
+    def _log_quarantined(self) -> None:
         if not self._device.failed:
             return
         for request_id, end in self._ends().items():

@@ -179,7 +179,7 @@ class StoreWorker:
     def finished(self, _ended: Iterable[str] = ()) -> tuple[set[str], set[str]]:
         """Return requests whose blocks are free, and those that are loaded."""
         if self._step.idle:
-            self._rest()
+            self._wait_idle()
         sent = {one for one in self._leaving if _over(self._saves.get(one, ()))}
         self._leaving -= sent
         for request_id in [one for one, saves in self._saves.items() if _over(saves)]:
@@ -251,7 +251,7 @@ class StoreWorker:
                 self._said.add(reason)
                 logger.warning("blocks are not saved: %s", reason)
 
-    def _rest(self) -> None:
+    def _wait_idle(self) -> None:
         """Let the thread that moves bytes have the interpreter, until one is done."""
         waiting: list[Future[Any]] = [load.done for load in self._loads.values()]
         waiting += [load.here[0] for load in self._loads.values()]

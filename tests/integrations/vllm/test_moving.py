@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.moving import kept_by
+from kvwire.integrations.vllm.proxy.moving import immovable_field
 from tests.integrations.vllm.test_proxy import (
     ASK,
     D1,
@@ -376,7 +376,10 @@ async def test_only_whoever_may_drain_moves() -> None:
     ],
 )
 def test_what_keeps_a_request(field: str, value: Any, kept: str) -> None:
-    assert kept_by("/v1/completions", {**ASK, "stream": True, field: value}) == kept
+    assert (
+        immovable_field("/v1/completions", {**ASK, "stream": True, field: value})
+        == kept
+    )
 
 
 @pytest.mark.parametrize(
@@ -396,4 +399,4 @@ def test_what_keeps_a_request(field: str, value: Any, kept: str) -> None:
 )
 def test_what_keeps_a_chat(field: str, value: Any, kept: str) -> None:
     asked = {"model": "m", "messages": CHAT["messages"], "stream": True}
-    assert kept_by("/v1/chat/completions", {**asked, field: value}) == kept
+    assert immovable_field("/v1/chat/completions", {**asked, field: value}) == kept

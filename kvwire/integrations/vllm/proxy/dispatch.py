@@ -101,7 +101,7 @@ class Dispatcher:
                 prefill = self._fleet.pick(PREFILL, body, out, decode.model)
             try:
                 async with AsyncExitStack() as attempt:
-                    answer = await self.go_on(prefill, decode, asked, attempt)
+                    answer = await self.ask_once(prefill, decode, asked, attempt)
                     asked.waits_for = "the end of the answer"
                     stack.push_async_exit(attempt.pop_all())
                     return answer
@@ -120,7 +120,7 @@ class Dispatcher:
 
     # --- one try ----------------------------------------------------------------------
 
-    async def go_on(
+    async def ask_once(
         self,
         source: VllmEngine | None,
         to: VllmEngine,

@@ -79,7 +79,7 @@ _USUAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty
 _HELD_TOKENS_MAX: Final = 4
 
 
-def kept_by(path: str, body: Mapping[str, Any]) -> str:
+def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     """Name the field for which a request stays where it is; "" if it can move."""
     chat = path != _COMPLETIONS
     if chat and not _is_text(body.get("messages")):
@@ -214,7 +214,7 @@ class MovableStream:
                 event = await self._next()
                 if event is None:
                     break
-                passed = self._passed(event)
+                passed = self._take(event)
             except EngineFailed as exc:
                 if self._over or not await self._recovered(exc):
                     raise
@@ -222,7 +222,7 @@ class MovableStream:
             for one in passed:
                 yield one
             if passed and self._order is not None and not self._over:
-                await self._obey(*self._order)
+                await self._carry_out(*self._order)
         for one in self._held:
             yield one
         yield self._read
@@ -241,15 +241,15 @@ class MovableStream:
         event, _, self._read = self._read.partition(b"\n\n")
         return event
 
-    def _passed(self, event: bytes) -> list[Event]:
-        """Return what the client gets of it now, with what was held back."""
+    def _take(self, event: bytes) -> list[Event]:
+        """Take an event; return what the client gets now, with what was held back."""
         try:
             text = event.removeprefix(b"data:")
             said = msgspec.json.decode(text, type=dict[str, Any])
         except DECODE_ERRORS:
-            return self._all_held(event + b"\n\n")
+            return self._release(event + b"\n\n")
         if self._over and "error" in said:
-            return self._all_held(event + b"\n\n")
+            return self._release(event + b"\n\n")
         if "error" in said:
             why = f"it reports {said['error']}"[:_QUOTED_CHARS]
             raise EngineFailed(self._asked.decode, why)
@@ -267,7 +267,7 @@ class MovableStream:
             if not shown:
                 choice.pop("token_ids", None)
             self._over = self._over or choice.get("finish_reason") is not None
-            complete = self._told(choice) or complete or self._over
+            complete = self._translate(choice) or complete or self._over
         if usage := said.get("usage"):
             usage["prompt_tokens"] -= self._before
             usage["completion_tokens"] += self._before
@@ -275,12 +275,12 @@ class MovableStream:
         self.id = self._first.get("id", "")
         said |= self._first
         if complete or len(self._held_ids) >= _HELD_TOKENS_MAX:
-            return self._all_held(said)
+            return self._release(said)
         self._held.append(said)
         return []
 
-    def _told(self, choice: dict[str, Any]) -> bool:
-        """Make a choice of the client's kind; whether it tells the client anything."""
+    def _translate(self, choice: dict[str, Any]) -> bool:
+        """Make a choice one of the client's kind; whether it says anything."""
         if not self._chat:
             return bool(choice.get("text"))
         if "text" in choice:
@@ -290,16 +290,17 @@ class MovableStream:
         self._parsed = self._parsed or not told <= {"role", "content"}
         return bool(told)
 
-    def _all_held(self, last: Event) -> list[Event]:
+    def _release(self, last: Event) -> list[Event]:
+        """Return what was held back, and one event more."""
         out = [*self._held, last]
         self._tokens += self._held_ids  # bounded: max_tokens
         self._held, self._held_ids = [], []
         return out
 
-    async def _obey(self, to: VllmEngine, told: asyncio.Future[str]) -> None:
+    async def _carry_out(self, to: VllmEngine, told: asyncio.Future[str]) -> None:
         if told.done():
             return
-        why = await self._moved(to, self._asked.decode)
+        why = await self._switch(to, self._asked.decode)
         self._moves.counts[STAYED if why else MOVED] += 1
         if not told.done():
             told.set_result(why)
@@ -316,22 +317,22 @@ class MovableStream:
         while to := self._moves.fleet.pick(DECODE, body, tried, here.model):
             if not budget.spend():
                 return False
-            if not await self._moved(to, None):
+            if not await self._switch(to, None):
                 self._moves.counts["recovered"] += 1
                 return True
             tried.add(to)  # bounded: engines
         return False
 
-    async def _moved(self, to: VllmEngine, source: VllmEngine | None) -> str:
+    async def _switch(self, to: VllmEngine, source: VllmEngine | None) -> str:
         """Go on at another engine, with KV of this one; why not, or ""."""
-        asked = self._rest()
+        asked = self._remainder()
         if asked.body["max_tokens"] == 0:
             return _ENDED
         async with AsyncExitStack() as attempt:
             try:
                 # Without KV all is computed, which takes as long as it does.
                 async with asyncio.timeout(PROXY_MOVE_S if source else None):
-                    answer = await self._moves.dispatcher.go_on(
+                    answer = await self._moves.dispatcher.ask_once(
                         source, to, asked, attempt
                     )
                 if answer.is_error:
@@ -350,16 +351,16 @@ class MovableStream:
 
     async def _copy_ahead(self, here: VllmEngine, to: VllmEngine) -> None:
         """Have the target's prefix cache hold what there is; no matter if it fails."""
-        asked = self._rest()
+        asked = self._remainder()
         for name in ("stream", "stream_options", "min_tokens"):
             asked.body.pop(name, None)
         asked.body["max_tokens"] = 1
         with contextlib.suppress(EngineFailed, TimeoutError):
             async with asyncio.timeout(PROXY_MOVE_S), AsyncExitStack() as attempt:
-                said = await self._moves.dispatcher.go_on(here, to, asked, attempt)
+                said = await self._moves.dispatcher.ask_once(here, to, asked, attempt)
                 await said.body()
 
-    def _rest(self) -> ClientRequest:
+    def _remainder(self) -> ClientRequest:
         """Return the request for what the client does not have yet."""
         asked, done = self._asked, len(self._tokens)
         body = {key: value for key, value in asked.body.items() if key not in _DONE}
@@ -405,7 +406,7 @@ class Moves:
 
         Cancel safety: safe, as that.
         """
-        if kept_by(asked.path, asked.body):
+        if immovable_field(asked.path, asked.body):
             return await self.dispatcher.ask(asked, stack)
         stream = MovableStream(self, asked)
         self.streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
@@ -424,7 +425,7 @@ class Moves:
         async def one(asked: ClientRequest) -> dict[str, str]:
             stream = self.streams.get(asked)
             if stream is None:
-                field = kept_by(asked.path, asked.body)
+                field = immovable_field(asked.path, asked.body)
                 name = asked.headers.get("x-request-id", "")
                 return {"request": name, STAYED: f"it cannot move with its {field!r}"}
             async with turns:
