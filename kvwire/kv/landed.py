@@ -99,10 +99,6 @@ class Landed:
         for box in boxes:
             self.mark(box)
 
-    def has(self, segment: Segment) -> bool:
-        """Tell whether every byte of a segment has landed."""
-        return bool(self._views(segment)[0].all())
-
     def boxes(self, most: int) -> list[Segment]:
         """Return what has landed as segments, ``most`` of them at most."""
         found = (
@@ -168,10 +164,6 @@ class Landed:
             if layer in layers and self._left[index][layer - layers.start]:
                 return False
         return True
-
-    def cells(self, group: int) -> Bits:
-        """Return the landed cells of a group, shape (layers, granules)."""
-        return self._cells[group]
 
     def by_layer(self, group: int) -> Bits:
         """Return which layers of which local blocks landed: (layers, blocks)."""

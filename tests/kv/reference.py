@@ -7,8 +7,8 @@ its axes is read, to say in which order the bytes have to come.
 from __future__ import annotations
 
 import copy
-import ctypes
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kvwire.kv.canonical import Canonical
-from kvwire.kv.fragments import Fragments
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment
@@ -202,39 +201,10 @@ def read_walk(
     return b"".join(parts)
 
 
-def gather(fragments: Fragments) -> bytes:
-    """Read fragments from this process's memory."""
-    pairs = zip(fragments.addresses.tolist(), fragments.lengths.tolist(), strict=True)
-    return b"".join(ctypes.string_at(address, length) for address, length in pairs)
-
-
-def scatter(data: bytes, fragments: Fragments) -> None:
-    """Write bytes to fragments of this process's memory."""
-    assert len(data) == fragments.nbytes
-    offset = 0
-    for address, length in zip(
-        fragments.addresses.tolist(), fragments.lengths.tolist(), strict=True
-    ):
-        ctypes.memmove(address, data[offset : offset + length], length)
-        offset += length
-
-
 def plain_shape(layout: str, *, form: str = "layers") -> Shape:
     """A shape whose memory is as its layout says, such as ``"block head (kv dim)"``."""
-    text = layout.replace("(", " ( ").replace(")", " ) ").split()
-    dims: list[tuple[str, ...]] = []
-    folded: list[str] | None = None
-    for word in text:
-        if word == "(":
-            folded = []
-        elif word == ")":
-            assert folded is not None
-            dims.append(tuple(folded))
-            folded = None
-        elif folded is None:
-            dims.append((word,))
-        else:
-            folded.append(word)
+    words = re.findall(r"\(([^)]*)\)|(\S+)", layout)
+    dims = [tuple((folded or plain).split()) for folded, plain in words]
     axes = tuple(axis for dim in dims for axis in dim)
     absent = tuple(a for a in AXES if a not in axes and a not in _outside(form))
     return Shape(form, absent + axes, tuple(dims))

@@ -84,6 +84,25 @@ def test_each_missing_block_has_the_first_reason_that_names_it() -> None:
     }
 
 
+def test_the_outcome_of_everything() -> None:
+    """It names what the long way would; what the consumer had is not counted."""
+    landed = landed_of({"full": [4, 2], "window": []})
+    (segment,) = landed.plan.segments(group="full")
+    landed.mark(segment)
+    outcome = outcome_of(landed, otherwise="")
+    assert outcome.complete
+    assert outcome.landed.ids("full").tolist() == [4, 2]
+    assert not outcome.missing
+    assert outcome.missing.reasons == ()
+    assert outcome.tokens == {"full": 8, "window": 0}
+    assert (outcome.usable_prefix, outcome.usable_tokens) == (2, 8)
+    assert outcome.nbytes == 2 * SPEC.block_bytes
+    some = landed_of({"full": [4, 2], "window": []}, {"full": [True, False]})
+    assert some.plan.digest != landed.plan.digest
+    some.mark(segment)
+    assert outcome_of(some, otherwise="").nbytes == SPEC.block_bytes
+
+
 def test_nothing_landed_without_a_plan() -> None:
     """The peer never came: every block, every layer, one reason."""
     outcome = nothing_landed(cache(), BLOCKS, "no such transfer", tokens=11)

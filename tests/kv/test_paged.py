@@ -12,7 +12,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
-from tests.kv.tensors import FakeTensor
+from tests.kv.tensors import torch_like
 
 SPEC = KVSpec(layers=3, kv_heads=4, head_dim=8, block_tokens=2)
 SHAPE = (9, 2, 2, 4, 8)
@@ -113,7 +113,7 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
     half = np.zeros(SHAPE, np.float16)
     other_blocks = np.zeros((8, *SHAPE[1:]), np.uint16)
     padded = np.zeros((9, 2, 3, 4, 8), np.uint16)[:, :, :2]
-    on_gpu = FakeTensor(np.zeros(SHAPE, np.uint16), "torch.bfloat16", device="cuda")
+    on_gpu = torch_like(np.zeros(SHAPE, np.uint16), "torch.bfloat16", device="cuda")
     keys = layers(9, 2, 4, 8)
     big = np.zeros((10, *SHAPE[1:]), np.uint16)
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,19 @@ from hypothesis import strategies as st
 from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Bits, Blocks
-from kvwire.kv.geometry import Geometry, GroupGeometry, describe
-from kvwire.kv.paged import PagedCache
+from kvwire.kv.geometry import Geometry, GroupGeometry, describe, geometry_of
+from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
 from tests.kv.reference import (
     LAYOUTS,
     Shape,
     Store,
-    gather,
     read_walk,
-    scatter,
     walk_elements,
 )
 from tests.kv.scenarios import Scenario, pair_of, scenarios
+from tests.memory.fragments import content, fill
 from tests.support.depth import examples
 
 SPEC = KVSpec(layers=2, kv_heads=2, head_dim=3, block_tokens=1)
@@ -80,8 +80,8 @@ def test_what_the_consumer_has_is_not_moved(
     (walk,) = producer.groups
     moved = 0
     for segment in producer.segments():
-        data_moved = gather(producer.fragments(segment))
-        scatter(data_moved, consumer.fragments(segment))
+        data_moved = content(producer.fragments(segment))
+        fill(consumer.fragments(segment), data_moved)
         moved += len(data_moved)
     assert moved == producer.nbytes == consumer.nbytes
     for element in there.store.elements(len(there.ids)):
@@ -246,6 +246,44 @@ def test_the_digest_tells_walks_apart() -> None:
     assert same.digest == plans[0].digest
 
 
+def test_transfers_of_one_size_share_a_template() -> None:
+    here, there = (Store(SPEC4, 16, LAYOUTS["NHD"]).cache() for _ in range(2))
+    first = plan_for(here, [1, 3], there, PlanSide.CONSUMER)
+    again = plan_for(here, [5, 9], there, PlanSide.CONSUMER)
+    assert again.template is first.template
+    assert again.digest == first.digest
+    more = plan_for(here, [5, 9, 11], there, PlanSide.CONSUMER)
+    assert more.template is not first.template
+    other = plan_for(here, [1, 3], there, PlanSide.PRODUCER)
+    assert other.template is not first.template
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And computed again when it was let go of."""
+    monkeypatch.setattr(limits, "KV_TEMPLATES_MAX", 4)
+    here = Store(replace(SPEC4, layers=3), 16, LAYOUTS["NHD"]).cache()
+    made: list[int] = []
+
+    def compute(number: int) -> int:
+        made.append(number)
+        return number
+
+    for number in (1, 2, 3, 4, 1, 5, 1):
+        assert computed_once(here, number, partial(compute, number)) == number
+    assert made == [1, 2, 3, 4, 5, 1]
+    (steps,) = plan_for(here, [1], here, PlanSide.CONSUMER).template.steps
+    for stop in (1, 2, 3):
+        known = steps.of(range(stop))
+        assert steps.of(range(stop)) is known
+    monkeypatch.setattr(limits, "KV_TEMPLATES_MAX", 1)
+    before = steps.of(range(3))
+    steps.of(range(1, 2))
+    assert steps.of(range(3)) is not before
+    monkeypatch.setattr(limits, "KV_TEMPLATE_STEPS_MAX", 0)
+    large = steps.of(range(1, 3))
+    assert steps.of(range(1, 3)) is not large
+
+
 def check_transfer(scenario: Scenario, segments: list[Segment]) -> None:
     """Move every segment by fragments; compare with moving element by element."""
     here, there = scenario.producer, scenario.consumer
@@ -264,10 +302,10 @@ def check_transfer(scenario: Scenario, segments: list[Segment]) -> None:
     moved = 0
     for segment in segments:
         fragments = producer.fragments(segment)
-        data = gather(fragments)
+        data = content(fragments)
         assert data == read_walk(here.store, here.ids, walk, segment)
         assert len(data) == producer.nbytes_of(segment) == consumer.nbytes_of(segment)
-        scatter(data, consumer.fragments(segment))
+        fill(consumer.fragments(segment), data)
         moved += len(data)
     assert moved == producer.nbytes
     for raw, wanted in zip(there.store.raw, expected.raw, strict=True):
@@ -315,6 +353,6 @@ def plan_for(
     *,
     have: Mapping[str, Bits] | None = None,
 ) -> TransferPlan:
-    """A plan of one side where both list the same block ids."""
-    there = describe(peer, peer.block_lists(blocks))
+    """A plan of one side where both list the same block ids; from the wire."""
+    there = geometry_of(describe(peer, peer.block_lists(blocks)).encode())
     return TransferPlan(cache, blocks, there, side, have=have)

@@ -17,12 +17,12 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import DType, KVSpec
 from kvwire.kv.tensors import tensor_view
 from kvwire.types import Device, MemoryKind
-from tests.kv.tensors import FakeTensor
+from tests.kv.tensors import torch_like
 
 
 def test_a_tensor_in_place() -> None:
     array = np.zeros((4, 6), np.uint16)[1:, ::2]
-    tensor = FakeTensor(array, "torch.bfloat16")
+    tensor = torch_like(array, "torch.bfloat16")
     view = tensor_view(tensor, "t")
     assert view.address == array.ctypes.data
     assert (view.shape, view.strides) == (array.shape, array.strides)
@@ -81,7 +81,7 @@ def test_a_masked_cuda_array_is_refused() -> None:
 
 def test_other_memory_is_refused() -> None:
     """R38-like: at start-up, not at the first transfer."""
-    tensor = FakeTensor(np.zeros(3), "torch.float16", device="mps")
+    tensor = torch_like(np.zeros(3), "torch.float16", device="mps")
     with pytest.raises(UsageError, match=r"tensors\[3\]: device is mps; .* CUDA"):
         tensor_view(tensor, "tensors[3]")
 
@@ -153,7 +153,7 @@ def test_what_dlpack_does_not_export_is_refused() -> None:
 def test_one_cache_one_device() -> None:
     spec = KVSpec(layers=2, kv_heads=1, head_dim=4, block_tokens=2, dtype="float16")
     host = np.zeros((3, 2, 2, 1, 4), np.float16)
-    device = FakeTensor(np.zeros_like(host), "torch.float16", "cuda")
+    device = torch_like(np.zeros_like(host), "torch.float16", "cuda")
     with pytest.raises(UsageError, match=r"tensors\[1\]: in memory of cuda:0, the "):
         PagedCache(spec, [host, device])
     one = KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float16")

@@ -13,20 +13,15 @@ from hypothesis import strategies as st
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.checksum import checksum
 from kvwire.memory.copy import as_fragments
+from tests.memory.fragments import fill, scattered
 
 
 def cut(data: bytes, borders: set[int]) -> Fragments:
-    """The same bytes as fragments that lie back to front in memory."""
+    """The same bytes as fragments that lie in any order in memory."""
     edges = [0, *sorted(b for b in borders if 0 < b < len(data)), len(data)]
-    lengths = np.array([b - a for a, b in itertools.pairwise(edges)], np.uint64)
-    memory = bytearray()
-    offsets = np.zeros(lengths.size, np.uint64)
-    for i in reversed(range(lengths.size)):
-        offsets[i] = len(memory)
-        memory += data[edges[i] : edges[i + 1]]
-    array = np.frombuffer(memory, np.uint8)
-    base = np.uint64(array.ctypes.data)
-    return Fragments(base + offsets, lengths, owner=array, writable=True)
+    fragments, _ = scattered([b - a for a, b in itertools.pairwise(edges)], 1)
+    fill(fragments, data)
+    return fragments
 
 
 @given(st.binary(min_size=1, max_size=2000), st.sets(st.integers(1, 1999)))

@@ -23,6 +23,7 @@ from kvwire.memory.copy import (
     copy,
     mid_page_memory,
 )
+from tests.memory.fragments import content, fill, scattered
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,36 +43,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def random_bytes(count: int, seed: int = 1) -> Bytes:
     return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
-
-
-def scattered(lengths: list[int], seed: int, gap: int = 0) -> tuple[Fragments, Bytes]:
-    """Fragments of these lengths lying in a random order, and all of their memory."""
-    order = np.random.default_rng(seed).permutation(len(lengths))
-    offsets = np.zeros(len(lengths), np.uint64)
-    end = gap
-    for index in order:
-        offsets[index] = end
-        end += lengths[index] + gap
-    memory = np.zeros(end, np.uint8)
-    fragments = Fragments(
-        np.uint64(memory.ctypes.data) + offsets,
-        np.array(lengths, np.uint64),
-        owner=memory,
-        writable=True,
-    )
-    return fragments, memory
-
-
-def content(fragments: Fragments) -> bytes:
-    pairs = zip(fragments.addresses.tolist(), fragments.lengths.tolist(), strict=True)
-    return b"".join(ctypes.string_at(address, length) for address, length in pairs)
-
-
-def fill(fragments: Fragments, data: bytes) -> None:
-    starts = fragments.starts.tolist()
-    for i, address in enumerate(fragments.addresses.tolist()):
-        piece = data[starts[i] : starts[i + 1]]
-        ctypes.memmove(address, piece, len(piece))
 
 
 def cuts(draw: st.DrawFn, total: int) -> list[int]:

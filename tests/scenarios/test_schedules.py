@@ -49,7 +49,7 @@ def test_a_resumed_transfer_that_takes_all_for_landed_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def all_of_it(landed: Landed, boxes: object) -> None:
-        landed.mark_granules(0, np.ones_like(landed.cells(0)[0]))
+        landed.mark_granules(0, np.ones(landed.plan.groups[0].granules, np.bool_))
 
     monkeypatch.setattr(Landed, "mark_boxes", all_of_it)
     test: Any = test_whatever_happens_the_outcome_is_exact

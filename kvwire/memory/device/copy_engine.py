@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, TypeAlias
 
 from kvwire.kv.fragments import Fragments
@@ -160,10 +161,9 @@ class WatchedStream:
 class CompletionThread:
     """Tells the loop that events of one stream have fired, in their order; no polling.
 
-    One thread sleeps on the oldest event. When that fires, every event behind it that
-    has fired as well is taken along, and the loop is woken once for all of them. A
-    callable queued in the stream instead (``cudaLaunchHostFunc``) would hold up the
-    device until it got the GIL.
+    One thread sleeps on the oldest event. The loop is woken once for all that fire
+    before it looks. A callable queued in the stream instead (``cudaLaunchHostFunc``)
+    would hold up the device until it got the GIL.
 
     Args:
         name: Of the thread.
@@ -199,31 +199,16 @@ class CompletionThread:
             self._queue.put(None)
 
     def _run(self) -> None:
-        fired: list[tuple[Done, Exception | None]] = []
         while (watched := self._queue.get()) is not None:
             event, done = watched
-            if not _has_fired(event):
-                self._report(fired)  # before going to sleep
-            fired.append((done, _outcome(event)))
-            if self._queue.empty():
-                self._report(fired)
-        self._report(fired)
-
-    def _report(self, fired: list[tuple[Done, Exception | None]]) -> None:
-        """Hand over what has fired, and wake the loop unless that is under way."""
-        if not fired:
-            return
-        with self._lock:
-            awake = bool(self._fired)
-            self._fired += fired
-        fired.clear()
-        if awake:
-            return
-        try:
-            self._call_soon(self._deliver)
-        except RuntimeError:
-            # The loop is closed: whoever waited for this is gone with it.
-            return
+            error = _outcome(event)
+            with self._lock:
+                is_woken = bool(self._fired)
+                self._fired.append((done, error))
+            if not is_woken:
+                # A loop that is closed has nobody left who waits for this.
+                with suppress(RuntimeError):
+                    self._call_soon(self._deliver)
 
     def _deliver(self) -> None:
         with self._lock:
@@ -234,14 +219,6 @@ class CompletionThread:
             except Exception:
                 # The others may be of other connections, whose memory would stay held.
                 logger.exception("a bug of kvwire")
-
-
-def _has_fired(event: Event) -> bool:
-    """Tell whether it is over; a failed device raises when waited for."""
-    try:
-        return event.query()
-    except Exception:  # noqa: BLE001 - whatever the library raises, it is over
-        return True
 
 
 def _outcome(event: Event) -> Exception | None:

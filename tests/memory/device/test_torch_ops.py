@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import BackendUnavailable
@@ -116,6 +116,7 @@ class FakeTorch:
         address, read_only = described["data"]
         assert not read_only
         shape, dtype = described["shape"], np.dtype(described["typestr"])
+        assert address % dtype.itemsize == 0, "a GPU refuses it"
         nbytes = int(np.prod(shape)) * dtype.itemsize
         held = (ctypes.c_char * nbytes).from_address(address)
         return Tensor(self, np.frombuffer(held, dtype).reshape(shape))
@@ -147,35 +148,54 @@ def pieces(memory: npt.NDArray[Any], pairs: list[tuple[int, int]]) -> Fragments:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    rows=st.lists(st.integers(0, 30), min_size=1, max_size=20, unique=True),
-    row_bytes=st.sampled_from([1, 2, 3, 4, 8, 12, 40]),
+    rows=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 9)),
+        min_size=1,
+        max_size=20,
+        unique_by=lambda row: row[0],
+    ),
+    unit=st.sampled_from([1, 2, 3, 4, 8, 12, 40]),
     shift=st.integers(0, 7),
+    even=st.booleans(),
 )
+@example(rows=[(0, 2), (1, 2)], unit=8, shift=0, even=False)
 def test_gather_and_scatter(
-    torch: FakeTorch, rows: list[int], row_bytes: int, shift: int
+    torch: FakeTorch,
+    rows: list[tuple[int, int]],
+    unit: int,
+    shift: int,
+    *,
+    even: bool,
 ) -> None:
-    """Whatever the alignment, the widest element that fits moves the same bytes."""
+    """Whatever the lengths and their alignment, the same bytes are moved."""
     memory = np.random.default_rng(0).integers(0, 256, 2000, np.uint8)
+    pairs = [(shift + at * unit, unit if even else n * unit) for at, n in rows]
     ops = TorchOps(0)
     stream = ops.stream()
-    given = pieces(memory, [(shift + r * row_bytes, row_bytes) for r in rows])
+    given = pieces(memory, pairs)
     packed = stream.buffer(given.nbytes)
     stream.gather(given, packed)
     slot = ops.pinned(given.nbytes)
     stream.to_host(packed, slot)
-    expected = b"".join(
-        memory[shift + r * row_bytes :][:row_bytes].tobytes() for r in rows
-    )
-    assert bytes(slot) == expected
-    other = np.zeros_like(memory)
-    stream.scatter(
-        packed, pieces(other, [(shift + r * row_bytes, row_bytes) for r in rows])
-    )
-    for row in rows:
-        where = slice(shift + row * row_bytes, shift + (row + 1) * row_bytes)
-        assert np.array_equal(other[where], memory[where])
-    assert np.count_nonzero(other) <= given.nbytes
+    assert bytes(slot) == b"".join(memory[at:][:n].tobytes() for at, n in pairs)
+    # Behind what is named there is no memory.
+    other = np.zeros(max(at + n for at, n in pairs), np.uint8)
+    beside = np.ones(other.size, np.bool_)
+    stream.scatter(packed, pieces(other, pairs))
+    for at, n in pairs:
+        assert np.array_equal(other[at : at + n], memory[at : at + n])
+        beside[at : at + n] = False
+    assert not other[beside].any()
     assert not torch.entered
+
+
+def test_equal_fragments_are_one_row_each() -> None:
+    """Blocks of a cache: no more rows than fragments, and none behind the last."""
+    memory = np.zeros(10 * 4096, np.uint8)
+    blocks = [(5 * 4096, 4096), (2 * 4096, 4096), (9 * 4096, 4096)]
+    rows = as_rows(pieces(memory, blocks))
+    assert (rows.row_bytes, rows.index.tolist()) == (4096, [3, 0, 7])
+    assert rows.base + rows.count * rows.row_bytes == memory.ctypes.data + memory.size
 
 
 def test_runs(torch: FakeTorch) -> None:
@@ -222,42 +242,3 @@ def test_an_event_on_the_callers_stream(torch: FakeTorch) -> None:
     event = TorchOps(0).record_current()
     assert isinstance(event.native, FakeEvent)
     assert event.native.stream == "the caller's on cuda:0"
-
-
-# --- fragments as rows of a table
-
-
-def table_fragments(pairs: list[tuple[int, int]], unit: int) -> Fragments:
-    addresses = np.array([address * unit for address, _ in pairs], np.uint64)
-    lengths = np.array([length * unit for _, length in pairs], np.uint64)
-    return Fragments(addresses, lengths, owner=None, writable=True)
-
-
-@given(
-    pairs=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 9)), min_size=1),
-    unit=st.sampled_from([1, 2, 3, 16, 24]),
-)
-def test_rows_are_the_fragments(pairs: list[tuple[int, int]], unit: int) -> None:
-    memory = np.random.default_rng(0).integers(0, 256, 100 * unit, np.uint8)
-    given = table_fragments(pairs, unit)
-    rows = as_rows(given)
-    expected = [memory[a * unit : (a + n) * unit] for a, n in pairs]
-    assert rows.row_bytes % unit == 0
-    assert rows.index.size * rows.row_bytes == given.nbytes
-    # What a library's gather does: rows of a table that begins at the base.
-    table = memory[rows.base :][: rows.count * rows.row_bytes]
-    gathered = table.reshape(rows.count, rows.row_bytes)[rows.index]
-    assert gathered.tobytes() == np.concatenate(expected).tobytes()
-
-
-def test_equal_fragments_are_one_row_each() -> None:
-    """Blocks of a cache: no more rows than fragments."""
-    rows = as_rows(table_fragments([(5, 1), (2, 1), (9, 1)], unit=4096))
-    assert (rows.row_bytes, rows.index.tolist()) == (4096, [3, 0, 7])
-
-
-def test_the_span_ends_with_the_last_fragment() -> None:
-    """Nothing behind it is even named."""
-    given = table_fragments([(0, 2), (7, 3)], unit=8)
-    rows = as_rows(given)
-    assert rows.base + rows.count * rows.row_bytes == 10 * 8
