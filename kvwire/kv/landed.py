@@ -99,6 +99,10 @@ class Landed:
         for box in boxes:
             self.mark(box)
 
+    def has(self, segment: Segment) -> bool:
+        """Tell whether every byte of a segment has landed."""
+        return bool(self._views(segment)[0].all())
+
     def boxes(self, most: int) -> list[Segment]:
         """Return what has landed as segments, ``most`` of them at most."""
         found = (
