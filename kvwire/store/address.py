@@ -68,9 +68,16 @@ class TierAddress:
             )
         return nbytes
 
+    def size_option(self, name: str, otherwise: int) -> int:
+        """Return a size in bytes among the options."""
+        text = self.options.get(name)
+        return otherwise if text is None else self.size(text, name)
+
     def number(self, name: str, otherwise: float, most: float) -> float:
-        """Return a number among the options."""
-        text = self.options.get(name, str(otherwise))
+        """Return a number above 0 among the options."""
+        text = self.options.get(name)
+        if text is None:
+            return otherwise
         try:
             number = float(text)
         except ValueError:
@@ -92,12 +99,8 @@ class TierAddress:
 
     def slab_bytes(self, nbytes: int) -> int:
         """Return a slab's bytes: as the user says, or by the tier's size."""
-        text = self.options.get("slab")
-        if text is None:
-            slab = max(nbytes // STORE_SLABS, min(STORE_SLAB_BYTES_MIN, nbytes))
-            slab = min(slab, STORE_SLAB_BYTES)
-        else:
-            slab = self.size(text, "slab")
+        slab = max(nbytes // STORE_SLABS, min(STORE_SLAB_BYTES_MIN, nbytes))
+        slab = self.size_option("slab", min(slab, STORE_SLAB_BYTES))
         slab -= slab % GRAIN_BYTES
         if not GRAIN_BYTES <= slab <= min(nbytes, STORE_SLAB_BYTES_MAX):
             raise UsageError(

@@ -79,8 +79,8 @@ class Tenant:
         return cls(
             name,
             quotas,
-            address.number("ttl", 1, STORE_TTL_S_MAX) if "ttl" in options else 0.0,
-            address.size(options["pinned"], "pinned") if "pinned" in options else 0,
+            address.number("ttl", 0.0, STORE_TTL_S_MAX),
+            address.size_option("pinned", 0),
             options.get("key", ""),
             options.get("identity", ""),
         )

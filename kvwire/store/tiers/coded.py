@@ -76,9 +76,9 @@ class CodedTier(Tier):
 
     slotted: ClassVar[bool] = False
 
-    def __init__(self, name: str, codec: BlockCodec | None = None) -> None:
-        super().__init__(name)
-        self._codec = codec
+    def __init__(self, address: TierAddress) -> None:
+        super().__init__(address.text)
+        self._codec = codec = codec_of(address)
         self._threads = Threads()
         self.lossy: str = codec.name if codec is not None and codec.lossy else ""
 

@@ -27,7 +27,6 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.kv.codecs.base import BlockCodec
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
 from kvwire.store.eviction import EVICTIONS
@@ -44,7 +43,7 @@ from kvwire.store.tiers.base import (
     TierStats,
     uses_of,
 )
-from kvwire.store.tiers.coded import CodedTier, codec_of
+from kvwire.store.tiers.coded import CodedTier
 from kvwire.store.tiers.directory import File, TierDirectory
 from kvwire.store.tiers.disk_index import DiskRows
 from kvwire.store.tiers.memory import InFlightFills
@@ -63,13 +62,12 @@ class DiskTier(CodedTier):
 
     def __init__(
         self,
-        name: str,
+        address: TierAddress,
         directory: TierDirectory,
         tenants: Tenants,
         evict: str,
-        codec: BlockCodec | None,
     ) -> None:
-        super().__init__(name, codec)
+        super().__init__(address)
         self._directory = directory
         self._rows = directory.index
         self._file = directory.file
@@ -105,7 +103,6 @@ class DiskTier(CodedTier):
         Cancel safety: the directory is let go of again.
         """
         address.require("size", "slab", "sync", "evict", "codec")
-        codec = codec_of(address)
         if not address.place or "size" not in address.options:
             raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
         nbytes = address.size(address.options["size"])
@@ -119,8 +116,7 @@ class DiskTier(CodedTier):
             opened.append(
                 TierDirectory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
-            known = tenants or Tenants()
-            return cls(address.text, opened[0], known, evict, codec)
+            return cls(address, opened[0], tenants or Tenants(), evict)
 
         try:
             return await threads.run(open_it)

@@ -77,26 +77,34 @@ _LOCAL_BYTES: Final = 16 * MIB
 class MooncakeTier(Tier):
     """Keeps blocks in a Mooncake Store. Made by :meth:`open`."""
 
-    durable: bool = False
     asks: bool = True
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        prefix: str,
-        timeout_s: float,
-        buffer_bytes: int,
-        arguments: tuple[Any, ...],
-    ) -> None:
-        super().__init__(name)
-        self.error: str = ""
-        self._prefix = f"{prefix}/"
-        self._timeout_s = timeout_s
-        self._buffer_bytes = buffer_bytes
-        self._arguments = arguments
-        host, _, port = arguments[-1].rpartition(":")
+    def __init__(self, address: TierAddress) -> None:
+        super().__init__(address.text)
+        address.require(
+            *("prefix", "timeout", "buffer", "host", "metadata", "protocol"),
+            *("device", "segment"),
+        )
+        if not re.fullmatch(r"//.+:\d{1,5}", address.place):
+            raise UsageError(f"tier {address.text!r}: write mooncake://MASTER:PORT")
+        options, master = address.options, address.place.removeprefix("//")
+        host, _, port = master.rpartition(":")
         self._master = host, int(port)
+        self._prefix = f"{options.get('prefix', 'kvwire')}/"
+        self._timeout_s = address.number(
+            "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
+        )
+        self._buffer_bytes = address.size_option("buffer", 32 * MIB)
+        # Of the `setup` of their client.
+        self._arguments = (
+            options.get("host", "127.0.0.1"),
+            options.get("metadata", "P2PHANDSHAKE"),
+            address.size_option("segment", 0),
+            _LOCAL_BYTES,
+            options.get("protocol", "tcp"),
+            options.get("device", ""),
+            master,
+        )
         self._client: _Client | None = None
         self._stages: asyncio.Queue[Stage] = asyncio.Queue()
         self._stages_made = 0
@@ -116,32 +124,7 @@ class MooncakeTier(Tier):
 
         Cancel safety: nothing stays open.
         """
-        address.require(
-            *("prefix", "timeout", "buffer", "host", "metadata", "protocol"),
-            *("device", "segment"),
-        )
-        options, master = address.options, address.place.removeprefix("//")
-        if not re.fullmatch(r"//.+:\d{1,5}", address.place):
-            raise UsageError(f"tier {address.text!r}: write mooncake://MASTER:PORT")
-        segment = options.get("segment")
-        arguments = (
-            options.get("host", "127.0.0.1"),
-            options.get("metadata", "P2PHANDSHAKE"),
-            address.size(segment, "segment") if segment else 0,
-            _LOCAL_BYTES,
-            options.get("protocol", "tcp"),
-            options.get("device", ""),
-            master,
-        )
-        tier = cls(
-            address.text,
-            prefix=options.get("prefix", "kvwire"),
-            timeout_s=address.number(
-                "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
-            ),
-            buffer_bytes=address.size(options.get("buffer", "32MiB"), "buffer"),
-            arguments=arguments,
-        )
+        tier = cls(address)
         try:
             await tier._begin()
         except OSError as exc:
@@ -221,7 +204,6 @@ class MooncakeTier(Tier):
             part = batch.selected(which)
             results[which] = await move(part)
             batch.orders[which] = part.orders
-            batch.tell(which, part)
         return results
 
     async def _put(self, batch: Batch) -> BlockResults:
@@ -262,7 +244,6 @@ class MooncakeTier(Tier):
             part = batch.selected(came)
             results[came] = await self._threads.run(partial(read_objects, part, raws))
             batch.orders[came] = part.orders
-            batch.tell(came, part)
 
         codes = await self._ask(get, then=take)
         if codes is not None:

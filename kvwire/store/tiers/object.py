@@ -28,7 +28,6 @@ import numpy as np
 from kvwire.clock import Backoff
 from kvwire.errors import UsageError
 from kvwire.extras import install_command
-from kvwire.kv.codecs.base import BlockCodec
 from kvwire.limits import (
     REASON_CHARS_MAX,
     STORE_OBJECT_ABSENT_S,
@@ -47,7 +46,7 @@ from kvwire.store.cleanup import gather_all
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
-from kvwire.store.tiers.coded import CodedTier, codec_of
+from kvwire.store.tiers.coded import CodedTier
 from kvwire.store.tiers.object_format import (
     HEAD_BYTES,
     ObjectHead,
@@ -67,25 +66,21 @@ _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 class ObjectTier(CodedTier):
     """Keeps blocks as objects. Made by :meth:`open`."""
 
-    def __init__(
-        self,
-        name: str,
-        bucket: Any,
-        *,
-        requests: int = STORE_OBJECT_REQUESTS,
-        timeout_s: float = STORE_TIMEOUT_S,
-        durable: bool = True,
-        codec: BlockCodec | None = None,
-    ) -> None:
-        super().__init__(name, codec)
-        self.durable = durable
+    def __init__(self, address: TierAddress) -> None:
+        super().__init__(address)
+        self.durable = not address.place.startswith("memory:")
+        requests = address.number(
+            "requests", STORE_OBJECT_REQUESTS, STORE_OBJECT_REQUESTS_MAX
+        )
+        self._requests = max(1, int(requests))
+        self._room = asyncio.Semaphore(self._requests)
+        self._timeout_s = address.number(
+            "timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
+        )
+        self._bucket = bucket_of(address, self._timeout_s)
         import obstore  # noqa: PLC0415 - an extra
 
         self._obstore = obstore
-        self._bucket = bucket
-        self._requests = requests
-        self._room = asyncio.Semaphore(requests)
-        self._timeout_s = timeout_s
         self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         self._unavailable_until = 0.0
         # The orders of blocks that are there, the ones found last at the end.
@@ -103,18 +98,7 @@ class ObjectTier(CodedTier):
 
         Cancel safety: safe, nothing is opened yet.
         """
-        requests = address.number(
-            "requests", STORE_OBJECT_REQUESTS, STORE_OBJECT_REQUESTS_MAX
-        )
-        timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
-        return cls(
-            address.text,
-            bucket_of(address, timeout_s),
-            requests=max(1, int(requests)),
-            timeout_s=timeout_s,
-            durable=not address.place.startswith("memory:"),
-            codec=codec_of(address),
-        )
+        return cls(address)
 
     @property
     def taking(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
@@ -93,30 +93,31 @@ _PAGE: Final = 1000
 class RedisTier(Tier):
     """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`."""
 
-    durable: bool = False
-
-    def __init__(
-        self,
-        name: str,
-        urls: Sequence[str],
-        *,
-        prefix: str,
-        ttl_s: float,
-        timeout_s: float,
-        arguments: dict[str, Any],
-    ) -> None:
-        super().__init__(name)
-        self.error: str = ""
-        self._urls = urls
-        self._prefix = f"{prefix}/"
+    def __init__(self, address: TierAddress) -> None:
+        super().__init__(address.text)
+        address.require("prefix", "ttl", "timeout", *_TLS)
+        scheme = _SCHEMES.get(address.scheme, address.scheme)
+        url = urlsplit(f"{scheme}:{address.place}")
+        who, at, hosts = url.netloc.rpartition("@")
+        if not hosts:
+            raise UsageError(
+                f"tier {address.text!r}: write {address.scheme}://HOST:PORT"
+            )
+        self._urls = [
+            f"{scheme}://{who}{at}{host}{url.path}" for host in hosts.split(",")
+        ]
+        options = address.options
+        self._prefix = f"{options.get('prefix', 'kvwire')}/"
+        ttl_s = address.number("ttl", 0, STORE_TTL_S_MAX)
         self._expiry: Command = ("PX", max(1, int(ttl_s * 1000))) if ttl_s else ()
+        timeout_s = address.number("timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
         self._timeout_s = timeout_s
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "socket_connect_timeout": timeout_s,
             "socket_timeout": timeout_s,
             # Who calls is told, and a task of this tier tries again.
             "retry": Retry(NoBackoff(), 0),
-            **arguments,
+            **{_TLS[name]: options[name] for name in _TLS if name in options},
         }
         self._client: Redis | RedisCluster | None = None
         # Servers that have failed since it was last asked who is there.
@@ -137,25 +138,7 @@ class RedisTier(Tier):
 
         Cancel safety: nothing stays open.
         """
-        address.require("prefix", "ttl", "timeout", *_TLS)
-        scheme = _SCHEMES.get(address.scheme, address.scheme)
-        url = urlsplit(f"{scheme}:{address.place}")
-        who, at, hosts = url.netloc.rpartition("@")
-        if not hosts:
-            raise UsageError(
-                f"tier {address.text!r}: write {address.scheme}://HOST:PORT"
-            )
-        options = address.options
-        tier = cls(
-            address.text,
-            [f"{scheme}://{who}{at}{host}{url.path}" for host in hosts.split(",")],
-            prefix=options.get("prefix", "kvwire"),
-            ttl_s=address.number("ttl", 0, STORE_TTL_S_MAX) if "ttl" in options else 0,
-            timeout_s=address.number(
-                "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
-            ),
-            arguments={_TLS[name]: options[name] for name in _TLS if name in options},
-        )
+        tier = cls(address)
         try:
             await tier._connect()
         except (AuthenticationError, ValueError, TypeError) as exc:
@@ -268,7 +251,6 @@ class RedisTier(Tier):
             part = batch.selected(where)
             results[where] = await self._threads.run(partial(read_objects, part, raws))
             batch.orders[where] = part.orders
-            batch.tell(where, part)
             damaged = batch.keys[results == BlockResult.DAMAGED]
             # Otherwise a put would take it that the block is there.
             await self._ask(damaged, lambda _, name: ("UNLINK", name))
