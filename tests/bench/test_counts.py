@@ -19,17 +19,17 @@ pytestmark = pytest.mark.timeout(120)
 # of its own where the next transfer comes late.
 CEILINGS: Final = {
     "pull, 64 KiB, 16 layers": (700, 5),
-    "pull, 256 KiB, 16 layers": (695, 5),
-    "push, 256 KiB, 16 layers": (705, 5),
+    "pull, 256 KiB, 16 layers": (700, 5),
+    "push, 256 KiB, 16 layers": (720, 5),
     "push, 4 MiB, 32 layers": (1130, 9),
-    "ready of a layer, 64 KiB": (262, 2),
+    "ready of a layer, 64 KiB": (265, 2),
     "round trip, 64 B": (175, 2),
     "send, 64 KiB": (262, 3),
     "send, 1 MiB": (257, 3),
     "put, 64 KiB": (230, 3),
     "get, 64 KiB": (197, 2),
-    "store put, 64 KiB": (1115, 8),
-    "store get, 64 KiB": (795, 4),
+    "store put, 64 KiB": (1096, 8),
+    "store get, 64 KiB": (788, 4),
     "store put, 1 MiB": (1380, 11),
     "store get, 1 MiB": (1035, 7),
 }
