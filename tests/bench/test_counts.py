@@ -22,7 +22,7 @@ CEILINGS: Final = {
     "pull, 256 KiB, 16 layers": (700, 5),
     "push, 256 KiB, 16 layers": (720, 5),
     "push, 4 MiB, 32 layers": (1130, 9),
-    "ready of a layer, 64 KiB": (265, 2),
+    "ready of a layer, 64 KiB": (280, 2),
     "round trip, 64 B": (175, 2),
     "send, 64 KiB": (262, 3),
     "send, 1 MiB": (257, 3),
