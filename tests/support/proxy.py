@@ -23,7 +23,7 @@ import random
 import socket
 import struct
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from kvwire.limits import KIB
 from kvwire.types import Address
@@ -34,17 +34,6 @@ class Direction(enum.Enum):
 
     TO_SERVER = "to server"
     TO_CLIENT = "to client"
-
-    @property
-    def opposite(self) -> Direction:
-        """The other way."""
-        return _OPPOSITE[self]
-
-
-_OPPOSITE = {
-    Direction.TO_SERVER: Direction.TO_CLIENT,
-    Direction.TO_CLIENT: Direction.TO_SERVER,
-}
 
 
 class Ending(enum.Enum):
@@ -191,6 +180,10 @@ class Proxy:
         task.add_done_callback(self._tasks.discard)
 
 
+class _ResetError(Exception):
+    """Both sides are to see a reset."""
+
+
 class _Connection:
     """A client, and the connection to the server that was made for it."""
 
@@ -202,64 +195,31 @@ class _Connection:
         self.proxy = proxy
         self.rng = rng
         self._sockets = (client, server)
-        self._ways = {
-            Direction.TO_SERVER: _Way(self, client, server, Direction.TO_SERVER),
-            Direction.TO_CLIENT: _Way(self, server, client, Direction.TO_CLIENT),
-        }
-        self._reset = asyncio.Event()
+        self.there = _Way(self, client, server, Direction.TO_SERVER)
+        self.back = _Way(self, server, client, Direction.TO_CLIENT)
+        self.there.opposite, self.back.opposite = self.back, self.there
 
     async def run(self, server: Address) -> None:
+        """Pass everything on until both sides have ended, or a reset."""
         loop = asyncio.get_running_loop()
         try:
-            try:
-                await loop.sock_connect(self._sockets[1], (server.host, server.port))
-            except OSError:
-                self._reset.set()
-            else:
-                await self._carry()
+            await loop.sock_connect(self._sockets[1], (server.host, server.port))
+            async with asyncio.TaskGroup() as steps:
+                for way in (self.there, self.back):
+                    steps.create_task(way.read())
+                    steps.create_task(way.write())
+        except* (OSError, _ResetError):
+            for sock in self._sockets:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         finally:
             for sock in self._sockets:
-                if self._reset.is_set():
-                    option = (socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-                    sock.setsockopt(*option)
                 sock.close()
-
-    def end(self) -> None:
-        """Both sides see the end of the stream; what they still say is dropped."""
-        for way in self._ways.values():
-            way.stop()
-            way.say_end()
-
-    def reset(self, direction: Direction | None = None) -> None:
-        """Both sides see a reset, unless it would come by a silent direction."""
-        if direction is None or not self._ways[direction].silent:
-            self._reset.set()
-
-    async def _carry(self) -> None:
-        """Pass everything on until both sides have ended, or a reset."""
-        steps = [
-            asyncio.create_task(step)
-            for way in self._ways.values()
-            for step in (way.read(), way.write())
-        ]
-        resetting = asyncio.create_task(self._reset.wait())
-        pending: set[asyncio.Task[Any]] = {resetting, *steps}
-        try:
-            while len(pending) > 1 and resetting in pending:
-                _, pending = await asyncio.wait(
-                    pending, return_when=asyncio.FIRST_COMPLETED
-                )
-        finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
-        for step in steps:
-            if not step.cancelled():
-                step.result()  # a bug of this proxy is not the network's
 
 
 class _Way:
     """One direction of a connection."""
+
+    opposite: _Way
 
     def __init__(
         self,
@@ -268,7 +228,7 @@ class _Way:
         sink: socket.socket,
         direction: Direction,
     ) -> None:
-        self.silent = False
+        self._silent = False
         self._connection = connection
         self._source = source
         self._sink = sink
@@ -287,8 +247,8 @@ class _Way:
                 data = await loop.sock_recv(self._source, _READ_BYTES)
             except OSError:
                 data = b""
-                self.stop()  # a reset is no end of the stream
-                self._connection.reset(self._direction)
+                self._stop()  # a reset is no end of the stream
+                self._pass_reset_on()
             await self._queue.put((loop.time(), data))
 
     async def write(self) -> None:
@@ -303,18 +263,22 @@ class _Way:
             try:
                 await self._pass_on(data)
             except OSError:
-                self.stop()
-                self._connection.reset(self._direction.opposite)
+                self._stop()
+                self.opposite._pass_reset_on()
         if not self._stopped:
-            self.say_end()
+            self._say_end()
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """From now on drop what comes."""
         self._stopped = True
 
-    def say_end(self) -> None:
+    def _say_end(self) -> None:
         with contextlib.suppress(OSError):
             self._sink.shutdown(socket.SHUT_WR)
+
+    def _pass_reset_on(self) -> None:
+        if not self._silent:
+            raise _ResetError
 
     async def _wait_for(self, arrived: float) -> None:
         latency = self._find(Latency)
@@ -363,16 +327,19 @@ class _Way:
         cut = self._find(Cut)
         if cut is None or self._stopped or self._position < cut.at:
             return
-        self.stop()
+        self._stop()
         match cut.ending:
             case Ending.FIN:
-                self._connection.end()
+                # What both sides still say is dropped.
+                self._say_end()
+                self.opposite._stop()
+                self.opposite._say_end()
             case Ending.RST:
-                self._connection.reset()
+                raise _ResetError
             case Ending.HALF_CLOSE:
-                self.say_end()
+                self._say_end()
             case Ending.SILENCE:
-                self.silent = True
+                self._silent = True
 
     def _find(self, kind: type[Directed]) -> Directed | None:
         for toxic in self._connection.proxy.toxics:
