@@ -70,27 +70,6 @@ async def expect_silence(reading: Awaitable[bytes]) -> None:
         await asyncio.wait_for(reading, 0.02)
 
 
-# --- passing on -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "toxics",
-    [
-        (),
-        (Latency(TO_SERVER, 0.002, 0.002), Latency(TO_CLIENT, 0.001)),
-        (Bandwidth(TO_SERVER, 5e6), Bandwidth(TO_CLIENT, 2e7)),
-        (Slice(TO_SERVER, 997),),
-    ],
-    ids=["none", "latency", "bandwidth", "slice"],
-)
-async def test_every_byte_arrives_in_order(toxics: tuple[Toxic, ...]) -> None:
-    async with through(*toxics) as (client, server):
-        for (_, sender), (receiver, _) in ((client, server), (server, client)):
-            sender.write(DATA)
-            sender.write_eof()
-            assert await receiver.read(-1) == DATA
-
-
 # --- damage ---------------------------------------------------------------------------
 
 

@@ -181,7 +181,7 @@ async def _(rig: AnyRig, victim: Any, peer: Any, hook: str) -> None:
     await rig.arrives(right, 1)
 
 
-@isolation.both("raises-closed", "A handler that raises at the end harms nobody")
+@callback.both("raises-closed", "A handler that raises at the end harms nobody")
 async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()
     victim.on_closed = raise_planted
