@@ -24,15 +24,15 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Bits, BlockLists, Ids
+from kvwire.kv.blocks import Bits, BlockLists
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.codecs.base import Bytes
 from kvwire.kv.codecs.floats import FLOATS, as_floats, put_floats
 from kvwire.kv.codecs.rows import RowCodec
 from kvwire.kv.fragments import Fragments
-from kvwire.kv.layout import AxisOrder
+from kvwire.kv.layout import AXES, AxisOrder, extents_of
 from kvwire.kv.mapping import GroupMap, Steps
-from kvwire.kv.paged import CacheGroup, GroupSource, PagedCache
+from kvwire.kv.paged import GroupSource, PagedCache
 from kvwire.kv.spec import KVSpec
 
 Move: TypeAlias = Callable[["Fragments | memoryview", "Fragments | memoryview"], None]
@@ -40,8 +40,7 @@ Move: TypeAlias = Callable[["Fragments | memoryview", "Fragments | memoryview"],
 
 # Encoded at once: with fewer, threads wait for the interpreter between steps of NumPy.
 _PIECE_ELEMENTS: Final = 512 * 1024
-_ORDER: Final = ("layer", "block", "kv", "token", "head", "dim")
-_LAYOUT: Final = AxisOrder(" ".join(_ORDER))
+_LAYOUT: Final = AxisOrder(" ".join(AXES))
 
 
 class CodedCache:
@@ -53,16 +52,16 @@ class CodedCache:
     """
 
     def __init__(self, cache: PagedCache, lists: BlockLists, codec: RowCodec) -> None:
-        if not any(map(_is_coded, cache.groups.values())):
+        if not any(_is_coded(group.spec) for group in cache.groups.values()):
             raise UsageError(
                 f"codec={codec.name!r}: this cache has no tokens of "
                 f"{', '.join(sorted(FLOATS))}; leave codec= out"
             )
         sources: dict[str, GroupSource] = {}
         for name, group in cache.groups.items():
-            spec = _shadow_spec(group, codec)
-            blocks = max(1, lists[name].size)
-            shape = (spec.layers, blocks, *_block_shape(spec))
+            spec = _shadow_spec(group.spec, codec)
+            extents = extents_of(spec) | {"block": max(1, lists[name].size)}
+            shape = tuple(extents[axis] for axis in AXES)
             # Of one byte; types that NumPy lacks come as uint8.
             dtype = np.int8 if spec.dtype == "int8" else np.uint8
             sources[name] = (spec, np.empty(shape, dtype), _LAYOUT)
@@ -70,78 +69,52 @@ class CodedCache:
         self.lists = BlockLists(
             (name, np.arange(ids.size, dtype=np.int64)) for name, ids in lists.items()
         )
-        self._groups = {
-            name: _CodedGroup(
-                group,
-                self.cache.groups[name],
-                lists[name],
-                codec if _is_coded(group) else None,
-            )
-            for name, group in cache.groups.items()
-        }
+        self._real = cache
+        self._codec = codec
+        # Those of a growing transfer are named as it goes.
+        self._ids = lists
 
     def encode(self, group: str, layers: range, blocks: range, move: Move) -> None:
         """Encode some layers, counted within the group, of positions of its list."""
-        self._groups[group].encode(layers, blocks, move)
-
-    def decode(
-        self, walk: Canonical, layers: range, granules: slice, wanted: Bits, move: Move
-    ) -> None:
-        """Decode what has landed: of a transfer's walk some layers and granules."""
-        self._groups[walk.group].decode(walk, layers, granules, wanted, move)
-
-
-class _CodedGroup:
-    """Maps one group of a cache onto its shadow."""
-
-    def __init__(
-        self, real: CacheGroup, shadow: CacheGroup, ids: Ids, codec: RowCodec | None
-    ) -> None:
-        self._real = real
-        self._shadow = shadow
-        # Those of a growing transfer are named as it goes.
-        self._ids = ids
-        self._codec = codec
-
-    def encode(self, layers: range, blocks: range, move: Move) -> None:
-        spec = self._real.spec
+        spec, ids = self._real.groups[group].spec, self._ids[group]
         walk = Canonical(
-            group=self._real.name,
-            order=_ORDER,
+            group=group,
+            order=AXES,
             layers=spec.layer_indices,
             heads=spec.heads,
             components=spec.components,
             head_dim=spec.head_dim,
             item_bytes=spec.item_bytes,
-            tokens=self._ids.size * spec.block_tokens,
+            tokens=ids.size * spec.block_tokens,
             granule_tokens=spec.block_tokens,
-            granules=self._ids.size,
+            granules=ids.size,
         )
         named = range(spec.first_layer + layers.start, spec.first_layer + layers.stop)
-        wanted = np.ones(self._ids.size, np.bool_)
+        wanted = np.ones(ids.size, np.bool_)
         whole = slice(blocks.start, blocks.stop)
         for real, shadow in self._pieces(walk, named, whole, wanted):
-            if self._codec is None:
+            if not _is_coded(spec):
                 move(real, shadow)
                 continue
             image = np.empty(real.nbytes, np.uint8)
             move(real, image.data)
             rows = as_floats(image, spec.dtype).reshape(-1, spec.head_dim)
-            encoded = np.empty((len(rows), self._shadow.spec.head_dim), np.uint8)
-            self._codec.encode(rows, encoded)
-            move(encoded.reshape(-1).data, shadow)
+            encoded = np.empty(shadow.nbytes, np.uint8)
+            self._codec.encode(rows, encoded.reshape(len(rows), -1))
+            move(encoded.data, shadow)
 
     def decode(
         self, walk: Canonical, layers: range, granules: slice, wanted: Bits, move: Move
     ) -> None:
-        spec = self._real.spec
+        """Decode what has landed: of a transfer's walk some layers and granules."""
+        spec = self._real.groups[walk.group].spec
         for real, shadow in self._pieces(walk, layers, granules, wanted):
-            if self._codec is None:
+            if not _is_coded(spec):
                 move(shadow, real)
                 continue
             encoded = np.empty(shadow.nbytes, np.uint8)
             move(shadow, encoded.data)
-            coded_rows = encoded.reshape(-1, self._shadow.spec.head_dim)
+            coded_rows = encoded.reshape(-1, self._codec.row_bytes(spec.head_dim))
             rows = self._codec.decode(coded_rows, spec.head_dim)
             image: Bytes = np.empty(real.nbytes, np.uint8)
             put_floats(rows, spec.dtype, image)
@@ -154,11 +127,11 @@ class _CodedGroup:
         ends = [
             GroupMap(Steps(_walked(walk, memory.spec), memory), ids, wanted)
             for memory, ids in (
-                (self._real, self._ids),
-                (self._shadow, np.arange(self._ids.size, dtype=np.int64)),
+                (self._real.groups[walk.group], self._ids[walk.group]),
+                (self.cache.groups[walk.group], self.lists[walk.group]),
             )
         ]
-        elements = ends[0].granule_bytes // self._real.spec.item_bytes
+        elements = ends[0].granule_bytes // ends[0].memory.spec.item_bytes
         step = max(1, _PIECE_ELEMENTS // elements)
         for layer in layers:
             for first in range(granules.start, granules.stop, step):
@@ -170,13 +143,12 @@ class _CodedGroup:
                     yield real, shadow
 
 
-def _is_coded(group: CacheGroup) -> bool:
-    return group.spec.kind == "tokens" and group.spec.dtype in FLOATS
+def _is_coded(spec: KVSpec) -> bool:
+    return spec.kind == "tokens" and spec.dtype in FLOATS
 
 
-def _shadow_spec(group: CacheGroup, codec: RowCodec) -> KVSpec:
-    spec = group.spec
-    if not _is_coded(group):
+def _shadow_spec(spec: KVSpec, codec: RowCodec) -> KVSpec:
+    if not _is_coded(spec):
         return spec
     return replace(
         spec,
@@ -186,12 +158,6 @@ def _shadow_spec(group: CacheGroup, codec: RowCodec) -> KVSpec:
     )
 
 
-def _block_shape(spec: KVSpec) -> tuple[int, int, int, int]:
-    return spec.components, spec.block_tokens, spec.kv_heads, spec.head_dim
-
-
 def _walked(walk: Canonical, spec: KVSpec) -> Canonical:
     """Return a walk with the rows of one end, in the order of both."""
-    return replace(
-        walk, order=_ORDER, head_dim=spec.head_dim, item_bytes=spec.item_bytes
-    )
+    return replace(walk, order=AXES, head_dim=spec.head_dim, item_bytes=spec.item_bytes)

@@ -104,23 +104,23 @@ def describe(
             raise UsageError(f"tokens: no group {unknown}; there is {', '.join(lists)}")
         key = tuple(tokens.items())
     sizes = tuple([lists[name].size for name in cache.groups])
-    key = "described", sizes, key
-    return computed_once(cache, key, lambda: _describe(cache, sizes, tokens))
 
-
-def _describe(cache: PagedCache, sizes: tuple[int, ...], tokens: Tokens) -> Geometry:
-    return Geometry(
-        tuple(
-            GroupGeometry(
-                name=name,
-                spec=group.spec,
-                order=group.order,
-                blocks=blocks,
-                tokens=tokens.get(name) if isinstance(tokens, Mapping) else tokens,
+    def compute() -> Geometry:
+        groups = zip(cache.groups.items(), sizes, strict=True)
+        return Geometry(
+            tuple(
+                GroupGeometry(
+                    name=name,
+                    spec=group.spec,
+                    order=group.order,
+                    blocks=blocks,
+                    tokens=tokens.get(name) if isinstance(tokens, Mapping) else tokens,
+                )
+                for (name, group), blocks in groups
             )
-            for (name, group), blocks in zip(cache.groups.items(), sizes, strict=True)
         )
-    )
+
+    return computed_once(cache, ("described", sizes, key), compute)
 
 
 @lru_cache(limits.KV_TEMPLATES_MAX)

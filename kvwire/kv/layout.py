@@ -141,7 +141,7 @@ def read_axes(
     return axes
 
 
-def extents_of(spec: KVSpec) -> Mapping[str, int]:
+def extents_of(spec: KVSpec) -> dict[str, int]:
     """Return how many steps each axis has; ``block``'s are the tensor's."""
     return {
         "layer": spec.layers,

@@ -12,7 +12,7 @@ from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, describe
 from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.kv.spec import KVSpec
-from tests.kv.reference import STORED_AS, Shape, Store, shapes
+from tests.kv.reference import STORED_AS, Store, shapes
 
 # Block sizes of producer and consumer: equal, P < D, P > D, and neither divides.
 BLOCK_TOKENS = [(1, 1), (2, 2), (4, 4), (2, 4), (1, 3), (4, 2), (6, 1), (3, 2), (4, 6)]
@@ -60,20 +60,6 @@ class Scenario:
             tokens=end.tokens,
             have=have,
         )
-
-
-def pair_of(
-    spec: KVSpec, producer: Shape, consumer: Shape, *, sizes: tuple[int, int]
-) -> Scenario:
-    """A scenario of twelve tokens between two given shapes."""
-    ends = []
-    for shape, size in zip((producer, consumer), sizes, strict=True):
-        fields = {name: getattr(spec, name) for name in spec.__slots__}
-        own = KVSpec(**fields | {"block_tokens": size})
-        blocks = -(-12 // size)
-        ids = list(range(blocks, 0, -1))
-        ends.append(End(Store(own, blocks + 1, shape), ids, 12))
-    return Scenario(*ends)
 
 
 @st.composite

@@ -27,7 +27,7 @@ from tests.kv.reference import (
     read_walk,
     walk_elements,
 )
-from tests.kv.scenarios import Scenario, pair_of, scenarios
+from tests.kv.scenarios import End, Scenario, scenarios
 from tests.memory.fragments import content, fill
 from tests.support.depth import examples
 
@@ -108,8 +108,11 @@ def test_marks_of_groups_name_their_group() -> None:
 
 def test_blocks_of_a_segment() -> None:
     """The consumer's blocks are half as large: a producer's block is two of them."""
-    scenario = pair_of(SPEC, LAYOUTS["NHD"], LAYOUTS["NHD"], sizes=(4, 2))
-    producer, consumer = scenario.plans()
+    ends = [
+        End(Store(replace(SPEC, block_tokens=size), 6, LAYOUTS["NHD"]), ids, None)
+        for size, ids in ((4, [3, 2, 1]), (2, [5, 4, 3, 2, 1, 0]))
+    ]
+    producer, consumer = Scenario(*ends).plans()
     (segment,) = producer.segments(blocks=1)
     assert producer.positions(segment) == slice(1, 2)
     assert consumer.positions(segment) == slice(2, 4)
