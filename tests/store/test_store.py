@@ -22,7 +22,7 @@ from tests.support.pairs import until
 
 MEMORY = ["memory:256KiB"]
 # Kinds of tiers that are not opened without one.
-_LIBRARIES = {"object": "obstore", "redis": "redis"}
+_LIBRARIES = {"object": "obstore", "redis": "redis", "mooncake": "mooncake"}
 
 
 def same(a: Filled, blocks: list[int], b: Filled, others: list[int]) -> bool:
@@ -204,6 +204,17 @@ async def test_every_close_waits_for_the_end() -> None:
         (["kvwire://role=store,role=x?directory=file:/tmp"], "'role' is there twice"),
         (["kvwire://role=store?directory=nothing:"], "no directory of the kind"),
         (["kvwire://role=store?size=1GiB"], "no option 'size'"),
+        (["kvwire:127.0.0.1:7500"], "kvwire://HOST:PORT"),
+        (["kvwire://127.0.0.1"], "no port"),
+        (["kvwire://127.0.0.1:1?timeout=0"], "timeout"),
+        (["kvwire://127.0.0.1:1?size=1GiB"], "no option 'size'"),
+        (["kvwire://127.0.0.1:1?psk_file=/nowhere"], "nowhere"),
+        (["kvwire://10.0.0.1:1"], "keygen"),
+        (["mooncake:127.0.0.1:6379"], "mooncake://MASTER:PORT"),
+        (["mooncake://127.0.0.1:port"], "mooncake://MASTER:PORT"),
+        (["mooncake://127.0.0.1:1?size=1GiB"], "no option 'size'"),
+        (["mooncake://127.0.0.1:1?codec=zstd-planes"], "no codec here"),
+        (["mooncake://127.0.0.1:1?timeout=0"], "timeout"),
     ],
 )
 async def test_a_wrong_tier_is_refused(tiers: list[str], said: str) -> None:

@@ -242,8 +242,10 @@ class MooncakeTier(Tier):
             came = np.flatnonzero(np.array(codes) > 0)
             raws = [memory[room * n :][: codes[n]].data for n in came.tolist()]
             part = batch.selected(came)
-            results[came] = await self._threads.run(partial(read_objects, part, raws))
-            batch.orders[came] = part.orders
+            read = await self._threads.run(partial(read_objects, part, raws))
+            # Another block's object is in the way of a put, as a damaged one is.
+            read[read == MISSING] = DAMAGED
+            results[came], batch.orders[came] = read, part.orders
 
         codes = await self._ask(get, then=take)
         if codes is not None:

@@ -26,6 +26,7 @@ from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.disk_index import DiskIndex
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.caches import SPEC, Filled, chain
+from tests.store.contract import expect_shared
 from tests.store.files import Faults, disk, store_on
 
 IDS = list(range(16))
@@ -55,6 +56,10 @@ async def test_written_back_blocks_are_there_after_a_close(tmp_path: Path) -> No
         assert stats["memory:128KiB"].evicted_blocks >= 32
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await landed(store, source, hashes) == list(range(64))
+
+
+async def test_what_one_store_puts_another_one_gets(tmp_path: Path) -> None:
+    await expect_shared(f"disk:{tmp_path}?size=1MiB")
 
 
 async def test_an_order_that_is_another_one_is_damage(tmp_path: Path) -> None:

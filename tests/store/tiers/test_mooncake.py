@@ -14,22 +14,18 @@ pytest.importorskip(
     "mooncake", reason="mooncake is not installed: `make test-mooncake`"
 )
 
-from kvwire import BlockStore, UsageError
-from kvwire.store.namespace import Namespace
+from kvwire import BlockStore
 from kvwire.store.tiers.mooncake import MooncakeTier
 from kvwire.store.tiers.object_format import HEAD_BYTES
-from tests.store.caches import LARGE, SPEC, Filled, chain
+from tests.store.caches import LARGE, Filled, chain
+from tests.store.contract import NAMESPACE, expect_miss, expect_shared, tier_of
 from tests.support.pairs import until
 from tests.support.servers import (
     Server,
-    free_port,
     mooncake_master,
     mooncake_segment,
     mooncake_store,
 )
-
-BLOCKS = 32
-EVERY = list(range(BLOCKS))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,32 +39,13 @@ def where(master: Server, **options: object) -> str:
     return f"mooncake://127.0.0.1:{master.port}?{said}"
 
 
-def tier_of(store: BlockStore) -> MooncakeTier:
-    """The tier below memory."""
-    (tier,) = store._tiers.below
-    assert isinstance(tier, MooncakeTier)
-    return tier
-
-
 async def test_what_one_store_puts_another_one_gets(master: Server) -> None:
-    source, target = Filled(BLOCKS, seed=1), Filled(BLOCKS, layout="HND")
-    hashes = chain(40, "shared")
-    here = where(master, prefix="a")
-    async with BlockStore.open(["memory:1MiB", here]) as store:
-        assert (await store.put(hashes[:32], source.cache, EVERY)).complete
-    async with BlockStore.open([here]) as store:
-        assert await store.match(hashes, target.cache) == BLOCKS
-        assert (await store.get(hashes[:32], target.cache, EVERY)).complete
-        assert np.array_equal(source.tokens(EVERY), target.tokens(EVERY))
-        # Another prefix is another store.
-        async with BlockStore.open([where(master, prefix="b")]) as other:
-            assert await other.match(hashes, target.cache) == 0
-        # A delete leaves nothing, also of what was just read.
-        await store.delete(hashes[:8], target.cache)
-        assert await store.match(hashes, target.cache) == 0
-        assert await store.match(hashes[8:], target.cache) == BLOCKS - 8
-        await store.delete_all()
-        assert await store.match(hashes[8:], target.cache) == 0
+    await expect_shared(where(master, prefix="a"), "shared")
+    async with BlockStore.open([where(master, prefix="a")]) as store:
+        assert (await store.put(chain(1), Filled(seed=1).cache, [0])).complete
+    # Another prefix is another store.
+    async with BlockStore.open([where(master, prefix="b")]) as other:
+        assert await other.match(chain(1), Filled().cache) == 0
 
 
 async def test_batches_larger_than_a_stage(master: Server) -> None:
@@ -92,28 +69,21 @@ async def test_batches_larger_than_a_stage(master: Server) -> None:
 
 @pytest.mark.parametrize("at", [0, HEAD_BYTES, -1, None])
 async def test_a_wrong_object_is_missing(master: Server, at: int | None) -> None:
-    """And is there again once it was put again, where it was damaged."""
-    source, target, hashes = Filled(seed=1), Filled(), chain(2, f"wrong {at}")
+    name = f"wrong {at}"
     async with BlockStore.open([where(master)]) as store:
-        await store.put(hashes, source.cache, [0, 1])
-        tier = tier_of(store)
+        tier = tier_of(store, MooncakeTier)
         assert tier._client is not None
         native = tier._client.native
-        name, other = (tier._name(Namespace("kv", SPEC).digest + one) for one in hashes)
-        raw = bytearray(native.get(name if at is not None else other))
-        if at is not None:
-            raw[at] ^= 1
-        assert native.remove(name, True) == 0
-        assert native.put(name, bytes(raw)) == 0
-        await store._tiers.memory.empty()
-        outcome = await store.get(hashes, target.cache, [2, 3])
-        assert outcome.landed.ids().tolist() == [3]
-        if at is None:
-            return
-        assert (await store.put(hashes, source.cache, [0, 1])).complete
-        await store._tiers.memory.empty()
-        assert (await store.get(hashes, target.cache, [2, 3])).complete
-    assert np.array_equal(source.tokens([0, 1]), target.tokens([2, 3]))
+        first, other = (tier._name(NAMESPACE.digest + one) for one in chain(2, name))
+
+        def damage() -> None:
+            raw = bytearray(native.get(first if at is not None else other))
+            if at is not None:
+                raw[at] ^= 1
+            assert native.remove(first, True) == 0
+            assert native.put(first, bytes(raw)) == 0
+
+        await expect_miss(where(master), damage, name)
 
 
 async def test_a_segment_is_killed_and_another_one_comes() -> None:
@@ -122,7 +92,7 @@ async def test_a_segment_is_killed_and_another_one_comes() -> None:
     every = list(range(8))
     with mooncake_master() as master, contextlib.ExitStack() as stack:
         async with BlockStore.open([where(master, timeout=5)]) as store:
-            tier = tier_of(store)
+            tier = tier_of(store, MooncakeTier)
 
             async def put() -> bool:
                 await until(lambda: tier.taking)
@@ -148,7 +118,7 @@ async def test_a_segment_is_killed_and_another_one_comes() -> None:
 
 
 async def found(store: BlockStore, hashes: list[bytes], target: Filled) -> bool:
-    await until(lambda: tier_of(store).taking)
+    await until(lambda: tier_of(store, MooncakeTier).taking)
     return (await store.get(hashes, target.cache, range(8))).complete
 
 
@@ -156,7 +126,7 @@ async def test_a_call_that_hangs_is_given_up_with_its_stage(master: Server) -> N
     source, target, hashes = Filled(seed=5), Filled(), chain(4, "still")
     gate = threading.Event()
     async with BlockStore.open([where(master, timeout=0.2)]) as store:
-        tier = tier_of(store)
+        tier = tier_of(store, MooncakeTier)
         client = tier._client
         assert client is not None
         real = client.native
@@ -190,24 +160,9 @@ async def test_a_master_that_comes_later() -> None:
     with mooncake_master() as master:
         master.kill()
         async with BlockStore.open([where(master)]) as store:
-            assert tier_of(store).error
+            assert tier_of(store, MooncakeTier).error
             assert not (await store.put(chain(1), source.cache, [0])).complete
             master.start()
             with mooncake_segment(master):
-                await until(lambda: tier_of(store).taking)
+                await until(lambda: tier_of(store, MooncakeTier).taking)
                 assert (await store.put(chain(1), source.cache, [0])).complete
-
-
-@pytest.mark.parametrize(
-    ("tier", "said"),
-    [
-        ("mooncake:127.0.0.1:6379", "mooncake://MASTER:PORT"),
-        ("mooncake://127.0.0.1:port", "mooncake://MASTER:PORT"),
-        ("mooncake://127.0.0.1:1?size=1GiB", "no option 'size'"),
-        ("mooncake://127.0.0.1:1?codec=zstd-planes", "no codec here"),
-        ("mooncake://127.0.0.1:1?timeout=0", "timeout"),
-    ],
-)
-async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        await BlockStore.open([tier.replace(":1?", f":{free_port()}?")])

@@ -21,14 +21,13 @@ from kvwire import BlockStore, UsageError
 from kvwire.clock import Backoff
 from kvwire.extras import install_command
 from kvwire.store.index import as_keys
-from kvwire.store.namespace import ABSENT, Namespace
+from kvwire.store.namespace import ABSENT
 from kvwire.store.tiers import object as object_module
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from tests.store.caches import SPEC, Filled, chain
+from tests.store.contract import NAMESPACE, expect_miss, expect_shared, tier_of
 from tests.support.pairs import until
-
-NAMESPACE = Namespace("kv", SPEC)
 
 # Its threads start with the first request of a process, and stay.
 obstore.put(obstore.store.MemoryStore(), "first", b"")
@@ -37,18 +36,6 @@ obstore.put(obstore.store.MemoryStore(), "first", b"")
 def objects_in(folder: Path) -> list[Path]:
     """Every file below a folder."""
     return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def tier_of(store: BlockStore) -> ObjectTier:
-    """The tier below memory."""
-    (tier,) = store._tiers.below
-    assert isinstance(tier, ObjectTier)
-    return tier
-
-
-def file_of(folder: Path, one: bytes) -> Path:
-    """Where the object of a hash is."""
-    return folder / path_of(NAMESPACE.digest + one)
 
 
 async def test_what_is_deleted_has_no_object(tmp_path: Path) -> None:
@@ -65,6 +52,11 @@ async def test_what_is_deleted_has_no_object(tmp_path: Path) -> None:
         (folder / chain(1)[0].hex() / "in the way").mkdir(parents=True)
         with pytest.raises(OSError, match="1 not deleted"):
             await store.delete(chain(1), cache)
+
+
+def file_of(folder: Path, one: bytes) -> Path:
+    """Where the object of a hash is."""
+    return folder / path_of(NAMESPACE.digest + one)
 
 
 class Requests:
@@ -106,27 +98,13 @@ class Requests:
 
 
 async def test_what_one_store_puts_another_one_gets(tmp_path: Path) -> None:
-    tier = f"object:file://{tmp_path}"
-    source, target, hashes = Filled(seed=1), Filled(layout="HND"), chain(6)
-    async with BlockStore.open(["memory:1MiB", tier]) as store:
-        assert (await store.put(hashes[:5], source.cache, [3, 1, 4, 15, 9])).complete
-    # One object for each block, and nothing else.
-    assert len(objects_in(tmp_path)) == 5
-    async with BlockStore.open([tier]) as store:
-        assert await store.match(hashes, target.cache) == 5
-        outcome = await store.get(hashes, target.cache, [0, 2, 5, 7, 8, 6])
-        assert outcome.usable_prefix == 5
-        assert dict(outcome.missing) == {("kv", 6): "it is not in the store"}
-        stats = store.stats()[tier]
-        assert (stats.read_blocks, stats.written_blocks) == (5, 0)
-    got = target.tokens([0, 2, 5, 7, 8])
-    assert np.array_equal(got, source.tokens([3, 1, 4, 15, 9]))
+    await expect_shared(f"object:file://{tmp_path}")
 
 
 async def test_in_memory() -> None:
     source, target, hashes = Filled(40, seed=1), Filled(40), chain(40)
     async with BlockStore.open(["memory:64KiB", "object:memory:///"]) as store:
-        assert not tier_of(store).durable
+        assert not tier_of(store, ObjectTier).durable
         assert (await store.put(hashes, source.cache, range(40))).complete
         assert len(store._tiers.memory.index) < 40
         assert (await store.get(hashes, target.cache, range(40))).complete
@@ -175,29 +153,11 @@ DAMAGES: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("found_before", [False, True])
 async def test_a_wrong_object_is_missing_until_it_is_put_again(
-    tmp_path: Path, damage: Callable[[Path, Path], None], found_before: bool
+    tmp_path: Path, damage: Callable[[Path, Path], None]
 ) -> None:
-    tier = f"object:file://{tmp_path}"
-    source, hashes = Filled(seed=1), chain(3)
-    async with BlockStore.open([tier]) as store:
-        await store.put(hashes, source.cache, [0, 1, 2])
-    async with BlockStore.open([tier]) as store:
-        target = Filled()
-        if found_before:
-            assert await store.match(hashes, target.cache) == 3
-        damage(file_of(tmp_path, hashes[1]), file_of(tmp_path, hashes[2]))
-        outcome = await store.get(hashes, target.cache, [0, 1, 2])
-        assert outcome.landed.ids().tolist() == [0, 2]
-        assert np.array_equal(source.tokens([0, 2]), target.tokens([0, 2]))
-        # It is that object, and not the store.
-        assert not tier_of(store).unavailable_reason
-        assert await store.match(hashes, target.cache) == 1
-        assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
-    async with BlockStore.open([tier]) as store:
-        assert (await store.get(hashes, target.cache, [0, 1, 2])).complete
-    assert np.array_equal(source.tokens([0, 1, 2]), target.tokens([0, 1, 2]))
+    first, other = (file_of(tmp_path, one) for one in chain(2))
+    await expect_miss(f"object:file://{tmp_path}", lambda: damage(first, other))
 
 
 @pytest.mark.parametrize("damage", ["another block", "half a head", "order"])
@@ -232,7 +192,7 @@ async def test_what_is_known_is_not_asked_for_again(tmp_path: Path) -> None:
     source, hashes = Filled(seed=1), chain(8)
     keys = as_keys(NAMESPACE.digest + one for one in hashes)
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        tier = tier_of(store)
+        tier = tier_of(store, ObjectTier)
         requests = Requests(tier)
         assert (await tier.find(keys) == ABSENT).all()
         assert requests.made == ["get_range_async"] * 8
@@ -254,7 +214,7 @@ async def test_a_large_object_is_read_by_ranges_at_once(
     for one, nbytes in zip(hashes[1:], (part, 2 * part, 3 * part - 1), strict=True):
         _cut(nbytes)(file_of(tmp_path, one), tmp_path)
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        requests = Requests(tier_of(store))
+        requests = Requests(tier_of(store, ObjectTier))
         got = await store.get(hashes[:1], target.cache, [0])
         # The head for `find`, then four parts, all but the first at once.
         assert got.complete
@@ -262,14 +222,14 @@ async def test_a_large_object_is_read_by_ranges_at_once(
         assert requests.most == 3
         got = await store.get(hashes, target.cache, range(4))
         assert got.landed.ids().tolist() == [0]
-        assert tier_of(store).taking
+        assert tier_of(store, ObjectTier).taking
     assert np.array_equal(source.tokens([0]), target.tokens([0]))
 
 
 async def test_as_many_requests_as_allowed_at_once(tmp_path: Path) -> None:
     source, hashes = Filled(seed=1), chain(16)
     async with BlockStore.open([f"object:file://{tmp_path}?requests=3"]) as store:
-        requests = Requests(tier_of(store))
+        requests = Requests(tier_of(store, ObjectTier))
         halves = (
             store.put(hashes[:8], source.cache, range(8)),
             store.put(hashes[8:], source.cache, range(8, 16)),
@@ -289,7 +249,7 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
     source, target, hashes = Filled(seed=1), Filled(), chain(8)
     name = f"object:file://{tmp_path}?requests=2"
     async with BlockStore.open([name]) as store:
-        tier = tier_of(store)
+        tier = tier_of(store, ObjectTier)
         requests = Requests(tier)
 
         async def fail(_: str) -> None:
@@ -319,7 +279,7 @@ async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> 
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
         await store.put(chain(2), Filled(seed=1).cache, [0, 1])
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        tier = tier_of(store)
+        tier = tier_of(store, ObjectTier)
         requests, go = Requests(tier), asyncio.Event()
 
         async def fail_last(name: str) -> None:
@@ -341,7 +301,7 @@ async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> 
 async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
     source = Filled(seed=1)
     async with BlockStore.open([f"object:file://{tmp_path}?timeout=0.1"]) as store:
-        requests = Requests(tier_of(store))
+        requests = Requests(tier_of(store, ObjectTier))
 
         async def hang(_: str) -> None:
             await asyncio.Event().wait()
@@ -359,13 +319,13 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     async with BlockStore.open([tier]) as store:
         put = await store.put(chain(1), Filled(seed=1).cache, [0])
         assert "127.0.0.1:1" in put.missing["kv", 0]
-        assert tier_of(store).unavailable_reason
+        assert tier_of(store, ObjectTier).unavailable_reason
 
 
 async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:
     """What no object store should raise; the others still have the images."""
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        requests, go = Requests(tier_of(store)), asyncio.Event()
+        requests, go = Requests(tier_of(store, ObjectTier)), asyncio.Event()
 
         async def fail_first(name: str) -> None:
             if name == "put_async":

@@ -27,6 +27,7 @@ from kvwire.store.server.messages import (
 )
 from kvwire.store.tiers.remote import RemoteTier
 from tests.store.caches import LARGE, SPEC, Filled, chain
+from tests.store.contract import expect_shared, tier_of
 from tests.store.server_child import serving
 from tests.support.pairs import until
 
@@ -36,28 +37,17 @@ BERTH = LARGE.block_bytes * BLOCKS // 16
 ARGUMENTS = ("--tier", "memory:64MiB", "--berth", f"{BERTH}B")
 
 
-def tier_of(store: BlockStore) -> RemoteTier:
-    """The tier below memory."""
-    (tier,) = store._tiers.below
-    assert isinstance(tier, RemoteTier)
-    return tier
-
-
-async def test_blocks_of_one_process_are_got_by_another() -> None:
-    """Put over one connection, got over another one, through a third process."""
-    hashes, blocks = chain(8), list(range(8))
+async def test_what_one_store_puts_another_one_gets() -> None:
     async with serving("--tier", "memory:4MiB") as server:
-        source = Filled(seed=1)
-        async with BlockStore.open(["memory:1MiB", server.where]) as store:
-            assert (await store.put(hashes, source.cache, blocks)).complete
-        target = Filled(layout="HND")
-        backwards = blocks[::-1]
+        await expect_shared(server.where)
+
+
+async def test_a_server_tells_what_it_has_blocks_of() -> None:
+    async with serving("--tier", "memory:4MiB") as server:
         async with BlockStore.open([server.where]) as store:
-            # The server has told what it has blocks of.
-            assert await store.match(hashes) == 8
-            assert await store.match(hashes, target.cache) == 8
-            assert (await store.get(hashes, target.cache, backwards)).complete
-        assert np.array_equal(source.tokens(blocks), target.tokens(backwards))
+            await store.put(chain(8), Filled(seed=1).cache, range(8))
+        async with BlockStore.open([server.where]) as store:
+            assert await store.match(chain(8)) == 8
 
 
 # --- a server that dies ---------------------------------------------------------------
@@ -73,7 +63,7 @@ async def test_a_server_killed_in_the_middle_of_a_put() -> None:
         serving(*ARGUMENTS) as server,
         BlockStore.open(["memory:64MiB", server.where + PATIENT]) as store,
     ):
-        tier = tier_of(store)
+        tier = tier_of(store, RemoteTier)
         put = store.put(hashes, source.cache, range(BLOCKS))
         await until(lambda: tier._client.active and tier._client.active._answers)
         server.signal(signal.SIGSTOP)
@@ -130,7 +120,7 @@ async def test_a_server_that_is_not_there_yet() -> None:
             put = await store.put(chain(1), Filled(seed=1).cache, [0])
             assert where in put.missing["kv", 0]
             async with StoreServer(own, f"127.0.0.1:{port}"):
-                await until(lambda: tier_of(store).taking)
+                await until(lambda: tier_of(store, RemoteTier).taking)
                 again = await store.put(chain(1), Filled(seed=1).cache, [0])
                 assert again.complete
 
@@ -158,8 +148,8 @@ async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
         where = f"kvwire://{address.host}:{address.port}?timeout=0.5"
         async with BlockStore.open([where]) as s:
             assert await s.match(chain(2), Filled().cache) == 0
-            assert said in tier_of(s).error
-            await until(lambda: not tier_of(s).taking)
+            assert said in tier_of(s, RemoteTier).error
+            await until(lambda: not tier_of(s, RemoteTier).taking)
         lying.cancel()
         await asyncio.wait((lying,))
 
@@ -231,20 +221,3 @@ async def test_a_server_of_another_version_is_refused() -> None:
         with pytest.raises(UsageError, match=r"speaks version 3 and this side 2"):
             await BlockStore.open([f"kvwire://{address.host}:{address.port}"])
         await greeting
-
-
-@pytest.mark.parametrize(
-    ("tier", "said"),
-    [
-        ("kvwire:127.0.0.1:7500", "kvwire://HOST:PORT"),
-        ("kvwire://127.0.0.1", "no port"),
-        ("kvwire://127.0.0.1:1?timeout=never", "timeout"),
-        ("kvwire://127.0.0.1:1?timeout=0", "timeout"),
-        ("kvwire://127.0.0.1:1?size=1GiB", "no option 'size'"),
-        ("kvwire://127.0.0.1:1?psk_file=/nowhere", "nowhere"),
-        ("kvwire://10.0.0.1:1", "keygen"),
-    ],
-)
-async def test_a_wrong_tier_is_refused(tier: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        await BlockStore.open([tier])

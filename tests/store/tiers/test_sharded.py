@@ -15,22 +15,16 @@ from kvwire.directory.file import FileDirectory
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.tiers.sharded import ShardedTier, placed, seed_of
 from tests.store.caches import Filled, chain
+from tests.store.contract import tier_of
 from tests.store.server_child import serving
 from tests.support.pairs import until
 
 BLOCKS = 64
 
 
-def tier_of(store: BlockStore) -> ShardedTier:
-    """The tier below memory."""
-    (tier,) = store._tiers.below
-    assert isinstance(tier, ShardedTier)
-    return tier
-
-
 def nodes_of(store: BlockStore) -> int:
     """How many servers this side is connected to."""
-    return len(tier_of(store)._asked())
+    return len(tier_of(store, ShardedTier)._asked())
 
 
 async def served(stack: AsyncExitStack, folder: Path) -> BlockStore:
@@ -48,7 +42,7 @@ async def test_nodes_come_and_go(tmp_path: Path) -> None:
     where = f"kvwire://role=store,pool=a?directory=file:{tmp_path}?interval_s=0.05"
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(BlockStore.open([where]))
-        assert "no store server" in tier_of(client).error
+        assert "no store server" in tier_of(client, ShardedTier).error
         assert await client.match(hashes, source.cache) == 0
         stores = [await served(stack, tmp_path) for _ in range(2)]
         await until(lambda: nodes_of(client) == 2)
@@ -66,10 +60,10 @@ async def test_nodes_come_and_go(tmp_path: Path) -> None:
             async with AsyncExitStack() as third:
                 await served(third, tmp_path)
                 await until(lambda: nodes_of(other) == 3)
-                found = await tier_of(other).find(_keys(stores))
+                found = await tier_of(other, ShardedTier).find(_keys(stores))
                 assert 0 < (found != 255).sum() < BLOCKS
-            await until(lambda: len(tier_of(other)._nodes) == 2)
-            assert (await tier_of(other).find(_keys(stores)) != 255).all()
+            await until(lambda: len(tier_of(other, ShardedTier)._nodes) == 2)
+            assert (await tier_of(other, ShardedTier).find(_keys(stores)) != 255).all()
             await other.delete(hashes, target.cache)
         assert not any(len(store._tiers.memory.index) for store in stores)
 
@@ -100,7 +94,7 @@ async def test_a_node_that_is_killed_is_misses(tmp_path: Path) -> None:
         stays = msgspec.structs.replace(record, lease_s=600.0)
         await directory.write(stays.key, stays.encode(), 600)
         await until(lambda: nodes_of(client) == 1)
-        assert tier_of(client).error.startswith("of 2 nodes a: ")
+        assert tier_of(client, ShardedTier).error.startswith("of 2 nodes a: ")
         fresh = await stack.enter_async_context(BlockStore.open([tier]))
         outcome = await fresh.get(hashes, target.cache, blocks)
         here = outcome.landed.ids().tolist()

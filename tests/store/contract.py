@@ -1,0 +1,74 @@
+"""What every tier keeps, whatever it is made of; each kind's own tests ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from kvwire import BlockStore
+from kvwire.store.namespace import Namespace
+from kvwire.store.tiers.base import Tier
+from tests.store.caches import SPEC, Filled, chain
+
+NAMESPACE = Namespace("kv", SPEC)
+BLOCKS = 32
+T = TypeVar("T", bound=Tier)
+
+
+def tier_of(store: BlockStore, kind: type[T]) -> T:
+    """The tier below memory."""
+    (tier,) = store._tiers.below
+    assert isinstance(tier, kind)
+    return tier
+
+
+async def expect_shared(where: str, name: str = "") -> None:
+    """What one store puts another one gets, into another layout, until it is gone."""
+    hashes, blocks = chain(BLOCKS + 8, name), list(range(BLOCKS))
+    source, target = Filled(BLOCKS + 8, seed=1), Filled(BLOCKS + 8, layout="HND")
+    memory = "memory:256KiB"
+    async with BlockStore.open([memory, where]) as store:
+        put = await store.put(hashes[:BLOCKS], source.cache, blocks)
+        assert put.complete, put.missing.reasons
+    async with BlockStore.open([memory, where]) as store:
+        assert await store.match(hashes, target.cache) == BLOCKS
+        outcome = await store.get(hashes, target.cache, range(BLOCKS + 8))
+        assert outcome.landed.ids().tolist() == blocks
+        assert set(outcome.missing.reasons) == {"it is not in the store"}
+        assert np.array_equal(source.tokens(blocks), target.tokens(blocks))
+        stats = store.stats()[where]
+        assert (stats.read_blocks, stats.written_blocks) == (BLOCKS, 0)
+        # A delete leaves nothing, also of what was just read.
+        await store.delete(hashes[:8], target.cache)
+        assert await store.match(hashes[7:], target.cache) == 0
+        assert await store.match(hashes[8:], target.cache) == BLOCKS - 8
+        await store.delete_all()
+        assert await store.match(hashes[8:], target.cache) == 0
+    async with BlockStore.open([memory, where]) as store:
+        assert await store.match(hashes, target.cache) == 0
+        assert await store.match(hashes[8:], target.cache) == 0
+
+
+async def expect_miss(where: str, damage: Callable[[], object], name: str = "") -> None:
+    """The first of three blocks is missing once it is damaged, until it is put again.
+
+    ``damage`` is called when a store that has looked for them has them in no memory.
+    """
+    hashes, source, target = chain(3, name), Filled(seed=1), Filled()
+    async with BlockStore.open([where]) as store:
+        assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
+    async with BlockStore.open([where]) as store:
+        assert await store.match(hashes, target.cache) == 3
+        damage()
+        outcome = await store.get(hashes, target.cache, [0, 1, 2])
+        assert outcome.landed.ids().tolist() == [1, 2]
+        assert np.array_equal(source.tokens([1, 2]), target.tokens([1, 2]))
+        # It is that block, and not the tier.
+        assert not store._tiers.below[0].unavailable_reason
+        assert await store.match(hashes, target.cache) == 0
+        assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
+    async with BlockStore.open([where]) as store:
+        assert (await store.get(hashes, target.cache, [0, 1, 2])).complete
+    assert np.array_equal(source.tokens([0, 1, 2]), target.tokens([0, 1, 2]))
