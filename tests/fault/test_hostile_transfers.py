@@ -9,14 +9,12 @@ as landed is right, memory drains, and another connection goes on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-import kvwire
 from tests.fault.stranger import expect_ended_by
 from tests.protocol.raw_client import (
     AGREE,
@@ -41,6 +39,7 @@ from tests.protocol.world import (
     Ours,
     Theirs,
     World,
+    expected,
     layers_of,
     stamps,
     world,
@@ -119,29 +118,12 @@ async def expect_rule(w: World, rule: str) -> None:
 
 async def expect_fine(w: World) -> None:
     """A whole transfer with another peer."""
-    link = await RawLink.connect(w.address.host, w.address.port, incarnation=bytes(16))
-    ours, theirs = Ours(), Theirs()
-    theirs.fill()
-    inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
-    side = theirs.side(producer=True)
-    await ask(link, side, REQUEST)
-    await produce(link, side, REQUEST, layers_of(side))
+    w.link = await RawLink.connect(w.address.host, w.address.port)
+    ours = Ours()
+    inc, side = await expected(w, ours, Theirs())
+    await produce(w.link, side, REQUEST, layers_of(side))
     assert (await inc).complete
     assert ours.values() == stamps()
-    link.abort()
-
-
-@asynccontextmanager
-async def hostile_world() -> AsyncIterator[World]:
-    """A world whose connection ends as the hostile peer has it."""
-    async with kvwire.open(name="ours", resume=False) as ours:
-        address = await ours.listen("tcp://127.0.0.1:0")
-        link = await RawLink.connect(address.host, address.port)
-        w = World(ours, address, await anext(ours.connections()), link)
-        try:
-            yield w
-        finally:
-            w.link.abort()
 
 
 # --- a producer that lies -------------------------------------------------------------
@@ -187,12 +169,10 @@ PRODUCERS: dict[str, tuple[str, *tuple[Lie, ...]]] = {
 @pytest.mark.parametrize("lie", PRODUCERS)
 async def test_a_producer_that_lies(lie: str) -> None:
     rule, *lies = PRODUCERS[lie]
-    async with hostile_world() as w:
-        ours, theirs = Ours(), Theirs()
-        theirs.fill()
-        inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
-        peer = Liar(w.link, theirs.side(producer=True))
-        await ask(w.link, peer.side, REQUEST)
+    async with world(hostile=True, resume=False) as w:
+        ours = Ours()
+        inc, side = await expected(w, ours, Theirs())
+        peer = Liar(w.link, side)
         for tell in lies:
             tell(peer)
         await expect_rule(w, rule)
@@ -214,21 +194,6 @@ def expect_only(ours: Ours, layers: int) -> None:
     assert (ours._bytes[:, rest] == FREE).all()
 
 
-async def test_a_commit_that_claims_more_than_was_marked() -> None:
-    """Complete is what has landed, and not what the producer calls it."""
-    async with world() as w:
-        ours, theirs = Ours(), Theirs()
-        theirs.fill()
-        inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
-        side = theirs.side(producer=True)
-        await ask(w.link, side, REQUEST)
-        await produce(w.link, side, REQUEST, layers_of(side)[:1], complete=True)
-        outcome = await inc
-        assert not outcome.complete
-        assert not outcome.landed
-        assert ours.values() == stamps(lambda element: element.layer == 0)
-
-
 # --- a consumer that lies -------------------------------------------------------------
 
 CONSUMERS: dict[str, tuple[str, Lie]] = {
@@ -248,7 +213,7 @@ CONSUMERS: dict[str, tuple[str, Lie]] = {
 @pytest.mark.parametrize("lie", CONSUMERS)
 async def test_a_consumer_that_lies(lie: str) -> None:
     rule, tell = CONSUMERS[lie]
-    async with hostile_world() as w:
+    async with world(hostile=True, resume=False) as w:
         ours, theirs = Ours(), Theirs()
         ours.fill()
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
@@ -266,7 +231,7 @@ async def test_a_consumer_that_lies(lie: str) -> None:
 @pytest.mark.parametrize("segments", [[1, 1], [2, 1, 2]])
 async def test_a_consumer_that_acknowledges_twice(segments: list[int]) -> None:
     """What it has said once, of what was sent, may count; the rest does not."""
-    async with hostile_world() as w:
+    async with world(hostile=True, resume=False) as w:
         ours, theirs = Ours(), Theirs()
         ours.fill()
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS, group_bytes=1)

@@ -33,6 +33,7 @@ from tests.protocol.world import (
     Theirs,
     World,
     begun,
+    expected,
     layers_of,
     stamps,
     world,
@@ -112,16 +113,14 @@ async def test_segments_of_several_chunks(produces: bool) -> None:
     large: dict[str, Any] = {"dim": 100, "dtype": "float32"}
     async with world() as w:
         ours, theirs = Ours(**large), Theirs(**large)
-        side = theirs.side(producer=produces)
         if produces:
-            theirs.fill()
-            inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
-            await ask(w.link, side, 1)
+            inc, side = await expected(w, ours, theirs)
             box = (0, 0, LAYERS, 0, side.groups[0].granules)
             await produce(w.link, side, 1, [box])
             assert (await inc).complete
         else:
             published(w, ours)
+            side = theirs.side(producer=False)
             await pulled(w, side)
             assert len(side.landed) == 1
         filled = ours if produces else theirs
@@ -143,17 +142,16 @@ async def test_with_a_key(tmp_path: Path) -> None:
         assert refused.value.code == AUTHENTICATION
 
 
-async def test_kvwire_receives_a_part() -> None:
-    """What was not marked is missing, and untouched."""
+@pytest.mark.parametrize("claims", [False, True])
+async def test_kvwire_receives_a_part(claims: bool) -> None:
+    """What was not marked is missing, also where COMMIT says otherwise."""
     async with world() as w:
-        ours, theirs = Ours(), Theirs()
-        theirs.fill()
-        inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
-        side = theirs.side(producer=True)
-        await ask(w.link, side, 1)
-        await produce(w.link, side, 1, layers_of(side)[:1], complete=False)
+        ours = Ours()
+        inc, side = await expected(w, ours, Theirs())
+        await produce(w.link, side, 1, layers_of(side)[:1], complete=claims)
         outcome = await inc
         assert not outcome.complete
+        assert not outcome.landed
         assert set(outcome.missing.layers(ours.names[0])) == {1}
         assert ours.values() == stamps(lambda element: element.layer == 0)
 
@@ -176,11 +174,8 @@ async def test_kvwire_sends_a_part() -> None:
 async def test_a_damaged_chunk() -> None:
     """COMMIT_ACK names its segment, and the consumer lacks its blocks."""
     async with world() as w:
-        ours, theirs = Ours(), Theirs()
-        theirs.fill()
-        inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
-        side = theirs.side(producer=True)
-        await ask(w.link, side, 1)
+        ours = Ours()
+        inc, side = await expected(w, ours, Theirs())
         boxes = layers_of(side)
         await produce(w.link, side, 1, boxes, spoiled=[2])
         assert (side.landed, side.damaged) == (boxes[:1], boxes[1:])

@@ -158,17 +158,34 @@ class World:
 
 
 @asynccontextmanager
-async def world(psk: bytes = b"", **config: Any) -> AsyncIterator[World]:
-    """Connects the client to a communicator; closes both in order at the end."""
+async def world(
+    psk: bytes = b"", *, hostile: bool = False, **config: Any
+) -> AsyncIterator[World]:
+    """Connects the client to a communicator; closes both in order at the end.
+
+    But not where it is hostile: then the connection ends as it has it.
+    """
     async with kvwire.open(name="ours", **config) as ours:
         address = await ours.listen("tcp://127.0.0.1:0")
         link = await RawLink.connect(address.host, address.port, psk=psk)
         w = World(ours, address, await anext(ours.connections()), link)
         try:
             yield w
-            await w.link.close()
+            if not hostile:
+                await w.link.close()
         finally:
             w.link.abort()
+
+
+async def expected(
+    w: World, ours: Ours, theirs: Theirs
+) -> tuple[kvwire.Incoming, Side]:
+    """Has kvwire expect all of the client's cache, which asks to produce it."""
+    theirs.fill()
+    inc = w.ours.expect("x", ours.cache, ours.ids, tokens=TOKENS)
+    side = theirs.side(producer=True)
+    await ask(w.link, side, 1)
+    return inc, side
 
 
 async def begun(link: RawLink, side: Side, request: int) -> int:
