@@ -26,12 +26,8 @@ def test_both_ends_are_one_trace(push: bool, tmp_path_factory: Any) -> None:
     folder = str(tmp_path_factory.mktemp("i") / "run")
 
     async def run(w: World) -> None:
-        if push:
-            inc = w.d.expect("t", w.target.cache, DEST)
-            out = w.push_side.push("t", w.source.cache, LIST)
-        else:
-            inc = w.pull_side.pull("t", w.target.cache, DEST)
-            out = w.p.publish("t", w.source.cache, LIST)
+        inc = w.consume("t", DEST, push=push)
+        out = w.produce("t", LIST, push=push)
         out.ready()
         out.finish()
         await inc

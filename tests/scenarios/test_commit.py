@@ -53,26 +53,18 @@ async def test_r25_a_commit_that_overtakes_the_data(w: World) -> None:
 @scenario()
 async def test_r26_either_side_comes_first(w: World, push: bool, first: str) -> None:
     def produce() -> kvwire.Outgoing:
-        if push:
-            out = w.push_side.push("t", w.source.cache, LIST)
-        else:
-            out = w.p.publish("t", w.source.cache, LIST)
+        out = w.produce("t", LIST, push=push)
         # All of it, whether the consumer is there or not.
         out.ready()
         out.finish()
         return out
 
-    def consume() -> kvwire.Incoming:
-        if push:
-            return w.d.expect("t", w.target.cache, DEST)
-        return w.pull_side.pull("t", w.target.cache, DEST)
-
     if first == "producer":
         out = produce()
         assert await w.stays_open(out, 0.02)
-        inc = consume()
+        inc = w.consume("t", DEST, push=push)
     else:
-        inc = consume()
+        inc = w.consume("t", DEST, push=push)
         assert await w.stays_open(inc, 0.02)
         out = produce()
     assert (await inc).complete

@@ -99,12 +99,8 @@ async def test_r35_a_mismatch_is_refused_and_named_on_both_sides(
     shape = (BLOCKS, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
     tensors = [np.zeros(shape, spec.dtype) for _ in range(spec.layers)]
     other = kvwire.PagedCache(spec, tensors)
-    if push:
-        inc = w.d.expect("t", other, DEST)
-        out = w.push_side.push("t", w.source.cache, LIST)
-    else:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = w.pull_side.pull("t", other, DEST)
+    inc = w.consume("t", DEST, push=push, cache=other)
+    out = w.produce("t", LIST, push=push)
     out.ready()
     for end in (out, inc):
         outcome = await end

@@ -101,18 +101,12 @@ async def check_life(w: World, schedule: Schedule) -> None:
 async def _both_ends(
     w: World, schedule: Schedule
 ) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
-    source, target = w.source.cache, w.target.cache
-
     def produce() -> kvwire.Outgoing:
-        blocks, grouping = schedule.source, schedule.group_bytes
-        if schedule.push:
-            return w.push_side.push("t", source, blocks, group_bytes=grouping)
-        return w.p.publish("t", source, blocks, group_bytes=grouping)
+        grouping = schedule.group_bytes
+        return w.produce("t", schedule.source, push=schedule.push, group_bytes=grouping)
 
     def consume() -> kvwire.Incoming:
-        if schedule.push:
-            return w.d.expect("t", target, schedule.target)
-        return w.pull_side.pull("t", target, schedule.target)
+        return w.consume("t", schedule.target, push=schedule.push)
 
     if schedule.producer_first:
         out = produce()
