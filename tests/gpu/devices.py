@@ -9,11 +9,26 @@ import numpy.typing as npt
 import pytest
 
 from kvwire.errors import BackendUnavailable
+from kvwire.kv.fragments import Fragments
+from kvwire.kv.tensors import tensor_view
 from kvwire.memory.device.cupy_ops import CupyOps
 from kvwire.memory.device.ops import DeviceOps, register, unregister
 from kvwire.memory.device.torch_ops import TorchOps
 
 LIBRARIES = ("torch", "cupy")
+
+
+def pieces(array: object, indices: npt.ArrayLike, nbytes: int) -> Fragments:
+    """Pieces of so many bytes of an array on a GPU, by their number."""
+    view = tensor_view(array, "t")
+    rows = np.asarray(indices, np.uint64)
+    return Fragments(
+        rows * np.uint64(nbytes) + np.uint64(view.address),
+        np.full(rows.size, nbytes, np.uint64),
+        owner=array,
+        writable=True,
+        device=view.device,
+    )
 
 
 class Gpu:

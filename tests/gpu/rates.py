@@ -22,11 +22,11 @@ import numpy as np
 import kvwire
 from kvwire import KVSpec, PagedCache
 from kvwire.errors import BackendUnavailable
-from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.memory.device.ops import register
 from kvwire.memory.device.torch_ops import TorchOps
+from tests.gpu.devices import pieces
 
 ROUNDS = 15
 CHUNK_BYTES = 4 * MIB
@@ -57,8 +57,8 @@ def gather_ratio(ops: TorchOps, fragment_bytes: int) -> float:
     copy_engine = CopyEngine(ops, lambda call: None, CHUNK_BYTES)
     count = CHUNK_BYTES // fragment_bytes
     rows = np.random.default_rng(0).permutation(64 * MIB // fragment_bytes)[:count]
-    scattered = _fragments(ops, pool, rows, fragment_bytes)
-    plain = _fragments(ops, pool, np.zeros(1, np.int64), CHUNK_BYTES)
+    scattered = pieces(pool, rows, fragment_bytes)
+    plain = pieces(pool, [0], CHUNK_BYTES)
     stream = copy_engine.outbound.stream
 
     def gathered() -> None:
@@ -83,17 +83,6 @@ def interleaved(one: Callable[[], None], other: Callable[[], None]) -> list[floa
             function()
             seen.append(time.perf_counter() - began)
     return [statistics.median(seen) for seen in times]
-
-
-def _fragments(ops: TorchOps, pool: Any, rows: Any, nbytes: int) -> Fragments:
-    addresses = rows.astype(np.uint64) * np.uint64(nbytes) + np.uint64(pool.data_ptr())
-    return Fragments(
-        addresses,
-        np.full(rows.size, nbytes, np.uint64),
-        owner=pool,
-        writable=True,
-        device=ops.device,
-    )
 
 
 async def overlap() -> float:

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvwire.kv.fragments import Fragments
-from kvwire.kv.tensors import tensor_view
 from kvwire.memory.device.ops import Stream, event_ops
-from tests.gpu.devices import LIBRARIES, Gpu
+from tests.gpu.devices import LIBRARIES, Gpu, pieces
 
 pytestmark = pytest.mark.gpu
 
@@ -26,18 +24,6 @@ def stream(gpu: Gpu) -> Iterator[Stream]:
     made = gpu.ops.stream()
     yield made
     made.close()
-
-
-def pieces(array: object, indices: list[int], nbytes: int) -> Fragments:
-    view = tensor_view(array, "t")
-    addresses = np.array(indices, np.uint64) * np.uint64(nbytes)
-    return Fragments(
-        addresses + np.uint64(view.address),
-        np.full(len(indices), nbytes, np.uint64),
-        owner=array,
-        writable=True,
-        device=view.device,
-    )
 
 
 @pytest.mark.parametrize("nbytes", [3, 16, 100, 1024, 20_480])

@@ -7,18 +7,16 @@ there is one GPU the refusal itself is what is tested: it ends the lane with a r
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvwire.backend import Landing
 from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
-from kvwire.kv.fragments import Fragments
 from kvwire.types import Role
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.nccl import Nccl
 from tests.backends.lane_recorder import LaneRecorder
-from tests.gpu.devices import Gpu
+from tests.gpu.devices import Gpu, pieces
 from tests.support.pairs import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
@@ -52,8 +50,8 @@ async def test_a_payload_between_two_ranks() -> None:
         target = torch.zeros_like(values).cuda(1 if two else 0)
         torch.cuda.synchronize()
         del gpu
-        descriptor = client.send(whole(values), 1)
-        server.receive(descriptor, Landing(8 << 20, whole(target)))
+        descriptor = client.send(pieces(values, [0], values.nbytes), 1)
+        server.receive(descriptor, Landing(8 << 20, pieces(target, [0], target.nbytes)))
         client.flush()
         server.flush()
         await until(lambda: notes[1].received or notes[1].closed or notes[0].closed)
@@ -68,18 +66,3 @@ async def test_a_payload_between_two_ranks() -> None:
         client.abort()
         server.abort()
         await until(lambda: notes[0].closed and notes[1].closed)
-
-
-def whole(tensor: object) -> Fragments:
-    """All of a contiguous tensor."""
-    from kvwire.kv.tensors import tensor_view
-
-    view = tensor_view(tensor, "t")
-    nbytes = view.shape[0] * view.item_bytes
-    return Fragments(
-        np.array([view.address], np.uint64),
-        np.array([nbytes], np.uint64),
-        owner=tensor,
-        writable=True,
-        device=view.device,
-    )
