@@ -194,9 +194,11 @@ class _Request(Generic[Id]):
         counts[-1:] -= -self.num_tokens % size
         return counts
 
-    def is_window(self, group: str) -> bool:
+    @property
+    def has_window(self) -> bool:
         """Tell whether a group holds only the last tokens."""
-        return self.lists[group].size * self.block_tokens[group] < self.num_tokens
+        held = (ids.size * self.block_tokens[name] for name, ids in self.lists.items())
+        return min(held) < self.num_tokens
 
 
 class _Blocks(Generic[Id]):
@@ -238,13 +240,10 @@ class _Blocks(Generic[Id]):
             short = valid < request.tokens_in(name)
             if not short.any():
                 continue
-            if request.is_window(name):
-                return 0
             first = int(short.argmax())
             size = request.block_tokens[name]
             usable = min(usable, first * size + int(valid[first]))
-        windowed = any(request.is_window(name) for name in request.lists)
-        return 0 if windowed and usable < request.num_tokens else usable
+        return 0 if request.has_window and usable < request.num_tokens else usable
 
     def read(self, request: _Request[Id]) -> None:
         """Note that a request decodes from its blocks: they may not be written."""
@@ -254,7 +253,7 @@ class _Blocks(Generic[Id]):
     def lost(self, request: _Request[Id], usable: int, *, only_holes: bool) -> Bits:
         """Return which tokens of a request have to be computed: (num_tokens,)."""
         lost: Bits = np.arange(request.num_tokens) >= usable
-        if not only_holes or any(request.is_window(name) for name in request.lists):
+        if not only_holes or request.has_window:
             return lost
         lost = np.zeros(request.num_tokens, np.bool_)
         for name, ids in request.lists.items():

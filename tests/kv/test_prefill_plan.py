@@ -32,22 +32,19 @@ def grouped_outcome(
 ) -> Outcome:
     """The same for several groups; the planner reads lists, tokens and missing."""
     arrays = {name: np.array(ids, np.int64) for name, ids in lists.items()}
-    gone = {
-        n: np.array([i for i in ids if i in lost[n]], np.int64)
-        for n, ids in lists.items()
-    }
+    gone = {n: np.isin(ids, list(lost.get(n, ()))) for n, ids in arrays.items()}
     missing = {
         name: MissingOfGroup(
-            ids,
-            np.zeros(ids.size, np.uint16),
+            ids[gone[name]],
+            np.zeros(gone[name].sum(), np.uint16),
             range(1),
-            np.ones((1, ids.size), np.bool_),
+            np.ones((1, gone[name].sum()), np.bool_),
         )
-        for name, ids in gone.items()
+        for name, ids in arrays.items()
     }
     return Outcome(
-        complete=not any(ids.size for ids in gone.values()),
-        landed=BlockSet({n: np.setdiff1d(arrays[n], gone[n]) for n in arrays}),
+        complete=not any(map(np.any, gone.values())),
+        landed=BlockSet({name: ids[~gone[name]] for name, ids in arrays.items()}),
         missing=MissingBlocks(missing, ["lost"]),
         usable_prefix=0,
         usable_tokens=0,
@@ -74,9 +71,9 @@ def plan(*requests: PrefillRequest[str], **outcomes: Outcome) -> PrefillPlan[str
 
 def test_the_first_plan_waits_for_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """These two import numpy.ma at their first call: 50 ms of an event loop."""
+    end = outcome([4, 5, 6], {5})
     monkeypatch.delattr(np, "unique")
     monkeypatch.delattr(np, "isin")
-    end = outcome([4, 5, 6], {5})
     plan = plan_prefill([request("a", [4, 5, 6])], {"a": end})
     assert [(part.start, part.stop) for part in plan.prefill["a"]] == [(4, 12)]
     assert end.missing.reasons == ("lost",)
@@ -137,63 +134,59 @@ def test_a_request_without_a_transfer_has_what_was_cached() -> None:
     assert found.ready == ("b",)
 
 
+def test_a_transfer_of_fewer_tokens_leaves_the_rest() -> None:
+    found = plan(request("a", [1, 2]), a=outcome([1, 2], set(), tokens=7))
+    assert found.prefill == {"a": ((7, 8),)}
+
+
+def test_cached_tokens_are_not_those_of_a_window() -> None:
+    """Eight of twelve tokens were good before; the window is on the last four."""
+    own = PrefillRequest(
+        id="a",
+        num_tokens=12,
+        blocks={"full": [1, 2, 3], "window": [8, 9]},
+        block_tokens={"full": 4, "window": 2},
+        cached_tokens=8,
+    )
+    end = grouped_outcome({"full": [3]}, {}, {"full": 4})
+    assert plan_prefill([own], [end]).prefill == {"a": ((0, 12),)}
+
+
 def test_more_blocks_than_tokens_are_room_to_grow() -> None:
     found = plan(request("a", [1, 2, 9], tokens=7), a=outcome([1, 2], set()))
     assert found.ready == ("a",)
 
 
-def grouped(full: list[int], window: list[int]) -> PrefillRequest[str]:
-    return PrefillRequest(
-        id="a",
-        num_tokens=12,
-        blocks={"full": full, "window": window},
-        block_tokens={"full": 4, "window": 2},
-    )
-
-
-def test_groups_lose_blocks_of_the_same_id_apart() -> None:
-    """Block 3 of one group landed and block 3 of the other did not (R31)."""
-    six = [3, 1, 2, 4, 5, 6]
-    found = plan_prefill(
-        [grouped([3, 1, 2], six)],
-        [
-            grouped_outcome(
-                {"full": [3, 1, 2], "window": six},
-                {"full": {2}, "window": {4}},
-                {"full": 12, "window": 12},
-            )
-        ],
-    )
-    assert found.prefill == {"a": ((6, 12),)}
-
-
 @pytest.mark.parametrize(
-    ("lost", "expected"),
+    ("window", "lost", "holes", "expected"),
     [
-        ({"full": set(), "window": set()}, ()),
-        ({"full": set(), "window": {8}}, ((0, 12),)),
-        ({"full": {2}, "window": set()}, ((0, 12),)),
+        # Block 3 of one group landed and block 3 of the other did not (R31).
+        ([3, 1, 2, 4, 5, 6], {"full": {2}, "window": {4}}, False, (6, 12)),
+        # A window on the last four tokens: there is none for an earlier end.
+        ([8, 9], {}, False, None),
+        ([8, 9], {"window": {8}}, False, (0, 12)),
+        ([8, 9], {"full": {2}}, False, (0, 12)),
+        # A hole in it, or before it, needs all that came before.
+        ([8, 9], {"window": {8}}, True, (0, 12)),
+        ([8, 9], {"full": {1}}, True, (0, 12)),
     ],
-    ids=["nothing", "window", "full"],
 )
-def test_a_window_is_all_or_nothing(
-    lost: dict[str, set[int]], expected: tuple[tuple[int, int], ...]
+def test_groups(
+    window: list[int],
+    lost: dict[str, set[int]],
+    holes: bool,
+    expected: tuple[int, int] | None,
 ) -> None:
-    """The window lists the last four tokens; there is none for an earlier end."""
-    lists = {"full": [3, 1, 2], "window": [8, 9]}
-    end = grouped_outcome(lists, lost, {"full": 12, "window": 4})
-    found = plan_prefill([grouped(**lists)], [end])
-    assert found.prefill.get("a", ()) == expected
-    assert found.ready == (("a",) if not expected else ())
-
-
-def test_a_hole_in_a_window_needs_all_that_came_before() -> None:
-    lists = {"full": [3, 1, 2], "window": [8]}
-    tokens = {"full": 12, "window": 4}
-    for lost in ({"full": {1}, "window": set()}, {"full": set(), "window": {8}}):
-        end = grouped_outcome(lists, lost, tokens)
-        found = plan_prefill([grouped(**lists)], [end], holes=True)
-        assert found.prefill == {"a": ((0, 12),)}
+    """Three blocks of four tokens; and of two tokens all of them, or the last."""
+    lists = {"full": [3, 1, 2], "window": window}
+    grouped = PrefillRequest(
+        id="a", num_tokens=12, blocks=lists, block_tokens={"full": 4, "window": 2}
+    )
+    tokens = {"full": 12, "window": 2 * len(window)}
+    end = grouped_outcome(lists, lost, tokens)
+    found = plan_prefill([grouped], [end], holes=holes)
+    assert found.prefill == ({"a": (expected,)} if expected else {})
+    assert found.ready == (() if expected else ("a",))
 
 
 def test_blocks_are_shared_as_a_prefix_only() -> None:
