@@ -89,31 +89,30 @@ class Group:
         cases: Cases,
         held: bool,
     ) -> Callable[[Run], Run]:
+        each: list[tuple[str, str, tuple[Any, ...]]] = [("", promise, ())]
+        if cases is not None:
+            each = [(f"[{n}]", promise.format(n), (case,)) for n, case in cases.items()]
+
         def register(run: Run) -> Run:
             takes_pair = len(inspect.signature(run).parameters) > 2
 
-            async def on_rig(rig: Any, *case: Any) -> None:
+            async def on_rig(rig: Any, *, case: tuple[Any, ...]) -> None:
+                sides: tuple[Any, ...] = ()
                 if takes_pair:
-                    case = *await (rig.held_pair() if held else rig.pair()), *case
-                await run(rig, *case)
+                    sides = await (rig.held_pair() if held else rig.pair())
+                await run(rig, *sides, *case)
 
-            def add(case: str, promise: str, run: Run) -> None:
-                found = Check(id=f"{self._name}.{name}{case}", promise=promise, run=run)
+            for suffix, said, case in each:
+                check = Check(
+                    id=f"{self._name}.{name}{suffix}",
+                    promise=said,
+                    run=functools.partial(on_rig, case=case),
+                )
                 for checks in where:
-                    checks.append(found)
-
-            if cases is None:
-                add("", promise, on_rig)
-            for case, value in (cases or {}).items():
-                bound = functools.partial(_run_case, on_rig, value)
-                add(f"[{case}]", promise.format(case), bound)
+                    checks.append(check)
             return run
 
         return register
-
-
-async def _run_case(run: Run, value: Any, rig: Any) -> None:
-    await run(rig, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from msgspec.structs import replace
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
 from kvwire.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
-from kvwire.testing.conformance.check import Check, Group, Report, Result, require
-from kvwire.testing.conformance.runner import run_all
+from kvwire.testing.conformance.check import Check, Group, Report, require
+from kvwire.testing.conformance.runner import CheckOptions, run_all
 
 TIMEOUT_S: Final = 15.0
 """How long anything may take: a directory that cannot push is looked at now and then"""
@@ -269,25 +269,18 @@ DIRECTORY_CHECKS: tuple[Check, ...] = tuple(group.of_links)
 
 
 async def check_directory(
-    url: str,
-    *,
-    only: Collection[str] | None = None,
-    timeout_s: float = TIMEOUT_S,
-    raising: bool = True,
-    progress: Callable[[Result], None] | None = None,
+    url: str, *, timeout_s: float = TIMEOUT_S, **options: Unpack[CheckOptions]
 ) -> Report:
     """Hold a directory against the contract of :mod:`kvwire.directory.base`.
 
     Args:
         url: Names the directory; what others have announced there is left alone.
-        only: Ids of the checks to run; by default all of :data:`DIRECTORY_CHECKS`.
         timeout_s: How long each check may take.
-        raising: Whether a failed check raises in the end.
-        progress: Is told of each result as it comes.
+        **options: See :class:`~kvwire.testing.conformance.runner.CheckOptions`.
 
     Raises:
         UsageError: There is no such directory, or a check is not known.
-        CheckFailed: A check failed, and ``raising`` is true.
+        CheckFailed: A check failed.
 
     Cancel safety: safe, records of the check under way may stay for their lease.
     """
@@ -295,8 +288,6 @@ async def check_directory(
         url.partition(":")[0],
         DIRECTORY_CHECKS,
         lambda: DirectoryRig(url, timeout_s),
-        only=only,
         kind=" of directories",
-        raising=raising,
-        progress=progress,
+        **options,
     )

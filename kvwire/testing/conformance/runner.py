@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypedDict, Unpack
 
 from kvwire.backend import Backend, registry
 from kvwire.errors import UsageError
@@ -35,15 +35,28 @@ LANE_CHECKS: tuple[Check, ...] = tuple(c for group in _GROUPS for c in group.of_
 """Every check of lanes, in the order they run."""
 
 
+class CheckOptions(TypedDict, total=False):
+    """Says which checks run, and how what comes of them is told.
+
+    Attributes:
+        only: Ids of the checks to run; by default all.
+        raising: Whether a failed check raises in the end, as it does by default.
+        first_only: Stop at the first check that fails.
+        progress: Is told of each result as it comes.
+    """
+
+    only: Collection[str] | None
+    raising: bool
+    first_only: bool
+    progress: Callable[[Result], None] | None
+
+
 async def check_backend(
     backend: Backend | type[Backend] | str,
     *,
     address: Address | str | None = None,
-    only: Collection[str] | None = None,
     timeout_s: float = TIMEOUT_S,
-    raising: bool = True,
-    first_only: bool = False,
-    progress: Callable[[Result], None] | None = None,
+    **options: Unpack[CheckOptions],
 ) -> Report:
     """Hold a backend against the contract of :mod:`kvwire.backend`.
 
@@ -55,15 +68,13 @@ async def check_backend(
         address: To listen on, as often as a check wants: any free port or name. By
             default port 0 of the loopback address, or a free name for a backend within
             one process.
-        only: Ids of the checks to run; by default all of :data:`CHECKS`.
         timeout_s: How long anything that a backend promises may take.
-        raising: Whether a failed check raises in the end.
-        first_only: Stop at the first check that fails.
-        progress: Is told of each result as it comes.
+        **options: See :class:`CheckOptions`.
 
     Raises:
         BackendUnavailable: No installed backend has that scheme.
-        CheckFailed: A check failed, and ``raising`` is true.
+        UsageError: A check is not known.
+        CheckFailed: A check failed.
 
     Cancel safety: safe, links of the check under way may stay open.
     """
@@ -77,10 +88,7 @@ async def check_backend(
         cls.scheme,
         CHECKS,
         lambda: LinkRig(make, where, timeout_s),
-        only=only,
-        raising=raising,
-        first_only=first_only,
-        progress=progress,
+        **options,
     )
 
 
@@ -89,11 +97,8 @@ async def check_lanes(
     *,
     settings: Mapping[str, str] | None = None,
     address: Address | None = None,
-    only: Collection[str] | None = None,
     timeout_s: float = TIMEOUT_S,
-    raising: bool = True,
-    first_only: bool = False,
-    progress: Callable[[Result], None] | None = None,
+    **options: Unpack[CheckOptions],
 ) -> Report:
     """Hold a backend's lanes against the contract of :mod:`kvwire.backend.lane`.
 
@@ -104,16 +109,13 @@ async def check_lanes(
         address: Where the backend is to listen, for lanes that dial the address of the
             control link: any free port or name. By default port 0 of the loopback
             address, for a backend that has links to other processes.
-        only: Ids of the checks to run; by default all of :data:`LANE_CHECKS`.
         timeout_s: How long anything that a lane promises may take.
-        raising: Whether a failed check raises in the end.
-        first_only: Stop at the first check that fails.
-        progress: Is told of each result as it comes.
+        **options: See :class:`CheckOptions`.
 
     Raises:
         BackendUnavailable: No installed backend has that scheme.
         UsageError: The backend has no lanes, or a check is not known.
-        CheckFailed: A check failed, and ``raising`` is true.
+        CheckFailed: A check failed.
 
     Cancel safety: safe, lanes of the check under way may stay open.
     """
@@ -126,11 +128,8 @@ async def check_lanes(
         cls.scheme,
         LANE_CHECKS,
         lambda: LaneRig(cls, settings or {}, timeout_s, address),
-        only=only,
         kind=" of lanes",
-        raising=raising,
-        first_only=first_only,
-        progress=progress,
+        **options,
     )
 
 
@@ -152,13 +151,11 @@ async def run_all(
     checks: Sequence[Check],
     make_rig: Callable[[], Any],
     *,
-    only: Collection[str] | None = None,
     kind: str = "",
-    raising: bool = True,
-    first_only: bool = False,
-    progress: Callable[[Result], None] | None = None,
+    **options: Unpack[CheckOptions],
 ) -> Report:
-    """Run checks, or those of some ids, one after the other, each on its own rig."""
+    """Run checks one after the other, each on a rig of its own."""
+    only = options.get("only")
     if only is not None:
         if unknown := sorted(set(only) - {check.id for check in checks}):
             names = ", ".join(unknown)
@@ -167,12 +164,12 @@ async def run_all(
     results: list[Result] = []
     for check in checks:
         results.append(await _run_on(make_rig, check))
-        if progress is not None:
+        if progress := options.get("progress"):
             progress(results[-1])
-        if first_only and not results[-1].passed:
+        if options.get("first_only") and not results[-1].passed:
             break
     report = Report(backend=scheme, results=tuple(results))
-    if raising:
+    if options.get("raising", True):
         report.raise_for_failures()
     return report
 
