@@ -1,14 +1,37 @@
-"""What the sessions of one store server have in common."""
+"""What the sessions of one store server share, and the memory that each has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvwire.limits import STORE_LENT_SHARE, STORE_NAMESPACES_TOLD, STORE_REQUESTS_MAX
-from kvwire.store.server.messages import VERSION, NamespaceText, StatsReport, Welcome
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.limits import (
+    NAME_CHARS_MAX,
+    REASON_CHARS_MAX,
+    STORE_CLIENTS_MAX,
+    STORE_LENT_SHARE,
+    STORE_NAMESPACES_TOLD,
+    STORE_REQUESTS_MAX,
+)
+from kvwire.store.server.messages import (
+    VERSION,
+    NamespaceText,
+    StatsReport,
+    TenantRow,
+    TierRow,
+    Welcome,
+)
 from kvwire.store.store import BlockStore
 from kvwire.types import PeerInfo
+
+if TYPE_CHECKING:
+    from kvwire.store.server.session import ClientSession
 
 
 @dataclass(slots=True)
@@ -20,9 +43,9 @@ class ServedStore:
         read_only: Clients may get and not put.
         berths: How many requests of one client may move blocks at once.
         berth_bytes: The most that one of them moves.
-        report: Returns what is there and what has happened, for a request's number and
-            whoever asks.
         proofs: Tenants by what proves them: the id of a key, or an identity.
+        name: What the server is called, once it listens.
+        clients: Who is connected, and what serves each.
         dropped: Clients that broke a rule and were let go of.
         lent_bytes: Of slots that are pinned to be sent.
     """
@@ -31,8 +54,9 @@ class ServedStore:
     read_only: bool
     berths: int
     berth_bytes: int
-    report: Callable[[int, str], StatsReport]
-    proofs: Mapping[bytes | str, str] = field(default_factory=dict)
+    proofs: Mapping[bytes | str, str]
+    name: str = ""
+    clients: dict[ClientSession, asyncio.Task[None]] = field(default_factory=dict)
     dropped: int = 0
     lent_bytes: int = 0
 
@@ -66,3 +90,58 @@ class ServedStore:
             namespaces=tuple(texts),
             deletes=True,
         )
+
+    def report(self, number: int, tenant: str) -> StatsReport:
+        """Return what is there and what has happened; to a tenant what is its own."""
+        store, errors = self.store, self.store.report
+        tenants = [
+            TenantRow(name, one.counters, tuple(one.tiers.items()))
+            for name, one in store.tenant_stats().items()
+            if tenant in ("", name)
+        ]
+        rows = [
+            TierRow(name[:NAME_CHARS_MAX], errors[name][:REASON_CHARS_MAX], stats)
+            for name, stats in store.stats().items()
+            if not tenant
+        ]
+        clients = [client.row() for client in self.clients]
+        clients = [row for row in clients if tenant in ("", row.tenant)]
+        return StatsReport(
+            number=number,
+            name=self.name,
+            read_only=self.read_only,
+            tiers=tuple(rows),
+            clients=tuple(clients[:STORE_CLIENTS_MAX]),
+            dropped=0 if tenant else self.dropped,
+            tenants=tuple(tenants),
+        )
+
+
+Berth = npt.NDArray[np.uint8]
+
+
+class TransferBuffers:
+    """Lends a client's berths: memory that is taken when it is first used.
+
+    What is not received into slots, or sent from there, is copied between the store and
+    these. So what a client holds while it is slow, or dead without anybody knowing yet,
+    is memory that only it could use, and never a slot of the store. One event loop.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._room = asyncio.Semaphore(count)
+        self._used: list[Berth] = []
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[Berth]:
+        """Lend a buffer; at the end of the block nothing may touch it.
+
+        Cancel safety: safe while it waits. A block that is cancelled while something
+        may touch the berth leaves it to that, and there is another one in its place.
+        """
+        async with self._room:
+            berth = self._used.pop() if self._used else np.empty(self.nbytes, np.uint8)
+            yield berth
+            # Not after an exception: nobody has said then that it is free.
+            self._used.append(berth)

@@ -30,8 +30,6 @@ from kvwire.config import Config, ConfigOptions
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import (
     EAGER_BYTES_MAX,
-    NAME_CHARS_MAX,
-    REASON_CHARS_MAX,
     STORE_BERTH_BYTES,
     STORE_BERTHS,
     STORE_BERTHS_MAX,
@@ -43,9 +41,6 @@ from kvwire.proto.auth import key_id
 from kvwire.security.keys import read_key_file
 from kvwire.store.server.messages import (
     ClientRow,
-    StatsReport,
-    TenantRow,
-    TierRow,
 )
 from kvwire.store.server.served import ServedStore
 from kvwire.store.server.session import ClientSession
@@ -109,17 +104,16 @@ class StoreServer:
         tenants = store._tiers.tenants.listed  # noqa: SLF001 - the library's own
         self._where = Address.parse(address)
         self._labels, self._advertise = labels, advertise
-        self._config = _config(config, arguments, tenants)
-        self._served = ServedStore(
-            store, read_only, berths, berth_bytes, self._report, _proofs(tenants)
-        )
-        self._clients: dict[ClientSession, asyncio.Task[None]] = {}
+        proofs = _proofs(tenants)
+        self._config = _config(config, arguments, tenants, proofs)
+        self._served = ServedStore(store, read_only, berths, berth_bytes, proofs)
         self._entered = False
         self._accepting: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
     def __repr__(self) -> str:
-        state = "closed" if self._stopped.is_set() else f"{len(self._clients)} clients"
+        clients = len(self._served.clients)
+        state = "closed" if self._stopped.is_set() else f"{clients} clients"
         return f"<StoreServer {getattr(self, 'address', self._where)}, {state}>"
 
     @property
@@ -141,6 +135,7 @@ class StoreServer:
             raise UsageError("a StoreServer is entered once; make another one")
         self._entered = True
         self._communicator = await kvwire.open(self._config)
+        self._served.name = self._communicator.name
         try:
             self.address = await self._communicator.listen(self._where)
             if self._labels is not None:
@@ -168,8 +163,8 @@ class StoreServer:
         if self._accepting is not None:
             await self._communicator.close()
             await asyncio.wait((self._accepting,))
-        if self._clients:
-            await asyncio.wait(tuple(self._clients.values()))
+        if self._served.clients:
+            await asyncio.wait(tuple(self._served.clients.values()))
         self._stopped.set()
 
     async def closed(self) -> None:
@@ -179,36 +174,9 @@ class StoreServer:
         """
         await self._stopped.wait()
 
-    # --- what clients are told --------------------------------------------------------
-
-    def _report(self, number: int, tenant: str) -> StatsReport:
-        """Return what is there and what has happened; to a tenant what is its own."""
-        store, errors = self._served.store, self._served.store.report
-        tenants = [
-            TenantRow(name, one.counters, tuple(one.tiers.items()))
-            for name, one in store.tenant_stats().items()
-            if tenant in ("", name)
-        ]
-        rows = [
-            TierRow(name[:NAME_CHARS_MAX], errors[name][:REASON_CHARS_MAX], stats)
-            for name, stats in store.stats().items()
-            if not tenant
-        ]
-        clients = [client.row() for client in self._clients]
-        clients = [row for row in clients if tenant in ("", row.tenant)]
-        return StatsReport(
-            number=number,
-            name=self._communicator.name,
-            read_only=self._served.read_only,
-            tiers=tuple(rows),
-            clients=tuple(clients[:STORE_CLIENTS_MAX]),
-            dropped=0 if tenant else self.dropped,
-            tenants=tuple(tenants),
-        )
-
     def clients(self) -> tuple[ClientRow, ...]:
         """Return who is connected."""
-        return tuple(client.row() for client in self._clients)
+        return tuple(client.row() for client in self._served.clients)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -219,13 +187,13 @@ class StoreServer:
                 # bounded: connections_max of the communicator
                 session = ClientSession(self._served, connection)
                 task = asyncio.create_task(session.run())
-                self._clients[session] = task
+                self._served.clients[session] = task
                 task.add_done_callback(partial(self._gone, session))
         except ClosedOK:
             return
 
     def _gone(self, client: ClientSession, _: asyncio.Task[None]) -> None:
-        del self._clients[client]
+        del self._served.clients[client]
 
 
 def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
@@ -249,6 +217,7 @@ def _config(
     config: Config | str | os.PathLike[str] | None,
     arguments: ConfigOptions,
     tenants: Sequence[Tenant],
+    proofs: Mapping[bytes | str, str],
 ) -> Config:
     """Return the caller's config, with what a server needs beside it."""
     if arguments.get("psk_file"):
@@ -261,7 +230,7 @@ def _config(
     keys = tuple(tenant.key_file for tenant in tenants if tenant.key_file)
     if keys and loaded.trust != "psk":
         raise UsageError("tenants have keys, so the server needs one: psk_file")
-    if keys and key_id(read_key_file(loaded.psk_file)) in _proofs(tenants):
+    if keys and key_id(read_key_file(loaded.psk_file)) in proofs:
         raise UsageError("psk_file is a tenant's key; give the server one of its own")
     identities = tuple(tenant.identity for tenant in tenants if tenant.identity)
     if identities and loaded.trust != "mtls":

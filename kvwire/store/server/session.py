@@ -38,7 +38,6 @@ from kvwire.store.namespace import Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import PutOperation
-from kvwire.store.server.buffers import TransferBuffers
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
@@ -61,12 +60,12 @@ from kvwire.store.server.messages import (
     encode,
     payload_tag,
 )
+from kvwire.store.server.served import ServedStore, TransferBuffers
 from kvwire.store.tiers.base import FAILED, LANDED, MISSING, BlockResult
 from kvwire.store.tiers.slabs import rounded
 
 if TYPE_CHECKING:
     from kvwire import Connection
-    from kvwire.store.server.served import ServedStore
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 

@@ -472,7 +472,7 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
     async with serving(*tiers) as (_, server), client(server) as one:
         assert await works(server)
         await until(lambda: len(server.clients()) == 1)
-        report = server._report(5, "")
+        report = server._served.report(5, "")
         assert isinstance(decode_reply(encode(report)), NumberedReply)
         assert [row.name for row in report.tiers] == list(tiers)
         assert [row.stats.blocks for row in report.tiers] == [4, 4]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvwire.limits import MIB
-from kvwire.store.server.buffers import Bytes, TransferBuffers
+from kvwire.store.server.served import Berth, TransferBuffers
 
 
 async def test_a_berth_that_was_given_back_is_used_again() -> None:
@@ -26,7 +26,7 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
     """There is another one in its place, so a client goes on."""
     berths, left = TransferBuffers(1, 8), []
 
-    async def fails() -> Bytes:
+    async def fails() -> Berth:
         async with berths.one() as berth:
             left.append(berth)
             raise error
