@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -91,24 +92,19 @@ class ManyWork(Work):
         """Bytes of a round, without those of the others."""
         return sum(self.sizes())
 
-    @property
-    def distinct(self) -> list[int]:
-        """Bytes of the transfers that have blocks of their own, without the others."""
-        return self.sizes() if self.verb == AT_ONCE else [self.nbytes]
+    def shares(self, *, publishes: bool) -> tuple[list[list[int]], list[list[int]]]:
+        """Say which blocks of one side's cache each has that is timed, and each other.
 
-    def shares(self, *, publishes: bool) -> tuple[int, list[list[int]]]:
-        """Count the blocks that one side needs, and say which transfer has which.
-
-        At the side that ``publishes`` the others have one share, instead of one each.
+        Those that are timed one by one have the same. At the side that ``publishes``
+        so have the others.
         """
-        counts = [1, self.others] if publishes and self.others else [self.others, 1]
-        sizes = self.distinct + [self.other_bytes] * counts[0]
-        blocks = sum(sizes) // BLOCK_BYTES
-        order = np.random.default_rng(1).permutation(blocks)
-        ends = np.cumsum(np.array(sizes) // BLOCK_BYTES)
-        parts = [part.tolist() for part in np.split(order, ends)[: len(sizes)]]
-        own = len(self.distinct)
-        return blocks, parts[:own] + parts[own:] * counts[1]
+        own = self.sizes() if self.verb == AT_ONCE else [self.nbytes]
+        different = min(self.others, 1) if publishes else self.others
+        counts = np.array(own + [self.other_bytes] * different) // BLOCK_BYTES
+        order = np.random.default_rng(1).permutation(counts.sum())
+        parts = [part.tolist() for part in np.split(order, np.cumsum(counts)[:-1])]
+        others = parts[len(own) :] * (self.others if publishes else 1)
+        return parts[: len(own)], others
 
 
 class ManySide(Side[ManyWork]):
@@ -122,8 +118,9 @@ class ManySide(Side[ManyWork]):
         self._communicators: list[kvwire.Communicator] = []
         self._connections: list[kvwire.Connection] = []
         self._work: ManyWork | None = None
-        # Whose blocks are which: those that are timed, then the others beside.
-        self.shares: list[list[int]] = []
+        # The blocks of those that are timed, and of the others beside.
+        self._own: list[list[int]] = []
+        self._others: list[list[int]] = []
         self.memory = np.zeros(0, np.uint8)
         # Of rounds: ids are never used twice.
         self._number = 0
@@ -158,53 +155,46 @@ class ManySide(Side[ManyWork]):
 
     async def digest(self, work: ManyWork) -> str:
         """Of the blocks that are timed: the others need not come to their end."""
-        own = np.concatenate(self.shares[: len(work.distinct)])
+        own = np.concatenate(self._own)
         layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
         return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))
 
     async def drive(self, work: ManyWork) -> Sequence[float]:
         """Left: the seconds of each transfer, in their order."""
         first, control, clock = self._next(), self._connections[0], time.perf_counter
-        await control.recv(_GO)
 
-        async def pulled(
-            id: str, blocks: Sequence[int], at: int, priority: int
-        ) -> float:
+        async def pulled(number: int) -> float:
+            at, priority = number % len(self._own), work.priority
+            own, id = self._own[at], f"{first}-{number}"
             began = clock()
-            await over(self._pull(f"{first}-{id}", blocks, at=at, priority=priority))
+            await over(self._pull(id, own, at=at, priority=priority))
             return clock() - began
 
-        if work.verb == AT_ONCE:
-            each = (
-                pulled(f"{i}", blocks, i, 0) for i, blocks in enumerate(self.shares)
-            )
-            return await asyncio.gather(*each)
-        own, *others = self.shares
-        async with self._beside(f"{first}-other", others, self._pull):
-            seconds = [
-                await pulled(f"{i}", own, 0, work.priority) for i in range(work.count)
-            ]
+        await control.recv(_GO)
+        async with self._beside(f"{first}-other", self._pull):
+            if work.verb == AT_ONCE:
+                seconds = await asyncio.gather(*map(pulled, range(work.count)))
+            else:
+                seconds = [await pulled(number) for number in range(work.count)]
             await control.send(_STOP, b"")
         return seconds
 
     async def serve(self, work: ManyWork) -> None:
         first, control = self._next(), self._connections[0]
-        if work.verb == AT_ONCE:
-            shares = enumerate(self.shares)
-            published = [self._offer(f"{first}-{i}", b, at=i) for i, b in shares]
+        ahead = work.count if work.verb == AT_ONCE else min(_AHEAD, work.count)
+
+        def published(number: int) -> kvwire.Outgoing:
+            at = number % len(self._own)
+            return self._offer(f"{first}-{number}", self._own[at], at=at)
+
+        async with self._beside(f"{first}-other", self._offer):
+            outgoing = deque(map(published, range(ahead)))
             await control.send(_GO, b"")
-            await asyncio.gather(*map(over, published))
-            return
-        own, *others = self.shares
-        async with self._beside(f"{first}-other", others, self._offer):
-            ids = [f"{first}-{number}" for number in range(work.count)]
-            ahead = [self._offer(id, own) for id in ids[:_AHEAD]]
-            await control.send(_GO, b"")
-            for id in ids[_AHEAD:]:
-                await over(ahead.pop(0))
-                ahead.append(self._offer(id, own))
-            for outgoing in ahead:
-                await over(outgoing)
+            for number in range(ahead, work.count):
+                await over(outgoing.popleft())
+                outgoing.append(published(number))
+            for one in outgoing:
+                await over(one)
             await control.recv(_STOP)
 
     async def close(self) -> None:
@@ -224,7 +214,9 @@ class ManySide(Side[ManyWork]):
         """
         if self._work == work:
             return
-        blocks, self.shares = work.shares(publishes=publishes)
+        self._own, self._others = work.shares(publishes=publishes)
+        different = self._others[:1] if publishes else self._others
+        blocks = sum(map(len, self._own + different))
         nbytes = blocks * BLOCK_BYTES
         if self.memory.size != nbytes:
             vars(self).pop("_cache", None)
@@ -251,10 +243,7 @@ class ManySide(Side[ManyWork]):
 
     @asynccontextmanager
     async def _beside(
-        self,
-        name: str,
-        others: Sequence[Sequence[int]],
-        begin: Callable[[str, Sequence[int]], End],
+        self, name: str, begin: Callable[[str, Sequence[int]], End]
     ) -> AsyncIterator[None]:
         """Keep one end of each of the others under way; the last ones are given up."""
 
@@ -269,7 +258,7 @@ class ManySide(Side[ManyWork]):
                     raise
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(keep(*other)) for other in enumerate(others)]
+            tasks = [group.create_task(keep(*one)) for one in enumerate(self._others)]
             yield
             for task in tasks:
                 task.cancel()

@@ -27,7 +27,6 @@ from kvwire.cli.bench.turns import (
     Case,
     CaseResult,
     Findings,
-    Samples,
     Unit,
     compare,
     steps,
@@ -47,8 +46,9 @@ Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
 # At most; a file or a pipe is as wide.
 WIDTH: Final = 80
-# What its columns of contenders share: a cell is "12.34 0.45".
-_CELL: Final = 10
+# Of the columns behind those of contenders, with what is between them.
+_RATIO: Final = 7
+_TARGET: Final = 16
 # Of a picture.
 _WIDTH_IN: Final = 9.0
 _BAR_IN: Final = 0.2
@@ -147,23 +147,33 @@ def new_table(title: str | None, *columns: str) -> Table:
 
 
 def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
-    """Make a table for each group, with a column for everybody, as wide as there is."""
+    """Make a table for each group, and more than one if it is too wide."""
     parts: list[RenderableType] = []
     for group in dict.fromkeys(f.case.group for f in findings):
         rows = [f for f in findings if f.case.group == group and f.samples]
-        names = list(dict.fromkeys(name for row in rows for name in row.samples))
-        width = WIDTH - max((len(_what(row.case)) for row in rows), default=0)
-        width -= 18 * any(row.case.target is not None for row in rows) + 6
-        cell = max(max(map(len, names), default=0), _CELL) + 2
-        count = max(1, width // cell)
         title = " ".join(filter(None, ("kvwire bench", benchmark.name, group)))
-        for begin in range(0, len(names), count):
-            columns = names[begin : begin + count]
+        for columns in _columns(rows):
             parts += [Text(title), _table(rows, columns), Text()]
-    head = Text(
-        "Medians; behind a rate CPU s/GiB of both sides, behind a time its p99."
-    )
-    return Group(*parts, head)
+    head = "Medians; behind a rate CPU s/GiB of both sides, behind a time its p99."
+    return Group(*parts, Text(head))
+
+
+def _columns(rows: Findings) -> list[list[str]]:
+    """Have as many contenders side by side as there is room for."""
+    parts: list[list[str]] = [[]]
+    room = used = WIDTH - max((len(_what(row.case)) for row in rows), default=0)
+    if any(row.case.beside for row in rows):
+        used = room = room - _RATIO
+    if any(row.case.target is not None for row in rows):
+        used = room = room - _TARGET
+    for name in dict.fromkeys(name for row in rows for name in row.samples):
+        width = 2 + max(len(name), *(len(_cell(row, name)) for row in rows))
+        if parts[-1] and width > room:
+            parts.append([])
+            room = used
+        parts[-1].append(name)
+        room -= width
+    return parts
 
 
 def _table(rows: Findings, names: Sequence[str]) -> Table:
@@ -307,7 +317,15 @@ def _draw_panel(axes: Axes, rows: Findings, unit: Unit, shades: dict[str, str]) 
     for row in rows:
         ticks.append(y + (len(row.samples) - 1) / 2)
         for name, samples in row.samples.items():
-            _draw_line(axes, y, samples, unit, shades[name])
+            values = (samples.median, min(samples.values), samples.p99)
+            middle, low, high = (value * unit.scale for value in values)
+            if unit.is_time:
+                axes.plot([middle], [y], "o", color=shades[name])
+            else:
+                axes.barh(y, middle, color=shades[name])
+            axes.plot([low, high], [y, y], color="black", linewidth=0.8)
+            label = f"  {middle:.3g}"
+            axes.text(max(middle, high), y, label, va="center", fontsize="small")
             y += 1
         y += 1
     axes.set_yticks(ticks, [row.case.name for row in rows])
@@ -322,24 +340,6 @@ def _draw_panel(axes: Axes, rows: Findings, unit: Unit, shades: dict[str, str]) 
         axes.xaxis.set_major_formatter("{x:,.3g}")
     else:
         axes.set_xlim(left=0)
-
-
-def _draw_line(axes: Axes, y: int, samples: Samples, unit: Unit, shade: str) -> None:
-    middle, high = samples.median * unit.scale, samples.p99 * unit.scale
-    if unit.is_time:
-        axes.plot([middle], [y], "o", color=shade)
-    else:
-        axes.barh(y, middle, color=shade)
-    low = min(samples.values) * unit.scale
-    axes.plot([low, high], [y, y], color="black", linewidth=0.8)
-    axes.annotate(
-        f"{middle:.3g}",
-        (max(middle, high), y),
-        xytext=(5, 0),
-        textcoords="offset points",
-        verticalalignment="center",
-        fontsize="small",
-    )
 
 
 # --- beside it ------------------------------------------------------------------------

@@ -204,7 +204,7 @@ def bars(axes: Axes) -> list[float]:
 
 
 def texts(axes: Axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
+    return [text.get_text().strip() for text in axes.texts]
 
 
 def test_rates_are_bars_with_a_line_from_the_smallest_to_the_99th_percentile() -> None:
