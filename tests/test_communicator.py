@@ -27,8 +27,8 @@ from kvwire import (
 )
 from kvwire.backend import Availability, registry
 from kvwire.security.keys import write_key_file
+from kvwire.testing.conformance.rig import open_descriptors
 from tests.security.test_keys import MALFORMED, REACHABLE
-from tests.support.leaks import open_descriptors
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")

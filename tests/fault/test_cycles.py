@@ -26,7 +26,7 @@ from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.requests import RequestRecord
-from tests.support.leaks import open_descriptors
+from kvwire.testing.conformance.rig import open_descriptors
 from tests.support.pairs import Pair, communicators, until
 
 # On each of two loops.

@@ -21,12 +21,13 @@ import itertools
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 from pytest_asyncio import is_async_test
+
+from kvwire.testing.conformance.rig import open_descriptors
 
 # Grace for a thread that has been told to end and is on its way out.
 THREAD_EXIT_S = 1.0
@@ -85,21 +86,10 @@ def _note_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     _errors.append(f"{text}: {cause!r}" if cause else text)
 
 
-def open_descriptors() -> dict[int, str]:
-    """The open file descriptors of this process and what each leads to, on Linux."""
-    if sys.platform != "linux":
-        return {}
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found[int(entry.name)] = str(entry.readlink())
-        except FileNotFoundError:
-            continue  # the descriptor of this very listing
-    return found
-
-
 def _opened_since(before: dict[int, str]) -> list[tuple[int, str]]:
-    opened = sorted(set(open_descriptors().items()) - set(before.items()))
+    if sys.platform != "linux":
+        return []
+    opened = sorted(open_descriptors().items() - before.items())
     # matplotlib keeps the fonts that it has used.
     return [(number, what) for number, what in opened if not what.endswith(".ttf")]
 

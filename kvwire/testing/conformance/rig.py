@@ -17,7 +17,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
@@ -214,13 +214,13 @@ class Rig(Generic[S]):
             lambda: not self._leaked(), f"descriptors close: {self._leaked()}"
         )
 
-    def _leaked(self) -> set[str]:
+    def _leaked(self) -> list[tuple[int, str]]:
         if not self._alone:
-            return set()
-        opened = open_descriptors() - self._descriptors_before
+            return []
+        opened = open_descriptors().items() - self._descriptors_before.items()
         # uvloop keeps a spare one from its first stream on, for when none are left.
-        spare = next((each for each in opened if each.endswith(" /dev/null")), None)
-        return opened - {spare}
+        spare = next((one for one in opened if one[1] == "/dev/null"), None)
+        return sorted(opened - {spare})
 
     def forget(self, *sides: S) -> None:
         """Let go of sides that have ended, so that nothing here keeps them alive."""
@@ -431,17 +431,14 @@ def _end_link(link: Link) -> None:
     stranger.start()
 
 
-def open_descriptors() -> set[str]:
-    """List the open file descriptors of this process, and on Linux what each one is."""
-    if sys.platform != "linux":
-        folder = Path("/dev/fd")
-        return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found.add(f"{entry.name} {entry.readlink()}")
-        except FileNotFoundError:
-            continue  # the descriptor of this very listing
+def open_descriptors() -> dict[int, str]:
+    """List the open descriptors of this process, and on Linux what each leads to."""
+    linux = sys.platform == "linux"
+    folder = Path("/proc/self/fd" if linux else "/dev/fd")
+    found = {}
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # the descriptor of this very listing
+            found[int(entry.name)] = str(entry.readlink()) if linux else ""
     return found
 
 

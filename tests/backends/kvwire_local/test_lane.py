@@ -15,6 +15,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import MIB
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
+from kvwire.testing.conformance.rig import open_descriptors
 from kvwire.types import Role
 from kvwire_local.backend import LocalBackend
 from kvwire_local.lane import LocalLane
@@ -26,7 +27,6 @@ from tests.backends.kvwire_local.child import (
     open_lane,
 )
 from tests.backends.lane_recorder import LaneRecorder
-from tests.support.leaks import open_descriptors
 
 # A child takes a third of a second to start.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
