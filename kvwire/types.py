@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 import re
 import struct
 from collections.abc import Iterator
@@ -368,3 +369,13 @@ def read_bytes(text: str) -> int:
             f"{text!r}: write a number and B, KiB, MiB, GiB or TiB, such as 8GiB"
         )
     return int(float(found[1]) * unit)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a numeric address is one that only this host can reach."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return bool(mapped.is_loopback if mapped else ip.is_loopback)

@@ -41,19 +41,14 @@ from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
 STAGING_BYTES: Final = 2 * SPAN_BYTES_MAX
 
 
-@dataclass(slots=True)
-class _Span:
-    begin: int
-    end: int
-
-
 class Staging:
     """Manages the ring of one lane."""
 
     def __init__(self, nbytes: int = STAGING_BYTES) -> None:
         self.arena: Arena | None = None
         self._nbytes = nbytes
-        self._rooms: deque[_Span] = deque()
+        # Where each payload begins and ends, in the order of sending.
+        self._rooms: deque[tuple[int, int]] = deque()
         self._view = memoryview(b"")
         # Where the ring begins in the arena.
         self._base = 0
@@ -69,7 +64,7 @@ class Staging:
             return None
         end = begin + payload.nbytes
         copy(payload, self._view[begin:end])
-        self._rooms.append(_Span(begin, end))  # bounded: LANE_PAYLOADS_MAX
+        self._rooms.append((begin, end))  # bounded: LANE_PAYLOADS_MAX
         return self._base + begin
 
     def give_back(self) -> None:
@@ -96,7 +91,7 @@ class Staging:
         """Return where so many bytes in a row are free."""
         if not self._rooms:
             return 0 if nbytes <= self._nbytes else None
-        first, last = self._rooms[0].begin, self._rooms[-1].end
+        first, last = self._rooms[0][0], self._rooms[-1][1]
         if last <= first:  # the end and the beginning of the ring are in use
             return last if first - last >= nbytes else None
         if self._nbytes - last >= nbytes:

@@ -38,7 +38,6 @@ class Driver:
         moved: Told on the loop which jobs are done.
         gone: Told on the loop, last of all, that no memory is touched any more, and
             why it ended; None if it was asked to.
-        clock: The time in seconds.
     """
 
     def __init__(
@@ -50,13 +49,11 @@ class Driver:
         call_soon: Callable[[Callable[[], None]], object],
         moved: Callable[[list[PayloadMove]], None],
         gone: Callable[[Exception | None], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pipe = pipe
         self._state = state
         self._outbox = Outbox(call_soon, moved, lambda job: job.nbytes)
         self._tell_gone = gone
-        self._clock = clock
         # Guards the state; notified when something was said to it.
         self._changed = threading.Condition()
         self._moves: list[NcclMove] = []
@@ -100,10 +97,10 @@ class Driver:
 
     def _next(self) -> DirectionStep:
         with self._changed:
-            step = self._state.step(self._clock())
+            step = self._state.step(time.monotonic())
             while step is DirectionStep.WAIT:
                 self._changed.wait()
-                step = self._state.step(self._clock())
+                step = self._state.step(time.monotonic())
             return step
 
     def _do(self, step: DirectionStep) -> None:
@@ -111,12 +108,12 @@ class Driver:
             case DirectionStep.BEGIN:
                 self._pipe.begin()
                 with self._changed:
-                    self._state.begun(self._clock())
+                    self._state.begun(time.monotonic())
             case DirectionStep.WATCH_START:
                 self._watch_start()
             case DirectionStep.MOVE:
                 with self._changed:
-                    job = self._state.next_job(self._clock())
+                    job = self._state.next_job(time.monotonic())
                 # Without the lock: the lane goes on while the library thinks.
                 self._moves.append(self._pipe.move(job.payload, job.nbytes))
             case DirectionStep.WATCH:
@@ -144,7 +141,7 @@ class Driver:
         while self._moves and self._moves[0].progress() is MoveProgress.DONE:
             del self._moves[0]
             with self._changed:
-                done.append(self._state.done(self._clock()))
+                done.append(self._state.done(time.monotonic()))
         if done:
             self._outbox.put(done)
             return

@@ -113,7 +113,7 @@ class TcpLane(Lane):
             return
         wire, remote = await self._connect()
         self._joined = True
-        self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
+        self._open(wire, remote)
 
     def send(self, payload: Payload, token: object) -> bytes:
         if not self._ending:
@@ -170,7 +170,7 @@ class TcpLane(Lane):
         # Its send buffer is empty. If the peer is gone already, we hear of that next.
         with contextlib.suppress(OSError):
             wire.send(answer_to(preamble, self._context.secret, _binding(wire)))
-        self._socket = LaneSocket(wire, remote, self._loop, self._queue, self)
+        self._open(wire, remote)
 
     async def _connect(self) -> tuple[Wire, Address]:
         """Dial, prove who we are and see the peer's proof."""
@@ -200,6 +200,12 @@ class TcpLane(Lane):
             undo.pop_all()
         return wire, remote
 
+    def _open(self, wire: Wire, remote: Address) -> None:
+        """Begin to move payload."""
+        self._socket = LaneSocket(
+            wire, remote, self._loop, self._queue, self, self._handler
+        )
+
     def _give_up(self) -> None:
         self._ending = True
 
@@ -209,14 +215,6 @@ class TcpLane(Lane):
             raise BackendUnavailable("the lane was closed before it was up")
 
     # --- from the socket --------------------------------------------------------------
-
-    def sent(self, token: object) -> None:
-        """Report a payload that is not needed any more."""
-        self._handler.payload_sent(self, token)
-
-    def writable(self) -> None:
-        """Report that the queue is empty again."""
-        self._handler.lane_writable(self)
 
     def closed(self, error: Exception | None) -> None:
         """Report that the socket has ended and touches no memory."""
@@ -245,9 +243,11 @@ class LaneSocket(Duplex):
         loop: asyncio.AbstractEventLoop,
         queue: SendQueue,
         lane: TcpLane,
+        handler: LaneHandler,
     ) -> None:
         super().__init__(wire, remote, loop, queue)
         self._lane = lane
+        self._handler = handler
         self._paused = False
         self._begin(lane.reader)
         if queue.nbytes:
@@ -270,10 +270,10 @@ class LaneSocket(Duplex):
         return super()._listens and not self._paused
 
     def _sent(self, token: object) -> None:
-        self._lane.sent(token)
+        self._handler.payload_sent(self._lane, token)
 
     def _writable(self) -> None:
-        self._lane.writable()
+        self._handler.lane_writable(self._lane)
 
     def _closed(self, error: Exception | None) -> None:
         self._lane.closed(error)

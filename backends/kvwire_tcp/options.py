@@ -8,7 +8,6 @@ autotuning off, and what can be set is less than what autotuning reaches (on Lin
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import struct
 import sys
@@ -17,7 +16,7 @@ from typing import Final
 
 from kvwire.backend import Finding
 from kvwire.limits import MIB
-from kvwire.types import Address
+from kvwire.types import Address, is_loopback
 
 # Liveness is the core's: it pings, and forgives its own stalls. The kernel's probes are
 # for links whose core is gone or stuck, and must never be the first to give up. So a
@@ -63,7 +62,7 @@ def tune(sock: socket.socket, host: str) -> None:
     for level, name, value in _OPTIONS:
         if hasattr(socket, name):
             sock.setsockopt(level, getattr(socket, name), value)
-    if hasattr(socket, "TCP_CONGESTION") and _is_loopback(host):
+    if hasattr(socket, "TCP_CONGESTION") and is_loopback(host):
         # An administrator may forbid it (tcp_allowed_congestion_control).
         with contextlib.suppress(PermissionError, FileNotFoundError):
             sock.setsockopt(_TCP, socket.TCP_CONGESTION, LOOPBACK_CONGESTION)
@@ -77,13 +76,6 @@ def reset_on_close(sock: socket.socket) -> None:
 def address_from(sockaddr: tuple[str, int]) -> Address:
     """Return the address that a socket reports, of IPv4 or of IPv6."""
     return Address("tcp", sockaddr[0], sockaddr[1])
-
-
-def _is_loopback(host: str) -> bool:
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback
 
 
 # --- how much the kernel keeps in flight for one connection, for `kvwire doctor` ------

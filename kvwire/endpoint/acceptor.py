@@ -17,8 +17,8 @@ from kvwire.endpoint.accept_queue import AcceptQueue
 from kvwire.errors import KVWireError
 from kvwire.limits import PENDING_HANDSHAKES_MAX
 from kvwire.proto.handshake import ServerHandshake
-from kvwire.security.keys import crosses_hosts, is_loopback
-from kvwire.types import TrustMode
+from kvwire.security.keys import crosses_hosts
+from kvwire.types import TrustMode, is_loopback
 from kvwire.wire.handshake_messages import NONCE_BYTES
 
 if TYPE_CHECKING:

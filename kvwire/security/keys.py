@@ -21,7 +21,7 @@ from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import check_psk, key_id
-from kvwire.types import Address, TrustMode
+from kvwire.types import Address, TrustMode, is_loopback
 
 # A key file holds the key in hexadecimal; two digits a byte, and a line end.
 _KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2
@@ -150,13 +150,3 @@ def crosses_hosts(backend: Backend) -> bool:
     """Tell whether other hosts may reach its addresses: it needs a key."""
     capabilities = backend.capabilities
     return not (capabilities.same_process or capabilities.same_host)
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a numeric address is one that only this host can reach."""
-    try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(ip, "ipv4_mapped", None)
-    return bool(mapped.is_loopback if mapped else ip.is_loopback)

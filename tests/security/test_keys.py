@@ -12,14 +12,13 @@ from kvwire import Address, Config, UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import key_id
 from kvwire.security.keys import (
-    is_loopback,
     load_keys,
     read_file,
     read_key_file,
     resolve,
     write_key_file,
 )
-from kvwire.types import TrustMode
+from kvwire.types import TrustMode, is_loopback
 
 GROUP = os.getegid()
 OTHERS = (0o640, 0o604, 0o660, 0o620, 0o601)

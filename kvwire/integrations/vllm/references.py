@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from kvwire.config import Config
 from kvwire.errors import UsageError
-from kvwire.security.keys import is_loopback, load_keys
-from kvwire.types import Address
+from kvwire.security.keys import load_keys
+from kvwire.types import Address, is_loopback
 
 SIGNATURE: Final = "signature"
 _LABEL: Final = b"kvwire vllm reference"

@@ -36,7 +36,7 @@ from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_page
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.observe.page import CONTENT_TYPE, HEADERS
-from kvwire.security.keys import is_loopback
+from kvwire.types import is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):

@@ -24,8 +24,7 @@ from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.errors import UsageError, shown
 from kvwire.integrations.vllm.announce import ROLES, EngineLabels, http_url
 from kvwire.limits import MEMBERS_MAX
-from kvwire.security.keys import is_loopback
-from kvwire.types import Address
+from kvwire.types import Address, is_loopback
 
 if TYPE_CHECKING:
     from kvwire.integrations.vllm.proxy.fleet import EngineFleet
