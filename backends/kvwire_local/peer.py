@@ -9,7 +9,6 @@ there.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import struct
 from typing import Final
@@ -17,7 +16,7 @@ from typing import Final
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory import cma
-from kvwire.memory.arena import SEALS, use_huge_pages
+from kvwire.memory.arena import SEALS, SharedMapping
 from kvwire.memory.copy import address_of, copy
 from kvwire.memory.iovec import Iovecs
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind
@@ -33,8 +32,7 @@ class PeerMemory:
         self.pid = pid  # as the kernel says; 0 if it is not visible from here
         self.cookie_address = cookie_address
         self.cookie = cookie
-        self._maps: list[mmap.mmap] = []
-        self._addresses: list[int] = []
+        self._arenas: list[SharedMapping] = []
 
     def refusal(self) -> str:
         """Return why its memory cannot be read in place; "" if it can."""
@@ -57,18 +55,15 @@ class PeerMemory:
             OSError: It cannot be mapped.
         """
         try:
-            number = len(self._maps)
+            number = len(self._arenas)
             if body != ARENA_BODY.pack(number) or number >= ARENAS_MAX:
                 raise ProtocolError(RULE, f"local: the next arena is number {number}")
             if _seals(fd) & SEALS != SEALS:
                 raise ProtocolError(RULE, "local: a descriptor that is no sealed arena")
-            nbytes = os.fstat(fd).st_size
-            mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+            arena = SharedMapping(fd, os.fstat(fd).st_size, writable=False)
         finally:
             os.close(fd)
-        use_huge_pages(mapping)
-        self._maps.append(mapping)  # bounded: ARENAS_MAX
-        self._addresses.append(address_of(mapping))  # bounded: ARENAS_MAX
+        self._arenas.append(arena)  # bounded: ARENAS_MAX
 
     def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
         """Return a payload's reader; None while its arena is not announced."""
@@ -76,21 +71,19 @@ class PeerMemory:
         assert fragments is not None
         if place.kind is PlaceKind.MEMORY:
             return MemoryReading(self, fragments, destination)
-        if place.arena >= len(self._maps):
+        if place.arena >= len(self._arenas):
             return None
-        nbytes = len(self._maps[place.arena])
+        arena = self._arenas[place.arena]
         ends = fragments.addresses + fragments.lengths
-        if int(ends[0] if len(fragments) == 1 else ends.max()) > nbytes:
-            raise ProtocolError(RULE, f"local: beyond an arena of {nbytes} bytes")
-        source = fragments.shifted(self._addresses[place.arena])
-        return MappedReading(source, destination)
+        if int(ends[0] if len(fragments) == 1 else ends.max()) > arena.nbytes:
+            raise ProtocolError(RULE, f"local: beyond an arena of {arena.nbytes} bytes")
+        return MappedReading(fragments.shifted(arena.address), destination)
 
     def close(self) -> None:
         """Unmap what the peer has shared."""
-        for mapping in self._maps:
-            mapping.close()
-        self._maps.clear()
-        self._addresses.clear()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
 
 
 class MemoryReading:

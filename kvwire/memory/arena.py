@@ -17,7 +17,9 @@ https://man7.org/linux/man-pages/man2/memfd_create.2.html, "File sealing"
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import functools
 import itertools
 import mmap
 import os
@@ -31,8 +33,16 @@ import numpy.typing as npt
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
+from kvwire.limits import MIB
 from kvwire.memory.copy import MID_PAGE_BYTES, address_of
 
+# Of x86-64, and of Arm with small pages of 4 KiB.
+HUGE_PAGE_BYTES: Final = 2 * MIB
+# Not in the `mmap` module: since Linux 6.1 and 5.14, and a flag of all times.
+_MADV_COLLAPSE: Final = 25
+_MADV_POPULATE_WRITE: Final = 23
+_MAP_FIXED: Final = 0x10
+_MAP_FAILED: Final = ctypes.c_size_t(-1).value
 # Not in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
 # A cache line, and what the widest vector instructions want.
@@ -52,6 +62,8 @@ class Arena:
         nbytes: Its size, rounded up to whole pages. Pages cost memory once they are
             written to.
         name: Shown in ``/proc/<pid>/maps``.
+        populate: Have all pages now, huge ones where the kernel can make them: the
+            first write to it, and every copy out of it, takes less time.
 
     Attributes:
         nbytes: Its size.
@@ -63,7 +75,9 @@ class Arena:
         OSError: The kernel refuses: no memory, no descriptor, or older than 5.1.
     """
 
-    def __init__(self, nbytes: int, *, name: str = "kvwire") -> None:
+    def __init__(
+        self, nbytes: int, *, name: str = "kvwire", populate: bool = False
+    ) -> None:
         if nbytes < 1:
             raise UsageError(f"arena: nbytes={nbytes}; at least 1 byte is needed")
         if sys.platform != "linux":
@@ -75,13 +89,14 @@ class Arena:
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, self._mapped_bytes)
-            self._map = mmap.mmap(self._fd, self._mapped_bytes)
+            self._map = SharedMapping(self._fd, self._mapped_bytes, writable=True)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
             os.close(self._fd)
             raise
-        use_huge_pages(self._map)
-        self.address: int = address_of(self._map)
+        if populate:
+            self._map.populate()
+        self.address: int = self._map.address
         self.serial: int = next(_serials)
         with _lock:
             _arenas.append(self)
@@ -122,7 +137,7 @@ class Arena:
             )
         self._used = begin + nbytes
         # The array holds the mapping, which therefore cannot be unmapped under it.
-        return np.frombuffer(self._map, np.uint8, nbytes, begin)
+        return self._map.array(begin, nbytes)
 
     @property
     def closed(self) -> bool:
@@ -203,14 +218,75 @@ def arena_of(fragments: Fragments) -> Arena | None:
         return next((arena for arena in _arenas if arena.holds(first, end)), None)
 
 
-def use_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask for huge pages: a read of another process pins a page at a time."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None:
-        try:
-            mapping.madvise(advice)
-        except OSError:
-            return  # a kernel without them; the mapping works all the same
+class SharedMapping:
+    """Maps the memory behind a descriptor, where the kernel can have huge pages.
+
+    They need an address that is a multiple of their size, which the kernel gives to the
+    mapping of a file by luck. So more is reserved, and a part of that is mapped over.
+
+    Attributes:
+        address: Where it begins.
+        nbytes: Its size.
+
+    Raises:
+        OSError: It cannot be mapped.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._reserved = mmap.mmap(
+            -1,
+            nbytes + HUGE_PAGE_BYTES,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            prot=access,
+        )
+        reserved = address_of(self._reserved)
+        self._begin = -reserved % HUGE_PAGE_BYTES
+        self.address: int = reserved + self._begin
+        self.nbytes = nbytes
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        if _libc().mmap(self.address, nbytes, access, flags, fd, 0) == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mmap: {os.strerror(code)}")
+        self._advise(mmap.MADV_HUGEPAGE)
+
+    def array(self, begin: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return a part of it, which cannot be unmapped as long as the array lives."""
+        return np.frombuffer(self._reserved, np.uint8, nbytes, self._begin + begin)
+
+    def populate(self) -> None:
+        """Have all pages, huge ones if possible; what is not to be had comes by use."""
+        # Of nothing no huge page is made, but of one small page.
+        self.array(0, self.nbytes)[::HUGE_PAGE_BYTES] = 0
+        self._advise(_MADV_COLLAPSE)
+        self._advise(_MADV_POPULATE_WRITE)
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether it was unmapped."""
+        return self._reserved.closed
+
+    def close(self) -> None:
+        """Unmap it.
+
+        Raises:
+            BufferError: Arrays of it are alive.
+        """
+        self._reserved.close()
+
+    def _advise(self, advice: int) -> None:
+        """Advise the kernel. One that does not know the advice maps it all the same."""
+        _libc().madvise(self.address, self.nbytes, advice)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes = (ctypes.c_void_p, size, number, number, number, ctypes.c_long)
+    libc.mmap.restype = size
+    libc.madvise.argtypes = (ctypes.c_void_p, size, number)
+    return libc
 
 
 _lock: Final = threading.Lock()

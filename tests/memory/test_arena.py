@@ -6,14 +6,16 @@ import fcntl
 import gc
 import mmap
 import os
+import resource
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
-from kvwire.memory.arena import SEALS, Arena, arena_of
+from kvwire.memory.arena import HUGE_PAGE_BYTES, SEALS, Arena, SharedMapping, arena_of
 from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments
 from kvwire.testing.conformance.rig import open_descriptors
 
@@ -118,6 +120,38 @@ def test_who_has_the_descriptor_can_map_it_and_only_read() -> None:
         finally:
             os.close(theirs)
         del array
+
+
+def test_huge_pages_fit_both_mappings() -> None:
+    """The kernel gives such an address to a file only where all of them have some."""
+    with Arena(1 << 20) as arena:
+        theirs = SharedMapping(arena.fileno(), 1 << 20, writable=False)
+        assert {arena.address % HUGE_PAGE_BYTES, theirs.address % HUGE_PAGE_BYTES} == {
+            0
+        }
+        arena.numpy(9, np.uint8)[:] = 7
+        seen = theirs.array(MID_PAGE_BYTES, 9)
+        assert seen.tolist() == [7] * 9
+        assert not seen.flags.writeable
+        del seen
+        theirs.close()
+        assert theirs.closed
+
+
+def test_all_pages_of_a_populated_arena_are_there() -> None:
+    with Arena(16 << 20, populate=True) as arena:
+        array = arena.buffer(16 << 20)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        assert not array.any()
+        array[:] = 1
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert faults < array.size // mmap.PAGESIZE // 8
+        del array
+
+
+def test_what_cannot_be_mapped_is_an_error() -> None:
+    with Path(os.devnull).open("rb") as file, pytest.raises(OSError, match="mmap: "):
+        SharedMapping(file.fileno(), mmap.PAGESIZE, writable=False)
 
 
 def test_memory_is_found_in_its_arena() -> None:

@@ -283,7 +283,7 @@ class OpsSide(ConnectedSide[OpsWork]):
         self._work, nbytes = work, work.memory_bytes
         if self._room.size < nbytes:
             if self.options.get("memory") == ARENA:
-                self._arenas.append(Arena(nbytes))
+                self._arenas.append(Arena(nbytes, populate=True))
                 self._room = self._arenas[-1].buffer(nbytes)
             else:
                 self._room = np.empty(nbytes, np.uint8)
