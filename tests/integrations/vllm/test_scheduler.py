@@ -171,29 +171,28 @@ def test_both_engines_name_blocks_alike() -> None:
     send: SendPrompt = producer.step(first_step([1, 2, 3], 10)).sends[0]
     load: LoadPrompt = consumer.step(Output({})).loads[0]
     assert send.hashes == load.hashes
-    salted = Request("s", TOKENS, loads(), cache_salt="tenant")
-    consumer.allocated(salted, [[1, 2, 3]], 10)
-    assert consumer.step(Output({})).loads[0].hashes != load.hashes
 
 
-def test_no_salt_looks_like_a_salt_and_a_picture() -> None:
-    """A client chooses the one, and vLLM the other from what is in the picture."""
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Request("r", TOKENS, loads()), Request("q", TOKENS, loads(), "tenant")),
+        # A client chooses the salt, and vLLM the other name from what is in a picture.
+        (
+            Request("r", TOKENS, loads(), "tenant", [Feature("picture")]),
+            Request("q", TOKENS, loads(), "tenant\0picture"),
+        ),
+        # Short prompts have names as well.
+        (Request("r", [1, 2], loads()), Request("q", [1, 3], loads())),
+    ],
+)
+def test_one_prompt_is_not_taken_for_another(one: Request, other: Request) -> None:
     scheduler = side()
-    shown = Request("r", TOKENS, loads(), "tenant", [Feature("picture")])
-    salted = Request("q", TOKENS, loads(), "tenant\0picture")
-    for request in (shown, salted):
-        scheduler.allocated(request, [[1, 2, 3]], 10)
+    for request in (one, other):
+        tokens = len(request.prompt_token_ids)
+        scheduler.allocated(request, [[1, 2, 3]], tokens)
     first, second = scheduler.step(Output({})).loads
-    assert first.hashes != second.hashes
-
-
-def test_short_prompts_have_names_as_well() -> None:
-    """So that one under a wrong transfer id is not taken for another."""
-    scheduler = side()
-    for name, tokens in (("r", [1, 2]), ("q", [1, 3])):
-        scheduler.allocated(Request(name, tokens, loads()), [[1]], 2)
-    first, second = scheduler.step(Output({})).loads
-    assert len(first.hashes["kv"]) == len(second.hashes["kv"]) == 1
+    assert all(one.hashes["kv"] for one in (first, second))
     assert first.hashes != second.hashes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,39 +56,29 @@ def passing(
     return ForwardPass(parts, {"kv": spec(layers)}, group_bytes, lambda: next(counter))
 
 
-def test_small_layers_go_together_and_the_last_one_alone() -> None:
-    """A layer has 200 bytes, less than 250; so they go up to four times 250."""
-    heard = Heard()
-    writing = passing(heard, layers=range(8), group_bytes=250)
-    for layer in range(8):
+@pytest.mark.parametrize(
+    ("prompts", "count", "group_bytes", "marks"),
+    [
+        # A layer has 200 bytes, less than 250; so they go up to four times 250.
+        (1, 8, 250, [[0, 1, 2, 3, 4], [5, 6], [7]]),
+        (1, 3, 200, [[0], [1], [2]]),
+        # Two prompts have 400 bytes in a layer together.
+        (2, 6, 500, [[0, 1, 2, 3, 4], [5]]),
+        (2, 3, 400, [[0], [1], [2]]),
+    ],
+)
+def test_small_layers_go_together_and_the_last_one_alone(
+    prompts: int, count: int, group_bytes: int, marks: list[list[int]]
+) -> None:
+    heard = [Heard() for _ in range(prompts)]
+    writing = passing(*heard, layers=range(count), group_bytes=group_bytes)
+    for layer in range(count):
         writing.layer("kv", layer)
-    assert heard.layers == [[0, 1, 2, 3, 4], [5, 6], [7]]
-    assert heard.over == 1
-
-
-def test_layers_that_are_not_small_go_one_by_one() -> None:
-    heard = Heard()
-    writing = passing(heard, layers=range(3), group_bytes=200)
-    for layer in range(3):
-        writing.layer("kv", layer)
-    assert heard.layers == [[0], [1], [2]]
-
-
-def test_all_prompts_of_a_pass_count() -> None:
-    one, two = Heard(), Heard()
-    writing = passing(one, two, layers=range(6), group_bytes=500)
-    for layer in range(6):
-        writing.layer("kv", layer)
-    # Both together have 400 bytes in a layer; one alone would wait for all.
-    assert one.layers == two.layers == [[0, 1, 2, 3, 4], [5]]
-    # One event orders the kernels of all that a mark names.
-    assert one.events == [0, 1]
-    assert two.events == one.events
-    one, two = Heard(), Heard()
-    writing = passing(one, two, layers=range(3), group_bytes=400)
-    for layer in range(3):
-        writing.layer("kv", layer)
-    assert one.layers == two.layers == [[0], [1], [2]]
+    for one in heard:
+        assert one.layers == marks
+        # One event orders the kernels of all that a mark names.
+        assert one.events == list(range(len(marks)))
+        assert one.over == 1
 
 
 def test_a_pass_that_completes_no_block_says_nothing() -> None:
