@@ -61,7 +61,10 @@ async def asked(port: int | bytes, limit: int | None = None) -> tuple[int, bytes
         ),
         (HEAD + b"\r\nok", (200, b"ok")),
         # These are the client's.
-        (HEAD.replace(b"200", b"302") + b"content-length: 0\r\n\r\n", (302, b"")),
+        (
+            HEAD.replace(b"200", b"302") + b"location: /y\r\ncontent-length: 0\r\n\r\n",
+            (302, b""),
+        ),
         (HEAD + b"content-encoding: gzip\r\n\r\nok", (200, b"ok")),
     ],
 )

@@ -145,7 +145,9 @@ async def test_who_may_drain(key: bytes, client: str, header: str, status: int) 
     assert said.status_code == status
 
 
-async def test_an_engine_that_is_given_up_costs_another_try() -> None:
+async def test_an_engine_that_is_given_up_costs_another_try(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """It was silent for too long, so what waits for it is asked elsewhere."""
 
     network = Engines(d1=when(asyncio.Event()))
@@ -156,6 +158,7 @@ async def test_an_engine_that_is_given_up_costs_another_try() -> None:
     fleet.engines[0].give_up()
     assert (await asking).json() == {"tokens": 9}
     assert network.hosts() == ["d1", "d2"]
+    assert f"{D1.url}: it is silent" in caplog.text
 
 
 async def test_the_page_shows_engines_and_their_hits() -> None:

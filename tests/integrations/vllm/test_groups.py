@@ -173,12 +173,16 @@ def test_nobody_wants_it() -> None:
         assert not d.memory.any()
 
 
+RAW = np.zeros((8, 100), np.uint8)
+
+
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
         ([np.zeros((4, 9), np.uint8)], "states of 9 bytes, where vLLM's config says"),
         ([np.zeros((4, 100), np.uint8).T[:4]], "do not lie side by side"),
         ([np.zeros((4, 50), np.uint8), np.zeros((4, 50), np.uint8)], "do not lie side"),
+        ([RAW[:4, :50], RAW[::2, 50:]], "do not lie side"),
     ],
 )
 def test_states_that_lie_otherwise(parts: list[Any], said: str) -> None:

@@ -231,9 +231,22 @@ async def test_an_answer_that_is_no_stream_moves(
     assert "d2" in [host for host, _ in network.asked]
 
 
-async def test_an_answer_in_one_piece_that_breaks_off_is_an_error() -> None:
+async def events(parts: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:
+    """The first events of a stream, which comes to no end."""
+    for _ in range(2 * count):
+        yield await anext(parts)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_an_answer_in_one_piece_that_breaks_off_is_an_error(ends: bool) -> None:
     """Not a part of an answer, and not a connection that is cut."""
-    application, _ = front(d1=Decoder(3, dies=True), d2=refused)
+    first = Decoder(3, dies=True)
+
+    async def stops(body: dict[str, Any]) -> Said:
+        status, headers, parts = await first(body)
+        return status, headers, events(parts, 2)
+
+    application, _ = front(d1=stops if ends else first, d2=refused)
     body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
     said = await call(application, "POST", "/v1/completions", json=body)
     assert said.status_code == 502

@@ -63,6 +63,8 @@ class Engines(EngineClient):
         self, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
     ) -> AsyncIterator[Said]:
         host = urlsplit(url).hostname or ""
+        generates = url.endswith("completions")
+        assert (body is not None) is generates, url
         self.asked.append((host, dict(body or {})))
         self.headers[host] = headers
         yield await self.handlers.get(host, fine)(dict(body or {}))
