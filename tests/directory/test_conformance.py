@@ -18,35 +18,25 @@ from kvwire.testing.conformance.directories import DIRECTORY_CHECKS, DirectoryRi
 from tests.support.servers import nats_server, redis_server
 
 
-@pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where each kind is, filled as they are asked for."""
-    return {"file": f"file:{tmp_path_factory.mktemp('fleet')}?interval_s=0.05"}
+@pytest.fixture(scope="module", params=["file", "redis", "nats"])
+def url(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Where a directory of each kind is."""
+    match request.param:
+        case "file":
+            yield f"file:{tmp_path_factory.mktemp('fleet')}?interval_s=0.05"
+        case "redis":
+            with redis_server() as server:
+                yield f"redis://127.0.0.1:{server.port}?prefix=kit"
+        case "nats":
+            with nats_server() as server:
+                yield f"nats://127.0.0.1:{server.port}?bucket=kit"
 
 
-@pytest.fixture(scope="module")
-def redis_url() -> Iterator[str]:
-    with redis_server() as server:
-        yield f"redis://127.0.0.1:{server.port}?prefix=kit"
-
-
-@pytest.fixture(scope="module")
-def nats_url() -> Iterator[str]:
-    with nats_server() as server:
-        yield f"nats://127.0.0.1:{server.port}?bucket=kit"
-
-
-@pytest.mark.parametrize("kind", ["file", "redis", "nats"])
 @pytest.mark.parametrize("check", DIRECTORY_CHECKS, ids=lambda check: check.id)
-async def test_directory(
-    kind: str,
-    check: Check,
-    urls: dict[str, str],
-    request: pytest.FixtureRequest,
-) -> None:
-    if kind not in urls:
-        urls[kind] = request.getfixturevalue(f"{kind}_url")
-    await check_directory(urls[kind], only=[check.id])
+async def test_directory(url: str, check: Check) -> None:
+    await check_directory(url, only=[check.id])
 
 
 # --- the kit itself -------------------------------------------------------------------

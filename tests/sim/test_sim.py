@@ -20,7 +20,7 @@ from tests.support.depth import parameters
 # 2,000 schedules in parts, so that one that fails leaves the others to run.
 _PARTS = 10
 _SEEDS_A_PART = 200
-_PINNED = Path(__file__).parents[1] / "sim" / "seeds.txt"
+_PINNED = Path(__file__).with_name("seeds.txt")
 _REPEATED = 40
 
 

@@ -23,8 +23,7 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import uvloop
 from rich.progress import Progress
@@ -280,6 +279,7 @@ class ProcessSoak:
         self._transport = transport
         self._psk_file = psk_file
         self._born = Counter[str]()
+        self._lives: dict[str, _Life] = {}
         self._moved = asyncio.Event()
         with socket.create_server(("127.0.0.1", 0)) as taken:
             self._address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -292,19 +292,19 @@ class ProcessSoak:
         bar = None
         if progress is not None:
             bar = progress.add_task("soak", total=self._goal_bytes)
-        sides = {role: _Side(self, role) for role in ("producer", "consumer")}
+        roles = ("producer", "consumer")
         try:
-            for side in sides.values():
-                await side.start()
+            for role in roles:
+                self._lives[role] = await _Life.begin(self, role)
             while self.tally.nbytes < self._goal_bytes and not self.tally.failed:
-                await self._fault(self._random.choice(list(sides.values())))
+                await self._fault(self._random.choice(roles))
                 if progress is not None and bar is not None:
                     progress.update(bar, completed=self.tally.nbytes)
-            for side in sides.values():
-                await side.end()
+            for role in roles:
+                await self._lives[role].end()
         finally:
-            for side in sides.values():
-                await side.kill()
+            for life in self._lives.values():
+                await life.kill()
         return self.tally
 
     def command(self, role: str) -> list[str]:
@@ -324,7 +324,7 @@ class ProcessSoak:
         tally.counts.update(said)
         self._moved.set()
 
-    async def _fault(self, side: _Side) -> None:
+    async def _fault(self, role: str) -> None:
         if not self._fault_s:
             self._moved.clear()
             async with asyncio.timeout(ROUND_TIMEOUT_S):
@@ -333,78 +333,71 @@ class ProcessSoak:
         before = self.tally.nbytes
         await asyncio.sleep(self._random.expovariate(1 / self._fault_s))
         what = self._random.choices(("cut", "stopped", "killed"), (6, 3, 1))[0]
-        self.tally.counts[f"{side.role} {what}"] += 1
+        self.tally.counts[f"{role} {what}"] += 1
+        life = self._lives[role]
         if what == "cut":
-            side.signal(signal.SIGUSR1)
+            life.signal(signal.SIGUSR1)
         elif what == "stopped":
-            side.signal(signal.SIGSTOP)
+            life.signal(signal.SIGSTOP)
             await asyncio.sleep(self._random.uniform(0, STOP_S_MAX))
-            side.signal(signal.SIGCONT)
+            life.signal(signal.SIGCONT)
         else:
-            await side.kill()
-            await side.start()
+            await life.kill()
+            life = self._lives[role] = await _Life.begin(self, role)
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             while self.tally.nbytes == before and not self.tally.failed:
                 self._moved.clear()
                 await self._moved.wait()
-                side.check()
+                life.check()
 
 
-class _Side:
-    """One of the two, through all its lives."""
+class _Life:
+    """One process of one of the two."""
 
-    def __init__(self, soak: ProcessSoak, role: str) -> None:
-        self.role = role
-        self._soak = soak
-        self._process: Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        command = self._soak.command(self.role)
-        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE)
-        assert process.stdout is not None
+    def __init__(self, role: str, process: Process, reader: asyncio.Task[None]) -> None:
+        self._role = role
         self._process = process
+        self._reader = reader
+
+    @classmethod
+    async def begin(cls, soak: ProcessSoak, role: str) -> Self:
+        process = await asyncio.create_subprocess_exec(*soak.command(role), stdout=PIPE)
+        assert process.stdout is not None
         # A signal that comes before its handler would end the process.
         await process.stdout.readline()
-        self._reader = asyncio.create_task(self._read(process))
+        return cls(role, process, asyncio.create_task(_read(soak, process)))
 
     def check(self) -> None:
-        if self._reader is None or self._reader.done():
+        if self._reader.done():
             raise RuntimeError(
-                f"the {self.role} has ended by itself; see its traceback"
+                f"the {self._role} has ended by itself; see its traceback"
             )
 
     def signal(self, number: signal.Signals) -> None:
         self.check()
-        assert self._process is not None
         self._process.send_signal(number)
 
     async def end(self) -> None:
         """Ask it to end, and wait until it has, with all it had to say."""
         self.signal(signal.SIGTERM)
-        assert self._process is not None
         async with asyncio.timeout(EXIT_TIMEOUT_S):
             status = await self._process.wait()
         if status:
-            raise RuntimeError(f"the {self.role} has ended with status {status}")
+            raise RuntimeError(f"the {self._role} has ended with status {status}")
 
     async def kill(self) -> None:
         """End it at once, if it lives."""
-        if self._process is None:
-            return
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
-        if self._reader is not None:
-            await self._reader
-        self._process = self._reader = None
+        await self._reader
 
-    async def _read(self, process: Process) -> None:
-        assert process.stdout is not None
-        hear: Callable[[dict[str, int]], None] = self._soak.heard
-        async for line in process.stdout:
-            hear(json.loads(line))
-        hear({})  # it has ended
+
+async def _read(soak: ProcessSoak, process: Process) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        soak.heard(json.loads(line))
+    soak.heard({})  # it has ended
 
 
 if __name__ == "__main__":
