@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvwire.errors import RequestCancelled, UsageError
 from kvwire.memory.device.progress import GraphReplay, LayerCounter
-from tests.support.simulated_device import SimulatedDevice, SimulatedStream
 
 LAYERS = 5
 
@@ -23,33 +21,16 @@ def pinned_word() -> memoryview:
     return np.zeros(1, np.uint64).view(np.uint8).data
 
 
-class Graph:
-    """What was captured: after each layer, one write of the word."""
-
-    def __init__(self, stream: SimulatedStream, counter: LayerCounter) -> None:
-        self._stream = stream
-        self._word = np.frombuffer(counter.word, np.uint64)
-
-    def replay(self, run: GraphReplay, layers: int = LAYERS) -> None:
-        for layer in range(layers):
-            self._stream.call(lambda n=layer: self._write(run.base + n + 1))  # type: ignore[misc]
-
-    def _write(self, value: int) -> None:
-        self._word[0] = value
-
-
 @pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    made = SimulatedDevice()
+def counter() -> Iterator[LayerCounter]:
+    made = LayerCounter(LAYERS, pinned_word())
     yield made
     made.close()
 
 
-@pytest.fixture
-def stream(device: SimulatedDevice) -> Iterator[SimulatedStream]:
-    made = device.stream()
-    yield made
-    made.close()
+def write(counter: LayerCounter, value: int) -> None:
+    """Write the word, as a captured graph does after each layer."""
+    np.frombuffer(counter.word, np.uint64)[0] = value
 
 
 @given(
@@ -62,100 +43,83 @@ def test_a_word_says_which_layers_of_which_pass_are_done(
     generation: int, layers: int, other: int, layer: int
 ) -> None:
     counter = LayerCounter(LAYERS, pinned_word())
-    word = GraphReplay(counter, generation).base + layers
-    np.frombuffer(counter.word, np.uint64)[0] = word
+    write(counter, GraphReplay(counter, generation).base + layers)
     done = GraphReplay(counter, other).layer(layer).done()
     counter.close()
     assert done == ((generation, layers) > (other, layer))
 
 
-def test_layers_are_told_as_they_are_done(
-    device: SimulatedDevice, stream: SimulatedStream
-) -> None:
-    counter = LayerCounter(LAYERS, pinned_word())
-    graph, told = Graph(stream, counter), list[int]()
-    run, all_told = counter.begin(), threading.Event()
+def test_layers_are_told_as_they_are_done(counter: LayerCounter) -> None:
+    told, run = list[int](), counter.begin()
+    each = [threading.Event() for _ in range(LAYERS)]
 
     def note(layer: int, _: object) -> None:
         told.append(layer)
-        if len(told) == LAYERS:
-            all_told.set()
+        each[layer].set()
 
     for layer in range(LAYERS):
         run.layer(layer).add_done_callback(partial(note, layer))
-    device.hold()
-    graph.replay(run)
-    assert not run.layer(0).done()
-    device.release()
-    all_told.wait()
+    write(counter, run.base + 1)
+    assert each[0].wait(timeout=10)
+    write(counter, run.base + LAYERS)
+    assert each[-1].wait(timeout=10)
     assert told == list(range(LAYERS))
-    run.layer(LAYERS - 1).result()
+    for thread in threading.enumerate():
+        if thread.name == "kvwire counter":
+            thread.join(timeout=10)  # nobody waits any more
+    again = counter.begin()
+    done = again.layer(0)
+    write(counter, again.base + 1)
+    done.result(timeout=10)
 
 
 def test_a_word_of_the_pass_before_says_nothing_of_this_one(
-    stream: SimulatedStream,
+    counter: LayerCounter,
 ) -> None:
-    counter = LayerCounter(LAYERS, pinned_word())
-    graph = Graph(stream, counter)
     first, second = counter.begin(), counter.begin()
-    graph.replay(first)
-    stream.record().synchronize()
+    write(counter, first.base + LAYERS)
     assert first.layer(LAYERS - 1).done()
     assert not second.layer(0).done()
-    graph.replay(second, layers=2)
-    stream.record().synchronize()
+    write(counter, second.base + 2)
     assert [second.layer(n).done() for n in range(3)] == [True, True, False]
     assert first.layer(0).done()
-    counter.close()
 
 
-def test_what_is_done_is_told_at_once(stream: SimulatedStream) -> None:
-    counter = LayerCounter(LAYERS, pinned_word())
-    run, told = counter.begin(), list[Any]()
-    Graph(stream, counter).replay(run)
-    stream.record().synchronize()
-    tick, before = run.layer(3), threading.active_count()
-    tick.add_done_callback(told.append)
-    assert told == [tick]
-    assert threading.active_count() == before, "nobody had to look"
+def test_for_what_is_done_nobody_has_to_look(counter: LayerCounter) -> None:
+    run, before = counter.begin(), threading.active_count()
+    write(counter, run.base + LAYERS)
+    run.layer(3).result(timeout=0)
+    assert threading.active_count() == before
 
 
 def test_who_raises_takes_nothing_from_the_others(
-    stream: SimulatedStream, caplog: pytest.LogCaptureFixture
+    counter: LayerCounter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One counter is for all transfers of a pass, and of the passes behind it."""
-    counter, told = LayerCounter(LAYERS, pinned_word()), threading.Semaphore(0)
-    graph = Graph(stream, counter)
 
     def bug(_: object) -> None:
         raise ZeroDivisionError("planted")
 
     first, second = counter.begin(), counter.begin()
-    tick = first.layer(0)
-    for call in (bug, lambda _: told.release()):
-        tick.add_done_callback(call)
-    first.layer(1).add_done_callback(lambda _: told.release())
-    graph.replay(first)
-    for _ in range(2):
-        assert told.acquire(timeout=10)
-    second.layer(0).add_done_callback(lambda _: told.release())
-    graph.replay(second)
-    assert told.acquire(timeout=10)
+    first.layer(0).add_done_callback(bug)
+    others = [first.layer(0), first.layer(1), second.layer(0)]
+    write(counter, first.base + LAYERS)
+    for done in others[:2]:
+        done.result(timeout=10)
+    write(counter, second.base + LAYERS)
+    others[2].result(timeout=10)
     assert "planted" in caplog.text
 
 
-def test_a_closed_counter_tells_those_who_wait() -> None:
-    counter = LayerCounter(LAYERS, pinned_word())
-    told: list[Any] = []
-    tick = counter.begin().layer(0)
-    tick.add_done_callback(told.append)
+def test_a_closed_counter_tells_those_who_wait(counter: LayerCounter) -> None:
+    done = counter.begin().layer(0)
+    assert not done.cancel(), "a device cannot be told to stop"
     counter.close()
-    assert told == [tick]
     with pytest.raises(RequestCancelled, match="was closed"):
-        tick.result()
+        done.result(timeout=0)
 
 
-def test_what_cannot_be() -> None:
+def test_what_cannot_be(counter: LayerCounter) -> None:
     with pytest.raises(UsageError, match="layers=0"):
         LayerCounter(0, pinned_word())
     with pytest.raises(UsageError, match="word: 4 bytes"):
@@ -163,4 +127,4 @@ def test_what_cannot_be() -> None:
     with pytest.raises(UsageError, match="writable bytes"):
         LayerCounter(LAYERS, pinned_word().toreadonly())
     with pytest.raises(UsageError, match="layer 5: the counter has 5"):
-        LayerCounter(LAYERS, pinned_word()).begin().layer(LAYERS)
+        counter.begin().layer(LAYERS)
