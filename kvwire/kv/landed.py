@@ -25,8 +25,6 @@ class Landed:
     What the consumer had before counts as landed, if ``held``.
     """
 
-    __slots__ = ("_cells", "_left", "plan")
-
     def __init__(self, plan: TransferPlan, *, held: bool = True) -> None:
         self.plan: TransferPlan = plan
         self._cells: list[Bits] = []

@@ -84,18 +84,6 @@ class Steps:
 class GroupMap:
     """Finds where a transfer's elements of one cache group lie here."""
 
-    __slots__ = (
-        "_last",
-        "_steps",
-        "granule_bytes",
-        "granules_per_block",
-        "ids",
-        "memory",
-        "moves_all",
-        "walk",
-        "wanted",
-    )
-
     def __init__(self, steps: Steps, ids: Ids, wanted: Bits) -> None:
         self.walk: Canonical = steps.walk
         self.memory: CacheGroup = steps.memory

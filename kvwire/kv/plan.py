@@ -126,18 +126,6 @@ class TransferPlan:
     blocks, where ``blocks`` is not what the caller knows them by.
     """
 
-    __slots__ = (
-        "_whole",
-        "groups",
-        "indices",
-        "lists",
-        "local",
-        "maps",
-        "nbytes",
-        "side",
-        "template",
-    )
-
     def __init__(
         self,
         cache: PagedCache,

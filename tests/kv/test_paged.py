@@ -116,6 +116,11 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
     on_gpu = torch_like(np.zeros(SHAPE, np.uint16), "torch.bfloat16", device="cuda")
     keys = layers(9, 2, 4, 8)
     big = np.zeros((10, *SHAPE[1:]), np.uint16)
+    tiny = np.zeros(7, np.uint16)
+    gaps = np.zeros((9, 2, 2, 4, 16), np.uint16)[..., ::2]
+    expanded = np.broadcast_to(good[0][:, :1], SHAPE)
+    overlap = np.lib.stride_tricks.as_strided(good[0], strides=(128, 256, 64, 16, 2))
+    named = "block kv token head dim"
     return [
         (good[:2], "NHD", "2 tensors for layers=3; pass one for each layer"),
         ([*good[:2], half], "NHD", r"tensors\[2\]: dtype is float16 .* says bfloat16"),
@@ -137,7 +142,27 @@ def wrong_tensors() -> list[tuple[Any, str, str]]:
         ([(k, k) for k in keys], "NHD", "component 0 and layer . component 1 share"),
         ([big[:9], big[1:], good[0]], "NHD", "layer 0 .* and layer 1 .* share memory"),
         (good, "HND", r"tensors\[0\]: shape \(9, 2, 2, 4, 8\) is not HND"),
-        (good, "block token", r"tensors\[0\]: layout 'block token' lacks axis 'kv'"),
+        ([tiny] * 3, "NHD", r"shape \(7,\) is not NHD .*\(blocks, kv 2, token"),
+        ([(tiny, tiny)], "NHD", r"is \(blocks, layer 3, token 2, head 4, dim 8\)"),
+        (
+            good,
+            "block token head dim",
+            r"tensors\[0\]: layout .* lacks axis 'kv', of which .* 2",
+        ),
+        (good, "block kv token dim", "lacks axis 'head'"),
+        (good[0], named, "lacks axis 'layer'"),
+        (good, f"layer {named}", "one tensor for each layer"),
+        ([(k, k) for k in keys], named, "one tensor for each key and value"),
+        (layers(9, 2, 2, 4), named, "4 dimensions .* has 5"),
+        (layers(*SHAPE, 1), named, "6 dimensions .* has 5"),
+        (layers(9, 2, 2, 3, 8), named, "a dimension of 3 .* be head 4"),
+        (layers(9, 4, 2, 15), "block head token (kv dim)", "15 .* be kv 2 x dim 8"),
+        (layers(2, 19, 4, 8), "kv (block token) head dim", "19 .* blocks x token 2"),
+        (layers(0, 2, 2, 4, 8), named, "of 0 .* should be blocks"),
+        ([good[0][:, :, ::-1]] * 3, named, "'token' has stride -64; .* flipped nor"),
+        ([expanded] * 3, named, "axis 'kv' has stride 0"),
+        ([gaps] * 3, named, "'dim' is the innermost and has a stride of 4 bytes"),
+        ([overlap[:4]] * 3, named, "'kv' has a stride of 256 bytes, less than the 512"),
         (good[0], "NHD", r"the cross-layer tensor: shape \(9, 2, 2, 4, 8\) is not NHD"),
         ([(keys[0], good[0])] * 3, "NHD", r"tensors\[0\]\[1\]: shape"),
     ]
