@@ -28,6 +28,7 @@ SECTIONS: Final = {
 }
 # Not the addresses of others, nor an anchor of the same page.
 _LINK: Final = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
+# :class:`kvwire.Engine`, :meth:`~kvwire.Connection.pull`: the name in between.
 _ROLE: Final = re.compile(r":\w+:`~?([^`]+)`")
 _FIRST: Final = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 

@@ -6,10 +6,8 @@ import inspect
 import re
 from collections.abc import Iterable
 
-# :class:`kvwire.Engine`, :meth:`~kvwire.Connection.pull`: the name in between.
-_ROLE = re.compile(r":\w+:`~?([^`]+)`")
-# Sphinx's ``code`` is Markdown's `code`.
-_CODE = re.compile(r"``([^`]+)``")
+from tests.support.docs_site import plain
+
 # An attribute begins a line of its own: "name: text".
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*)$")
 
@@ -40,8 +38,7 @@ def attributes(thing: type) -> dict[str, str]:
 
 def markdown(text: str) -> str:
     """A paragraph of a docstring as one line of Markdown."""
-    line = " ".join(text.split())
-    return _CODE.sub(r"`\1`", _ROLE.sub(r"`\1`", line))
+    return plain(" ".join(text.split()))
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
