@@ -68,8 +68,7 @@ def issue(
 ) -> Issued:
     """Make a key and a certificate for it."""
     key = ec.generate_private_key(ec.SECP256R1())
-    number = next(_NUMBERS)
-    title = names[0] if ca and names else f"subject {number}"
+    title = names[0] if ca and names else f"subject {next(_NUMBERS)}"
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
     now = dt.datetime.now(dt.UTC)
     builder = (
@@ -90,51 +89,40 @@ def issue(
     if usages:
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     certificate = builder.sign(by.key if by else key, hashes.SHA256())
-    return write(folder, number, certificate, key)
+    return _written(folder, certificate, key)
 
 
-def write(
+def chained(folder: Path, leaf: Issued, *chain: Issued) -> Issued:
+    """The same certificate, shown together with those that signed it."""
+    return _written(folder, leaf.certificate, leaf.key, *chain)
+
+
+def locked(folder: Path, leaf: Issued, password: bytes) -> Issued:
+    """The same, with the key encrypted."""
+    return _written(folder, leaf.certificate, leaf.key, password=password)
+
+
+def _written(
     folder: Path,
-    number: int,
     certificate: x509.Certificate,
     key: ec.EllipticCurvePrivateKey,
-    *,
-    chain: tuple[Issued, ...] = (),
+    *chain: Issued,
     password: bytes = b"",
 ) -> Issued:
     """Write both files, with more certificates behind the first if there are any."""
+    number, pem = next(_NUMBERS), serialization.Encoding.PEM
     cert_file, key_file = folder / f"{number}.pem", folder / f"{number}.key"
-    pem = serialization.Encoding.PEM
-    cert_file.write_bytes(
-        b"".join(
-            c.public_bytes(pem)
-            for c in (certificate, *(issued.certificate for issued in chain))
-        )
-    )
+    shown = (certificate, *(issued.certificate for issued in chain))
+    cert_file.write_bytes(b"".join(one.public_bytes(pem) for one in shown))
+    encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
+    if password:
+        encryption = serialization.BestAvailableEncryption(password)
     key_file.touch(mode=0o600)
     key_file.write_bytes(
-        key.private_bytes(
-            pem,
-            serialization.PrivateFormat.PKCS8,
-            serialization.BestAvailableEncryption(password)
-            if password
-            else serialization.NoEncryption(),
-        )
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption)
     )
     return Issued(certificate, key, cert_file, key_file)
 
 
 def _general(name: str) -> x509.GeneralName:
     return x509.UniformResourceIdentifier(name) if ":" in name else x509.DNSName(name)
-
-
-def chained(folder: Path, leaf: Issued, *chain: Issued) -> Issued:
-    """The same certificate, shown together with those that signed it."""
-    number = next(_NUMBERS)
-    return write(folder, number, leaf.certificate, leaf.key, chain=chain)
-
-
-def locked(folder: Path, leaf: Issued, password: bytes) -> Issued:
-    """The same, with the key encrypted."""
-    number = next(_NUMBERS)
-    return write(folder, number, leaf.certificate, leaf.key, password=password)
