@@ -6,13 +6,13 @@ the other way round. *Sockets* are bare ones, whose blocks lie side by side.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from kvwire.cli.bench.bare import SocketsSide
 from kvwire.cli.bench.operations import OpsSide
+from kvwire.cli.bench.side import each_timed
 from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork
 from kvwire.store.namespace import DIGEST_BYTES
 
@@ -67,14 +67,14 @@ class BlockSocketsSide(SocketsSide[StoreWork]):
         if work.verb not in (ONE, MATCH):
             return await super().drive(work)
         question, times = self._question(work)
-        clock, seconds, parts = time.perf_counter, [], self._answers(work)
-        self.wait()
-        for number in range(times):
-            began = clock()
+        parts = self._answers(work)
+
+        async def ask(number: int) -> None:
             self.socket.sendall(question)
             self.receive_into(parts[number % len(parts)])
-            seconds.append(clock() - began)
-        return seconds
+
+        self.wait()
+        return await each_timed(times, ask)
 
     async def serve(self, work: StoreWork) -> None:
         if work.verb not in (ONE, MATCH):

@@ -11,7 +11,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvwire.cli.bench.operations import OpsWork
-from kvwire.cli.bench.side import HOST, Bytes, Side, W, Work, digest, fill, require_same
+from kvwire.cli.bench.side import (
+    HOST,
+    Bytes,
+    Side,
+    W,
+    Work,
+    digest,
+    each_timed,
+    fill,
+    require_same,
+)
 from kvwire.limits import KIB
 
 
@@ -47,15 +57,12 @@ class StreamsSide(Side[OpsWork]):
 
     async def drive(self, work: OpsWork) -> Sequence[float]:
         reader, writer = self._streams
-        nbytes, ball = work.nbytes, self._ball
-        clock, seconds = time.perf_counter, []
-        for _ in range(work.count):
-            began = clock()
-            writer.write(ball)
-            ball = await reader.readexactly(nbytes)
-            seconds.append(clock() - began)
-        self._ball = ball
-        return seconds
+
+        async def there_and_back(_: int) -> None:
+            writer.write(self._ball)
+            self._ball = await reader.readexactly(work.nbytes)
+
+        return await each_timed(work.count, there_and_back)
 
     async def close(self) -> None:
         if hasattr(self, "_streams"):

@@ -21,7 +21,17 @@ import numpy.typing as npt
 
 import kvwire
 from kvwire.cli.bench.report import size_name
-from kvwire.cli.bench.side import HOST, Bytes, JoinedSide, Side, W, Work, digest, fill
+from kvwire.cli.bench.side import (
+    HOST,
+    Bytes,
+    JoinedSide,
+    Side,
+    W,
+    Work,
+    digest,
+    each_timed,
+    fill,
+)
 from kvwire.limits import KIB
 from kvwire.memory.arena import Arena
 
@@ -245,12 +255,7 @@ class OpsSide(ConnectedSide[OpsWork]):
             return await self._mark_layers(work)
         if work.in_flight > 1:
             return await self._in_flight(work)
-        clock, seconds = time.perf_counter, []
-        for _ in range(work.count):
-            began = clock()
-            await self._once(work, self.connection)
-            seconds.append(clock() - began)
-        return seconds
+        return await each_timed(work.count, lambda _: self._once(work, self.connection))
 
     async def serve(self, work: OpsWork) -> None:
         connection, parts = self.connection, self._parts

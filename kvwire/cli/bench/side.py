@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Final, Generic, TypeVar
@@ -143,6 +143,18 @@ class JoinedSide(Side[W]):
 
     async def close(self) -> None:
         await asyncio.gather(self.left.close(), self.right.close())
+
+
+async def each_timed(
+    count: int, once: Callable[[int], Awaitable[object]]
+) -> list[float]:
+    """Do something so many times, one after the other; seconds of each."""
+    clock, seconds = time.perf_counter, []
+    for number in range(count):
+        began = clock()
+        await once(number)
+        seconds.append(clock() - began)
+    return seconds
 
 
 def digest(data: bytes | bytearray | memoryview | Bytes) -> str:

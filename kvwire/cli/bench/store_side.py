@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from kvwire.cli.bench.operations import (
     Pool,
     require_complete,
 )
-from kvwire.cli.bench.side import HOST, Side, Work, fill
+from kvwire.cli.bench.side import HOST, Side, Work, each_timed, fill
 from kvwire.limits import KIB, MIB, STORE_SLOTS_MAX
 
 MEMORY: Final = "memory"
@@ -170,22 +170,13 @@ class BlocksSide(Side[StoreWork]):
 
     async def drive(self, work: StoreWork) -> Sequence[float]:
         """Left: time one put or get of a set, or each of several gets or matches."""
-        clock, seconds = time.perf_counter, []
-        for step in self.steps(work):
-            began = clock()
-            await step
-            seconds.append(clock() - began)
-        return seconds
-
-    def steps(self, work: StoreWork) -> Iterator[Awaitable[None]]:
-        """Yield what is timed."""
         if work.verb == MATCH:
-            yield from (self.match(work) for _ in range(LOOKUPS))
-        elif work.verb == ONE:
-            yield from (self.get_one(work, at) for at in range(work.count))
-        else:
-            move = self.put if work.verb in PUTS else self.get
-            yield from (move(work) for _ in range(work.count // work.set_blocks))
+            return await each_timed(LOOKUPS, lambda _: self.match(work))
+        if work.verb == ONE:
+            return await each_timed(work.count, lambda at: self.get_one(work, at))
+        move = self.put if work.verb in PUTS else self.get
+        sets = work.count // work.set_blocks
+        return await each_timed(sets, lambda _: move(work))
 
     @abstractmethod
     async def put(self, work: StoreWork) -> None:

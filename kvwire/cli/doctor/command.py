@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 import kvwire
 from kvwire import Address, Config, Connection, UsageError
@@ -52,43 +51,32 @@ def doctor(
         raise UsageError("--peer and --listen: one at a time")
     wanted = Config.load(config)
     found = examine(wanted, pid)
-    output = _Output(json)
     if peer:
-        done = asyncio.run(_ask_peer(wanted, Address.parse(peer), found, output))
-        output.report(done)
+        done = asyncio.run(_ask_peer(wanted, Address.parse(peer), found))
+        _show(done, json)
         return 0 if found.well and done.well else UNWELL
-    output.host(found)
+    _show(found, json)
     if listen:
-        asyncio.run(_listen(wanted, Address.parse(listen), found, output))
+        asyncio.run(_listen(wanted, Address.parse(listen), found, json))
     return 0 if found.well else UNWELL
 
 
-class _Output:
-    """The screen, or JSON: one document on a line of its own."""
+def _show(found: Examination | PeerReport, json: bool) -> None:
+    """Print a screen or a report, or JSON: one document on a line of its own."""
+    if json:
+        document = msgspec.json.format(msgspec.json.encode(found))
+        sys.stdout.buffer.write(document + b"\n")
+        return
+    console = Console(highlight=False, markup=False)
+    console.width = min(console.width, COLUMNS_MAX)
+    if isinstance(found, PeerReport):
+        console.print(written(found))
+    else:
+        console.print(fitting(found, console))
 
-    def __init__(self, json: bool) -> None:
-        self._json = json
-        self._console = Console(highlight=False, markup=False)
-        self._console.width = min(self._console.width, COLUMNS_MAX)
-        self._progress = Console(stderr=True, highlight=False, markup=False)
 
-    def host(self, found: Examination) -> None:
-        self._show(found, lambda: fitting(found, self._console))
-
-    def report(self, report: PeerReport) -> None:
-        self._show(report, lambda: written(report))
-
-    def progress(self, line: str) -> None:
-        self._progress.print(line)
-
-    def _show(
-        self, found: Examination | PeerReport, shown: Callable[[], RenderableType]
-    ) -> None:
-        if self._json:
-            document = msgspec.json.format(msgspec.json.encode(found))
-            sys.stdout.buffer.write(document + b"\n")
-        else:
-            self._console.print(shown())
+def _progress(line: str) -> None:
+    Console(stderr=True, highlight=False, markup=False).print(line)
 
 
 def _communicator(config: Config) -> kvwire.open:
@@ -96,21 +84,19 @@ def _communicator(config: Config) -> kvwire.open:
 
 
 async def _listen(
-    config: Config, address: Address, found: Examination, output: _Output
+    config: Config, address: Address, found: Examination, json: bool
 ) -> None:
     def heard(connection: Connection, report: PeerReport | None) -> None:
-        output.progress(f"served {connection.peer} over {connection.transport}")
+        _progress(f"served {connection.peer} over {connection.transport}")
         if report is not None:
-            output.report(report)
+            _show(report, json)
 
     async with _communicator(config) as communicator:
         bound = await communicator.listen(address)
-        output.progress(f"listening on {bound}; Ctrl-C ends")
+        _progress(f"listening on {bound}; Ctrl-C ends")
         await attend(communicator, found, heard)
 
 
-async def _ask_peer(
-    config: Config, address: Address, found: Examination, output: _Output
-) -> PeerReport:
+async def _ask_peer(config: Config, address: Address, found: Examination) -> PeerReport:
     async with _communicator(config) as communicator:
-        return await examine_peer(communicator, address, found, output.progress)
+        return await examine_peer(communicator, address, found, _progress)

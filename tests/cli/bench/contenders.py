@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 import uvloop
@@ -20,7 +20,7 @@ from kvwire.cli.bench.pair import (
     Sample,
     SideProcess,
 )
-from kvwire.cli.bench.side import Side, Work, answer, make
+from kvwire.cli.bench.side import Work, answer, make
 from kvwire.cli.bench.turns import (
     MICROSECONDS,
     Benchmark,
@@ -130,38 +130,28 @@ class ThreadSide(SideProcess):
         # Undone by the fixture; all sides of one test get the same.
         os.environ.update(contender.environment)
         self.role = f"{role.__module__}:{role.__qualname__}"
-        self._options = {name: str(v) for name, v in contender.options.items()}
-        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._asked: asyncio.Queue[bytes] = asyncio.Queue()
-        self._stopped = asyncio.Event()
-        self._loop = _LOOPS[self._options.get("loop", "asyncio")]()
+        options = {name: str(v) for name, v in contender.options.items()}
+        self._loop = _LOOPS[options.get("loop", "asyncio")]()
         self._thread = threading.Thread(target=self._run, name=f"side {self.role}")
         self._thread.start()
+        self._side = make(self.role, options)
+        self._answer: Future[bytes] = Future()
 
     def ask(self, name: str, **arguments: Any) -> None:
         line = json.dumps({"call": name, "arguments": arguments}).encode()
-        self._loop.call_soon_threadsafe(self._asked.put_nowait, line)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
+        answering = answer(self._side, line)
+        self._answer = asyncio.run_coroutine_threadsafe(answering, self._loop)
 
     def line(self) -> bytes:
-        return self._answers.get(timeout=ANSWER_TIMEOUT_S)
+        return self._answer.result(ANSWER_TIMEOUT_S)
+
+    def stop(self) -> None:
+        # It may wait for somebody who will never come; a process is killed then.
+        self._answer.cancel()
+        asyncio.run_coroutine_threadsafe(self._side.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._obey())
-
-    async def _obey(self) -> None:
-        side = make(self.role, self._options)
-        obeying = asyncio.create_task(self._answer_all(side))
-        await self._stopped.wait()
-        # It may wait for somebody who will never come; a process is killed then.
-        obeying.cancel()
-        await asyncio.wait([obeying])
-        await side.close()
-
-    async def _answer_all(self, side: Side[Any]) -> None:
-        while True:
-            self._answers.put(await answer(side, await self._asked.get()))
+            runner.get_loop().run_forever()

@@ -14,9 +14,8 @@ from kvwire.cli.bench import many, overlap
 from kvwire.cli.bench.fragments import LAYERS_MAX, contenders, work_of
 from kvwire.cli.bench.many import AT_ONCE, BESIDE, BLOCK_BYTES, ManySide, ManyWork
 from kvwire.cli.bench.operations import ARENA, LEFT, RIGHT, OpsSide, OpsWork, Pool
-from kvwire.cli.bench.overlap import OverlapSide, efficiency
+from kvwire.cli.bench.overlap import efficiency
 from kvwire.cli.bench.pair import Contender, Sample
-from kvwire.cli.bench.side import JoinedSide
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import arena_of
 from kvwire.memory.copy import as_fragments
@@ -183,21 +182,3 @@ def test_the_efficiency_is_what_was_hidden_of_what_could_be(
     assert found.ideal_s == pytest.approx(ideal_ms * MS)
     assert found.efficiency == pytest.approx(expected)
     assert found.met == met
-
-
-@pytest.mark.parametrize("way", overlap.WAYS)
-@pytest.mark.parametrize(("layers", "nbytes"), [(2, 4), (3, 192 * KIB)])
-async def test_every_way_moves_its_bytes(way: str, layers: int, nbytes: int) -> None:
-    """Real blocks, and those of a toy model of which the payload is next to nothing."""
-    options = {"transport": "tcp", "way": way}
-    both = JoinedSide(OverlapSide(options), OverlapSide(options))
-    work = overlap.work_of(overlap.EXPOSED, layers, nbytes, count=2)
-    try:
-        await both.connect(None)
-        await both.use(work, None)
-        await both.fill(work)
-        expected = overlap.ALONE_REPEAT if way == overlap.ONE_LAYER else 2
-        assert len(await both.drive(work)) == expected
-        assert await both.digest(work)
-    finally:
-        await both.close()
