@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 from typing import Final
 
 from kvwire import Connection, Incoming, Outcome, Outgoing
@@ -34,11 +35,8 @@ class Distribution:
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """Return what is at most each bound, as Prometheus counts."""
-        counts, bounds = list(self.counts), [*map(str, self.bounds), "+Inf"]
-        return [
-            (bound, float(sum(counts[: index + 1])))
-            for index, bound in enumerate(bounds)
-        ]
+        bounds = [*map(str, self.bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self.counts), strict=True))
 
 
 class TransferDistributions:

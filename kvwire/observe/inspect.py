@@ -18,7 +18,6 @@ from kvwire.limits import INSPECT_ANSWER_BYTES_MAX
 
 # A loop that is busy answers late; one that does not turn never does.
 _PATIENCE_S: Final = 5.0
-_PIECE_BYTES: Final = 2**20
 T = TypeVar("T")
 
 
@@ -82,11 +81,9 @@ def _ask(path: Path, what: str, kind: type[T]) -> T:
         client.settimeout(_PATIENCE_S)
         client.connect(str(path))
         client.sendall(what.encode() + b"\n")
-        answer = bytearray()
-        while not answer.endswith(b"\n"):
-            piece = client.recv(_PIECE_BYTES)
-            if not piece or len(answer) > INSPECT_ANSWER_BYTES_MAX:
-                raise KVWireError("no whole answer")
-            answer += piece
+        with client.makefile("rb") as reader:
+            answer = reader.readline(INSPECT_ANSWER_BYTES_MAX)
+    if not answer.endswith(b"\n"):
+        raise KVWireError("no whole answer")
     found: Any = msgspec.json.decode(answer, type=kind)
     return found  # type: ignore[no-any-return]

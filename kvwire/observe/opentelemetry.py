@@ -39,13 +39,10 @@ with needed_by("kvwire.observe.opentelemetry", extra="traces"):
     from opentelemetry.context import Context, attach, get_current
     from opentelemetry.trace import (
         Link,
-        NonRecordingSpan,
         Span,
-        SpanContext,
         SpanKind,
         Status,
         StatusCode,
-        TraceFlags,
         TracerProvider,
     )
     from opentelemetry.trace.propagation.tracecontext import (
@@ -138,13 +135,13 @@ class TransferTracer:
         Where the call was made below no span, it lies below the peer's.
         """
         start_ns, context = self._begun.pop(transfer)
-        shared = _remote(transfer.traceparent)
-        links = []
+        shared = trace.get_current_span(_below(transfer.traceparent))
         here = trace.get_current_span(context).get_span_context()
+        there, links = shared.get_span_context(), []
         if not here.is_valid:
-            context = trace.set_span_in_context(NonRecordingSpan(shared), context)
-        elif shared.is_valid and shared.trace_id != here.trace_id:
-            links.append(Link(shared))
+            context = trace.set_span_in_context(shared, context)
+        elif there.is_valid and there.trace_id != here.trace_id:
+            links.append(Link(there))
         kind = isinstance(transfer, kvwire.Incoming)
         return self._tracer.start_span(
             "kvwire receive" if kind else "kvwire send",
@@ -166,12 +163,9 @@ def follow(traceparent: str) -> None:
         traceparent: The span, as the header of W3C's Trace Context names it; what
             names none is passed over.
     """
-    attach(TraceContextTextMapPropagator().extract({"traceparent": traceparent}))
+    attach(_below(traceparent))
 
 
-def _remote(traceparent: str) -> SpanContext:
-    """Return the span that a traceparent names; an invalid one of none."""
-    _, trace_id, span_id, flags = (traceparent or "-0-0-0").split("-")
-    return SpanContext(
-        int(trace_id, 16), int(span_id, 16), True, TraceFlags(int(flags, 16))
-    )
+def _below(traceparent: str) -> Context:
+    """Return what is below a span elsewhere; below none if none is named."""
+    return TraceContextTextMapPropagator().extract({"traceparent": traceparent})
