@@ -28,11 +28,10 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.header import HANDSHAKE_TYPES, Flag, FrameType, encode_header
 from tests.sim.endpoint import Endpoint
-from tests.sim.net import End, Frame, Lane, Wire
+from tests.sim.net import End, Frame, Lane, Wire, flipped
 from tests.sim.plan import TAMPERING, Dice, Step, Verb
 
 if TYPE_CHECKING:
-    from tests.sim.net import Frame, Lane
     from tests.sim.world import World
 
 
@@ -117,11 +116,11 @@ class Tamper:
         if self._in_body:
             self._note(lane, "body flipped")
             assert frame.body is not None
-            frame.body = _flipped(frame.body, self._dice.below(8 * frame.length))
+            frame.body = flipped(frame.body, self._dice.below(8 * frame.length))
             frame.harm = "damaged body"
         else:
             self._note(lane, "header flipped")
-            frame.header = _flipped(frame.header, self._dice.below(8 * HEADER_BYTES))
+            frame.header = flipped(frame.header, self._dice.below(8 * HEADER_BYTES))
             frame.harm = "damaged header"
 
     def _swap(self, lane: Lane, frame: Frame) -> bool:
@@ -148,7 +147,7 @@ class Tamper:
         """Change a fixed message of the handshake and make its checks right again."""
         self._note(lane, "handshake rewritten")
         assert frame.body is not None
-        frame.body = _flipped(frame.body, self._dice.below(8 * frame.length))
+        frame.body = flipped(frame.body, self._dice.below(8 * frame.length))
         header = bytearray(frame.header)
         header[_PAYLOAD_CHECK] = struct.pack("<I", zlib.crc32(frame.body))
         header[_HEADER_CHECK] = struct.pack("<I", zlib.crc32(header[:28]))
@@ -185,12 +184,6 @@ def _mirrored(lane: Lane) -> tuple[bytes, bytes] | None:
 def _copy(frame: Frame, harm: str) -> Frame:
     # Its sender hears of one completion.
     return replace(frame, chunk=None, harm=harm)
-
-
-def _flipped(data: bytes, bit: int) -> bytes:
-    turned = bytearray(data)
-    turned[bit // 8] ^= 1 << bit % 8
-    return bytes(turned)
 
 
 _UNKNOWN_TYPE = 0x3F

@@ -38,9 +38,7 @@ from tests.sim.memory import Violation, content, demand
 from tests.sim.net import Frame
 
 if TYPE_CHECKING:
-    from tests.sim.endpoint import Endpoint
     from tests.sim.world import World
-
 
 # What a peer is told about a grant that is not its own, whatever is wrong with it.
 _NO_GRANT: Final = "no such grant on this connection"

@@ -318,11 +318,7 @@ class Lane:
             assert frame.lease is not None
             memory = self.source.node.memory
             data = memory.read(frame.lease, frame.offset, frame.length)
-        if frame.flip < 0:
-            return data
-        turned = bytearray(data)
-        turned[frame.flip // 8] ^= 1 << frame.flip % 8
-        return bytes(turned)
+        return data if frame.flip < 0 else flipped(data, frame.flip)
 
     def _write(self, frame: Frame, landing: Landing, skip: int, data: bytes) -> None:
         if landing.lease is not None:
@@ -339,6 +335,13 @@ class Lane:
         """The end of a clean close has arrived."""
         self.target.finish(None)
         self.source.finish(None)
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """The same bytes with one bit turned."""
+    turned = bytearray(data)
+    turned[bit // 8] ^= 1 << bit % 8
+    return bytes(turned)
 
 
 # How long a link that closes waits for a peer that takes nothing more; TCP is given a

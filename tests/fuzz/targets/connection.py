@@ -8,7 +8,6 @@ not touched, and nothing is raised but what is documented.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from kvwire.types import Access, Role, TrustMode
 from kvwire.wire.control import _BODIES, AccessBody
 from kvwire.wire.header import FrameType
 from tests.fuzz.reader import Reader
+from tests.fuzz.targets.handshake import copied
 from tests.support.core_pair.handshakes import SMALL, Shaking, begin, identity, shake
 from tests.support.core_pair.pair_lanes import Half, PairLanes
 from tests.support.core_pair.peer import ConnectionPair, Peer
@@ -67,14 +67,12 @@ def _shaken(trust: TrustMode) -> Shaking:
 
 
 def _pair(trust: TrustMode) -> ConnectionPair:
-    made = _shaken(trust)
-    client, server = copy.copy(made.client), copy.copy(made.server)
-    for side in (client, server):
-        side.framing = copy.copy(side.framing)
+    shaken = copied(_shaken(trust))
+    for side in (shaken.client, shaken.server):
         assert side.agreement is not None
         parameters = replace(side.agreement.parameters, chunk_bytes=_CHUNK_BYTES)
         side.agreement = replace(side.agreement, parameters=parameters)
-    return ConnectionPair(shaken=Shaking(client, server, []))
+    return ConnectionPair(shaken=shaken)
 
 
 class _World:

@@ -34,7 +34,7 @@ def run(data: bytes) -> int:
     reader = Reader(data)
     options = reader.byte()
     role = Role(options & 1)
-    shaking = _fresh(TrustMode(options >> 1 & 1))
+    shaking = copied(_made(TrustMode(options >> 1 & 1)))
     middle = _Middle(shaking, role)
     for _ in range(_STEPS_MAX):
         if not reader or middle.over:
@@ -53,8 +53,8 @@ def _made(trust: TrustMode) -> Shaking:
     return begin(identity("client", trust=trust), identity("server", trust=trust))
 
 
-def _fresh(trust: TrustMode) -> Shaking:
-    made = _made(trust)
+def copied(made: Shaking) -> Shaking:
+    """The same two handshakes, to go on with."""
     client, server = copy.copy(made.client), copy.copy(made.server)
     for side in (client, server):
         side.framing = copy.copy(side.framing)
