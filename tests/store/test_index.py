@@ -181,15 +181,6 @@ def filled(index: Index, grains: int, names: list[bytes]) -> None:
     index.adopt(as_keys(names), slots, ones(len(names)))
 
 
-def test_the_tail_of_a_chain_goes_before_its_head() -> None:
-    index = index_of(1)
-    filled(index, 1, [b"head", b"middle", b"tail"])
-    filled(index, 1, [b"other"])
-    assert index.evict(GRAIN_BYTES, 2).keys.tolist() == [b"tail", b"middle"]
-    assert index.evict(GRAIN_BYTES, 2).keys.tolist() == [b"head", b"other"]
-    assert index.evicted == 4
-
-
 def test_an_old_slab_of_another_size_goes_first() -> None:
     index = index_of(2)
     filled(index, 2, [b"a", b"b", b"c", b"d"])

@@ -22,20 +22,6 @@ def threads() -> Iterator[Threads]:
         yield opened
 
 
-async def test_the_loop_is_free_meanwhile(threads: Threads) -> None:
-    """One thread waits for another one, and both for the loop."""
-    first, second = threading.Event(), threading.Event()
-
-    def one() -> bool:
-        first.set()
-        return second.wait(10)
-
-    waiting = asyncio.create_task(threads.run(one))
-    assert await threads.run(partial(first.wait, 10))
-    second.set()
-    assert await waiting
-
-
 async def test_what_has_not_begun_is_not_skipped(threads: Threads) -> None:
     """Every thread is busy when it is cancelled: it still runs, and is waited for."""
     go, ended = threading.Event(), []

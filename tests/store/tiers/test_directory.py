@@ -211,14 +211,6 @@ def test_more_pieces_than_a_call_takes(file: File) -> None:
     assert np.array_equal(source, target)
 
 
-def test_reading_past_the_end_is_an_error(file: File) -> None:
-    target = np.zeros(100, np.uint8)
-    with pytest.raises(OSError, match="shorter than it was"):
-        file.read([target.data], FILE_BYTES - 99)
-    with pytest.raises(OSError, match="shorter than it was"):
-        file.read([target.data], 2 * FILE_BYTES)
-
-
 def test_room_on_the_disk_is_there_before_it_is_written(file: File) -> None:
     """So a full disk is an error of the open, and not of some write."""
     file.resize(1 << 20)

@@ -130,12 +130,6 @@ def test_slabs_of_no_length_are_damage(tmp_path: Path, length: object) -> None:
         DiskIndex(tmp_path / "index", SLAB, synced=False)
 
 
-def test_a_file_that_is_no_database_is_damage(tmp_path: Path) -> None:
-    (tmp_path / "index").write_bytes(b"something else" * 1000)
-    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
-        DiskIndex(tmp_path / "index", SLAB, synced=False)
-
-
 _values = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.binary(max_size=90), st.text(max_size=4)
 )

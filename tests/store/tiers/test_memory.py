@@ -108,25 +108,6 @@ async def test_a_part_of_what_is_wanted_is_given_at_once(memory: MemoryTier) -> 
 # --- evicting -------------------------------------------------------------------------
 
 
-async def test_what_leaves_is_given_below_first(
-    memory: MemoryTier, below: Below
-) -> None:
-    keys = await full(memory)
-    gate = asyncio.Event()
-    below.before = gate.wait
-    taking = asyncio.create_task(memory.take(BYTES, 4))
-    await some_turns()
-    # It is found until it is somewhere else.
-    assert (memory.index.find(keys) >= 0).all()
-    assert not taking.done()
-    gate.set()
-    slots = await taking
-    assert slots.size == 4
-    await memory.settle()
-    assert set(below.given) >= set(keys[memory.index.find(keys) < 0].tolist())
-    memory.give_back(slots)
-
-
 async def test_what_is_used_meanwhile_stays(memory: MemoryTier, below: Below) -> None:
     keys = await full(memory)
     gate = asyncio.Event()
