@@ -53,7 +53,7 @@ def run(data: bytes) -> int:
     except UsageError:
         landed = Landed(plan)
     for box in landed.boxes(_BOXES_MAX):
-        assert not landed.lacking(box)
+        assert landed.has(box)
     for _ in range(_BOXES_MAX):
         if not reader:
             break
@@ -137,4 +137,4 @@ def _mark(plan: TransferPlan, landed: Landed, reader: Reader) -> None:
     before = landed.left
     landed.mark_but(segment, missing)
     assert landed.left <= before
-    assert missing or not landed.lacking(segment)
+    assert missing or landed.has(segment)
