@@ -102,6 +102,7 @@ LINK_CHUNKS_MAX: Final = REQUESTS_MAX
 PRIORITY_MAX: Final = 255
 # Request numbers are 32 bits and never reused within a connection.
 REQUEST_ID_MAX: Final = 2**32 - 1
+# Rows of tables: whoever has more of them open has forgotten to close some.
 GRANTS_MAX: Final = 65_536
 REGIONS_MAX: Final = 65_536
 # Control bytes queued towards one peer; beyond it the peer is a slow consumer. NATS
@@ -111,9 +112,11 @@ CONTROL_QUEUE_BYTES_MAX: Final = 4 * MIB
 # (tests/fault/test_strangers.py), strangers pin at most 8 MiB together.
 CONNECTIONS_MAX: Final = 4096
 PENDING_HANDSHAKES_MAX: Final = 256
+# Six are here; the others are room for those of other distributions.
 BACKENDS_MAX: Final = 32
 # What CPU_SETSIZE of glibc has room for, and with it os.sched_setaffinity.
 CPU_MAX: Final = 1023
+# What a side says of itself, in pairs of texts: the spec of one cache has thirteen.
 PROFILE_FIELDS_MAX: Final = 256
 
 # --- KV caches ------------------------------------------------------------------------

@@ -49,13 +49,10 @@ def test_sizes_are_whole_pages_and_used_up() -> None:
         assert "used" in repr(arena)
 
 
-@pytest.mark.parametrize("nbytes", [0, -1])
-def test_a_size_below_one_is_refused(nbytes: int) -> None:
-    with pytest.raises(UsageError, match="at least 1 byte"):
-        Arena(nbytes)
-
-
-def test_arrays_that_cannot_be_shared_are_refused() -> None:
+def test_what_cannot_be_shared_is_refused() -> None:
+    for nbytes in (0, -1):
+        with pytest.raises(UsageError, match="at least 1 byte"):
+            Arena(nbytes)
     with Arena(4096) as arena:
         with pytest.raises(UsageError, match="can be shared"):
             arena.numpy(3, object)
@@ -162,19 +159,19 @@ def test_memory_is_found_in_its_arena() -> None:
             assert arena_of(as_fragments(array.data)) is arena
             assert array.ctypes.data == arena.address + MID_PAGE_BYTES
             del array
-        across = Fragments(
-            np.array([one.address, two.address], np.uint64),
-            np.array([10, 10], np.uint64),
-            owner=None,
-            writable=False,
+        across, beyond = (
+            Fragments(
+                np.array(addresses, np.uint64),
+                np.array(lengths, np.uint64),
+                owner=None,
+                writable=False,
+            )
+            for addresses, lengths in (
+                ([one.address, two.address], [10, 10]),
+                ([one.address], [one.nbytes + mmap.PAGESIZE + 1]),
+            )
         )
         assert arena_of(across) is None
-        beyond = Fragments(
-            np.array([one.address], np.uint64),
-            np.array([one.nbytes + mmap.PAGESIZE + 1], np.uint64),
-            owner=None,
-            writable=False,
-        )
         assert arena_of(beyond) is None
         ordinary = np.zeros(64, np.uint8)
         assert arena_of(as_fragments(ordinary.data)) is None

@@ -84,21 +84,17 @@ def test_memory_map() -> None:
         view.release()
 
 
-def test_read_only_memory_is_good_for_sending() -> None:
-    assert view_of(b"abc", writable=False).readonly
+def test_read_only_memory_is_good_for_sending_only() -> None:
     frozen = np.arange(4, dtype=np.uint16)
     frozen.flags.writeable = False
+    fragments = as_fragments(memoryview(b"abc"))
+    assert view_of(b"abc", writable=False).readonly
     assert view_of(frozen, writable=False).nbytes == 8
-
-
-def test_read_only_memory_is_refused_as_a_destination() -> None:
+    assert as_payload(fragments, writable=False) is fragments
     with pytest.raises(UsageError, match="into: bytes is read-only; pass a bytearray"):
         as_payload(b"abc", writable=True, what="into")
-
-
-def test_read_only_fragments_are_refused_as_a_destination() -> None:
-    fragments = as_fragments(memoryview(b"abc"))
-    assert as_payload(fragments, writable=False) is fragments
+    with pytest.raises(UsageError, match="into: ndarray is read-only"):
+        as_payload(frozen, writable=True, what="into")
     with pytest.raises(UsageError, match="fragments are read-only"):
         as_payload(fragments, writable=True)
 

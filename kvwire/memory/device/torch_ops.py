@@ -10,6 +10,7 @@ The table may span memory that is not ours: only the rows that are named are tou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from kvwire.memory.device.ops import (
 from kvwire.types import Device, MemoryKind
 
 # Rows are moved as the widest element that divides them: fewer threads for more bytes.
-_WIDTHS: Final = (("<i8", 8), ("<i4", 4), ("<i2", 2), ("|u1", 1))
+_WIDTH_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +183,10 @@ class TorchStream(CudaStream):
 
     def _tables(self, rows: FragmentRows, packed: Fragments) -> tuple[Any, Any, Any]:
         """Return the table, the index on the GPU and contiguous rows."""
-        typestr, width = next(w for w in _WIDTHS if _divides(w[1], rows, packed))
-        items = rows.row_bytes // width
+        address = packed.addresses.item(0)
+        width = math.gcd(_WIDTH_MAX, rows.row_bytes, rows.base, address)
+        typestr, items = f"<i{width}", rows.row_bytes // width
         table = self._at(rows.base, (rows.count, items), typestr)
-        address = int(packed.addresses[0])
         compact = self._at(address, (rows.index.size, items), typestr)
         # Pinned, so that the copy is queued; torch keeps it until that is done.
         index = self._torch.from_numpy(rows.index).pin_memory()
@@ -206,8 +207,3 @@ class TorchStream(CudaStream):
         return self._torch.as_tensor(
             DeviceArray(address, shape, typestr), device=self._where
         )
-
-
-def _divides(width: int, rows: FragmentRows, packed: Fragments) -> bool:
-    together = rows.row_bytes | rows.base | int(packed.addresses[0])
-    return together % width == 0
