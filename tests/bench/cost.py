@@ -23,8 +23,9 @@ from rich.text import Text
 from kvwire.cli.bench.fragments import work_of
 from kvwire.cli.bench.operations import LEFT, RIGHT, End, OpsSide, OpsWork
 from kvwire.cli.bench.pair import BenchError, Contender
-from kvwire.cli.bench.report import head, new_table, size_name, verdict
+from kvwire.cli.bench.report import head, new_table, verdict
 from kvwire.limits import GIB, KIB
+from kvwire.observe.page import in_bytes
 
 IDLE: Final = "idle"
 OPEN: Final = "open"
@@ -126,7 +127,7 @@ def render(found: Sequence[Cost]) -> RenderableType:
             shown = [f"{value / scale:.2f} {unit}" for value in values]
             if values:
                 table.add_row(result.name, name, *shown, target)
-    size, fragment = size_name(work.moved_bytes), size_name(work.layer_bytes)
+    size, fragment = in_bytes(work.moved_bytes), in_bytes(work.layer_bytes)
     lines = [
         f"Left pulls, right publishes: {size} in fragments of {fragment}.",
         "Callbacks are those of asyncio; wall time has others' work in it.",

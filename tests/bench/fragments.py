@@ -21,9 +21,10 @@ from kvwire.cli.bench.fragments import (
     Member,
     joined,
 )
-from kvwire.cli.bench.report import new_table, short, size_name, verdict
+from kvwire.cli.bench.report import new_table, short, verdict
 from kvwire.cli.bench.turns import Benchmark, Findings
 from kvwire.limits import KIB, MIB
+from kvwire.observe.page import in_bytes
 from tests.bench import iperf3
 from tests.bench.peer import PEERS
 
@@ -154,10 +155,10 @@ def targets(verdicts: Iterator[Verdict]) -> Iterator[RenderableType]:
     for found in verdicts:
         claim, others = found.claim, found.best
         if claim.others_bytes:
-            others = f"{others}, {size_name(claim.others_bytes)}"
+            others = f"{others}, {in_bytes(claim.others_bytes)}"
         table.add_row(
             claim.ours,
-            size_name(claim.layer_bytes),
+            in_bytes(claim.layer_bytes),
             others,
             found.verb,
             short(found.ratio),

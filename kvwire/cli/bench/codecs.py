@@ -18,7 +18,7 @@ from rich.table import Table
 
 import kvwire
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table, size_name
+from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table
 from kvwire.cli.bench.side import Side, Work
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case
 from kvwire.cli.demo.book import Tokenizer, passages
@@ -27,6 +27,7 @@ from kvwire.kv.codecs.base import ImageForm, form_of
 from kvwire.kv.codecs.entry import decode_entry, encode_entry
 from kvwire.kv.codecs.floats import as_floats, put_floats
 from kvwire.kv.codecs.registry import CODECS, codec_named
+from kvwire.observe.page import in_bytes
 
 ENCODE: Final = "encode"
 DECODE: Final = "decode"
@@ -190,7 +191,7 @@ def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) 
                 unit=GIGABYTES_PER_SECOND,
                 ours=[ours],
                 beside=[memcpy],
-                group=f"{images}, {size_name(form.nbytes)}",
+                group=f"{images}, {in_bytes(form.nbytes)}",
             )
             for images, (rows, form) in forms.items()
             for name in names

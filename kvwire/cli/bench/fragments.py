@@ -35,10 +35,10 @@ from kvwire.cli.bench.report import (
     Mebibytes,
     Rounds,
     require_known,
-    size_name,
 )
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case, Missing
 from kvwire.limits import KIB, MIB
+from kvwire.observe.page import in_bytes
 from kvwire.types import MemoryKind
 
 TCP: Final = "TCP"
@@ -136,7 +136,7 @@ def fragments(
         name="fragments",
         cases=[
             Case(
-                name=f"{size_name(work.layer_bytes)} {work.verb}, {work.layout}",
+                name=f"{in_bytes(work.layer_bytes)} {work.verb}, {work.layout}",
                 work=work,
                 unit=GIGABYTES_PER_SECOND,
                 ours=ours,

@@ -29,10 +29,11 @@ import kvwire
 from kvwire.cli.bench import report
 from kvwire.cli.bench.operations import End, mark_all, over, paged
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds, size_name
+from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds
 from kvwire.cli.bench.side import HOST, Side, Work, digest, fill
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
+from kvwire.observe.page import in_bytes
 
 LAYERS: Final = 16
 LAYER_BYTES: Final = 4 * KIB
@@ -271,7 +272,7 @@ def by_size(finding: CaseResult) -> Findings:
     sizes = finding.case.work.sizes()
 
     def of(nbytes: int) -> CaseResult:
-        name = f"{finding.case.name}: {size_name(nbytes)}"
+        name = f"{finding.case.name}: {in_bytes(nbytes)}"
         chosen = [size == nbytes for size in sizes]
         return finding.part(name, lambda v: [*itertools.compress(v, chosen)])
 
@@ -333,7 +334,7 @@ def command(
         Contender(f"kvwire {name}", ManySide, options={"transport": name, **options})
         for name in transports
     ]
-    medium = size_name(MEDIUM_BYTES)
+    medium = in_bytes(MEDIUM_BYTES)
     crowd = f"beside {others} x {other_mib} MiB"
     alone = ManyWork(verb=ONE_BY_ONE, nbytes=MEDIUM_BYTES, count=TIMED)
     beside = replace(alone, verb=BESIDE, others=others, other_bytes=other_mib * MIB)
@@ -342,7 +343,7 @@ def command(
         f"{medium} alone": alone,
         f"{medium} {crowd}": beside,
         f"{medium} {crowd}, priority {URGENT}": replace(beside, priority=URGENT),
-        f"{size_name(SMALL_BYTES)} alone": replace(alone, nbytes=SMALL_BYTES),
+        f"{in_bytes(SMALL_BYTES)} alone": replace(alone, nbytes=SMALL_BYTES),
         f"{transfers} at once": at_once,
     }
     benchmark = Benchmark(

@@ -13,10 +13,10 @@ from kvwire.cli.bench.report import (
     Mebibytes,
     Rounds,
     require_known,
-    size_name,
 )
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, MICROSECONDS, Benchmark, Case
 from kvwire.limits import MIB
+from kvwire.observe.page import in_bytes
 
 PING_BYTES: Final = 64
 PINGS: Final = 500
@@ -62,7 +62,7 @@ def command(
     )
     rates = [
         Case(
-            name=f"{size_name(nbytes)} {verb}",
+            name=f"{in_bytes(nbytes)} {verb}",
             work=OpsWork(
                 verb=verb,
                 nbytes=nbytes,

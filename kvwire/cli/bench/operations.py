@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
-from kvwire.cli.bench.report import size_name
 from kvwire.cli.bench.side import (
     HOST,
     Bytes,
@@ -32,8 +31,8 @@ from kvwire.cli.bench.side import (
     each_timed,
     fill,
 )
-from kvwire.limits import KIB
 from kvwire.memory.arena import Arena
+from kvwire.observe.page import in_bytes
 
 PULL: Final = "pull"
 PUSH: Final = "push"
@@ -88,9 +87,9 @@ class OpsWork(Work):
     def name(self) -> str:
         """As it is shown."""
         if self.verb == READY:
-            return f"ready of a layer, {size_name(self.nbytes // self.layers)}"
-        size = size_name(self.nbytes) if self.nbytes >= KIB else f"{self.nbytes} B"
-        return f"{self.verb}, {size}" + f", {self.layers} layers" * bool(self.layers)
+            return f"ready of a layer, {in_bytes(self.nbytes // self.layers)}"
+        layers = f", {self.layers} layers" if self.layers else ""
+        return f"{self.verb}, {in_bytes(self.nbytes)}{layers}"
 
     @property
     def fragments(self) -> int:

@@ -21,7 +21,7 @@ from kvwire.cli.bench.operations import (
     OpsWork,
 )
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds, size_name
+from kvwire.cli.bench.report import COMMON, Common, Rounds
 from kvwire.cli.bench.store_side import (
     FLUSHED_PUT,
     SERVER,
@@ -37,6 +37,7 @@ from kvwire.cli.bench.turns import (
     Findings,
 )
 from kvwire.limits import KIB, MIB
+from kvwire.observe.page import in_bytes
 
 # Operations of a round: enough that what comes seldom, such as CREDIT, has its share.
 COUNT: Final = 40
@@ -68,7 +69,7 @@ def operations() -> dict[str, OpsWork]:
 def store_operations() -> dict[str, StoreWork]:
     """Return one block into a store server and out of it, likewise."""
     return {
-        f"store {name}, {size_name(nbytes)}": StoreWork(
+        f"store {name}, {in_bytes(nbytes)}": StoreWork(
             verb=verb, nbytes=nbytes, count=COUNT, tier=SERVER, layers=16, set_blocks=1
         )
         for nbytes in (64 * KIB, MIB)

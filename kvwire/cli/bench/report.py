@@ -103,12 +103,6 @@ class Common:
 COMMON: Final = Common()
 
 
-def size_name(nbytes: int) -> str:
-    """Name a size, such as ``64 KiB``."""
-    kib = nbytes // 1024
-    return f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB"
-
-
 def short(value: float) -> str:
     """Write a number in at least three digits, in four characters up to 9999."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"

@@ -12,10 +12,11 @@ import numpy as np
 from kvwire.cli.bench.bare import StreamsSide
 from kvwire.cli.bench.operations import SETUP, OpsSide, OpsWork
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known, size_name
+from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known
 from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB
+from kvwire.observe.page import in_bytes
 
 # What a round makes of each.
 CONNECTIONS: Final = 20
@@ -103,7 +104,7 @@ def command(
             for name in transports
         ],
         notes=[
-            f"A transfer is a pull of one block, {size_name(TRANSFER_BYTES)}.",
+            f"A transfer is a pull of one block, {in_bytes(TRANSFER_BYTES)}.",
             "The streams connect and send as many bytes, and nothing else.",
         ],
         split=by_column,

@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 
 from kvwire import UsageError
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known, size_name
+from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known
 from kvwire.cli.bench.store_side import (
     COLD_GET,
     DISK,
@@ -41,6 +41,7 @@ from kvwire.cli.bench.turns import (
 )
 from kvwire.extras import install_command
 from kvwire.limits import MIB
+from kvwire.observe.page import in_bytes
 
 # A disk must have room for a tier, for the file beside it, and for a rest of its own.
 _ROOM: Final = 2 * SETS + 1
@@ -117,8 +118,8 @@ def _notes(
     tiers: Sequence[str], puts: Sequence[StoreWork], place: Path, cold: bool
 ) -> list[str]:
     notes = [
-        f"A put or get: {size_name(work.set_bytes)}, {work.set_blocks} blocks of "
-        f"{work.layers} fragments of {size_name(work.fragment_bytes)}, scattered."
+        f"A put or get: {in_bytes(work.set_bytes)}, {work.set_blocks} blocks of "
+        f"{work.layers} fragments of {in_bytes(work.fragment_bytes)}, scattered."
         for work in puts
     ]
     notes.append("Of every get each byte is compared with what was put.")
@@ -137,7 +138,7 @@ def _notes(
 def _case(ours: Contender, work: StoreWork) -> Case:
     timed = work.verb in (ONE, MATCH)
     return Case(
-        name=f"{size_name(work.nbytes)} {work.verb}",
+        name=f"{in_bytes(work.nbytes)} {work.verb}",
         work=work,
         unit=MICROSECONDS if timed else GIGABYTES_PER_SECOND,
         ours=[ours],
