@@ -52,7 +52,9 @@ class Counts:
         """Name frames without those that come less than once in two."""
         frames = {name: round(number) for name, number in self.frames.items()}
         said = ", ".join(f"{n} {name}" for name, n in frames.items() if n)
-        return f"{self.calls:.0f} calls, {self.system_calls:.0f} system calls: {said}"
+        return (
+            f"{self.calls:.0f} calls, {self.system_calls:.0f} of the system\n  {said}"
+        )
 
 
 def works() -> Mapping[str, Work]:

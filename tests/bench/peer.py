@@ -19,7 +19,12 @@ from kvwire.cli.bench.pair import BenchError, Contender, Pair, Sample
 from kvwire.cli.bench.side import Work
 from kvwire.cli.bench.turns import Missing
 
-PROGRAMS: Final = Path(__file__).parent / "peers"
+# Loads the programs as a package without kvwire around it; behind what is installed,
+# since a module here may be called like one of those.
+PROGRAM: Final = (
+    f"import sys; sys.path.append({str(Path(__file__).parent)!r}); "
+    "from peers.serving import main; main()"
+)
 # A cold import of torch is not even tried: the module is only looked for.
 _PROBE_TIMEOUT_S: Final = 60.0
 
@@ -86,7 +91,7 @@ class Peer:
             f"{self.name} {setting}".rstrip(),
             self.name,
             environment=self.settings[setting],
-            program=(interpreter, str(PROGRAMS / "__main__.py")),
+            program=(interpreter, "-c", PROGRAM),
             options={"pool_bytes": pool_bytes},
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -140,6 +141,13 @@ def offsets(work: dict[str, Any], side: int) -> Offsets:
     nbytes = work["nbytes"] // (layers * count)
     found: Offsets = (first[:, None] + blocks).ravel() * nbytes
     return found
+
+
+def main() -> None:
+    """Be one side of a peer until the input ends: ``PROGRAM [KEY=VALUE ...]``."""
+    program, *pairs = sys.argv[1:]
+    module = importlib.import_module(f".{program}", __package__)
+    serve(module.Program, dict(pair.split("=", 1) for pair in pairs))
 
 
 def serve(program: type[Peer], options: dict[str, str]) -> None:
