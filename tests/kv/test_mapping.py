@@ -17,13 +17,9 @@ BLOCK_BYTES = SPEC.layer_block_bytes
 
 
 def map_of(
-    layout: str,
-    shape: tuple[int, ...],
-    ids: list[int],
-    wanted: list[bool] | None = None,
+    cache: PagedCache, ids: list[int], wanted: list[bool] | None = None
 ) -> GroupMap:
-    """The map of a cross-layer tensor that is both ends of a transfer."""
-    cache = PagedCache(SPEC, np.zeros(shape, np.uint16), AxisOrder(layout))
+    """The map of a cache that is both ends of a transfer."""
     lists = cache.block_lists(ids)
     here = describe(cache, lists)
     (walk,) = negotiate(here, here)
@@ -43,27 +39,29 @@ def blocks(*numbers: int) -> list[int]:
     return [number * BLOCK_BYTES for number in numbers]
 
 
-CROSS = ("block layer kv token head dim", (9, 3, 2, 2, 2, 4))
-LAYERS = ("layer block kv token head dim", (3, 9, 2, 2, 2, 4))
+CROSS = PagedCache(SPEC, np.zeros((9, 3, 2, 2, 2, 4), np.uint16))
+LAYERS = PagedCache(
+    SPEC,
+    np.zeros((3, 9, 2, 2, 2, 4), np.uint16),
+    AxisOrder("layer block kv token head dim"),
+)
 
 
 def test_what_lies_together_is_one_fragment() -> None:
     """A block of all layers, and blocks that are neighbours; not what is not wanted."""
-    cross = map_of(*CROSS, ids=[4, 1, 7])
+    cross = map_of(CROSS, ids=[4, 1, 7])
     assert offsets(cross, range(3), slice(0, 2)) == blocks(12, 3)
     assert offsets(cross, range(1, 3), slice(1, 3)) == blocks(4, 22)
-    found = map_of(*LAYERS, ids=[3, 4, 5])
+    found = map_of(LAYERS, ids=[3, 4, 5])
     assert found.fragments(range(1), slice(0, 3)).lengths.tolist() == blocks(3)
-    some = map_of(*LAYERS, ids=[4, 1, 7], wanted=[True, False, True])
+    some = map_of(LAYERS, ids=[4, 1, 7], wanted=[True, False, True])
     assert some.moved(slice(1, 3)).tolist() == [2]
     assert offsets(some, range(1), slice(0, 3)) == blocks(4, 7)
     assert len(some.fragments(range(1), slice(1, 2))) == 0
 
 
-@pytest.mark.parametrize("tensor", [CROSS, LAYERS])
-def test_the_last_answer_is_moved_only_where_it_fits(
-    tensor: tuple[str, tuple[int, ...]],
-) -> None:
+@pytest.mark.parametrize("cache", [CROSS, LAYERS], ids=["cross", "layers"])
+def test_the_last_answer_is_moved_only_where_it_fits(cache: PagedCache) -> None:
     """Asked in any order, each answer is that of a map that was never asked before."""
     asked = [
         (range(1), slice(0, 2)),
@@ -74,10 +72,10 @@ def test_the_last_answer_is_moved_only_where_it_fits(
         (range(3), slice(0, 2)),
         (range(1), slice(0, 2)),
     ]
-    used = map_of(*tensor, ids=[4, 1])
+    used = map_of(cache, ids=[4, 1])
     base = int(used.memory.bases.min())
     for layers, granules in asked:
-        fresh = map_of(*tensor, ids=[4, 1])
+        fresh = map_of(cache, ids=[4, 1])
         found = used.fragments(layers, granules)
         expected = fresh.fragments(layers, granules)
         assert offsets(used, layers, granules) == offsets(fresh, layers, granules)
@@ -89,11 +87,7 @@ def test_the_last_answer_is_moved_only_where_it_fits(
 def test_layers_that_are_not_equally_far_apart() -> None:
     """Moving the last answer must not assume that one distance fits all layers."""
     buffer = np.zeros((6, 9, 2, 2, 2, 4), np.uint16)
-    cache = PagedCache(SPEC, [buffer[0], buffer[1], buffer[5]])
-    lists = cache.block_lists([2])
-    here = describe(cache, lists)
-    (walk,) = negotiate(here, here)
-    found = GroupMap(Steps(walk, cache.groups["kv"]), lists["kv"], np.ones(1, np.bool_))
+    found = map_of(PagedCache(SPEC, [buffer[0], buffer[1], buffer[5]]), ids=[2])
     step = 9 * BLOCK_BYTES
     at = 2 * BLOCK_BYTES
     assert offsets(found, range(2), slice(0, 1)) == [at, step + at]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
-from kvwire.kv.geometry import describe
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import (
     Outcome,
@@ -19,12 +18,12 @@ from kvwire.kv.outcome import (
     outcome_of,
 )
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import PlanSide, Segment, TransferPlan
+from kvwire.kv.plan import Segment
 from kvwire.kv.spec import KVSpec
-from tests.kv.reference import Store, plain_shape
+from tests.kv.reference import Store
+from tests.kv.test_landed import NHD, plan_of
 from tests.support.depth import examples
 
-NHD = plain_shape("block kv token head dim")
 SPEC = KVSpec(layers=2, kv_heads=1, head_dim=2, block_tokens=4)
 BLOCKS = {"full": [5, 3, 8], "window": [8, 5, 1]}
 
@@ -35,13 +34,8 @@ def cache() -> PagedCache:
     )
 
 
-def landed_of(
-    blocks: dict[str, list[int]] = BLOCKS, have: dict[str, list[bool]] | None = None
-) -> Landed:
-    here = cache()
-    peer = describe(here, here.block_lists(blocks))
-    bits = {name: np.array(held, np.bool_) for name, held in (have or {}).items()}
-    return Landed(TransferPlan(here, blocks, peer, PlanSide.CONSUMER, have=bits))
+def landed_of(blocks: dict[str, list[int]] = BLOCKS, **have: list[bool]) -> Landed:
+    return Landed(plan_of({name: (SPEC, ids) for name, ids in blocks.items()}, **have))
 
 
 def bits(*values: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -97,7 +91,7 @@ def test_the_outcome_of_everything() -> None:
     assert outcome.tokens == {"full": 8, "window": 0}
     assert (outcome.usable_prefix, outcome.usable_tokens) == (2, 8)
     assert outcome.nbytes == 2 * SPEC.block_bytes
-    some = landed_of({"full": [4, 2], "window": []}, {"full": [True, False]})
+    some = landed_of({"full": [4, 2], "window": []}, full=[True, False])
     assert some.plan.digest != landed.plan.digest
     some.mark(segment)
     assert outcome_of(some, otherwise="").nbytes == SPEC.block_bytes

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.errors import IntegrityError
+from kvwire.errors import IntegrityError, UsageError
 from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
 from kvwire.kv.codecs.entry import HEAD_BYTES, decode_entry, encode_entry
-from kvwire.kv.codecs.registry import CODECS
+from kvwire.kv.codecs.registry import CODECS, codec_named
 from tests.kv.codecs.images import DTYPES, ORDERS, form, image
 from tests.support.depth import examples
 
@@ -108,3 +108,17 @@ def test_an_image_too_small_for_a_head_is_kept(codec: BlockCodec) -> None:
     of = form("int8", components=1, head_dim=1)
     assert of.nbytes == 32
     assert not encoded(codec, np.zeros(32, np.uint8), of).size
+
+
+def test_names_and_numbers_are_for_ever() -> None:
+    known = {codec.name: (codec.number, codec.lossy) for codec in CODECS.values()}
+    assert known == {
+        "zstd-planes": (1, False),
+        "lz4-planes": (2, False),
+        "fp8": (3, True),
+        "int8": (4, True),
+        "int4": (5, True),
+    }
+    assert codec_named("int8") is CODECS["int8"]
+    with pytest.raises(UsageError, match="did you mean 'zstd-planes'"):
+        codec_named("zstd-plane")
