@@ -7,8 +7,6 @@ from typing import Any
 
 import msgspec
 
-from kvwire import Engine
-from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
@@ -43,15 +41,13 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
                 f"pipeline_parallel_size={shapes[0].stage[1]}: KvwireStoreConnector "
                 f"supports 1 only"
             )
-        self._parts = settings.parts
-        self._asking: Engine | None = None
+        self._lookup: Lookup | None = None
         (shape,) = shapes
         if role == base.KVConnectorRole.SCHEDULER:
             files = [address_file(transfer.engine_id, r) for r in range(shape.ranks)]
-            self._asking = Engine(Config(name="vllm-scheduler"))
-            lookup = Lookup(self._asking, files, settings.lookup_timeout_s)
+            self._lookup = Lookup(files, settings.lookup_timeout_s)
             self._scheduler = StoreScheduler(
-                shape.block_tokens, lookup.begin, gated=self._parts > 1
+                shape.block_tokens, self._lookup.begin, gated=settings.parts > 1
             )
             return
         # Blocks of another model, or of other weights, are never found as ours.
@@ -84,8 +80,8 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._asking is not None:
-            self._asking.close()
+        if self._lookup is not None:
+            self._lookup.close()
 
     # --- both -------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from kvwire import Communicator, Connection, Engine
+from kvwire.config import Config
 from kvwire.errors import KVWireError, UsageError
 from kvwire.integrations.vllm.peers import Peers
 
@@ -68,8 +69,7 @@ async def _serve(connection: Connection, match: Match) -> None:
 class Lookup:
     """Asks the ranks of one engine what their stores have."""
 
-    def __init__(self, engine: Engine, files: Sequence[Path], timeout_s: float) -> None:
-        self._engine = engine
+    def __init__(self, files: Sequence[Path], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._tags = itertools.count(_QUESTIONS + 1)
         for file in files:
@@ -79,6 +79,7 @@ class Lookup:
                     f"run on the host of its scheduler"
                 )
         self._addresses = [file.read_text() for file in files]
+        self._engine = Engine(Config(name="vllm-scheduler"))
         self._peers = Peers()
         self.begin(())  # so that the first prompt need not dial
 
@@ -97,6 +98,10 @@ class Lookup:
                 return 0
 
         return self._engine.start(ask)
+
+    def close(self) -> None:
+        """End the questions that are open, with nothing."""
+        self._engine.close()
 
     async def _ask(self, communicator: Communicator, address: str, said: bytes) -> int:
         connection = await self._peers.connection(communicator, address)

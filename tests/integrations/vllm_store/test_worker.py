@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import Engine
-from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
@@ -157,8 +155,10 @@ def test_one_that_ends_before_its_load_is_reported_when_all_of_it_is_over(
 
 
 def test_the_scheduler_asks_what_is_there(tmp_path: Path) -> None:
-    with worker(tmp_path, parts=2) as made, Engine(Config()) as engine:
-        lookup = Lookup(engine, [tmp_path / "a"], 60.0)
+    with (
+        worker(tmp_path, parts=2) as made,
+        closing(Lookup([tmp_path / "a"], 60.0)) as lookup,
+    ):
         assert lookup.begin(HASHES).result() == 0
         made.save()
         assert made.freed()
@@ -167,11 +167,11 @@ def test_the_scheduler_asks_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_store_that_does_not_answer_has_nothing(tmp_path: Path) -> None:
-    with Engine(Config()) as engine:
-        with pytest.raises(UsageError, match="is not there"):
-            Lookup(engine, [tmp_path / "a"], 60.0)
-        with worker(tmp_path):
-            lookup = Lookup(engine, [tmp_path / "a"], 60.0)
+    with pytest.raises(UsageError, match="is not there"):
+        Lookup([tmp_path / "a"], 60.0)
+    with worker(tmp_path):
+        lookup = Lookup([tmp_path / "a"], 60.0)
+    with closing(lookup):
         assert lookup.begin(HASHES).result() == 0
 
 
