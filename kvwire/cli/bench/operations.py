@@ -227,14 +227,15 @@ class OpsSide(ConnectedSide[OpsWork]):
         self._work: OpsWork | None = None
 
     async def prepare(self, work: OpsWork) -> str:
-        self.have(work, RIGHT)
+        # Pages take seconds on a busy machine, in which the peer must be answered.
+        await asyncio.to_thread(self.have, work, RIGHT)
         if work.verb not in (PUT, GET):
             return ""
         region = self.communicator.register(self.memory, access="readwrite")
         return region.grant(self.connection).to_bytes().hex()
 
     async def use(self, work: OpsWork, given: str) -> None:
-        self.have(work, LEFT)
+        await asyncio.to_thread(self.have, work, LEFT)
         if given:
             grant = kvwire.Grant.from_bytes(bytes.fromhex(given))
             starts = range(0, len(grant), work.nbytes)
