@@ -114,43 +114,27 @@ def outcome_of(
     Each of ``reasons`` has the positions, shape (blocks,), of those that it is the
     reason for if missing. The first that names a block holds, else ``otherwise``.
     """
-    plan = landed.plan
-    if landed.complete:
+    plan, complete = landed.plan, landed.complete
+    if complete:
+        here: Mapping[str, Ids] = plan.lists
+        missing, nbytes = plan.template.missing, plan.nbytes
         usable_prefix, usable_tokens = plan.template.landed
-        return Outcome(
-            complete=True,
-            landed=BlockSet(plan.lists),
-            missing=plan.template.missing,
-            usable_prefix=usable_prefix,
-            usable_tokens=usable_tokens,
-            lists=plan.lists,
-            tokens=plan.template.tokens,
-            timings=timings or Timings(),
-            layers_grouped=layers_grouped,
-            nbytes=plan.nbytes,
-        )
-    here: dict[str, Ids] = {}
-    missing: dict[str, MissingOfGroup] = {}
-    for index, walk in enumerate(plan.groups):
-        by_layer = landed.by_layer(index)
-        whole = landed.blocks(index)
-        ids = plan.lists[walk.group]
-        codes = _codes(ids.size, walk.group, [bits for _, bits in reasons])
-        here[walk.group] = ids[whole]
-        missing[walk.group] = MissingOfGroup(
-            ids[~whole], codes[~whole], walk.layers, ~by_layer[:, ~whole]
-        )
+    else:
+        here, groups = _divided(landed, [bits for _, bits in reasons])
+        missing = MissingBlocks(groups, [*(text for text, _ in reasons), otherwise])
+        nbytes = landed.nbytes
+        usable_prefix, usable_tokens = landed.usable_prefix, landed.usable_tokens
     return Outcome(
-        complete=False,
+        complete=complete,
         landed=BlockSet(here),
-        missing=MissingBlocks(missing, [*(text for text, _ in reasons), otherwise]),
-        usable_prefix=landed.usable_prefix,
-        usable_tokens=landed.usable_tokens,
+        missing=missing,
+        usable_prefix=usable_prefix,
+        usable_tokens=usable_tokens,
         lists=plan.lists,
         tokens=plan.template.tokens,
         timings=timings or Timings(),
         layers_grouped=layers_grouped,
-        nbytes=landed.nbytes,
+        nbytes=nbytes,
     )
 
 
@@ -231,6 +215,24 @@ def _require_same_lists(first: Outcome, other: Outcome) -> None:
                 f"join: group {group!r} has tokens={first.tokens[group]} in one "
                 f"outcome and tokens={other.tokens[group]} in another"
             )
+
+
+def _divided(
+    landed: Landed, named: Sequence[Mapping[str, Bits]]
+) -> tuple[dict[str, Ids], dict[str, MissingOfGroup]]:
+    """Return the ids of the blocks of each group that landed, and what is missing."""
+    here: dict[str, Ids] = {}
+    missing: dict[str, MissingOfGroup] = {}
+    for index, walk in enumerate(landed.plan.groups):
+        by_layer = landed.by_layer(index)
+        whole = np.logical_and.reduce(by_layer, axis=0)
+        ids = landed.plan.lists[walk.group]
+        codes = _codes(ids.size, walk.group, named)
+        here[walk.group] = ids[whole]
+        missing[walk.group] = MissingOfGroup(
+            ids[~whole], codes[~whole], walk.layers, ~by_layer[:, ~whole]
+        )
+    return here, missing
 
 
 def _codes(blocks: int, group: str, named: Sequence[Mapping[str, Bits]]) -> Codes:
