@@ -86,9 +86,14 @@ def slice_payload(payload: Payload, offset: int, length: int) -> Payload:
 
 
 def _byte_view(buffer: Any, what: str) -> memoryview:
-    if _is_tensor(buffer):
-        buffer = _tensor_bytes(buffer, what)
-    elif isinstance(buffer, np.ndarray) and _is_plain(buffer):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(buffer, torch.Tensor):
+        buffer = _tensor_bytes(torch, buffer, what)
+    elif (
+        isinstance(buffer, np.ndarray)
+        and buffer.flags.c_contiguous
+        and not buffer.dtype.hasobject
+    ):
         # bfloat16 and float8 arrays (ml_dtypes) have no buffer format of their own.
         buffer = buffer.reshape(-1).view(np.uint8)
     try:
@@ -121,17 +126,7 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
     return view.cast("B")
 
 
-def _is_plain(array: np.ndarray[Any, Any]) -> bool:
-    return array.flags.c_contiguous and not array.dtype.hasobject
-
-
-def _is_tensor(buffer: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(buffer, torch.Tensor)
-
-
-def _tensor_bytes(tensor: Any, what: str) -> Any:
-    torch: Any = sys.modules["torch"]
+def _tensor_bytes(torch: Any, tensor: Any, what: str) -> Any:
     if tensor.device.type != "cpu":
         raise UsageError(
             f"{what}: the tensor is on {tensor.device}; this transport moves host "
