@@ -45,8 +45,9 @@ test: $(STAMP)
 
 # Everything: both event loops in asyncio's debug mode, soaks, kill matrices, every seed;
 # then the other Pythons of this machine.
+LOOPS ?= asyncio,uvloop
 test-all: $(STAMP)
-	$(BIN)/$(PYTEST) -m '' --thorough --loops asyncio,uvloop \
+	$(BIN)/$(PYTEST) -m '' --thorough --loops $(LOOPS) \
 	  -o asyncio_debug=true $(ARGS)
 	.ci/pythons
 
