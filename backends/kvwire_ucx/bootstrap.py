@@ -2,11 +2,12 @@
 
 ::
 
-    bootstrap = "KVUX" | version 1 | UCX major, minor, release | flags, 1 byte |
-                lane, 7 bytes | length | address
+    bootstrap = "KVUX" | version 2 | UCX major, minor, release | process id, 4 bytes |
+                flags, 1 byte | lane, 7 bytes | length | address
 
 Bit 0 of the flags says that this side lends memory for reading and reads what is lent.
-Lanes do that if both sides have set it.
+Lanes do that if both sides have set it. The process id tells a lender on the same host
+when its reader has died.
 
 ``lane`` is a random number of 40 bits, which only those know who read the bootstrap.
 Every message *to* that lane has a tag with these bits on top: so nobody who merely
@@ -16,9 +17,10 @@ bit that says "I have read the one with this number", and 23 bits count the mess
 
 from __future__ import annotations
 
+import os
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvwire.errors import BackendUnavailable
@@ -33,9 +35,9 @@ MESSAGES: Final = 2**23
 # Added to the number of a message: its receiver has read it itself.
 RECEIPT: Final = MESSAGES
 
-_FORMAT: Final = struct.Struct(">4sB3BQH")
+_FORMAT: Final = struct.Struct(">4sB3BIQH")
 _MAGIC: Final = b"KVUX"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _LANE_BITS: Final = 40
 _ONE_SIDED: Final = 1 << 56
 _MESSAGE_BITS: Final = 24
@@ -51,11 +53,12 @@ class UcxBootstrap:
     version: Version
     address: bytes
     one_sided: bool = False
+    pid: int = field(default_factory=os.getpid)
 
     def to_bytes(self) -> bytes:
         """Encode it."""
         head = _FORMAT.pack(
-            *(_MAGIC, _VERSION, *self.version),
+            *(_MAGIC, _VERSION, *self.version, self.pid),
             self.lane | (_ONE_SIDED if self.one_sided else 0),
             len(self.address),
         )
@@ -80,7 +83,7 @@ def parse(data: bytes) -> UcxBootstrap:
     """Read what a peer has sent."""
     if not _FORMAT.size < len(data) <= BOOTSTRAP_BYTES_MAX:
         raise BackendUnavailable(f"the peer's bootstrap has {len(data)} bytes")
-    magic, format_, *version, lane, length = _FORMAT.unpack_from(data)
+    magic, format_, *version, pid, lane, length = _FORMAT.unpack_from(data)
     if magic != _MAGIC or format_ != _VERSION:
         raise BackendUnavailable(
             f"the peer's bootstrap begins with {data[:5].hex()}, not with "
@@ -94,7 +97,11 @@ def parse(data: bytes) -> UcxBootstrap:
             f"{len(address)}, for lane {lane}"
         )
     return UcxBootstrap(
-        lane=lane, version=Version(*version), address=address, one_sided=one_sided
+        lane=lane,
+        version=Version(*version),
+        address=address,
+        one_sided=one_sided,
+        pid=pid,
     )
 
 

@@ -465,6 +465,7 @@ class UcxLane(Lane):
                 "ucx: the peer does not answer and may be reading memory that it was "
                 "lent; that stays in quarantine until it goes on or ends"
             )
+            self._one_sided.when_reader_dies(self._hang_up)
         else:
             self._hang_up()
 

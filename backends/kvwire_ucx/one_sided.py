@@ -24,8 +24,11 @@ messages as ever.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import functools
+import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Final, final
@@ -43,6 +46,8 @@ from kvwire_ucx.pieces import PIECES_MAX, LentFragment, lent_descriptor
 from kvwire_ucx.registration import Registration, Registrations
 from kvwire_ucx.requests import MemoryHandles
 from kvwire_ucx.worker import UcxEndpoint, Worker
+
+_log = logging.getLogger("kvwire.ucx")
 
 # Fragments of fewer bytes on average are packed by UCX into a message.
 LENT_BYTES_MIN: Final = 128 * KIB
@@ -79,6 +84,7 @@ class OneSided:
         context = worker.context
         self._ranges = Registrations(context, context.settings.registrations)
         self.unread = 0
+        self._process: int | None = None
 
     @functools.cached_property
     def _transports(self) -> tuple[str, ...]:
@@ -93,6 +99,27 @@ class OneSided:
     def must_wait(self) -> bool:
         """Tell whether the peer may be reading and nothing here would end that."""
         return self.unread > 0 and any(map(_KERNEL.match, self._transports))
+
+    def when_reader_dies(self, call: Callable[[], None]) -> None:
+        """Call once the peer's process, which is of this host, has ended.
+
+        UCX does not tell: it looks after peers whose endpoints it knows, and one that
+        only reads has never named its own.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            process = self._process = os.pidfd_open(self._peer.pid)
+        except ProcessLookupError:
+            call()
+        except (OSError, OverflowError) as exc:  # an old kernel, or no process id
+            _log.warning("ucx: it will not be noticed if the peer dies: %s", exc)
+        else:
+
+            def died() -> None:
+                loop.remove_reader(process)
+                call()
+
+            loop.add_reader(process, died)
 
     def lend(self, payload: Payload, number: int, on_read: OnRead) -> bytes | None:
         """Return the descriptor by which the peer reads a payload.
@@ -182,6 +209,10 @@ class OneSided:
     def close(self) -> None:
         """Unregister what is registered. The worker is destroyed: nobody reads."""
         self._ranges.close()
+        if self._process is not None:
+            asyncio.get_running_loop().remove_reader(self._process)
+            os.close(self._process)
+            self._process = None
 
     def _get(
         self,

@@ -135,6 +135,26 @@ async def test_a_stopped_peer_is_known_and_all_memory_is_free(
 
 @patient
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "comm", [pytest.param("ucx-read", marks=needs_reading)], indirect=True
+)
+async def test_what_a_stopped_peer_may_be_reading_is_free_when_it_dies(
+    comm: Communicator,
+) -> None:
+    """UCX does not notice: the peer has never named its endpoint."""
+    async with child(comm) as there:
+        requests = await under_way(there, "sending")
+        lane: Any = there.connection._state.driver.lanes.open[0].lane
+        await until(lambda: lane._one_sided.unread)
+        there.signal(signal.SIGSTOP)
+        await until(lambda: there.connection.closed)
+        there.signal(signal.SIGKILL)
+        await there.connection.wait_closed()
+        await all_end(comm, requests, (PeerUnresponsive,))
+
+
+@patient
+@pytest.mark.slow
 async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> None:
     """One process after the other, killed in the middle of its connection."""
     for ending in (signal.SIGKILL, signal.SIGTERM):

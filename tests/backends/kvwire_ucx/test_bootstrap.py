@@ -23,12 +23,13 @@ bootstraps = st.builds(
     version=st.builds(Version, *(st.integers(0, 255),) * 3),
     address=st.binary(min_size=1, max_size=1000),
     one_sided=st.booleans(),
+    pid=st.integers(0, 2**32 - 1),
 )
 
 
 def test_another_format_names_the_difference() -> None:
     changed = bytearray(SAMPLE.to_bytes())
-    changed[4] = 2
+    changed[4] += 1
     with pytest.raises(BackendUnavailable, match="both sides need the same kvwire"):
         parse(bytes(changed))
 
