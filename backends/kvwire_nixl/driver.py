@@ -33,6 +33,7 @@ import numpy as np
 
 from kvwire.backend import Landing
 from kvwire.backend.outbox import Outbox
+from kvwire.backend.pacing import open_epolls, unpace
 from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.copy import as_fragments, copy, paired
@@ -46,8 +47,10 @@ _log = logging.getLogger("kvwire.nixl")
 # Reads at NIXL at once: the next one is there when one is over, and an end has little
 # to wait for.
 READS_MAX: Final = 4
-# Between two looks at what is under way: from a fraction of what a small read takes, up
+# Between two looks at what is under way: a part of how long that has taken, so that its
+# end is noticed that much late at most; from a fraction of what a small read takes, up
 # to where looking costs a percent of a core.
+_LOOK_SHARE: Final = 1 / 8
 _LOOK_S: Final = 20e-6
 _LOOK_S_MAX: Final = 2e-3
 # While the peer has payloads of ours to read, its word is looked at so often.
@@ -126,6 +129,7 @@ class NixlDriver:
         # The thread's own.
         self._peer: NixlBootstrap | None = None
         self._made = False
+        self._epolls: frozenset[int] = frozenset()
         self._joined = False
         self._waiting: deque[NixlRead] = deque()
         self._reading: deque[NixlRead] = deque()
@@ -136,6 +140,7 @@ class NixlDriver:
         self._word_handle: int | None = None
         self._word_posted = False
         self._word_at = 0.0
+        self._moved_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # --- what the lane says -----------------------------------------------------------
@@ -175,13 +180,11 @@ class NixlDriver:
     def _run(self) -> None:
         try:
             self._join()
-            pause = _LOOK_S
             while self._is_busy():
                 if self._turn():
-                    pause = _LOOK_S
+                    self._moved_at = time.monotonic()
                 else:
-                    self._rest(pause)
-                    pause = min(pause * 1.5, _LOOK_S_MAX)
+                    self._rest()
         except Exception as exc:  # noqa: BLE001 - whatever NIXL raises
             self.end(exc)
         self._quiesce()
@@ -189,7 +192,9 @@ class NixlDriver:
 
     def _join(self) -> None:
         page = self._page.range
+        others = open_epolls()
         self.agent = NixlAgent(self._settings, self.own.agent)
+        self._epolls = open_epolls() - others
         self._made = True
         self.agent.register(page.address, page.nbytes)
         self._slots = NixlSlots(self.agent)
@@ -204,8 +209,9 @@ class NixlDriver:
             self._learn((peer.metadata,), peer.word)
             # With a note, so that one more is on its way at once should this end soon.
             self._post_word(self._proofs.note(0))
+            self._moved_at = time.monotonic()
             while not self._ending and not self._word_is_there():
-                self._rest(_LOOK_S)
+                self._rest()
         if not self._ending:
             self._joined = True
             self._outbox.on_loop(lambda: self._tell_joined(None))
@@ -233,6 +239,7 @@ class NixlDriver:
                     self._ending = True
                 else:
                     self._changed.wait()
+                    self._moved_at = time.monotonic()
             return False
 
     def _turn(self) -> bool:
@@ -331,6 +338,7 @@ class NixlDriver:
         said = bytes(self._page.memory[_THEIRS : _THEIRS + WORD_BYTES])
         if said != self._proofs.word(of_peer=True):
             raise _peer_has_ended()
+        self._unpace()
         return True
 
     def _hear(self) -> bool:
@@ -343,13 +351,22 @@ class NixlDriver:
         if not self._taken < taken <= self._offered:
             return False
         self._taken = taken
+        self._unpace()
         self._outbox.on_loop(lambda: self._tell_sent(taken))
         return True
 
-    def _rest(self, seconds: float) -> None:
+    def _unpace(self) -> None:
+        """Unpace what connects both agents, once: it has answered by now."""
+        if self._epolls:
+            unpace(self._epolls)
+            self._epolls = frozenset()
+
+    def _rest(self) -> None:
+        """Let some time pass before the next look, or something be said."""
+        share = (time.monotonic() - self._moved_at) * _LOOK_SHARE
         with self._changed:
             if not (self._ending or self._inbox):
-                self._changed.wait(seconds)
+                self._changed.wait(min(max(share, _LOOK_S), _LOOK_S_MAX))
 
     # --- the end ----------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ def profile(
         loop: The event loop.
     """
     work = ours.work_of(verb, kib * KIB, cross_layer=cross_layer, round_bytes=mib * MIB)
-    environment = ours.UCX[wire] if transport == "ucx" else {}
+    environment = ours.UCX[wire] if transport in ("ucx", "nixl") else {}
     options = {"transport": transport, "loop": loop}
     for line in profiles.profile(work, rounds, top, options, environment):
         print(line)

@@ -10,10 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvwire.testing.conformance.rig import LaneRig
-from kvwire_ucx import UcxBackend, worker
-from kvwire_ucx.worker import SAME_HOST_CONGESTION, unpace
-from tests.backends.kvwire_ucx.support import TCP, needs_ucx
+from kvwire.backend.pacing import SAME_HOST_CONGESTION, open_epolls, unpace
 
 pytestmark = pytest.mark.skipif(
     not hasattr(socket, "TCP_CONGESTION"), reason="the kernel has no TCP_CONGESTION"
@@ -46,7 +43,7 @@ def test_one_in_an_epoll_of_an_epoll(
     with select.epoll() as outer, select.epoll() as inner:
         inner.register(near, select.EPOLLIN)
         outer.register(inner, select.EPOLLIN)
-        assert unpace(outer.fileno()) == 1
+        assert unpace([outer.fileno()]) == 1
     assert congestion(near) == SAME_HOST_CONGESTION
     assert congestion(far) == theirs  # nobody watches it
     near.sendall(b"!")  # the socket is still there
@@ -67,24 +64,16 @@ def test_what_is_no_connection_within_this_host_is_left_alone() -> None:
         stack.callback(os.close, writable)
         for fd in (*(other.fileno() for other in others), readable):
             epoll.register(fd, select.EPOLLIN)
-        assert unpace(epoll.fileno()) == 0
+        assert unpace([epoll.fileno()]) == 0
         assert congestion(others[0]) == before
 
 
 def test_what_is_no_epoll_has_none() -> None:
     with socket.socket() as sock:
-        assert unpace(sock.fileno()) == 0
-    assert unpace(2**30) == 0
+        assert unpace([sock.fileno(), 2**30]) == 0
 
 
-@needs_ucx
-async def test_both_sides_of_a_lane_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[int] = []
-    monkeypatch.setattr(worker, "unpace", lambda fd: found.append(unpace(fd)))
-    test = LaneRig(UcxBackend, {"TLS": TCP}, 10)
-    left, right = await test.pair()
-    left.abort()
-    right.abort()
-    await test.aclose()
-    assert len(found) == 2
-    assert min(found) >= 1
+def test_which_epolls_are_open() -> None:
+    before = open_epolls()
+    with select.epoll() as epoll, socket.socket():
+        assert open_epolls() - before == {epoll.fileno()}

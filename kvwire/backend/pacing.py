@@ -1,0 +1,78 @@
+"""Take pacing from sockets that a library makes within this host, and gives to nobody.
+
+Within one host nothing is congested, and pacing is only timers and bursts. Where BBR is
+the default of the host it costs bulk half of its rate. UCX has no setting for that; but
+it waits with epolls, and the kernel says what those watch (proc_pid_fdinfo(5)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+# Every Linux has this one, and lets everybody choose it (tcp(7)).
+SAME_HOST_CONGESTION: Final = b"reno"
+_DESCRIPTORS: Final = Path("/proc/self/fd")
+_DETAILS: Final = Path("/proc/self/fdinfo")
+_WATCHED: Final = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+_EPOLL: Final = "anon_inode:[eventpoll]"
+_FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
+
+
+def unpace(epolls: Iterable[int]) -> int:
+    """Unpace the connections within this host that epolls watch; return how many.
+
+    Args:
+        epolls: Descriptors; those that they watch in turn count as well.
+    """
+    return sum(map(_unpaced, _watched(epolls)))
+
+
+def open_epolls() -> frozenset[int]:
+    """Return the descriptors of this process that are epolls."""
+    try:
+        found = [int(path.name) for path in _DESCRIPTORS.iterdir()]
+    except OSError:  # no Linux
+        return frozenset()
+    return frozenset(fd for fd in found if _kind(fd) == _EPOLL)
+
+
+def _watched(epolls: Iterable[int]) -> Iterator[int]:
+    """Yield the sockets that epolls watch, through the epolls that they watch."""
+    left = list(epolls)
+    seen = set(left)
+    while left:
+        try:
+            text = (_DETAILS / str(left.pop())).read_text(encoding="ascii")
+        except OSError:  # no Linux, or closed meanwhile
+            continue
+        for fd in set(map(int, _WATCHED.findall(text))) - seen:
+            seen.add(fd)
+            kind = _kind(fd)
+            if kind == _EPOLL:
+                left.append(fd)
+            elif kind.startswith("socket:"):
+                yield fd
+
+
+def _kind(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return str((_DESCRIPTORS / str(fd)).readlink())
+    return ""  # closed meanwhile
+
+
+def _unpaced(fd: int) -> bool:
+    """Send without pacing on a connection within this host; tell whether it is one."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        if sock.family not in _FAMILIES or sock.type != socket.SOCK_STREAM:
+            return False
+        if sock.getpeername()[0] != sock.getsockname()[0]:
+            return False
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, SAME_HOST_CONGESTION)
+        return True
+    return False
