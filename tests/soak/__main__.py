@@ -1,7 +1,7 @@
 """A soak: KV transfers under connection drops, every byte checked.
 
     python -m tests.soak --gib 10 [--seed 0] [--fault-s 0.5] [--psk]
-        [--transport tcp|local|ucx]
+        [--transport tcp|local|ucx|nixl]
 
 Two processes move blocks, in both directions of asking, with prefill in one piece and
 in chunks, aborts and partial commits, while connections are cut and the processes are
@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--psk", action="store_true", help="prove a key and seal control frames"
     )
-    parser.add_argument("--transport", choices=("tcp", "local", "ucx"), default="tcp")
+    parser.add_argument(
+        "--transport", choices=("tcp", "local", "ucx", "nixl"), default="tcp"
+    )
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         psk_file = ""
