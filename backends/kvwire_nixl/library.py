@@ -11,10 +11,12 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import os
 import threading
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -61,9 +63,24 @@ def load() -> Any:
         for library in _TWICE:
             with contextlib.suppress(OSError):  # the system has none
                 ctypes.CDLL(library)
-        return importlib.import_module(f"{name}._bindings")
+        bindings = importlib.import_module(f"{name}._bindings")
     except ImportError as exc:
         raise BackendUnavailable(f"{name} cannot be loaded: {exc}") from exc
+    for ucs in Path(str(bindings.__file__)).parents[1].glob(f"{name}.libs/libucs-*"):
+        _calm(ctypes.CDLL(str(ucs)))
+    return bindings
+
+
+def _calm(ucs: ctypes.CDLL) -> None:
+    """Keep the UCX of the wheel from what a library must not do, unless the user asks.
+
+    It takes over the signals of crashes, and prints on standard output that a peer has
+    gone, which it also returns as a status.
+    """
+    if "UCX_ERROR_SIGNALS" not in os.environ:
+        ucs.ucs_debug_disable_signals()
+    if "UCX_LOG_LEVEL" not in os.environ:
+        ucs.ucs_global_opts_set_value(b"LOG_LEVEL", b"fatal")
 
 
 def plugins() -> list[str]:
