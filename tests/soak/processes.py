@@ -96,10 +96,12 @@ class Producer:
             while True:
                 ask = Ask(*json.loads(await connection.recv(ASK_TAG)))
                 if ask.blocks <= len(self._free):
-                    self._start(self._produce(connection, ask))
+                    source = take_blocks(self._free, ask.blocks, self._random)
+                    self._start(self._produce(connection, ask, source))
 
-    async def _produce(self, connection: kvwire.Connection, ask: Ask) -> None:
-        source = take_blocks(self._free, ask.blocks, self._random)
+    async def _produce(
+        self, connection: kvwire.Connection, ask: Ask, source: list[int]
+    ) -> None:
         try:
             verb = connection.push if ask.push else self._comm.publish
             out = verb(ask.number, self._stamped.cache, source, deadline=DEADLINE_S)
