@@ -25,8 +25,6 @@ _UCX_DEFAULTS: Final = ",".join(
     (
         # UCX's own leaves a dead peer unnoticed for 20 s; kvwire allows a third.
         "KEEPALIVE_INTERVAL=2s",
-        # Without it UCX leaves shared memory out, and notes go over TCP: 75 us, not 25.
-        "MM_ERROR_HANDLING=y",
         # UCX serves a read over TCP in messages of this size. Its own 8 KiB take 1.3 s
         # of CPU for a GiB, of both sides; these take 0.7, as a write does.
         "TCP_TX_SEG_SIZE=256K",
