@@ -151,6 +151,7 @@ async def test_what_a_stopped_peer_may_be_reading_is_free_when_it_dies(
         there.signal(signal.SIGKILL)
         await there.connection.wait_closed()
         await all_end(comm, requests, (PeerUnresponsive,))
+        assert lane.ended.done()
 
 
 @patient
