@@ -47,7 +47,7 @@ Checksum: TypeAlias = Literal["auto", "on", "sampled", "off"]
 
 
 class ConfigOptions(TypedDict, total=False):
-    """The keys of :class:`Config`, as ``kvwire.open`` takes them; see there."""
+    """Lists the keys of :class:`Config`, as ``kvwire.open`` takes them; see there."""
 
     name: str
     trust: Trust

@@ -88,7 +88,7 @@ class UsageError(KVWireError, ValueError):
 
 
 class BackendUnavailable(KVWireError):
-    """No such transport here, or its library is missing; the message has the remedy."""
+    """Reports a transport that is not here, or lacks a library; names the remedy."""
 
 
 class _AtAddress(OSError):
@@ -112,7 +112,7 @@ class ListenError(KVWireError, _AtAddress):
 
 
 class ConnectError(KVWireError, _AtAddress):
-    """Nobody can be reached at an address: refused, unreachable, or an unknown name.
+    """Reports an address where nobody is: refused, unreachable, an unknown name.
 
     Attributes:
         address: The address.
@@ -133,7 +133,7 @@ class HandshakeError(KVWireError):
 
 
 class VersionMismatch(HandshakeError):
-    """No protocol version is spoken by both sides."""
+    """Reports that both sides speak no protocol version in common."""
 
     code = WireCode.VERSION
 
@@ -241,7 +241,7 @@ class PeerCancelled(RequestError):
 
 
 class RequestCancelled(RequestError):
-    """This side cancelled the request with ``request.cancel()``."""
+    """Reports that this side cancelled the request with ``request.cancel()``."""
 
 
 class MessageTooLarge(RequestError):

@@ -62,7 +62,7 @@ _THEIRS: Final = 64
 
 
 class NixlRead:
-    """Is a payload of the peer's on its way here."""
+    """Tracks a payload of the peer's on its way here."""
 
     __slots__ = ("handle", "is_direct", "landing", "place", "slot")
 

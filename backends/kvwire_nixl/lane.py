@@ -48,7 +48,7 @@ _WINDOW_BYTES = 4 * _SPAN_BYTES
 
 
 class _Offer:
-    """Is a payload that the peer may read."""
+    """Tracks a payload that the peer may read."""
 
     __slots__ = ("payload", "slot", "token")
 

@@ -39,7 +39,7 @@ _SLOT_BYTES_MIN: Final = 64 * KIB
 
 
 class NixlRange:
-    """Is memory that the agent knows."""
+    """Names memory that the agent knows."""
 
     __slots__ = ("address", "is_told", "nbytes", "owner")
 
@@ -122,7 +122,7 @@ class Ranges:
 
 
 class NixlSlot:
-    """Is memory of the lane's own, for one payload at a time."""
+    """Holds memory of the lane's own, for one payload at a time."""
 
     __slots__ = ("memory", "range")
 

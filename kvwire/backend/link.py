@@ -123,7 +123,7 @@ class Landing:
 
 
 class TlsCredentials(Protocol):
-    """Who this side is and whom it accepts, for the links of a backend with ``tls``."""
+    """Names this side and whom it accepts, for the links of a backend with ``tls``."""
 
     def wrap(
         self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
@@ -284,7 +284,7 @@ class Backend(ABC):
 
     @classmethod
     def rank(cls) -> int:
-        """Its place among those that no user has a preference for: lower goes first."""
+        """Return its place where no user has a preference: lower goes first."""
         return 50
 
     @classmethod

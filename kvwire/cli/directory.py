@@ -30,7 +30,7 @@ def ls(
     config: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Who is there now.
+    """Show who is there now.
 
     Args:
         selector: Whom to show, such as role=decode,model=demo; everybody without it.
@@ -65,7 +65,7 @@ def watch(
     config: Path | None = None,
     json: bool = False,
 ) -> None:
-    """What becomes of members, a line for each change, until Ctrl-C.
+    """Show what becomes of members, a line for each change, until Ctrl-C.
 
     Args:
         selector: Whom to show, such as role=decode,model=demo; everybody without it.

@@ -100,7 +100,7 @@ def stats(
     config: Path | None = None,
     json: bool = False,
 ) -> None:
-    """What a served store has in its tiers, and who uses it.
+    """Show what a served store has in its tiers, and who uses it.
 
     Args:
         address: Where it listens.
@@ -261,7 +261,7 @@ def _lines(
 
 
 def _plain(report: StatsReport) -> dict[str, Any]:
-    """The report with names for its fields, which on the wire are numbered."""
+    """Return the report with names for its fields, which the wire numbers."""
     return _named(report) | {
         "tiers": [_tier(row) for row in report.tiers],
         "clients": [_named(row) for row in report.clients],

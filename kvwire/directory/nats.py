@@ -132,7 +132,7 @@ class NatsDirectory(Directory):
 
     async def _connected(self) -> Client:
         async def quiet(_: Exception) -> None:
-            """What fails is raised where it was asked for."""
+            """Log nothing: what fails is raised where it was asked for."""
 
         return await nats.connect(
             self._server,

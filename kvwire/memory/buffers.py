@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CpuTensor(Protocol):
-    """A tensor of torch, which has no buffer protocol."""
+    """Stands for a tensor of torch, which has no buffer protocol."""
 
     def data_ptr(self) -> int:
         """Return the address of its first element."""

@@ -148,6 +148,7 @@ async def test_what_a_stopped_peer_may_be_reading_is_free_when_it_dies(
         await until(lambda: lane._one_sided.unread)
         there.signal(signal.SIGSTOP)
         await until(lambda: there.connection.closed)
+        assert lane._one_sided.unread, "it may be reading"
         there.signal(signal.SIGKILL)
         await there.connection.wait_closed()
         await all_end(comm, requests, (PeerUnresponsive,))

@@ -26,7 +26,7 @@ from kvwire.limits import KIB
 
 
 class StreamsSide(Side[OpsWork]):
-    """The streams of asyncio, bare: a round trip with which nothing else is done."""
+    """Runs the streams of asyncio, bare: a round trip and nothing else."""
 
     work_type: ClassVar[type[Work]] = OpsWork
     port: int
@@ -170,7 +170,7 @@ class SocketsSide(Side[W]):
 
 
 class MemcpySide(Side[OpsWork]):
-    """One copy of as many bytes that lie side by side: what memory does at best."""
+    """Copies as many bytes that lie side by side: what memory does at best."""
 
     work_type: ClassVar[type[Work]] = OpsWork
     _source: Bytes

@@ -103,7 +103,7 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a codec leaves of a set's bytes, and the error of its numbers.
+    """Shows what a codec leaves of a set's bytes, and the error of its numbers.
 
     The error is the root of the mean square, by that of the numbers.
     """
@@ -157,7 +157,7 @@ def _prompts() -> Floats:
 
 
 def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) -> int:
-    """What codecs of KV blocks save, what they cost, and the error of what they keep.
+    """Measure what codecs of KV blocks save and cost, and the error of what they keep.
 
     The KV is that of the demo's model, which knows its book by heart; and numbers of a
     normal distribution.

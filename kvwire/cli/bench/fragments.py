@@ -82,7 +82,7 @@ def work_of(
 
 
 def why_not(transport: str) -> str:
-    """Why a backend that is installed cannot take part here; "" if it can."""
+    """Say why a backend that is installed cannot take part here; "" if it can."""
     found = registry.availability(transport)
     if not found.available:
         return "; ".join(filter(None, (found.reason, found.remedy)))

@@ -77,7 +77,7 @@ class ManyWork(Work):
     priority: int = 0
 
     def sizes(self) -> list[int]:
-        """Bytes of each transfer, in the order in which they begin."""
+        """Return the bytes of each transfer, in the order in which they begin."""
         if self.verb != AT_ONCE:
             return [self.nbytes] * self.count
         large = max(1, round(self.count * LARGE_SHARE))
@@ -90,7 +90,7 @@ class ManyWork(Work):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of a round, without those of the others."""
+        """Count the bytes of a round, without those of the others."""
         return sum(self.sizes())
 
     def shares(self, *, publishes: bool) -> tuple[list[list[int]], list[list[int]]]:
@@ -109,7 +109,7 @@ class ManyWork(Work):
 
 
 class ManySide(Side[ManyWork]):
-    """Some communicators on each side, every one connected to every other."""
+    """Runs some communicators on each side, every one connected to every other."""
 
     work_type: ClassVar[type[Work]] = ManyWork
 
@@ -155,7 +155,7 @@ class ManySide(Side[ManyWork]):
         await fill(self.memory)
 
     async def digest(self, work: ManyWork) -> str:
-        """Of the blocks that are timed: the others need not come to their end."""
+        """Hash the blocks that are timed: the others need not come to their end."""
         own = np.concatenate(self._own)
         layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
         return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))

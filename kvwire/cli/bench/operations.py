@@ -85,7 +85,7 @@ class OpsWork(Work):
 
     @property
     def name(self) -> str:
-        """As it is shown."""
+        """Name it as it is shown."""
         if self.verb == READY:
             return f"ready of a layer, {in_bytes(self.nbytes // self.layers)}"
         layers = f", {self.layers} layers" if self.layers else ""
@@ -98,12 +98,12 @@ class OpsWork(Work):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of one block."""
+        """Count the bytes of one layer of one block."""
         return self.nbytes // (self.layers * self.blocks)
 
     @property
     def layout(self) -> str:
-        """As it is shown."""
+        """Name it as it is shown."""
         return "cross-layer" if self.cross_layer else "per-layer"
 
     @property
@@ -113,7 +113,7 @@ class OpsWork(Work):
 
 
 class Pool:
-    """The memory of one side as the cache of a work."""
+    """Holds the memory of one side as the cache of a work."""
 
     def __init__(self, memory: Bytes, work: OpsWork, side: int) -> None:
         self.memory = memory
@@ -160,7 +160,7 @@ def paged(
 
 
 class ConnectedSide(Side[W]):
-    """A side with one communicator of kvwire, and one connection."""
+    """Runs one communicator of kvwire, with one connection."""
 
     communicator: kvwire.Communicator
     connection: kvwire.Connection
@@ -210,7 +210,7 @@ class ConnectedSide(Side[W]):
 
 
 class OpsSide(ConnectedSide[OpsWork]):
-    """The left side does the operations, the right one is the other end of each."""
+    """Does the operations on the left, and is the other end of each on the right."""
 
     work_type: ClassVar[type[Work]] = OpsWork
     pool: Pool

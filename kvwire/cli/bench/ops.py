@@ -99,7 +99,7 @@ def command(
     rounds: Rounds = 5,
     common: Common = COMMON,
 ) -> int:
-    """One operation: its time, and the CPU of each side.
+    """Measure one operation: its time, and the CPU of each side.
 
     Transfers; one layer of many; messages, put and get; a block into a store server
     and out of it.

@@ -230,7 +230,7 @@ def works(
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What was hidden of what could be; and the least that can stay exposed."""
+    """Tells what was hidden of what could be, and the least that can stay exposed."""
 
     name: str
     compute_s: float
@@ -293,7 +293,7 @@ def command(
     rounds: Rounds = 15,
     common: Common = COMMON,
 ) -> int:
-    """How much of a transfer hides behind the compute that makes its bytes.
+    """Measure how much of a transfer hides behind the compute that makes its bytes.
 
     Compute is simulated by timers, since a GPU does not use the CPU. Exposed is the
     time from the last mark to the outcome: streamed layer by layer, and sent whole at

@@ -29,12 +29,12 @@ PROGRAM: Final = (sys.executable, "-m", "kvwire.cli.bench")
 
 
 class BenchError(KVWireError):
-    """A benchmark could not be run, or its bytes did not arrive as they were sent."""
+    """Reports a benchmark that could not be run, or whose bytes arrived wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one contender did in a round: seconds, and the CPU seconds of each side."""
+    """Holds one contender's round: seconds, and the CPU seconds of each side."""
 
     seconds: Sequence[float]
     cpu_s: Sequence[float]
@@ -42,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """One way to do the work: kvwire, or what stands beside it."""
+    """Names one way to do the work: kvwire, or what stands beside it."""
 
     name: str
     # What both sides play: a class, or a name that the program knows.
@@ -63,7 +63,7 @@ class Contender:
 
 
 class SideProcess:
-    """One process; see :mod:`kvwire.cli.bench.side` for what runs in it.
+    """Runs one process; see :mod:`kvwire.cli.bench.side` for what runs in it.
 
     Its standard error is not shown, since some peers log whatever they do; the last
     line of it is in the error if the process ends.
@@ -136,7 +136,7 @@ class SideProcess:
 
 
 class Pair:
-    """The processes of a contender, connected; the left one keeps the time."""
+    """Holds the processes of a contender, connected; the left one keeps the time."""
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender

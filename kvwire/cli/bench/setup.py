@@ -27,7 +27,7 @@ _LAYERS: Final = 16
 
 
 class BareSetupSide(StreamsSide):
-    """The streams of asyncio: a connection, and a byte that is answered with as many.
+    """Connects by streams of asyncio, and has a byte answered with as many.
 
     What cannot be less: no handshake above that of TCP, no plan, no checksum.
     """
@@ -74,7 +74,7 @@ def command(
     rounds: Rounds = 5,
     common: Common = COMMON,
 ) -> int:
-    """The handshake of a connection, its first transfer and its second.
+    """Measure the handshake of a connection, its first transfer and its second.
 
     Args:
         transport: Of kvwire, separated by commas; those that join two processes.

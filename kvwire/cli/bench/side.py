@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What every contender of a case does in a round: ``count`` operations.
+    """Describes what every contender of a case does in a round: ``count`` operations.
 
     So many ``in_flight`` are begun before the first of them has to be over.
     """
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of a round."""
+        """Count the bytes of a round."""
         return self.nbytes * self.count
 
 
@@ -50,7 +50,7 @@ W = TypeVar("W", bound=Work)
 
 
 class Side(Generic[W]):
-    """One side: the left one drives and has the time, the right one listens and serves.
+    """Runs one side: the left one drives and keeps the time, the right one serves.
 
     The order of calls is listen, accept and connect; then any number of rounds. A round
     is prepare and use, drive and serve at the same time, and verify; before the first

@@ -93,17 +93,17 @@ class StoreWork(Work):
 
     @property
     def set_bytes(self) -> int:
-        """Bytes of a set."""
+        """Count the bytes of a set."""
         return self.nbytes * self.set_blocks
 
     @property
     def fragment_bytes(self) -> int:
-        """Bytes of one layer of a block."""
+        """Count the bytes of one layer of a block."""
         return self.nbytes // self.layers
 
     @property
     def transfer(self) -> OpsWork:
-        """The set as a transfer between two caches."""
+        """Return the set as a transfer between two caches."""
         return OpsWork(
             verb="push" if self.verb in PUTS else "pull",
             nbytes=self.set_bytes,
@@ -113,7 +113,7 @@ class StoreWork(Work):
         )
 
     def room(self, sets: int) -> tuple[int, int]:
-        """Bytes of so many sets and not of a block more, and of a slab of them."""
+        """Return the bytes of so many sets and no block more, and of a slab of them."""
         slab_blocks = max(1, min(self.set_blocks // _SLABS, STORE_SLOTS_MAX))
         return sets * self.set_bytes, slab_blocks * self.nbytes
 
@@ -196,7 +196,7 @@ class BlocksSide(Side[StoreWork]):
 
 
 class StoreSide(BlocksSide):
-    """One store for each size of blocks; they stay, so that no round begins cold."""
+    """Keeps a store for each size of blocks, so that no round begins cold."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
@@ -397,7 +397,7 @@ def can_drop(directory: Path) -> bool:
 
 
 def _kept(file: IO[bytes]) -> int:
-    """How many pages of a file are in memory.
+    """Count the pages of a file that are in memory.
 
     Reading with ``RWF_NOWAIT`` tells as well, but since Linux 6 it reads ahead too.
     """

@@ -25,7 +25,7 @@ from kvwire.limits import GIB
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How seconds are read: as times, or all of a round's as one rate.
+    """Says how seconds are read: as times, or all of a round's as one rate.
 
     Values, seconds or bytes a second, times ``scale`` are shown with ``name`` behind.
     """
@@ -42,7 +42,7 @@ GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, is_time=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row of the table; the first of ``ours`` is judged by the best ``beside``."""
+    """Describes one row: the first of ``ours`` is judged by the best ``beside``."""
 
     name: str
     # Of a subclass of Work.
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What would have been measured too, and what would change that."""
+    """Names what would have been measured too, and what would change that."""
 
     name: str
     remedy: str
@@ -77,7 +77,7 @@ class Missing:
 
 @dataclass(slots=True)
 class Samples:
-    """What one contender did in one case: values, and CPU seconds of each of its sides.
+    """Holds one contender's case: values, and the CPU seconds of each of its sides.
 
     A value is seconds or bytes a second, as the case's unit says; of each there is one
     list a round.
@@ -89,7 +89,7 @@ class Samples:
 
     @property
     def values(self) -> list[float]:
-        """All of them."""
+        """Return all of them."""
         return [value for values in self.rounds for value in values]
 
     @property
@@ -99,7 +99,7 @@ class Samples:
 
     @property
     def p99(self) -> float:
-        """The nearest-rank percentile: it is one of the values."""
+        """Return the nearest-rank percentile, which is one of the values."""
         ordered = sorted(self.values)
         return ordered[-(-99 * len(ordered) // 100) - 1]
 
@@ -132,7 +132,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """What was measured in a case, who failed and why, and facts, by contender."""
+    """Holds what was measured in a case, who failed and why, and facts."""
 
     case: Case
     samples: dict[str, Samples]
@@ -155,7 +155,7 @@ Findings = Sequence[CaseResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A named list of cases, who is missing, and notes for a reader of the table."""
+    """Lists cases by name, who is missing, and notes for a reader of the table."""
 
     name: str
     cases: Sequence[Case]
@@ -170,7 +170,7 @@ class Benchmark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The first contender beside the best of those that are not kvwire.
+    """Sets the first contender beside the best of those that are not kvwire.
 
     The lowest and highest ratio are those of single rounds. Nothing is known if nobody
     else took part; ``met`` is only where there is a target.
@@ -202,7 +202,7 @@ def compare(finding: CaseResult) -> Comparison:
 
 
 def steps(plan: Benchmark, rounds: int) -> int:
-    """How often :func:`take_turns` reports progress, unless somebody fails."""
+    """Count how often :func:`take_turns` reports progress if nobody fails."""
     return (rounds + 1) * sum(len(case.contenders) for case in plan.cases)
 
 

@@ -45,14 +45,14 @@ Order = Connect | Prompt
 
 
 class Up(msgspec.Struct, tag=True):
-    """The model is loaded; prefill says where it listens."""
+    """Says that the model is loaded, and where prefill listens."""
 
     role: str
     address: str = ""
 
 
 class LayerSpan(msgspec.Struct, array_like=True):
-    """When a layer of a forward pass was computed, over ``tokens`` tokens."""
+    """Says when a layer of a forward pass was computed, over ``tokens`` tokens."""
 
     layer: int
     tokens: int
@@ -61,7 +61,7 @@ class LayerSpan(msgspec.Struct, array_like=True):
 
 
 class Prefilled(msgspec.Struct, tag=True):
-    """The prefill process is done with a prompt, and marked each layer ready when."""
+    """Says that prefill is done with a prompt, and when it marked each layer."""
 
     request: str
     spans: list[LayerSpan]
@@ -69,7 +69,7 @@ class Prefilled(msgspec.Struct, tag=True):
 
 
 class LayerLanded(msgspec.Struct, tag=True):
-    """A layer of every block is in the decode process."""
+    """Says that a layer of every block is in the decode process."""
 
     request: str
     layer: int
@@ -77,7 +77,7 @@ class LayerLanded(msgspec.Struct, tag=True):
 
 
 class Arrived(msgspec.Struct, tag=True):
-    """The transfer has ended, which was to bring so many blocks and tokens."""
+    """Says that the transfer of so many blocks and tokens has ended."""
 
     request: str
     at: float
@@ -98,14 +98,14 @@ class Arrived(msgspec.Struct, tag=True):
 
 
 class Recomputed(msgspec.Struct, tag=True):
-    """The decode process has prefilled what did not arrive."""
+    """Says that decode has prefilled what did not arrive."""
 
     request: str
     spans: list[LayerSpan]
 
 
 class NewToken(msgspec.Struct, tag=True):
-    """One more token of the continuation."""
+    """Brings one more token of the continuation."""
 
     request: str
     token: int
@@ -114,7 +114,7 @@ class NewToken(msgspec.Struct, tag=True):
 
 
 class Single(msgspec.Struct, tag=True):
-    """What one process alone generates, with nothing of kvwire in it."""
+    """Brings what one process alone generates, without kvwire."""
 
     request: str
     tokens: list[int]

@@ -31,14 +31,14 @@ def blocks_for(tokens: int) -> int:
 
 
 class Forward(NamedTuple):
-    """The most likely next token, and when each layer was computed."""
+    """Holds the most likely next token, and when each layer was computed."""
 
     token: int
     spans: list[LayerSpan]
 
 
 class Llama(ABC):
-    """A model with a pool of KV blocks; forward passes of one sequence at a time."""
+    """Runs a model on a pool of KV blocks, one sequence at a time."""
 
     # The pool, as kvwire sees it.
     cache: kvwire.PagedCache

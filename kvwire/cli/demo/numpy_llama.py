@@ -149,7 +149,7 @@ class NumpyLlama(Llama):
 
 
 class BlockSequence:
-    """The KV of one sequence in blocks of a pool: what attention reads lies there.
+    """Holds the KV of one sequence in blocks of a pool, where attention reads it.
 
     The pool has an array a layer, of (block, key or value, token, head, element).
     """
@@ -181,7 +181,7 @@ class BlockSequence:
 
 
 class Plain:
-    """The KV of one sequence in arrays that grow, for the run in a single process."""
+    """Holds the KV of one sequence in arrays that grow, for a single process."""
 
     def __init__(self, layers: int) -> None:
         self.length = 0

@@ -20,7 +20,7 @@ from kvwire.cli.demo.lines import (
 
 
 class Bar(NamedTuple):
-    """What is drawn of a request: from when to when, and of how many tokens."""
+    """Describes what is drawn: from when to when, and of how many tokens."""
 
     # The layer, "sent" for layers that moved together, or the token.
     row: str
@@ -33,7 +33,7 @@ class Bar(NamedTuple):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """One request."""
+    """Records the times of one request."""
 
     request: str
     # Compute in the prefill process, and when each layer was marked ready.
@@ -50,7 +50,7 @@ class RequestTimes:
 
     @property
     def arrived(self) -> Arrived:
-        """How the transfer ended."""
+        """Return how the transfer ended."""
         assert self._arrived is not None, f"{self.request}: not over yet"
         return self._arrived
 
@@ -74,18 +74,18 @@ class RequestTimes:
 
     @property
     def began(self) -> float:
-        """When prefill began."""
+        """Return when prefill began."""
         return self.spans[0].start
 
     @property
     def ended(self) -> float:
-        """When the KV of the whole prompt was in the decode process."""
+        """Return when the KV of the whole prompt was in the decode process."""
         computed = [span.stop for span in (*self.spans, *self.recomputed)]
         return max(self.arrived.at, *computed)
 
     @property
     def rows(self) -> list[str]:
-        """The rows of its picture, from above."""
+        """Return the rows of its picture, from above."""
         layers = [f"layer {layer}" for layer in range(len(self.marked))]
         return [*layers, "sent"] if self.arrived.missing else layers
 
@@ -109,7 +109,7 @@ class RequestTimes:
 
     @property
     def exposed_s(self) -> float:
-        """From the last layer's mark until decode knew the outcome."""
+        """Return the time from the last layer's mark until decode knew the outcome."""
         return max(0.0, self.arrived.at - self.marked[-1])
 
     @property
@@ -120,7 +120,7 @@ class RequestTimes:
 
     @property
     def equal(self) -> bool:
-        """Whether decode said what one process alone says."""
+        """Tell whether decode said what one process alone says."""
         return [token.token for token in self.tokens] == self.single
 
     @property

@@ -112,7 +112,7 @@ class TimedMarks:
         self.at: list[float] = []
 
     def ready(self, *, layers: int, blocks: slice) -> None:
-        """As Outgoing.ready, without the blocks that are to be lost."""
+        """Mark as Outgoing.ready does, but for the blocks that are to be lost."""
         # Before the mark: the layer may land before this thread goes on.
         self.at.append(time.monotonic())
         lose = self._lose
@@ -124,7 +124,7 @@ class TimedMarks:
                 self._out.ready(layers=layers, blocks=part)
 
     def finish(self) -> None:
-        """As Outgoing.finish; with gaps where blocks are to be lost."""
+        """Finish as Outgoing.finish does, with gaps where blocks are to be lost."""
         self._out.finish(partial=len(self._lose) > 0)
 
 

@@ -40,7 +40,7 @@ _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class RoleFailed(kvwire.KVWireError):
-    """A process ended before its work was done. Its own words are on standard error."""
+    """Reports a process that ended too early; its own words are on standard error."""
 
 
 async def run(
@@ -104,7 +104,7 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def wire(address: str, gbit: float | None) -> AsyncIterator[str]:
-    """Where to connect to, to reach an address over a wire that is so fast."""
+    """Return where to connect to, to reach an address over a wire that is so fast."""
     if gbit is None:
         yield address
         return
@@ -141,7 +141,7 @@ async def _pass_on(
 
 
 class RoleProcess:
-    """One of the processes."""
+    """Runs one of the processes."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], said: StreamReader

@@ -229,7 +229,7 @@ def draw(records: Sequence[RequestTimes]) -> Figure:
 
 
 def trace(records: Sequence[RequestTimes]) -> dict[str, Any]:
-    """All events; times in microseconds from the beginning of the first prefill."""
+    """Return all events; times in microseconds since the first prefill began."""
     zero = min(record.began for record in records)
     events = [
         {"ph": "M", "name": what, "pid": process, "tid": 1, "args": {"name": name}}

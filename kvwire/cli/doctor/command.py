@@ -33,7 +33,7 @@ def doctor(
     pid: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
     json: bool = False,
 ) -> int:
-    """What can run here, what cannot and why, and what to do about it.
+    """Say what can run here, what cannot and why, and what to do about it.
 
     The exit status is 1 if something is missing that the configuration asks for.
 

@@ -46,7 +46,7 @@ _LIBRARIES: Final = re.compile(r"lib(ucp|nccl)(?:-[0-9a-f]+)?\.so[\d.]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaPort:
-    """One port of an RDMA device, in the words of the kernel: ``"ACTIVE"`` is up."""
+    """Names a port of an RDMA device, as the kernel does: ``"ACTIVE"`` is up."""
 
     device: str
     number: int
@@ -60,7 +60,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was found of the machine, as seen from where the doctor runs."""
+    """Holds what was found of the machine, as seen from where the doctor runs."""
 
     # Kernel, its release and the architecture.
     system: str = ""
@@ -208,7 +208,7 @@ def _told(text: str) -> tuple[tuple[str, ...], str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """What was found of a process; None is not known."""
+    """Holds what was found of a process; None is not known."""
 
     # 0 is the doctor itself.
     pid: int = 0
@@ -225,7 +225,7 @@ class Process:
     libraries: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def may(self, capability: int) -> bool:
-        """Whether it has a capability."""
+        """Tell whether it has a capability."""
         return bool(self.capabilities >> capability & 1)
 
 

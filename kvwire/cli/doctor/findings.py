@@ -159,7 +159,7 @@ def namespaces(machine: Machine, process: Process) -> Judgement:
 
 
 def shared_memory(machine: Machine, process: Process) -> Judgement:
-    """What UCX, NCCL and `local` share between processes of one host lies there."""
+    """Judge /dev/shm, where UCX, NCCL and `local` share memory within one host."""
     size = machine.shared_bytes
     if size is None:
         return "there is no /dev/shm", ""
@@ -190,7 +190,7 @@ def copies(machine: Machine, process: Process) -> Judgement:
 
 
 def descriptors(machine: Machine, process: Process) -> Judgement:
-    """A connection is a socket, and a lane may be another."""
+    """Judge the limit of descriptors: a connection is a socket, a lane another."""
     limit = process.files
     if limit is None or limit == UNLIMITED or limit >= _FILES_MIN:
         shown = {None: "limit is not known here", UNLIMITED: "unlimited"}.get(limit)

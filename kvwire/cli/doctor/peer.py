@@ -69,7 +69,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast a put to the peer, or a get from it, moved fragments of one size."""
+    """Tells how fast a put to the peer, or a get, moved fragments of one size."""
 
     verb: Literal["put", "get"]
     # Contiguous, at both ends.
@@ -81,7 +81,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One connection, and what it did."""
+    """Holds one connection, and what it did."""
 
     # The transport that was required; "" for the configured choice.
     asked: str = ""
@@ -109,7 +109,7 @@ class PeerReport:
 
     @property
     def well(self) -> bool:
-        """Something could be measured, and nothing was damaged."""
+        """Tell whether something could be measured and nothing was damaged."""
         measured = any(trial.rates and not trial.error for trial in self.trials)
         return measured and not any(trial.damaged for trial in self.trials)
 
@@ -118,7 +118,7 @@ class PeerReport:
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What an attendant says first."""
+    """Holds what an attendant says first."""
 
     examination: Examination
     # For the fragments of each size of FRAGMENT_BYTES.

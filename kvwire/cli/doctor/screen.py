@@ -27,7 +27,7 @@ _NAME_COLUMNS: Final = 15
 
 
 def fitting(examination: Examination, console: Console) -> RenderableType:
-    """One host in full if that fits ``ROWS_MAX`` rows of this console, or in brief."""
+    """Show one host in full if that fits ``ROWS_MAX`` rows, or else in brief."""
     shown = host(examination)
     if len(console.render_lines(shown, pad=False)) <= ROWS_MAX:
         return shown
@@ -35,7 +35,7 @@ def fitting(examination: Examination, console: Console) -> RenderableType:
 
 
 def host(examination: Examination, *, brief: bool = False) -> RenderableType:
-    """One host; in brief, what is in order has only its name."""
+    """Show one host; in brief, what is in order has only its name."""
     machine = examination.machine
     versions = "  ".join(f"{k} {v}" for k, v in machine.versions.items())
     container = f"  in a {machine.container} container" if machine.container else ""
@@ -59,7 +59,7 @@ def host(examination: Examination, *, brief: bool = False) -> RenderableType:
 
 
 def negotiated(trial: Trial) -> RenderableType:
-    """One trial: the choice, and what was measured."""
+    """Show one trial: the choice, and what was measured."""
     table = _table()
     for candidate in trial.candidates:
         if trial.asked not in ("", candidate.name):
@@ -83,7 +83,7 @@ def written(report: PeerReport) -> RenderableType:
 
 
 class _Rows:
-    """A table of findings: state, name, text; the remedy in a row of its own."""
+    """Makes a table of findings: state, name, text; the remedy has its own row."""
 
     def __init__(self, brief: bool) -> None:
         self.table = _table()

@@ -53,7 +53,7 @@ class Written:
 
 
 class RunningRequest(Protocol):
-    """Is what an engine lets :func:`migrate` do with a request of its own.
+    """Defines what an engine lets :func:`migrate` do with a request of its own.
 
     All of it is called on the communicator's loop. Until :func:`migrate` has returned,
     the engine keeps the request's blocks, also where the request ends meanwhile.

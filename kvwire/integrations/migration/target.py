@@ -30,7 +30,7 @@ logger = logging.getLogger("kvwire.migration")
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Is a request that has come, and is this engine's from now on.
+    """Holds a request that has come, and is this engine's from now on.
 
     Attributes:
         name: What it is called at both engines.

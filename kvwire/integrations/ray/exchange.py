@@ -48,11 +48,11 @@ class _Offer:
 
 
 class NoSuchOffer(kvwire.RequestError):
-    """Nothing is offered under this name, or not any more."""
+    """Reports that nothing is offered under this name, or not any more."""
 
 
 class FetchAborted(kvwire.RequestError):
-    """A fetch was aborted on this side."""
+    """Reports that a fetch was aborted on this side."""
 
 
 class TensorExchange:

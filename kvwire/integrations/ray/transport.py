@@ -49,7 +49,7 @@ class KvwireTensors(TensorTransportMetadata):
 
 
 class KvwireFetch(FetchRequest):
-    """Is an object on its way here."""
+    """Tracks an object on its way here."""
 
     def __init__(
         self,

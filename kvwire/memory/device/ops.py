@@ -89,7 +89,7 @@ class Stream(ABC):
 
 
 class CudaStream(Stream):
-    """A stream that is a pointer, which torch and CuPy both take."""
+    """Holds a stream that is a pointer, which torch and CuPy both take."""
 
     index: int
 

@@ -79,7 +79,7 @@ _NO_ORDERS: Final = np.empty(0, np.uint8)
 
 
 class StoreMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Is the base of messages and of their parts."""
+    """Defines the base of messages and of their parts."""
 
 
 class Names(StoreMessage, array_like=True, frozen=True, gc=False):
@@ -158,7 +158,7 @@ def _namespace(group: str, fields: Pairs, tenant: str) -> Namespace:
 
 
 class ClientMessage(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Is the base of what a client asks."""
+    """Defines the base of what a client asks."""
 
 
 class StoreHello(ClientMessage, array_like=True, frozen=True, gc=False, tag=1):
@@ -240,7 +240,7 @@ class Pin(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
 
 
 class ServerMessage(StoreMessage, array_like=True, frozen=True, gc=False):
-    """Is the base of what a server answers."""
+    """Defines the base of what a server answers."""
 
 
 class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):

@@ -46,7 +46,7 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A server, and the task that dials it for the first time."""
+    """Holds a server, and the task that dials it for the first time."""
 
     name: str
     address: str

@@ -13,11 +13,11 @@ Cases = Mapping[str, Any] | None
 
 
 class CheckFailed(AssertionError):
-    """A backend did not keep a promise; the message says what was seen instead."""
+    """Reports a promise that was not kept; the message says what was seen."""
 
 
 class Planted(Exception):
-    """What a handler raises where a check wants it to."""
+    """Marks what a handler raises where a check wants it to."""
 
 
 def raise_planted(*_: object) -> None:
@@ -36,7 +36,7 @@ def require(condition: bool, otherwise: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that every backend, lane or directory must do.
+    """Describes one thing that every backend, lane or directory must do.
 
     Attributes:
         id: Its stable name, such as ``"close.flushed[many]"``.
@@ -117,7 +117,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one check.
+    """Holds what came of one check.
 
     Attributes:
         check: Which.
@@ -131,7 +131,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether the promise was kept."""
+        """Tell whether the promise was kept."""
         return not self.reason
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What came of all checks of one backend.
+    """Holds what came of all checks of one backend.
 
     Attributes:
         backend: Its scheme.
@@ -154,12 +154,12 @@ class Report:
 
     @property
     def passed(self) -> tuple[Result, ...]:
-        """The checks that passed."""
+        """Return the checks that passed."""
         return tuple(result for result in self.results if result.passed)
 
     @property
     def failed(self) -> tuple[Result, ...]:
-        """The checks that failed, each with its reason."""
+        """Return the checks that failed, each with its reason."""
         return tuple(result for result in self.results if not result.passed)
 
     def raise_for_failures(self) -> None:
@@ -173,7 +173,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line: how many passed and failed."""
+        """Return one line: how many passed and failed."""
         seconds = sum(result.seconds for result in self.results)
         return (
             f"backend {self.backend!r}: {len(self.passed)} of {len(self.results)} "
@@ -182,7 +182,7 @@ class Report:
 
     @property
     def failures(self) -> str:
-        """Each check that failed, by its whole id, with the reason; a line each."""
+        """List each check that failed: its whole id and the reason, a line each."""
         return "\n".join(f"{r.check.id}: {r.reason}" for r in self.failed)
 
     def __iter__(self) -> Iterator[Result]:

@@ -43,7 +43,7 @@ _SLICE_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a header says."""
+    """Holds what a header says."""
 
     number: int
     length: int
@@ -87,7 +87,7 @@ def even(size: int) -> Cut:
 
 
 def _uneven(total: int) -> list[int]:
-    """From 1 byte to 9 KiB, in no order, with no border in common with the others."""
+    """Return 1 byte to 9 KiB, in no order, with no border in common with others."""
     lengths = []
     step = 1
     while total:
@@ -162,11 +162,11 @@ class Memory:
 
     @property
     def untouched(self) -> bool:
-        """Whether everything still is what :meth:`poison` wrote."""
+        """Tell whether everything still is what :meth:`poison` wrote."""
         return bool((self._arena == _POISON).all())
 
     def differs_at(self, data: Bytes) -> int | None:
-        """Where the payload first differs from ``data``; None if it does not."""
+        """Find where the payload first differs from ``data``; None if it does not."""
         if self._short_pieces:
             different = self._arena[self._index] != data
             return int(different.argmax()) if different.any() else None
@@ -176,13 +176,13 @@ class Memory:
         return None
 
     def gaps_are_whole(self) -> bool:
-        """Whether nothing was written beside the payload."""
+        """Tell whether nothing was written beside the payload."""
         behind = self._arena[self._ends[:, None] + np.arange(_GAP_BYTES)]
         first = self._arena[:_GAP_BYTES]
         return bool((first == _CANARY).all() and (behind == _CANARY).all())
 
     def _pieces(self) -> Iterator[tuple[Bytes, slice]]:
-        """Each piece of memory, and which bytes of the payload are its own."""
+        """Yield each piece of memory, and which bytes of the payload are its own."""
         start = 0
         for offset, end in zip(
             self._offsets.tolist(), self._ends.tolist(), strict=True
@@ -196,19 +196,19 @@ class Memory:
 
     @property
     def _short_pieces(self) -> bool:
-        """Whether an index of each byte is cheaper than a slice of each piece."""
+        """Tell whether an index of each byte is cheaper than a slice of each piece."""
         return self._lengths.size * _SLICE_BYTES > self.nbytes
 
     @cached_property
     def _index(self) -> Places:
-        """Where in the arena each byte of the payload lies."""
+        """Return where in the arena each byte of the payload lies."""
         starts = np.cumsum(self._lengths) - self._lengths
         shifts = np.repeat(self._offsets - starts, self._lengths)
         return shifts + np.arange(self.nbytes, dtype=np.int64)
 
 
 class Owned(Protocol):
-    """A token, or a landing: what knows the memory of one payload."""
+    """Knows the memory of one payload; a token or a landing does."""
 
     memory: Memory | None
 

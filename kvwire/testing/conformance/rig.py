@@ -112,7 +112,7 @@ class Rig(Generic[S]):
         self.raise_verdict()
 
     def announce(self) -> None:
-        """Something has changed; a broken backend may say so on another thread."""
+        """Announce a change; a broken backend may do so on another thread."""
         if threading.get_ident() == self._thread:
             self._changed.set()
         else:
@@ -385,13 +385,13 @@ class LaneRig(Rig[LaneSide]):
         return left, right
 
     async def half_joined(self) -> tuple[LaneSide, LaneSide]:
-        """Both sides of a lane of which the server's has joined, as it does first."""
+        """Make both sides of a lane; the server's has joined, as it does first."""
         left, right = self.prepare()
         await self.within(right.join(left.lane.bootstrap), "the server's join")
         return left, right
 
     def prepare(self) -> tuple[LaneSide, LaneSide]:
-        """Both sides of a lane, not joined."""
+        """Make both sides of a lane, not joined."""
         self._opened += 1
         secret = secrets.token_bytes(32)
         left = self._side("left", self.near, Role.CLIENT, secret)
@@ -443,7 +443,7 @@ def open_descriptors() -> dict[int, str]:
 
 
 def require_collected(seen: Sequence[weakref.ref[T]], what: str) -> None:
-    """Nothing may keep these alive any more."""
+    """Require that nothing keeps these alive any more."""
     gc.collect()
     held = sum(alive() is not None for alive in seen)
     require(not held, f"{held} of {len(seen)} {what} are kept alive")

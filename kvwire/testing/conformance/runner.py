@@ -195,7 +195,7 @@ async def _run_on(make_rig: Callable[[], Any], check: Check) -> Result:
 
 
 def _reason_of(error: Exception) -> str:
-    """Why a check failed, in one line."""
+    """Say why a check failed, in one line."""
     if isinstance(error, CheckFailed):
         return str(error)
     return f"{type(error).__name__}: {error}"

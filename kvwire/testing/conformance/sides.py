@@ -44,7 +44,7 @@ class Verdicts:
 
 
 class Token:
-    """What a payload is sent with. Backends must give it back and not look at it."""
+    """Goes with a payload; backends must give it back and not look at it."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -61,7 +61,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What the control link says of one payload."""
+    """Holds what the control link says of one payload."""
 
     number: int
     length: int
@@ -69,7 +69,7 @@ class Parcel:
 
 
 class KitLanding(Landing):
-    """A landing that knows the number of its payload."""
+    """Knows the number of the payload that lands."""
 
     __slots__ = ("memory", "number")
 
@@ -88,7 +88,7 @@ def _nothing(*_: object) -> None:
 
 
 class Side:
-    """One side of what is under test.
+    """Runs one side of what is under test.
 
     Attributes:
         arrived: Numbers of what has come in whole.
@@ -133,13 +133,13 @@ class Side:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait here, as the link or the lane says."""
+        """Count the bytes that wait here, as the link or the lane says."""
         count: int = self._subject.queued_bytes
         return count
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that have come in, as the link or the lane says."""
+        """Count the bytes that have come in, as the link or the lane says."""
         count: int = self._subject.received_bytes
         return count
 
@@ -315,7 +315,7 @@ class Side:
 
 
 class LinkSide(Side, LinkHandler):
-    """One side of a link, its handler and its caller.
+    """Runs one side of a link, its handler and its caller.
 
     Attributes:
         across: The other side, if it is here and its frames are known.
@@ -393,7 +393,7 @@ class LinkSide(Side, LinkHandler):
 
 
 class LaneSide(Side, LaneHandler):
-    """One side of a lane, its handler and its caller.
+    """Runs one side of a lane, its handler and its caller.
 
     Attributes:
         across: The other side.

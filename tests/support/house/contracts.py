@@ -1,8 +1,9 @@
-"""What a public coroutine owes its caller in writing."""
+"""What docstrings owe their reader: a verb first, and of an await what cancels it."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from tests.support.house.check import (
@@ -47,10 +48,42 @@ def _is_public(name: str) -> bool:
     return not any(part.startswith(("_", "<")) for part in name.split("."))
 
 
+_NO_VERB = re.compile(
+    r"(a|all|an|as|both|bytes|each|every|for|from|how|if|in|is|its?|more|no|nobody|not|"
+    r"nothing|of|on|one|only|our|some|something|th(at|e|ere|ese|is)|to|what|when|where|"
+    r"whether|which|who|whoever|whose|why|with)\b",
+    re.IGNORECASE,
+)
+
+
+def begins_with_a_verb(source: Source) -> Iterator[Finding]:
+    """The docstring of a class or function begins with no word that is no verb."""
+    for node in ast.walk(source.syntax):
+        if not isinstance(node, ast.ClassDef | AnyFunction):
+            continue
+        if found := _NO_VERB.match(ast.get_docstring(node) or ""):
+            text = f"its docstring begins with {found[0]!r}"
+            yield Finding(source.path, node.lineno, node.name, text)
+
+
 _TIERS = ("coded", "disk", "mooncake", "object", "redis", "remote", "sharded")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 
 CHECKS = (
+    Check(
+        name="docstrings begin with a verb",
+        over=("kvwire/", "backends/"),
+        find=each(begins_with_a_verb),
+        bad=[
+            ("kvwire/a.py", 'def f():\n    """Whether it is over."""'),
+            ("kvwire/a.py", 'class A:\n    """The state of a lane."""'),
+        ],
+        good=[
+            ("kvwire/a.py", 'def f():\n    """Tell whether it is over."""'),
+            ("kvwire/a.py", "async def f(): ..."),
+            ("kvwire/a.py", '"""What a module is about."""'),
+        ],
+    ),
     Check(
         name="public coroutines state their cancel safety",
         over=("kvwire/",),
