@@ -95,7 +95,7 @@ class Arena:
             os.close(self._fd)
             raise
         if populate:
-            self._map.populate()
+            self.populate()
         self.address: int = self._map.address
         self.serial: int = next(_serials)
         with _lock:
@@ -138,6 +138,13 @@ class Arena:
         self._used = begin + nbytes
         # The array holds the mapping, which therefore cannot be unmapped under it.
         return self._map.array(begin, nbytes)
+
+    def populate(self) -> None:
+        """Have all pages now, as the argument does; before others write to it.
+
+        For a thread: it takes some tenths of a second for a GiB.
+        """
+        self._map.populate()
 
     @property
     def closed(self) -> bool:
@@ -256,8 +263,9 @@ class SharedMapping:
 
     def populate(self) -> None:
         """Have all pages, huge ones if possible; what is not to be had comes by use."""
-        # Of nothing no huge page is made, but of one small page.
-        self.array(0, self.nbytes)[::HUGE_PAGE_BYTES] = 0
+        # Of nothing no huge page is made, but of one small page that was written to.
+        first_bytes = self.array(0, self.nbytes)[::HUGE_PAGE_BYTES]
+        first_bytes |= 0
         self._advise(_MADV_COLLAPSE)
         self._advise(_MADV_POPULATE_WRITE)
 

@@ -32,6 +32,7 @@ from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
+from kvwire.store.cleanup import run_to_completion
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.index import Index
@@ -74,7 +75,7 @@ class BlockStore(StoreManagement):
         write: Write,
         tenants: Tenants | None = None,
     ) -> None:
-        memory.require("slab", "evict")
+        memory.require("slab", "evict", "populate")
         nbytes = memory.size(memory.place)
         slab = memory.slab_bytes(nbytes)
         evict = memory.choice("evict", EVICTIONS, "lru")
@@ -481,6 +482,13 @@ class OpeningStore(Opening):
             for address in self._tiers[1:]:
                 below.append(await open_tier(address, self._tenants))
                 opened.push_async_callback(below[-1].close)
-            store = BlockStore(self._tiers[0], below, self._write, self._tenants)
+            memory = self._tiers[0]
+            populate = memory.choice("populate", ("yes", "no"), "no") == "yes"
+            store = BlockStore(memory, below, self._write, self._tenants)
             opened.pop_all()  # they are the store's now
+            opened.push_async_callback(store.close)
+            if populate:
+                tier = store._tiers.memory  # noqa: SLF001 - of this file
+                await run_to_completion(asyncio.to_thread(tier.populate))
+            opened.pop_all()
         return store

@@ -183,6 +183,7 @@ async def test_every_close_waits_for_the_end() -> None:
         (["disk:a?size=1GiB"], "begin with memory:SIZE"),
         (["memory:8 parsecs"], "8GiB"),
         (["memory:1GiB?slap=4"], "no option 'slap'"),
+        (["memory:1MiB?populate=1"], "yes or no"),
         (["memory:1GiB", "tape:a"], "no kind 'tape'"),
         (["memory:1MiB", "disk:a"], "write disk:DIRECTORY"),
         (["memory:1MiB", "disk:?size=1GiB"], "write disk:DIRECTORY"),

@@ -179,6 +179,11 @@ class MemoryTier:
             while await self._evict(nbytes, step):
                 continue
 
+    def populate(self) -> None:
+        """Have all pages of the memory now; on a thread, before blocks come."""
+        if self._arena is not None:
+            self._arena.populate()
+
     def close(self) -> None:
         """Give the memory back; nothing is in use any more."""
         self._bytes = np.empty(0, np.uint8)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
+import resource
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
@@ -11,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvwire import BlockStore
 from kvwire.kv.blocks import Ids
-from kvwire.limits import KIB
+from kvwire.limits import KIB, MIB
 from kvwire.store.index import Index, IndexedSlots, Keys, as_keys
 from kvwire.store.tiers.memory import InFlightFills, MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
@@ -277,3 +281,18 @@ async def test_all_who_wait_for_one_of_the_keys_are_woken_at_the_end() -> None:
     assert await waiting[3]
     in_flight.end(keys)
     assert not await in_flight.one_ended(keys)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is an arena on Linux only")
+@pytest.mark.parametrize("populate", ["yes", "no"])
+async def test_pages_are_there_when_a_store_that_wants_them_is_open(
+    populate: str,
+) -> None:
+    nbytes = 16 * MIB
+    async with BlockStore.open([f"memory:{nbytes}?populate={populate}"]) as store:
+        memory = store._tiers.memory._bytes
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        memory[:: mmap.PAGESIZE] = 1
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert (faults < nbytes // mmap.PAGESIZE // 8) == (populate == "yes")
+        del memory
