@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from kvwire.backend.outbox import Outbox
+from kvwire.backend.completion_queue import CompletionQueue
 from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
 from kvwire_nccl.nccl import MoveProgress, NcclMove, NcclPipe
 
@@ -52,7 +52,7 @@ class Driver:
     ) -> None:
         self._pipe = pipe
         self._state = state
-        self._outbox = Outbox(call_soon, moved, lambda job: job.nbytes)
+        self._completions = CompletionQueue(call_soon, moved, lambda job: job.nbytes)
         self._tell_gone = gone
         # Guards the state; notified when something was said to it.
         self._changed = threading.Condition()
@@ -93,7 +93,7 @@ class Driver:
                     self._quarantine(exc)
                     return
                 self.abort(exc)
-        self._outbox.leave(lambda: self._tell_gone(self._state.error))
+        self._completions.leave(lambda: self._tell_gone(self._state.error))
 
     def _next(self) -> DirectionStep:
         with self._changed:
@@ -143,7 +143,7 @@ class Driver:
             with self._changed:
                 done.append(self._state.done(time.monotonic()))
         if done:
-            self._outbox.put(done)
+            self._completions.put(done)
             return
         self._pipe.taken()
         self._pause(LOOK_S)

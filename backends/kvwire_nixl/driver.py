@@ -32,7 +32,7 @@ from typing import Final
 import numpy as np
 
 from kvwire.backend import Landing
-from kvwire.backend.outbox import Outbox
+from kvwire.backend.completion_queue import CompletionQueue
 from kvwire.backend.pacing import open_epolls, unpace
 from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
 from kvwire.kv.fragments import Fragments
@@ -114,7 +114,9 @@ class NixlDriver:
         self._settings = settings
         self.own: NixlBootstrap = own
         self._proofs = proofs
-        self._outbox = Outbox(call_soon, received, lambda landing: landing.length)
+        self._completions = CompletionQueue(
+            call_soon, received, lambda landing: landing.length
+        )
         self._tell_joined = joined
         self._tell_sent = sent
         self._tell_gone = gone
@@ -188,7 +190,7 @@ class NixlDriver:
         except Exception as exc:  # noqa: BLE001 - whatever NIXL raises
             self.end(exc)
         self._quiesce()
-        self._outbox.leave(self._leave)
+        self._completions.leave(self._leave)
 
     def _join(self) -> None:
         page = self._page.range
@@ -214,7 +216,7 @@ class NixlDriver:
                 self._rest()
         if not self._ending:
             self._joined = True
-            self._outbox.on_loop(lambda: self._tell_joined(None))
+            self._completions.on_loop(lambda: self._tell_joined(None))
 
     def _learn(self, news: tuple[bytes, ...], word: int) -> None:
         """Take in what the peer has described."""
@@ -312,7 +314,7 @@ class NixlDriver:
             if not self._word_is_there():
                 return False
             done, self._confirming = self._confirming, []
-            self._outbox.put(read.landing for read in done)
+            self._completions.put(read.landing for read in done)
             return True
         late = time.monotonic() > self._word_at + _WORD_S
         looks = late and self._taken < self._offered and self._word_handle is not None
@@ -352,7 +354,7 @@ class NixlDriver:
             return False
         self._taken = taken
         self._unpace()
-        self._outbox.on_loop(lambda: self._tell_sent(taken))
+        self._completions.on_loop(lambda: self._tell_sent(taken))
         return True
 
     def _unpace(self) -> None:

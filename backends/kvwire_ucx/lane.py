@@ -61,7 +61,7 @@ from kvwire_ucx.bootstrap import (
     parse,
 )
 from kvwire_ucx.library import Version
-from kvwire_ucx.one_sided import OneSided
+from kvwire_ucx.one_sided import OneSidedPayloads
 from kvwire_ucx.pieces import (
     RULE,
     descriptor,
@@ -138,7 +138,7 @@ class UcxLane(Lane):
         self._bootstrap = self._own.to_bytes()
         self._state = _State.OPENED
         self._endpoint: UcxEndpoint | None = None
-        self._one_sided: OneSided | None = None
+        self._one_sided: OneSidedPayloads | None = None
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         # Whether the core has been given the lane, and so is told of its end.
@@ -219,7 +219,7 @@ class UcxLane(Lane):
             endpoint = UcxEndpoint(self._worker, self._peer, self._endpoint_failed)
             self._endpoint = endpoint
             if self._own.one_sided and self._peer.one_sided:
-                self._one_sided = OneSided(
+                self._one_sided = OneSidedPayloads(
                     self._worker, self._own, self._peer, endpoint
                 )
         return self._endpoint
@@ -322,7 +322,9 @@ class UcxLane(Lane):
             self._next_received = next_message(message)
             self._post_receive(parts, piece, message)
 
-    def _read(self, one_sided: OneSided, descriptor: bytes, landing: Landing) -> None:
+    def _read(
+        self, one_sided: OneSidedPayloads, descriptor: bytes, landing: Landing
+    ) -> None:
         number, lent = read_lent(descriptor, landing.length)
         if not self._is_live:
             return

@@ -14,7 +14,7 @@ its own worker, and is quiet when that is destroyed. The sender's memory is quie
 its receipt has come, when the peer has said bye, or when its keys are dead, which ends
 all reading but one kind: a process of this host reads another's memory without asking
 it (cma). Then only the peer's own word counts, or its death; see
-:attr:`OneSided.must_wait`.
+:attr:`OneSidedPayloads.must_wait`.
 
 Only what reads by itself is used, a network card or the kernel. Over TCP and plain
 shared memory UCX emulates a get with messages, and ends the *lender's* process when one
@@ -67,7 +67,7 @@ OnRead = Callable[[int], None]
 
 
 @final
-class OneSided:
+class OneSidedPayloads:
     """Lends the payloads of one lane to its peer, and reads the peer's."""
 
     def __init__(

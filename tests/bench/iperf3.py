@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvwire import KVWireError
 from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import HOST, Side
+from kvwire.cli.bench.side import HOST, BenchSide
 from kvwire.cli.bench.turns import Benchmark, Missing
 from kvwire.limits import GIB, MIB
 from tests.support.servers import Server
@@ -50,7 +50,7 @@ def beside(benchmark: Benchmark) -> Benchmark:
     return replace(benchmark, cases=cases)
 
 
-class Iperf3Side(Side[OpsWork]):
+class Iperf3Side(BenchSide[OpsWork]):
     """A server that stays, and a client for each round.
 
     It moves more than it is asked to; its time and CPU are those of what it was asked.

@@ -13,8 +13,8 @@ import numpy as np
 from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.side import (
     HOST,
+    BenchSide,
     Bytes,
-    Side,
     W,
     Work,
     digest,
@@ -25,7 +25,7 @@ from kvwire.cli.bench.side import (
 from kvwire.limits import KIB
 
 
-class StreamsSide(Side[OpsWork]):
+class StreamsSide(BenchSide[OpsWork]):
     """Runs the streams of asyncio, bare: a round trip and nothing else."""
 
     work_type: ClassVar[type[Work]] = OpsWork
@@ -80,7 +80,7 @@ class StreamsSide(Side[OpsWork]):
         writer.close()
 
 
-class SocketsSide(Side[W]):
+class SocketsSide(BenchSide[W]):
     """Blocking sockets and nothing else: as fast as one stream of Python gets.
 
     The receiving side goes through as many buffers as operations are in flight
@@ -169,7 +169,7 @@ class SocketsSide(Side[W]):
         self.receive_into(memoryview(bytearray(1)))
 
 
-class MemcpySide(Side[OpsWork]):
+class MemcpySide(BenchSide[OpsWork]):
     """Copies as many bytes that lie side by side: what memory does at best."""
 
     work_type: ClassVar[type[Work]] = OpsWork

@@ -19,7 +19,7 @@ from rich.table import Table
 import kvwire
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table
-from kvwire.cli.bench.side import Side, Work
+from kvwire.cli.bench.side import BenchSide, Work
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case
 from kvwire.cli.demo.book import Tokenizer, passages
 from kvwire.cli.demo.numpy_llama import Floats, NumpyLlama, Plain
@@ -51,7 +51,7 @@ class CodecWork(Work):
     images: str
 
 
-class CodecSide(Side[CodecWork]):
+class CodecSide(BenchSide[CodecWork]):
     """Encodes and decodes; with the option ``copy`` it copies instead."""
 
     work_type = CodecWork

@@ -30,7 +30,7 @@ from kvwire.cli.bench import report
 from kvwire.cli.bench.operations import End, mark_all, over, paged
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds
-from kvwire.cli.bench.side import HOST, Side, Work, digest, fill
+from kvwire.cli.bench.side import HOST, BenchSide, Work, digest, fill
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 from kvwire.observe.page import in_bytes
@@ -108,7 +108,7 @@ class ManyWork(Work):
         return parts[: len(own)], others
 
 
-class ManySide(Side[ManyWork]):
+class ManySide(BenchSide[ManyWork]):
     """Runs some communicators on each side, every one connected to every other."""
 
     work_type: ClassVar[type[Work]] = ManyWork

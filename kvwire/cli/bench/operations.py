@@ -22,9 +22,9 @@ import numpy.typing as npt
 import kvwire
 from kvwire.cli.bench.side import (
     HOST,
+    BenchSide,
     Bytes,
     JoinedSide,
-    Side,
     W,
     Work,
     digest,
@@ -159,7 +159,7 @@ def paged(
     return kvwire.PagedCache(spec, list(numbers.reshape(layers, blocks, *block)))
 
 
-class ConnectedSide(Side[W]):
+class ConnectedSide(BenchSide[W]):
     """Runs one communicator of kvwire, with one connection."""
 
     communicator: kvwire.Communicator

@@ -49,7 +49,7 @@ class Work:
 W = TypeVar("W", bound=Work)
 
 
-class Side(Generic[W]):
+class BenchSide(Generic[W]):
     """Runs one side: the left one drives and keeps the time, the right one serves.
 
     The order of calls is listen, accept and connect; then any number of rounds. A round
@@ -104,13 +104,16 @@ class Side(Generic[W]):
         """End what was begun."""
 
 
-CALLS: Final = frozenset(n for n in vars(Side) if n[0] != "_") - {"close", "work_type"}
+CALLS: Final = frozenset(n for n in vars(BenchSide) if n[0] != "_") - {
+    "close",
+    "work_type",
+}
 
 
-class JoinedSide(Side[W]):
+class JoinedSide(BenchSide[W]):
     """Two sides on one loop, as one that needs no other."""
 
-    def __init__(self, left: Side[W], right: Side[W]) -> None:
+    def __init__(self, left: BenchSide[W], right: BenchSide[W]) -> None:
         super().__init__(left.options)
         self.left = left
         self.right = right
@@ -186,15 +189,15 @@ def require_same(left: object, right: object) -> None:
 # --- the process ----------------------------------------------------------------------
 
 
-def make(role: str, options: Mapping[str, str]) -> Side[Any]:
+def make(role: str, options: Mapping[str, str]) -> BenchSide[Any]:
     """Make the side that a role names."""
     module, _, name = role.partition(":")
     found = getattr(import_module(module), name)(options)
-    assert isinstance(found, Side)
+    assert isinstance(found, BenchSide)
     return found
 
 
-async def answer(side: Side[Any], line: bytes) -> bytes:
+async def answer(side: BenchSide[Any], line: bytes) -> bytes:
     """Do what one line says; an exception becomes an answer too."""
     asked = json.loads(line)
     name, arguments = asked["call"], asked["arguments"]
@@ -209,7 +212,7 @@ async def answer(side: Side[Any], line: bytes) -> bytes:
     return json.dumps(found).encode() + b"\n"
 
 
-async def obey(side: Side[Any]) -> None:
+async def obey(side: BenchSide[Any]) -> None:
     """Answer line after line until there are no more."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(

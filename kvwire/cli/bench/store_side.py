@@ -34,7 +34,7 @@ from kvwire.cli.bench.operations import (
     Pool,
     require_complete,
 )
-from kvwire.cli.bench.side import HOST, Side, Work, each_timed, fill
+from kvwire.cli.bench.side import HOST, BenchSide, Work, each_timed, fill
 from kvwire.limits import KIB, MIB, STORE_SLOTS_MAX
 
 MEMORY: Final = "memory"
@@ -139,7 +139,7 @@ def work_of(tier: str, verb: str, shape: str, round_bytes: int) -> StoreWork:
     )
 
 
-class StoreServerSide(Side[StoreWork]):
+class StoreServerSide(BenchSide[StoreWork]):
     """Store servers: one in memory for each size of blocks."""
 
     work_type: ClassVar[type[Work]] = StoreWork
@@ -163,7 +163,7 @@ class StoreServerSide(Side[StoreWork]):
         await self._open.aclose()
 
 
-class BlocksSide(Side[StoreWork]):
+class BlocksSide(BenchSide[StoreWork]):
     """Puts sets of blocks somewhere, and gets them back."""
 
     work_type: ClassVar[type[Work]] = StoreWork

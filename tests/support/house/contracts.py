@@ -1,10 +1,10 @@
-"""What docstrings owe their reader: a verb first, and of an await what cancels it."""
+"""What names and docstrings owe their reader."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.support.house.check import (
     AnyFunction,
@@ -66,6 +66,19 @@ def begins_with_a_verb(source: Source) -> Iterator[Finding]:
             yield Finding(source.path, node.lineno, node.name, text)
 
 
+def classes_of_one_name(files: Sequence[Source]) -> Iterator[Finding]:
+    """A public class that is called as another one is, wherever that stands."""
+    seen: dict[str, str] = {}
+    for source in files:
+        for node in ast.walk(source.syntax):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if node.name in seen:
+                text = f"{seen[node.name]} has a class of this name"
+                yield Finding(source.path, node.lineno, node.name, text)
+            seen[node.name] = source.path
+
+
 _TIERS = ("coded", "disk", "mooncake", "object", "redis", "remote", "sharded")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 
@@ -83,6 +96,13 @@ CHECKS = (
             ("kvwire/a.py", "async def f(): ..."),
             ("kvwire/a.py", '"""What a module is about."""'),
         ],
+    ),
+    Check(
+        name="no two classes are called the same",
+        over=("kvwire/", "backends/"),
+        find=classes_of_one_name,
+        bad=[("kvwire/a.py", "class A: ...\nclass B:\n    class A: ...")],
+        good=[("kvwire/a.py", "class A: ...\nclass _A: ...\nclass B: ...")],
     ),
     Check(
         name="public coroutines state their cancel safety",

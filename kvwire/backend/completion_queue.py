@@ -12,7 +12,7 @@ from kvwire.limits import LANE_WAKEUP_BYTES
 T = TypeVar("T")
 
 
-class Outbox(Generic[T]):
+class CompletionQueue(Generic[T]):
     """Takes what is done from a thread, and tells the loop of one wake-up's bytes.
 
     Args:
