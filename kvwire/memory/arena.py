@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import itertools
@@ -38,10 +39,11 @@ from kvwire.memory.copy import MID_PAGE_BYTES, address_of
 
 # Of x86-64, and of Arm with small pages of 4 KiB.
 HUGE_PAGE_BYTES: Final = 2 * MIB
-# Not in the `mmap` module: since Linux 6.1 and 5.14, and a flag of all times.
+# Not in the `mmap` module: since Linux 6.1 and 5.14, and two flags of all times.
 _MADV_COLLAPSE: Final = 25
 _MADV_POPULATE_WRITE: Final = 23
 _MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 # Not in the `fcntl` module of Python 3.11 and 3.12; since Linux 5.1.
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
@@ -241,12 +243,14 @@ class SharedMapping:
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._reserved = mmap.mmap(
-            -1,
-            nbytes + HUGE_PAGE_BYTES,
-            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-            prot=access,
-        )
+        # Of addresses alone: an arena may be larger than the memory that there is.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self._reserved = mmap.mmap(
+                -1, nbytes + HUGE_PAGE_BYTES, flags=flags, prot=access
+            )
+        except OverflowError:  # a peer's file may be of any size
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
         reserved = address_of(self._reserved)
         self._begin = -reserved % HUGE_PAGE_BYTES
         self.address: int = reserved + self._begin

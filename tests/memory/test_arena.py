@@ -22,6 +22,7 @@ from kvwire.testing.conformance.rig import open_descriptors
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="memory is shared by descriptor on Linux only"
 )
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 
 def test_arrays_are_zero_apart_and_aligned() -> None:
@@ -146,9 +147,30 @@ def test_all_pages_of_a_populated_arena_are_there() -> None:
         del array
 
 
+@pytest.mark.skipif(
+    not OVERCOMMIT.exists() or OVERCOMMIT.read_text().strip() == "2",
+    reason="this host promises no more memory than it has",
+)
+def test_it_may_be_larger_than_memory_until_it_is_written_to() -> None:
+    with Arena(8 * mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES")) as arena:
+        arena.numpy(9, np.uint8)[:] = 7
+
+
 def test_what_cannot_be_mapped_is_an_error() -> None:
     with Path(os.devnull).open("rb") as file, pytest.raises(OSError, match="mmap: "):
         SharedMapping(file.fileno(), mmap.PAGESIZE, writable=False)
+
+
+def test_a_peer_says_how_large_its_arena_is() -> None:
+    """The kernel lets it be of any size."""
+    theirs = os.memfd_create("theirs")
+    try:
+        for nbytes in (0, 2**62, 2**63 - 1):
+            os.ftruncate(theirs, nbytes)
+            with pytest.raises(OSError, match=r"Cannot allocate|Invalid argument"):
+                SharedMapping(theirs, nbytes, writable=False)
+    finally:
+        os.close(theirs)
 
 
 def test_memory_is_found_in_its_arena() -> None:
