@@ -111,7 +111,8 @@ class OneSidedPayloads:
             process = self._process = os.pidfd_open(self._peer.pid)
         except ProcessLookupError:
             call()
-        except (OSError, OverflowError) as exc:  # an old kernel, or no process id
+        # An old kernel, a Python built for one, such as conda's, or no process id.
+        except (OSError, AttributeError, OverflowError) as exc:
             _log.warning("ucx: it will not be noticed if the peer dies: %s", exc)
         else:
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,3 +141,55 @@ async def test_a_stopped_reader_is_waited_for(
     stopped._worker.wake()
     await rig.closes(left)
     await rig.aclose()
+
+
+async def test_memory_is_free_when_the_stopped_reader_has_died(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process stands for the reader's here: it lives, and then it does not."""
+    monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
+    rig = LaneRig(UcxBackend, settings(), 10)
+    left, right = await rig.held_pair()
+    left.send(MIB)
+    lender, stopped = left.lane, right.lane
+    assert isinstance(lender, UcxLane)
+    assert isinstance(stopped, UcxLane)
+    stopped._worker._turning = True
+    async with process() as reader:
+        assert lender._one_sided is not None
+        lender._one_sided._peer = replace(lender._peer, pid=reader.pid)
+        left.abort()
+        await rig.until(lambda: "stays in quarantine" in caplog.text, "the log says so")
+        assert not left.closed
+        reader.kill()
+        await rig.closes(left)
+    stopped._worker._turning = False
+    stopped._worker.wake()
+    await rig.aclose()
+
+
+async def test_a_python_that_cannot_watch_a_process_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of conda are built with the headers of an old kernel."""
+    monkeypatch.delattr(os, "pidfd_open")
+    rig = LaneRig(UcxBackend, settings(), 10)
+    left, _ = await rig.pair()
+    assert isinstance(left.lane, UcxLane)
+    assert left.lane._one_sided is not None
+    left.lane._one_sided.when_reader_dies(left.abort)
+    assert "it will not be noticed if the peer dies" in caplog.text
+    assert not left.closed
+    await rig.aclose()
+
+
+@asynccontextmanager
+async def process() -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a process that waits to be killed."""
+    made = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        yield made
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            made.kill()
+        await made.wait()
