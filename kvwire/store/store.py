@@ -186,8 +186,9 @@ class BlockStore(StoreManagement):
             namespaces = self._known_namespaces(hashes, tenant)
             named = hashes if isinstance(hashes, Mapping) else namespaces
             groups = tuple(named) or ("",)
-        found = dict.fromkeys(groups, 0)
+        found: dict[str, int] = {}
         for name, listed in by_group(hashes, groups).items():
+            found[name] = 0
             if name in namespaces:
                 keys = keys_of(listed, namespaces[name])
                 found[name] = leading(await self._tiers.find(keys))

@@ -107,6 +107,10 @@ async def test_groups_are_kept_apart() -> None:
             "full": 4,
             "window": 0,
         }
+        # Of the groups that are named, and of no others.
+        both = grouped(to_full, to_window)
+        assert await store.match({"window": hashes[2:]}, both) == {"window": 2}
+        assert await store.match({}) == await store.match({}, both) == {}
         outcome = await store.get(
             {"full": hashes, "window": hashes[2:]},
             grouped(to_full, to_window),
@@ -119,7 +123,6 @@ async def test_groups_are_kept_apart() -> None:
         assert (
             await store.get({"full": hashes}, alone, {"full": [0, 1, 2, 3]})
         ).complete
-        both = grouped(to_full, to_window)
         some = await store.get(
             {"full": hashes, "window": []}, both, {"full": [8, 9, 10, 11], "window": []}
         )

@@ -23,6 +23,7 @@ from pathlib import Path
 from time import time
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from kvwire.errors import UsageError
@@ -83,6 +84,8 @@ class DiskTier(CodedTier):
         # Slots whose rows name what is not there any more.
         self._stale: set[int] = set()
         self._serial = 0
+        # Of the blocks that are there after a write, those that were not before.
+        self._written_blocks = 0
         self._counts.size_bytes = nbytes
         self._in_flight = InFlightFills()
         self._writing = asyncio.Lock()
@@ -170,8 +173,6 @@ class DiskTier(CodedTier):
         held = await self._look(namespace, batch.keys)
         self.touch(batch.keys[held])
         results[held] = BlockResult.LANDED
-        # The caller counts all that is there now, and not all of it was written.
-        self._counts.written_blocks -= int(np.count_nonzero(held))
         lacking = np.flatnonzero(~held)
         if not lacking.size:
             return results
@@ -245,10 +246,13 @@ class DiskTier(CodedTier):
         return uses_of(self._index)
 
     def stats(self) -> TierStats:
-        self._counts.blocks = len(self._index)
-        self._counts.used_bytes = self._slabs.used_bytes
-        self._counts.evicted_blocks = self._index.evicted
-        return self._counts
+        return msgspec.structs.replace(
+            self._counts,
+            blocks=len(self._index),
+            used_bytes=self._slabs.used_bytes,
+            written_blocks=self._written_blocks,
+            evicted_blocks=self._index.evicted,
+        )
 
     def namespaces(self) -> Iterable[Namespace]:
         return tuple(self._rows.namespaces.values())
@@ -307,6 +311,7 @@ class DiskTier(CodedTier):
         sizes = np.zeros(keys.size, np.int64)
         batch = Batch(keys, self._index.orders(slots), images, sizes)
         results = await self._read_entries(namespace, batch)
+        self._counts.count(results, written=False)
         failed = keys[results == BlockResult.FAILED]
         slots = self._index.find(failed)
         failed, slots = failed[slots >= 0], slots[slots >= 0]
@@ -351,6 +356,7 @@ class DiskTier(CodedTier):
                 self._index.mark(slots, batch.orders)
                 self._index.name(batch.keys, slots, batch.born)
                 self._index.unpin(batch.keys, slots)
+                self._written_blocks += slots.size
             else:
                 self._index.give_back(slots)
         result = BlockResult.LANDED if written else BlockResult.FAILED

@@ -163,8 +163,14 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
     images.write_bytes(data)
     # One that read nothing knows no more than the one before, and may not say so.
     await (await disk(tmp_path)).close()
+    counted: list[int] = []
+
+    def look(call: str, *_: object) -> None:
+        if call == "pwritev":
+            counted.append(tier.stats().written_blocks)
+
     for held in (7, 8):
-        tier = await disk(tmp_path)
+        tier = await disk(tmp_path, hook=look)
         keys = store_keys(hashes, source)
         async with store_on(tier) as store:
             assert await store.match(hashes) == 8
@@ -172,7 +178,10 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
             assert (await store.put(hashes, source.cache, IDS[:8])).complete
             # One was damaged, and written again; the others were only read.
             assert tier.stats().written_blocks == (1 if held == 7 else 0)
+            assert tier.stats().damaged_blocks == (1 if held == 7 else 0)
             assert (await tier.holds(keys)).all()
+    # A counter only grows: what was only read was never counted.
+    assert counted == [0]
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await landed(store, source, hashes) == IDS[:8]
 
