@@ -8,9 +8,10 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
@@ -156,19 +157,11 @@ class _Front:
         body.pop("kv_transfer_params", None)
         headers, since = _passed_on(request), self.state.fleet.clock()
         asked = ClientRequest(request.url.path, body, headers, since)
-        async with AsyncExitStack() as stack:
-            asking = asyncio.ensure_future(self._asked(asked, stack))
-            answer = await _unless_gone(request, asking)
-            if answer is None:
-                # Nobody reads it.
-                return Response(status_code=_CLIENT_CLOSED)
-            return _streamed(answer, stack.pop_all())
+        return await _unless_gone(request, partial(self._asked, asked))
 
     async def models(self, request: Request) -> Response:
         asked = ClientRequest("/v1/models", {}, _passed_on(request), method="GET")
-        async with AsyncExitStack() as stack:
-            answer = await self.dispatcher.ask(asked, stack)
-            return _streamed(answer, stack.pop_all())
+        return await _unless_gone(request, partial(self.dispatcher.ask, asked))
 
     async def health(self, _: Request) -> Response:
         if self.state.fleet.lives(DECODE):
@@ -276,24 +269,31 @@ def _passed_on(request: Request) -> dict[str, str]:
 
 
 async def _unless_gone(
-    request: Request, asking: asyncio.Task[EngineResponse]
-) -> EngineResponse | None:
-    """Return the answer, or None if the client goes away before it begins.
+    request: Request,
+    ask: Callable[[AsyncExitStack], Coroutine[Any, Any, EngineResponse]],
+) -> Response:
+    """Pass on the answer, unless the client goes away before it begins.
 
     Starlette looks for that only once the answer is on its way.
     """
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((asking, gone), return_when=asyncio.FIRST_COMPLETED)
-        return asking.result() if asking.done() else None
-    finally:
-        for task in (asking, gone):
-            task.cancel()
-        await asyncio.wait((asking, gone))
+    async with AsyncExitStack() as stack:
+        asking = asyncio.ensure_future(ask(stack))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((asking, gone), return_when=asyncio.FIRST_COMPLETED)
+            answer = asking.result() if asking.done() else None
+        finally:
+            for task in (asking, gone):
+                task.cancel()
+            await asyncio.wait((asking, gone))
+        if answer is None:
+            # Nobody reads it.
+            return Response(status_code=_CLIENT_CLOSED)
+        return _streamed(answer, stack.pop_all())
 
 
 async def _disconnected(request: Request) -> None:
-    # The body was read, so nothing else is left to be received.
+    # The body was read, or is no use, so nothing else is left to be received.
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
