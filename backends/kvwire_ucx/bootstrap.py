@@ -2,12 +2,14 @@
 
 ::
 
-    bootstrap = "KVUX" | version 2 | UCX major, minor, release | process id, 4 bytes |
+    bootstrap = "KVUX" | version 2 | UCX major, minor, release |
+                process id, 4 bytes | its namespace, 4 bytes |
                 flags, 1 byte | lane, 7 bytes | length | address
 
 Bit 0 of the flags says that this side lends memory for reading and reads what is lent.
 Lanes do that if both sides have set it. The process id tells a lender on the same host
-when its reader has died.
+when its reader has died, if both count in one namespace: containers that share memory
+need not.
 
 ``lane`` is a random number of 40 bits, which only those know who read the bootstrap.
 Every message *to* that lane has a tag with these bits on top: so nobody who merely
@@ -21,6 +23,7 @@ import os
 import secrets
 import struct
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from kvwire.errors import BackendUnavailable
@@ -35,7 +38,7 @@ MESSAGES: Final = 2**23
 # Added to the number of a message: its receiver has read it itself.
 RECEIPT: Final = MESSAGES
 
-_FORMAT: Final = struct.Struct(">4sB3BIQH")
+_FORMAT: Final = struct.Struct(">4sB3BIIQH")
 _MAGIC: Final = b"KVUX"
 _VERSION: Final = 2
 _LANE_BITS: Final = 40
@@ -43,6 +46,15 @@ _ONE_SIDED: Final = 1 << 56
 _MESSAGE_BITS: Final = 24
 # UCX reads addresses without a length. A malicious one then leads into zeros.
 _PADDING: Final = bytes(4096)
+_NAMESPACE: Final = Path("/proc/self/ns/pid")
+
+
+def _own_namespace() -> int:
+    """Return the number of the namespace of process ids; 0 if it has none to show."""
+    try:
+        return _NAMESPACE.stat().st_ino & 0xFFFF_FFFF
+    except OSError:
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +66,12 @@ class UcxBootstrap:
     address: bytes
     one_sided: bool = False
     pid: int = field(default_factory=os.getpid)
+    pid_namespace: int = field(default_factory=_own_namespace)
 
     def to_bytes(self) -> bytes:
         """Encode it."""
         head = _FORMAT.pack(
-            *(_MAGIC, _VERSION, *self.version, self.pid),
+            *(_MAGIC, _VERSION, *self.version, self.pid, self.pid_namespace),
             self.lane | (_ONE_SIDED if self.one_sided else 0),
             len(self.address),
         )
@@ -83,7 +96,7 @@ def parse(data: bytes) -> UcxBootstrap:
     """Read what a peer has sent."""
     if not _FORMAT.size < len(data) <= BOOTSTRAP_BYTES_MAX:
         raise BackendUnavailable(f"the peer's bootstrap has {len(data)} bytes")
-    magic, format_, *version, pid, lane, length = _FORMAT.unpack_from(data)
+    magic, format_, *version, pid, namespace, lane, length = _FORMAT.unpack_from(data)
     if magic != _MAGIC or format_ != _VERSION:
         raise BackendUnavailable(
             f"the peer's bootstrap begins with {data[:5].hex()}, not with "
@@ -102,6 +115,7 @@ def parse(data: bytes) -> UcxBootstrap:
         address=address,
         one_sided=one_sided,
         pid=pid,
+        pid_namespace=namespace,
     )
 
 

@@ -49,6 +49,7 @@ from kvwire_ucx.worker import UcxEndpoint, Worker
 
 _log = logging.getLogger("kvwire.ucx")
 
+_UNNOTICED: Final = "ucx: it will not be noticed if the peer dies: %s"
 # Fragments of fewer bytes on average are packed by UCX into a message.
 LENT_BYTES_MIN: Final = 128 * KIB
 # A payload is read in at most so many gets: where the destination is cut into more, it
@@ -106,14 +107,17 @@ class OneSidedPayloads:
         UCX does not tell: it looks after peers whose endpoints it knows, and one that
         only reads has never named its own.
         """
-        loop = asyncio.get_running_loop()
+        loop, peer = asyncio.get_running_loop(), self._peer
+        if not peer.pid_namespace or peer.pid_namespace != self._own.pid_namespace:
+            _log.warning(_UNNOTICED, "its process id is of another namespace")
+            return
         try:
-            process = self._process = os.pidfd_open(self._peer.pid)
+            process = self._process = os.pidfd_open(peer.pid)
         except ProcessLookupError:
             call()
         # An old kernel, a Python built for one, such as conda's, or no process id.
         except (OSError, AttributeError, OverflowError) as exc:
-            _log.warning("ucx: it will not be noticed if the peer dies: %s", exc)
+            _log.warning(_UNNOTICED, exc)
         else:
 
             def died() -> None:

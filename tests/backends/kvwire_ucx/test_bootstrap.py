@@ -24,6 +24,7 @@ bootstraps = st.builds(
     address=st.binary(min_size=1, max_size=1000),
     one_sided=st.booleans(),
     pid=st.integers(0, 2**32 - 1),
+    pid_namespace=st.integers(0, 2**32 - 1),
 )
 
 

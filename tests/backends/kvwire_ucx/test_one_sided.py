@@ -183,6 +183,29 @@ async def test_a_python_that_cannot_watch_a_process_says_so(
     await rig.aclose()
 
 
+@pytest.mark.parametrize("namespace", ["own", "another's", "unknown"])
+async def test_a_process_is_known_by_its_number_where_that_was_counted(
+    namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In another namespace the number is that of nobody, or of somebody else."""
+    async with process() as reader:
+        reader.kill()
+    rig = LaneRig(UcxBackend, settings(), 10)
+    left, _ = await rig.pair()
+    assert isinstance(left.lane, UcxLane)
+    one_sided, peer = left.lane._one_sided, left.lane._peer
+    assert one_sided is not None
+    number = {"own": peer.pid_namespace, "another's": 1, "unknown": 0}[namespace]
+    one_sided._peer = replace(peer, pid=reader.pid, pid_namespace=number)
+    if namespace == "unknown":
+        one_sided._own = replace(one_sided._own, pid_namespace=0)
+    called: list[int] = []
+    one_sided.when_reader_dies(lambda: called.append(1))
+    assert len(called) == (namespace == "own")
+    assert ("will not be noticed" in caplog.text) == (namespace != "own")
+    await rig.aclose()
+
+
 @asynccontextmanager
 async def process() -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a process that waits to be killed."""
