@@ -32,7 +32,11 @@ app.command(keygen)
 app.command(
     "kvwire.cli.bench.command:app",
     name="bench",
-    help="Measure kvwire beside what you would otherwise use.",
+    help=(
+        "Measure kvwire beside what you would otherwise use.\n\n"
+        "In one run, in turns, in processes of their own; what counts is the ratio of "
+        "the medians. Run it where nothing else runs."
+    ),
 )
 app.command(
     "kvwire.cli.config:app",
@@ -62,7 +66,10 @@ app.command(
 app.command(
     "kvwire.cli.inspect:top",
     name="top",
-    help="Show what is open in live processes, and what each transfer waits for.",
+    help=(
+        "Show what is open in live processes, and what each transfer waits for.\n\n"
+        "Processes that were started with KVWIRE_INSPECT, or the key `inspect`."
+    ),
 )
 app.command(
     "kvwire.cli.inspect:trace",

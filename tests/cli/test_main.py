@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,25 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "keygen" in said
     assert "bench" in said
     assert "doctor" in said
+
+
+@pytest.mark.parametrize("group", ["", "bench", "directory", "store"])
+def test_help_says_what_each_command_does(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*group.split(), "--help"]) == 0
+    rows = re.findall(r"^│ (\w+) +(\w*)", capsys.readouterr().out, re.MULTILINE)
+    said = dict(rows)
+    assert len(said) > 1
+    assert all(said.values()), said
+
+
+def test_help_of_a_group_says_how_it_measures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What stands in the list of all commands is not all that there is to say."""
+    assert main(["bench", "--help"]) == 0
+    assert "Run it where nothing else runs" in capsys.readouterr().out
 
 
 def test_help_loads_no_numpy() -> None:

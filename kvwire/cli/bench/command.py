@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from cyclopts import App
 
-app: App = App(
-    name="bench",
-    help=(
-        "Measure kvwire beside what you would otherwise use.\n\n"
-        "In one run, in turns, in processes of their own; what counts is the ratio of "
-        "the medians. Run it where nothing else runs."
-    ),
+from kvwire.cli.bench import (
+    codecs,
+    fragments,
+    many,
+    messages,
+    ops,
+    overlap,
+    setup,
+    store,
 )
-for name in (
-    "messages",
-    "overlap",
-    "fragments",
-    "many",
-    "ops",
-    "setup",
-    "store",
-    "codecs",
-):
-    app.command(f"kvwire.cli.bench.{name}:command", name=name)
+
+app: App = App(name="bench")
+for benchmark in (messages, overlap, fragments, many, ops, setup, store, codecs):
+    app.command(benchmark.command, name=benchmark.__name__.rpartition(".")[2])

@@ -189,7 +189,7 @@ def command(
     rounds: Rounds = 5,
     common: Common = COMMON,
 ) -> int:
-    """Blocks of a paged cache, scattered on both sides: push and pull, 4 KiB to 16 MiB.
+    """Measure push and pull of scattered blocks of a cache, from 4 KiB to 16 MiB.
 
     Args:
         transport: Of kvwire, separated by commas, or all that are installed. One that

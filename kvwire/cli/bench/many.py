@@ -312,7 +312,7 @@ def command(
     rounds: Rounds = 3,
     common: Common = COMMON,
 ) -> int:
-    """Many transfers at once over many connections, and a small one beside large ones.
+    """Measure many transfers at once, and a small one beside large ones.
 
     Everything travels in fragments of 4 KiB. With --other-mib 1024, the side that pulls
     has 8 GiB of memory, and the one that publishes 1 GiB, which all the others want.

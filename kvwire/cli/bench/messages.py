@@ -36,7 +36,7 @@ def command(
     rounds: Rounds = 10,
     common: Common = COMMON,
 ) -> int:
-    """Round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
+    """Measure round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
 
     Beside a ping-pong over bare streams of the same loop, and blocking sockets.
 

@@ -172,7 +172,7 @@ def command(
     rounds: Rounds = 5,
     common: Common = COMMON,
 ) -> int:
-    """Blocks into each tier of a store, and out of it: put, get, one block, match.
+    """Measure blocks into each tier of a store and out: put, get, one block, match.
 
     Each tier is in its steady state: it is full, and what is got is in no
     tier above it. With all tiers and --round-mib 64 it takes some 8 GiB of memory.
