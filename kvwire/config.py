@@ -281,7 +281,15 @@ _TLS_KEYS = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 FIELDS = frozenset(Config.__struct_fields__)
 _KINDS = get_type_hints(ConfigOptions)
 # How msgspec says which value it does not like.
-_PLACE = re.compile(r" - at `\$\.(\w+).*`$")
+_PLACE = re.compile(r" - at .*`\$\.(\w+).*`$")
+# What is said where a table is needed; msgspec has the words of JSON.
+_TABLES = {
+    "backends": (
+        'a table of settings for each transport is needed, such as {"ucx": {"TLS": '
+        '"tcp"}}; prefer, require and forbid choose transports'
+    ),
+    "profile": 'a table is needed, such as {"model": "demo"}',
+}
 
 
 def _layers(
@@ -399,6 +407,8 @@ def checked_values(
             raise UsageError(f"{usual_origin}: {exc}") from None
         key = found[1]
         said = str(exc).removesuffix(found[0])
+        if said.startswith("Expected `object`"):
+            said = _TABLES.get(key, said)
         hint = get_type_hints(kind)[key]
         if get_origin(hint) is Literal:
             said += f"; {nearest(values[key], filter(None, get_args(hint)))}"
