@@ -231,6 +231,15 @@ def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "WAKEUP_BYTES", 1 << 40)
 
 
+@instead_of(InprocPipe.put, "pressure.fair-loop", "close.flushed[many]")
+def stops_behind_the_first_frame(
+    put: Any, self: InprocPipe, frames: list[PipeFrame]
+) -> None:
+    if not self.__dict__.setdefault("stopped", False):
+        put(self, frames[:1])
+    self.__dict__["stopped"] = len(frames) > 0
+
+
 # --- pausing --------------------------------------------------------------------------
 
 

@@ -85,8 +85,9 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
 
 @close.both("both", "Both sides close at once, with much under way both ways")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    left.queue_many(12, MIB)
-    right.queue_many(12, MIB)
+    for side in (left, right):
+        side.send_many(6, MIB)
+        side.queue_many(6, MIB)
     left.take()
     right.take()
     left.close()

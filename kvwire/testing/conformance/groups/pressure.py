@@ -130,8 +130,15 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
 async def _arrive_in_turns(rig: AnyRig, side: Any, count: int) -> None:
     """Count the most bytes that arrive between two turns of the loop, until all do."""
     most, before = side.received_bytes, side.received_bytes
-    while len(side.arrived) < count and not side.closed:
-        await asyncio.sleep(0)
+
+    def over() -> bool:
+        return len(side.arrived) >= count or bool(side.closed)
+
+    def rose() -> bool:
+        return over() or side.received_bytes != before
+
+    while not over():
+        await rig.until(rose, "more bytes come in", every_turn=True)
         now = side.received_bytes
         require(now >= before, "received_bytes fell")
         most, before = max(most, now - before), now
