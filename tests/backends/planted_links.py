@@ -274,6 +274,12 @@ def closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocListener, "close", close_all)
 
 
+@instead_of(InprocListener.close, "address.refused", "cancel.listen")
+async def never_comes_back_from_closing(close: Any, self: InprocListener) -> None:
+    await close(self)
+    await asyncio.Event().wait()
+
+
 @instead_of(InprocListener.take, "address.accept-raises")
 def gives_up_when_accept_raises(_: Any, self: InprocListener, link: InprocLink) -> None:
     try:

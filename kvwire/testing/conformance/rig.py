@@ -74,6 +74,10 @@ class Rig(Generic[S]):
         self._listeners.append(listener)
         return listener
 
+    async def unlisten(self, listener: Listener) -> None:
+        """Close a listener."""
+        await self.within(listener.close(), "listener.close")
+
     @abstractmethod
     async def pair(self) -> tuple[S, S]:
         """Two sides that are joined."""
@@ -237,7 +241,7 @@ class Rig(Generic[S]):
             self.abort_all()
             await self.closes(*(side for side in self.sides if side.begun))
             for listener in self._listeners:
-                await self.within(listener.close(), "listener.close")
+                await self.unlisten(listener)
             for backend in (self.near, self.far):
                 await self.within(backend.aclose(), "aclose")
             await self.settle()

@@ -77,7 +77,7 @@ async def _(rig: LinkRig) -> None:
     first = await rig.listen()
     left, right = await rig.pair(first)
     for _ in range(2):
-        await rig.within(first.close(), "listener.close")
+        await rig.unlisten(first)
     second = await rig.listen(first.address)
     require(second.address == first.address, f"it got {second.address}")
     await rig.connect(second.address)
@@ -91,7 +91,7 @@ async def _(rig: LinkRig) -> None:
 @address.links("refused", "Connecting where nobody listens is an OSError, and harmless")
 async def _(rig: LinkRig) -> None:
     gone = await rig.listen()
-    await gone.close()
+    await rig.unlisten(gone)
     with contextlib.suppress(OSError):
         await rig.connect(gone.address)
         raise CheckFailed(f"connect to {gone.address} succeeded, where nobody listens")
@@ -156,8 +156,10 @@ async def _(rig: LinkRig) -> None:
 @address.links("reversed", "Each backend can listen and connect at once")
 async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     links: list[Link] = []
-    listener = await rig.near.listen(rig.address, links.append)
-    link = await rig.far.connect(listener.address)
+    listening = rig.near.listen(rig.address, links.append)
+    listener = await rig.within(listening, "listen")
+    connecting = rig.far.connect(listener.address)
+    link = await rig.within(connecting, "connect")
     await rig.until(lambda: links, "the near backend accepts a link")
     back, forth = rig.side("back", link), rig.side("forth", links[0])
     back.start()
@@ -166,14 +168,14 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     left.send(100)
     await rig.arrives(back, 1)
     await rig.arrives(right, 1)
-    await listener.close()
+    await rig.unlisten(listener)
 
 
 @address.links("aclose", "A backend without links can be closed, and twice")
 async def _(rig: LinkRig) -> None:
     backend = rig.make()
-    await backend.aclose()
-    await backend.aclose()
+    await rig.within(backend.aclose(), "aclose")
+    await rig.within(backend.aclose(), "aclose")
 
 
 # --- join -----------------------------------------------------------------------------
@@ -333,7 +335,7 @@ async def _(rig: LinkRig) -> None:
 @cancel.links("connect-refused", "A connect that will be refused can be cancelled")
 async def _(rig: LinkRig) -> None:
     listener = await rig.listen()
-    await listener.close()
+    await rig.unlisten(listener)
     with contextlib.suppress(OSError):
         async for link in _cancelled(rig, lambda: rig.near.connect(listener.address)):
             require(link is None, "it succeeded, where nobody listens")
@@ -343,12 +345,12 @@ async def _(rig: LinkRig) -> None:
 async def _(rig: LinkRig) -> None:
     first = await rig.listen()
     address = first.address
-    await first.close()
+    await rig.unlisten(first)
     async for listener in _cancelled(
         rig, lambda: rig.far.listen(address, lambda link: link.abort())
     ):
         if listener is not None:
-            await listener.close()
+            await rig.unlisten(listener)
     again = await rig.listen(address)
     require(again.address == address, f"it got {again.address}")
 

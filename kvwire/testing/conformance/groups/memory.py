@@ -252,14 +252,14 @@ async def _never_start(rig: LinkRig) -> None:
 
 
 async def _listen_and_close(rig: LinkRig) -> None:
-    await (await rig.listen()).close()
+    await rig.unlisten(await rig.listen())
 
 
 async def _refused_link(rig: LinkRig) -> None:
     listener = await rig.listen()
-    await listener.close()
+    await rig.unlisten(listener)
     with contextlib.suppress(OSError):
-        (await rig.near.connect(listener.address)).abort()
+        (await rig.connect(listener.address)).abort()
 
 
 async def _unaccepted(rig: LinkRig) -> None:
@@ -269,7 +269,7 @@ async def _unaccepted(rig: LinkRig) -> None:
         await rig.connect(listener.address)
     await rig.settle()
     rig.abort_all()
-    await listener.close()
+    await rig.unlisten(listener)
 
 
 async def _never_join(rig: LaneRig) -> None:
@@ -282,7 +282,7 @@ async def _never_join(rig: LaneRig) -> None:
 async def _refused_lane(rig: LaneRig) -> None:
     _, right = rig.prepare()
     with contextlib.suppress(BackendUnavailable):
-        await right.join(b"no bootstrap")
+        await rig.within(right.join(b"no bootstrap"), "join")
     await rig.settle()
     right.abort()
 
