@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
 import itertools
@@ -243,22 +242,22 @@ class SharedMapping:
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.nbytes = nbytes
         # Of addresses alone: an arena may be larger than the memory that there is.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
             self._reserved = mmap.mmap(
                 -1, nbytes + HUGE_PAGE_BYTES, flags=flags, prot=access
             )
-        except OverflowError:  # a peer's file may be of any size
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
-        reserved = address_of(self._reserved)
-        self._begin = -reserved % HUGE_PAGE_BYTES
-        self.address: int = reserved + self._begin
-        self.nbytes = nbytes
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        if _libc().mmap(self.address, nbytes, access, flags, fd, 0) == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, f"mmap: {os.strerror(code)}")
+        except (OSError, OverflowError):
+            # Addresses count as memory here (vm.overcommit_memory=2), or a peer's file
+            # is of a size that no mapping has.
+            self._reserved, self._begin = mmap.mmap(fd, nbytes, prot=access), 0
+            self.address: int = address_of(self._reserved)
+        else:
+            self._begin = -address_of(self._reserved) % HUGE_PAGE_BYTES
+            self.address = address_of(self._reserved) + self._begin
+            self._map_over(fd, access)
         self._advise(mmap.MADV_HUGEPAGE)
 
     def array(self, begin: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -285,6 +284,14 @@ class SharedMapping:
             BufferError: Arrays of it are alive.
         """
         self._reserved.close()
+
+    def _map_over(self, fd: int, access: int) -> None:
+        """Put what is behind a descriptor in the place of what was reserved."""
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        where = _libc().mmap(self.address, self.nbytes, access, flags, fd, 0)
+        if where == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mmap: {os.strerror(code)}")
 
     def _advise(self, advice: int) -> None:
         """Advise the kernel. One that does not know the advice maps it all the same."""
