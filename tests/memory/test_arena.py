@@ -149,7 +149,10 @@ def test_all_pages_of_a_populated_arena_are_there() -> None:
 
 def test_it_may_be_larger_than_memory_until_it_is_written_to() -> None:
     with Arena(8 * mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES")) as arena:
-        arena.numpy(9, np.uint8)[:] = 7
+        array = arena.numpy(9, np.uint8)
+        array[:] = 7
+        assert array.tolist() == [7] * 9
+        del array
 
 
 def test_where_addresses_count_as_memory_it_lies_where_the_kernel_says(
