@@ -89,6 +89,8 @@ async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
         for number in range(20):
             await store.put(chain(8, f"{number}"), cache, range(8))
         assert await store.match(A, cache, tenant="t") == 4
+        # Also where the store is to say for which cache: nobody hears of another's.
+        assert (await store.match(A, tenant="t"), await store.match(A)) == (4, 0)
         assert (await store.get(A, Filled().cache, range(4), tenant="t")).complete
         for use in store.tenant_stats()["t"].tiers.values():
             assert use.pinned_bytes == use.used_bytes == 4 * 4096

@@ -111,6 +111,13 @@ async def test_groups_are_kept_apart() -> None:
         both = grouped(to_full, to_window)
         assert await store.match({"window": hashes[2:]}, both) == {"window": 2}
         assert await store.match({}) == await store.match({}, both) == {}
+        said = "the groups are full, window"
+        with pytest.raises(UsageError, match=f"hashes: {said}"):
+            await store.match({"window": hashes, "else": hashes}, both)
+        with pytest.raises(UsageError, match=f"hash_tokens: {said}"):
+            await store.match({"full": hashes}, both, hash_tokens={"else": 4})
+        with pytest.raises(UsageError, match=f"hashes: {said}"):
+            store.put({"full": hashes}, both, {"full": [0, 1, 2, 3], "window": []})
         outcome = await store.get(
             {"full": hashes, "window": hashes[2:]},
             grouped(to_full, to_window),

@@ -19,6 +19,22 @@ async def test_a_berth_that_was_given_back_is_used_again() -> None:
         assert any(again is one for one in (first, second))
 
 
+async def test_so_many_at_once_and_no_more() -> None:
+    """An honest client asks for no more by itself; another one would."""
+    berths, held, most = TransferBuffers(2, 8), 0, 0
+
+    async def use() -> None:
+        nonlocal held, most
+        async with berths.one():
+            held += 1
+            most = max(most, held)
+            await asyncio.sleep(0)
+            held -= 1
+
+    await asyncio.gather(*(use() for _ in range(7)))
+    assert (held, most) == (0, 2)
+
+
 @pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
 async def test_a_berth_that_something_may_touch_is_used_by_nobody(
     error: type[BaseException],

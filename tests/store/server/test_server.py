@@ -31,6 +31,7 @@ from kvwire.store.server.messages import (
     TAG,
     VERSION,
     ClientMessage,
+    Delete,
     Find,
     Flush,
     Found,
@@ -38,6 +39,7 @@ from kvwire.store.server.messages import (
     Names,
     NamespaceText,
     NumberedReply,
+    Pin,
     Put,
     StoreDone,
     StoreHello,
@@ -433,6 +435,17 @@ async def test_read_only() -> None:
                 done = await liar.ask(moving(Put, chain(1)))
                 assert done.table.tolist() == [BlockResult.REFUSED]
                 assert "read-only" in done.reason
+                for request in (
+                    Delete(2, names(hashes)),
+                    Delete(3, None, NAMESPACE.digest),
+                    Delete(4, None),
+                    Pin(5, names(hashes), pinned=True),
+                ):
+                    done = await liar.ask(request)
+                    assert done.number == request.number
+                    assert "read-only" in done.reason
+                # Nothing was put here, so all of it is safe.
+                assert not (await liar.ask(Flush(6))).reason
             tier, target = where(server), Filled()
             async with BlockStore.open([tier]) as other:
                 assert "read-only" in other.report[tier]

@@ -28,6 +28,7 @@ from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.contract import expect_shared
 from tests.store.files import Faults, disk, store_on
+from tests.support.pairs import until
 
 IDS = list(range(16))
 Chosen = Callable[[Sequence[int]], tuple[Namespace, Batch]]
@@ -184,6 +185,33 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
     assert counted == [0]
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await landed(store, source, hashes) == IDS[:8]
+
+
+@pytest.mark.parametrize("by", ["key", "namespace"])
+async def test_what_is_being_written_is_deleted_once_it_is_there(
+    tmp_path: Path, by: str
+) -> None:
+    go = threading.Event()
+
+    def wait(call: str, *_: object) -> None:
+        assert call != "pwritev" or go.wait(10)
+
+    tier = await disk(tmp_path, hook=wait)
+    namespace, batch = blocks_of(SPEC, 4)(range(4))
+    writing = asyncio.create_task(tier.write(namespace, batch))
+    await until(lambda: bool(tier._in_flight.busy(batch.keys).all()))
+    delete = (
+        tier.delete(batch.keys)
+        if by == "key"
+        else tier.delete_namespace(namespace.digest)
+    )
+    deleting = asyncio.create_task(delete)
+    await asyncio.sleep(0)
+    go.set()
+    assert (await writing == BlockResult.LANDED).all()
+    await deleting
+    assert (await tier.find(batch.keys) == ABSENT).all()
+    await tier.close()
 
 
 async def test_what_a_failed_write_was_over_is_not_found_again(tmp_path: Path) -> None:
