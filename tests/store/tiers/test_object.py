@@ -20,9 +20,11 @@ import obstore.store
 from kvwire import BlockStore, UsageError
 from kvwire.clock import Backoff
 from kvwire.extras import install_command
+from kvwire.store.images import images_in
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import ABSENT
 from kvwire.store.tiers import object as object_module
+from kvwire.store.tiers.base import Batch
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from tests.store.caches import SPEC, Filled, chain
@@ -320,6 +322,32 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         put = await store.put(chain(1), Filled(seed=1).cache, [0])
         assert "127.0.0.1:1" in put.missing["kv", 0]
         assert tier_of(store, ObjectTier).unavailable_reason
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+async def test_a_cancelled_call_is_finished_first(tmp_path: Path, call: str) -> None:
+    """Else a request would go on with memory that is another block's by then."""
+    memory = np.zeros(SPEC.block_bytes, np.uint8)
+    images = images_in(memory, SPEC.block_bytes, 1)
+    keys = as_keys([NAMESPACE.digest + chain(1)[0]])
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests, go = Requests(tier), asyncio.Event()
+
+        async def wait(_: str) -> None:
+            await go.wait()
+
+        requests.before = wait
+        moved = getattr(tier, call)(NAMESPACE, Batch(keys, np.zeros(1, "u1"), images))
+        moving = asyncio.create_task(moved)
+        await until(lambda: bool(requests.made))
+        moving.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not moving.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await moving
 
 
 async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:
