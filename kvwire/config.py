@@ -286,9 +286,10 @@ _PLACE = re.compile(r" - at .*`\$\.(\w+).*`$")
 _TABLES = {
     "backends": (
         'a table of settings for each transport is needed, such as {"ucx": {"TLS": '
-        '"tcp"}}; prefer, require and forbid choose transports'
+        '"tcp"}}, in a variable ucx.TLS=tcp; prefer, require and forbid choose '
+        "transports"
     ),
-    "profile": 'a table is needed, such as {"model": "demo"}',
+    "profile": 'a table is needed, such as {"model": "demo"}, in a variable model=demo',
 }
 
 
@@ -337,9 +338,12 @@ def _from_text(key: str, text: str) -> Any:
         return [part.strip() for part in text.split(",") if part.strip()]
     if kind is not Mapping:
         return text
-    pairs = (part.partition("=") for part in text.split(",") if part.strip())
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     flat = {name.strip(): value.strip() for name, _, value in pairs}
-    return _nested(flat) if key == "backends" else flat
+    nested = key == "backends"
+    if any(not equals or (nested and "." not in name) for name, equals, _ in pairs):
+        return text  # which is no table, as whoever checks the values says
+    return _nested(flat) if nested else flat
 
 
 def _nested(flat: Mapping[str, str]) -> dict[str, dict[str, str]]:
