@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from starlette.applications import Starlette
 
+from kvwire.integrations.vllm.proxy import moving
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -165,6 +166,23 @@ def front(**decoders: Handler) -> tuple[Starlette, Engines]:
 async def post(application: Starlette, path: str, **asked: Any) -> tuple[int, Any]:
     said = await call(application, "POST", path, json=asked)
     return said.status_code, said.json()
+
+
+async def test_an_event_without_an_end_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moving, "PROXY_EVENT_BYTES_MAX", 1000)
+
+    async def says(_: dict[str, Any]) -> Said:
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(100):
+                yield b"x" * 100
+
+        return 200, EVENTS, parts()
+
+    application, _ = front(d1=says, d2=says)
+    read = b"".join([part async for part in streamed(application, max_tokens=COUNT)])
+    assert b"an event of over 1000 bytes" in read
 
 
 @KINDS
