@@ -324,7 +324,7 @@ def find_layout(sizes: Sequence[int], shape: CacheShape) -> str:
     layouts = _MLA_LAYOUTS if shape.mla else _LAYOUTS
     for layout in ("block dim",) if shape.state else layouts:
         axes = re.findall(r"\(.+?\)|\w+", layout)
-        fitting = [sizes[0], *(extents[axis] for axis in axes[1:])]
+        fitting = [*sizes[:1], *(extents[axis] for axis in axes[1:])]
         if fitting == list(sizes):
             return layout
     known = ", ".join(f"{axis} {size}" for axis, size in extents.items())

@@ -46,6 +46,7 @@ def test_the_order_follows_from_the_sizes(
         (9, 2, 8, 128),
         (9, 16, 128),
         (9,),
+        (),
         (9, 2, 2, 8, 128),  # blocks of 16 tokens, split into two of 8
         (9, 2, 16, 136),  # scales beside keys and values
         (9, 4, 16, 36),  # nvfp4
