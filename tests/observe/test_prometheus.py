@@ -78,3 +78,21 @@ async def test_a_scrape_shows_a_store_and_its_tiers(tmp_path: Path) -> None:
         assert value("kvwire_store_written_blocks_total", tier=disk) == 2
         assert value("kvwire_store_blocks", tier=memory) == 2
         assert value("kvwire_store_trouble", tier=disk) == 0
+
+
+async def test_a_scrape_shows_what_each_tenant_has() -> None:
+    tier = "memory:1MiB"
+    async with kvwire.BlockStore.open([tier], tenants=["t?quota=64KiB"]) as store:
+        registry = CollectorRegistry()
+        registry.register(StoreCollector(store, "cache"))
+        await store.put([b"a", b"b"], Memory().cache, [0, 1], tenant="t")
+        of = {"store": "cache", "tenant": "t"}
+        stored = registry.get_sample_value(
+            "kvwire_store_tenant_stored_blocks_total", of
+        )
+        assert stored == 2
+        of["tier"] = tier
+        quota = registry.get_sample_value("kvwire_store_tenant_quota_bytes", of)
+        assert quota == 64 * 1024
+        used = registry.get_sample_value("kvwire_store_tenant_used_bytes", of)
+        assert used == store.tenant_stats()["t"].tiers[tier].used_bytes > 0
