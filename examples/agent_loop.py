@@ -74,7 +74,7 @@ async def call(
     fresh, first_s = tokens[known:], 0.0
     with torch.inference_mode():
         for _ in range(ANSWER_TOKENS):
-            said = model(torch.tensor([fresh]), past_key_values=sequence)
+            said = model(torch.tensor([fresh]), cache=sequence)
             answer.append(int(said.logits[0, -1].argmax()))
             first_s = first_s or time.perf_counter() - began
             fresh = answer[-1:]

@@ -110,7 +110,7 @@ class Llama:
         sequence = PagedSequence(self._pool, blocks, length=start)
         with torch.inference_mode():
             ids = torch.tensor([tokens])
-            logits = self._model(ids, past_key_values=sequence, logits_to_keep=1).logits
+            logits = self._model(ids, cache=sequence, logits_to_keep=1).logits
         return int(logits[0, -1].argmax())
 
 

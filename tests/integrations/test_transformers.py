@@ -64,7 +64,7 @@ def prompt(tokens: int) -> Any:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
 def logits(model: Any, ids: Any, cache: Any) -> Any:
-    return model(ids, past_key_values=cache).logits
+    return model(ids, cache=cache).logits
 
 
 def test_the_spec_is_that_of_the_model(pool: TensorPool) -> None:
@@ -100,7 +100,7 @@ def test_generate_prefills_what_is_not_usable(
         tensor[blocks[whole], :, inside:] = 1e3
         tensor[blocks[whole + 1 :]] = 1e3
     sequence = PagedSequence(pool, blocks, length=usable)
-    paged = model.generate(ids, past_key_values=sequence, **options)
+    paged = model.generate(ids, cache=sequence, **options)
     assert torch.equal(paged, expected)
 
 
@@ -128,7 +128,7 @@ def test_only_the_holes_are_computed(
     assert computed == {token for token in range(60) if token // 16 in lost}
     # The last token once more, since what follows it is asked for.
     sequence = PagedSequence(pool, blocks, length=59)
-    found = model.generate(ids, past_key_values=sequence, **options)
+    found = model.generate(ids, cache=sequence, **options)
     assert torch.equal(found, expected)
 
 

@@ -54,7 +54,7 @@ class TorchLlama(Llama):
         """Compute as :class:`Llama` says."""
         ids = torch.tensor([tokens])
         with torch.inference_mode():
-            logits = self._model(ids, past_key_values=sequence, logits_to_keep=1).logits
+            logits = self._model(ids, cache=sequence, logits_to_keep=1).logits
         return Forward(int(logits[0, -1].argmax()), self._clock.take())
 
     def generate(self, tokens: list[int], new: int) -> list[int]:

@@ -14,14 +14,14 @@ A prefill that streams::
     out = comm.publish(request, pool.cache, blocks, tokens=n)
     marks = LayerMarks(out, n, pool.spec.block_tokens)
     sequence = PagedSequence(pool, blocks, on_written=marks)
-    model(input_ids, past_key_values=sequence)     # in a thread; layers flow meanwhile
+    model(input_ids, cache=sequence)     # in a thread; layers flow meanwhile
     out.finish()
 
 and a decode that goes on from it::
 
     outcome = await conn.pull(request, pool.cache, blocks, tokens=n)
     sequence = PagedSequence(pool, blocks, length=outcome.usable_tokens)
-    model(rest_of_input_ids, past_key_values=sequence)
+    model(rest_of_input_ids, cache=sequence)
 
 Decoder-only models whose every layer has full attention (Llama, Qwen, Mistral without a
 window), transformers 5, one sequence a call, host memory.

@@ -27,7 +27,7 @@ OnWritten: TypeAlias = Callable[[int, int, int], None]
 
 
 class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keeps the KV of one sequence in blocks; pass it as ``past_key_values``.
+    """Keeps the KV of one sequence in blocks; pass it as ``cache``.
 
     Args:
         pool: Where the blocks are.
