@@ -36,7 +36,7 @@ ARGS ?=
 
 .PHONY: test test-all check format cover fuzz reference docs typed wheel clean demo test-torch test-vllm test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent
 
-# Every module and every transport once; about 4 minutes on two cores. As many processes
+# Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
 PYTEST := python -m pytest --numprocesses auto --maxprocesses 8 \
   --dist worksteal --durations 20
