@@ -466,12 +466,14 @@ class UcxLane(Lane):
 
     def _give_up(self) -> None:
         """Wait no longer for the peer, unless it may be reading memory of ours."""
-        if self._one_sided is not None and self._one_sided.must_wait:
+        # A peer that has said bye reads nothing any more.
+        one_sided = None if self._peer_has_left else self._one_sided
+        if one_sided is not None and one_sided.must_wait:
             _log.warning(
                 "ucx: the peer does not answer and may be reading memory that it was "
                 "lent; that stays in quarantine until it goes on or ends"
             )
-            self._one_sided.when_reader_dies(self._hang_up)
+            one_sided.when_reader_dies(self._hang_up)
         else:
             self._hang_up()
 

@@ -143,6 +143,23 @@ async def test_a_stopped_reader_is_waited_for(
     await rig.aclose()
 
 
+async def test_a_reader_that_has_said_bye_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even where UCX has a socket as well, so that the peer hangs up first."""
+    monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
+    both = property(lambda _: ("cma", "tcp/lo"))
+    monkeypatch.setattr(lane_module.UcxEndpoint, "transports", both)
+    rig = LaneRig(UcxBackend, settings(), 10)
+    left, right = await rig.held_pair()
+    left.send(MIB)
+    right.abort()
+    await rig.closes(left)
+    await rig.closes(right)
+    assert "stays in quarantine" not in caplog.text
+    await rig.aclose()
+
+
 async def test_memory_is_free_when_the_stopped_reader_has_died(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
