@@ -22,6 +22,7 @@ from kvwire_ucx import lane as lane_module
 from kvwire_ucx.bootstrap import FIRST_PAYLOAD
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.pieces import LentFragment, is_lent, lent_descriptor
+from kvwire_ucx.worker import UcxEndpoint
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 
 pytestmark = needs_reading
@@ -149,7 +150,7 @@ async def test_a_reader_that_has_said_bye_is_not_waited_for(
     """Not even where UCX has a socket as well, so that the peer hangs up first."""
     monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
     both = property(lambda _: ("cma", "tcp/lo"))
-    monkeypatch.setattr(lane_module.UcxEndpoint, "transports", both)
+    monkeypatch.setattr(UcxEndpoint, "transports", both)
     rig = LaneRig(UcxBackend, settings(), 10)
     left, right = await rig.held_pair()
     left.send(MIB)
