@@ -17,6 +17,11 @@ pytest_plugins = [
     "kvwire.testing.pytest_plugin",
 ]
 
+# What the developer's shell says to kvwire is not what the tests are about.
+for _name in [name for name in os.environ if name.startswith("KVWIRE_")]:
+    if _name != "KVWIRE_PREFER":
+        del os.environ[_name]
+
 # Tests that connect over tcp speak of tcp: through proxies, with frames cut, sealed.
 # Both ends are on one host, so payload would go past all that, from memory to memory.
 # Those that are about another transport name it, which comes before this.
