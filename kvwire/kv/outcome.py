@@ -30,6 +30,7 @@ from kvwire.kv.blocks import (
 from kvwire.kv.geometry import Tokens, describe
 from kvwire.kv.landed import Landed
 from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,27 +115,40 @@ def outcome_of(
     Each of ``reasons`` has the positions, shape (blocks,), of those that it is the
     reason for if missing. The first that names a block holds, else ``otherwise``.
     """
-    plan, complete = landed.plan, landed.complete
-    if complete:
-        here: Mapping[str, Ids] = plan.lists
-        missing, nbytes = plan.template.missing, plan.nbytes
-        usable_prefix, usable_tokens = plan.template.landed
-    else:
-        here, groups = _divided(landed, [bits for _, bits in reasons])
-        missing = MissingBlocks(groups, [*(text for text, _ in reasons), otherwise])
-        nbytes = landed.nbytes
-        usable_prefix, usable_tokens = landed.usable_prefix, landed.usable_tokens
+    plan = landed.plan
+    if landed.complete:
+        return outcome_of_all(plan, timings=timings, layers_grouped=layers_grouped)
+    here, groups = _divided(landed, [bits for _, bits in reasons])
     return Outcome(
-        complete=complete,
+        complete=False,
         landed=BlockSet(here),
-        missing=missing,
+        missing=MissingBlocks(groups, [*(text for text, _ in reasons), otherwise]),
+        usable_prefix=landed.usable_prefix,
+        usable_tokens=landed.usable_tokens,
+        lists=plan.lists,
+        tokens=plan.template.tokens,
+        timings=timings or Timings(),
+        layers_grouped=layers_grouped,
+        nbytes=landed.nbytes,
+    )
+
+
+def outcome_of_all(
+    plan: TransferPlan, *, timings: Timings | None = None, layers_grouped: int = 1
+) -> Outcome:
+    """Return the outcome of a transfer of which everything has landed."""
+    usable_prefix, usable_tokens = plan.template.landed
+    return Outcome(
+        complete=True,
+        landed=BlockSet(plan.lists),
+        missing=plan.template.missing,
         usable_prefix=usable_prefix,
         usable_tokens=usable_tokens,
         lists=plan.lists,
         tokens=plan.template.tokens,
         timings=timings or Timings(),
         layers_grouped=layers_grouped,
-        nbytes=nbytes,
+        nbytes=plan.nbytes,
     )
 
 

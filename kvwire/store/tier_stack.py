@@ -74,10 +74,17 @@ class TierStack:
             orders[lacking] = await tier.find(keys[lacking])
         return orders
 
-    def touch(self, keys: Keys) -> None:
-        """Note the use of a chain's blocks in all tiers; its head goes last."""
+    def touch(self, keys: Keys, *, released: bool = False) -> None:
+        """Note the use of a chain's blocks in all tiers; its head goes last.
+
+        Of those that were just ``released`` together memory knows all but the count.
+        """
         slots = self.memory.index.find(keys)
-        self.memory.index.touch(keys[slots >= 0], slots[slots >= 0])
+        here = slots >= 0
+        if released:
+            self.memory.index.used(slots[here])
+        else:
+            self.memory.index.touch(keys[here], slots[here])
         for tier in self.below:
             tier.touch(keys)
 

@@ -11,11 +11,12 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.landed import Landed
-from kvwire.kv.outcome import Outcome, Timings, outcome_of
+from kvwire.kv.outcome import Outcome, Timings, outcome_of, outcome_of_all
 from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
+from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
@@ -55,6 +56,8 @@ class Operation(ABC):
         self._requests = requests
         self._reasons: list[str] = [""]
         self._codes = {one: np.zeros(one.keys.size, np.uint16) for one in requests}
+        # Of which memory has let go of all slots at once, in the order of the chain.
+        self._released: set[BlockRequest] = set()
         self.blocks = sum(one.keys.size for one in requests)
         self._left = self.blocks
         self._created = monotonic()
@@ -81,7 +84,7 @@ class Operation(ABC):
         self._ended = monotonic()
         landed = landed_bytes = 0
         for request in self._requests:
-            self.tiers.touch(request.keys)
+            self.tiers.touch(request.keys, released=request in self._released)
             count = int(np.add.reduce(self.landed(request)))
             landed += count
             landed_bytes += count * request.namespace.image_bytes
@@ -155,6 +158,12 @@ class Operation(ABC):
         here: Bits = self._codes[request] == self._reasons.index(reason)
         return here.nonzero()[0]
 
+    def unpin(self, request: BlockRequest, positions: Ids, slots: Ids) -> None:
+        """Let go of the slots of some blocks."""
+        self.tiers.memory.unpin(request.keys[positions], slots)
+        if positions.size == request.keys.size:
+            self._released.add(request)
+
     def settled(self, blocks: int) -> None:
         """Count blocks of the caller's that are not touched any more."""
         self._left -= blocks
@@ -184,7 +193,7 @@ class Operation(ABC):
                     self._quarantined = into_cache
                     raise
             elif images.nbytes <= TURN_BYTES:
-                copy_in_turns(*ends)
+                copy(*ends)
             else:
                 await threads.run(partial(copy_in_turns, *ends))
         self._last = monotonic()
@@ -211,6 +220,8 @@ class Operation(ABC):
 
     def _outcome(self, plan: TransferPlan) -> Outcome:
         """Return what became of each block, as of a transfer of that plan."""
+        if not any(any_of(codes != _LANDED) for codes in self._codes.values()):
+            return outcome_of_all(plan, timings=self._timings())
         landed = Landed(plan)
         granules = []
         for index, request in enumerate(self._requests):

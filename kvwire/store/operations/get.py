@@ -182,7 +182,7 @@ class GetOperation(Operation):
         try:
             await self.copy(request, positions, slots, into_cache=True)
         finally:
-            memory.unpin(request.keys[positions], slots)
+            self.unpin(request, positions, slots)
         self._codes[request][positions] = 0
         memory.counts.read_blocks += positions.size
         self.settled(positions.size)

@@ -126,7 +126,7 @@ class PutOperation(Operation):
             if self.tiers.through:
                 await self._write_through(request, positions[held], slots[held])
         finally:
-            memory.unpin(keys[held], slots[held])
+            self.unpin(request, positions[held], slots[held])
         return held
 
     async def _write_through(
