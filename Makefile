@@ -95,7 +95,7 @@ wheel: $(DEV_STAMP)
 
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
 demo: $(DEMO_STAMP)
-	@$(DEMO_VENV)/bin/python $(RUN) kvwire demo $(ARGS)
+	@$(DEMO_VENV)/bin/python examples/demo $(ARGS)
 
 # An agent whose prompt grows, with a store and without, across a restart.
 demo-agent: $(TORCH_STAMP)
@@ -104,7 +104,7 @@ demo-agent: $(TORCH_STAMP)
 
 # The tests that need torch and transformers.
 test-torch: $(TORCH_STAMP)
-	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/cli/demo tests/examples \
+	$(TORCH_VENV)/bin/python -m pytest tests/integrations tests/examples \
 	  $(ARGS)
 
 # The backend `nixl` with one wheel of NIXL, 69 MB, and without the torch that it asks for:

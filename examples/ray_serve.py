@@ -29,8 +29,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 
 import kvwire
-from kvwire.cli.demo.book import Tokenizer, passages
-from kvwire.cli.demo.llama import BLOCK_TOKENS, CONTEXT, Llama, load
+from demo.book import Tokenizer, passages
+from demo.llama import BLOCK_TOKENS, CONTEXT, Llama, load
 from kvwire.integrations.marks import LayerMarks
 from kvwire.integrations.ray import listen_address
 

@@ -3,7 +3,7 @@
     make .venv-torch/.installed
     .venv-torch/bin/python examples/train_demo.py
 
-The weights of `kvwire demo` were made by it, on one CPU thread, in about 25 minutes.
+The weights of `make demo` were made by it, on one CPU thread, in about 25 minutes.
 Two million parameters and 140 kB of text are enough to learn the book and no more than
 that, which is what the demo wants: a passage of the book goes in, the next sentences
 come out, and a single wrong block of the cache shows as broken English.
@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvwire.cli.demo.llama import CHECKPOINT, CONTEXT
+from demo.llama import CHECKPOINT, CONTEXT
 
 TEXT: Final = CHECKPOINT / "alice.txt"
 

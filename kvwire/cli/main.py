@@ -44,11 +44,6 @@ app.command(
     help="Show every value of the configuration, and where it came from.",
 )
 app.command(
-    "kvwire.cli.demo.command:command",
-    name="demo",
-    help="Prefill in one process, decode in another, KV layer by layer between them.",
-)
-app.command(
     "kvwire.cli.doctor.command:app",
     name="doctor",
     help="Say what can run here, what cannot, and what to do about it.",

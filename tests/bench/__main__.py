@@ -166,6 +166,13 @@ def counts(*, transport: str = "tcp") -> None:
         print(f"{name}: {asyncio.run(counting.count(work, transport))}")
 
 
+app.command(
+    "tests.bench.codecs:command",
+    name="codecs",
+    help="What codecs of KV blocks save, cost and lose. With PYTHONPATH=examples.",
+)
+
+
 @app.command
 def install() -> None:
     """How to install the peers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,23 @@ def test_any_other_error_is_a_bug_and_shows_where(
 def test_ctrl_c_is_what_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:
     raises(KeyboardInterrupt(), monkeypatch)
     assert main([]) == INTERRUPTED
+
+
+def test_ctrl_c_between_imports_ends_it_too() -> None:
+    """Nothing catches KeyboardInterrupt there, so it is the signal that ends it."""
+    code = (
+        "import os, signal, sys\n"
+        "from kvwire.__main__ import run\n"
+        "class Interrupts:\n"
+        "    def find_spec(*_):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts)\n"
+        "run()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from cyclopts import App
 
 from kvwire.cli.bench import (
-    codecs,
     fragments,
     many,
     messages,
@@ -16,5 +15,5 @@ from kvwire.cli.bench import (
 )
 
 app: App = App(name="bench")
-for benchmark in (messages, overlap, fragments, many, ops, setup, store, codecs):
+for benchmark in (messages, overlap, fragments, many, ops, setup, store):
     app.command(benchmark.command, name=benchmark.__name__.rpartition(".")[2])

@@ -18,7 +18,6 @@ import pytest
 
 from kvwire.backend import Availability, Capabilities, registry
 from kvwire.cli.bench import (
-    codecs,
     fragments,
     many,
     messages,
@@ -53,13 +52,6 @@ class Run(NamedTuple):
 
 def each(names: list[str], *who: str) -> dict[str, set[str]]:
     return {name: set(who) for name in names}
-
-
-def codecs_tell_what_is_lost(found: Document) -> None:
-    for images in codecs.SETS:
-        exact, coarse = (found["codecs"][n][images] for n in ("zstd-planes", "int4"))
-        assert exact["error"] == 0 < coarse["error"] < 0.2
-        assert all(0.2 < one["ratio"] < 0.9 for one in (exact, coarse))
 
 
 def many_counts_by_size(found: Document) -> None:
@@ -177,23 +169,6 @@ RUNS = {
         {(overlap, "CONTROL_REPEAT"): 2},
         efficiencies_are_judged,
     ),
-    "codecs": Run(
-        "--codec zstd-planes,int4",
-        each(
-            [
-                f"{images}, {size} {name} {verb}"
-                for images, size in zip(
-                    codecs.SETS, ("32 KiB", "1 MiB", "1 MiB"), strict=True
-                )
-                for name in ("zstd-planes", "int4")
-                for verb in ("encode", "decode")
-            ],
-            *("kvwire", "memcpy"),
-        ),
-        ["int4 decode, GB/s"],
-        {},
-        codecs_tell_what_is_lost,
-    ),
     "store": Run(
         # Of 8 MiB a set has more blocks than are got one by one.
         "--tiers memory --blocks small --quick",
@@ -254,7 +229,7 @@ def test_everything_is_measured_and_written(
     assert found["benchmark"] == name
     assert rows(found) == run.rows
     reports = [str(facts.get("transport")) for facts in found["contenders"].values()]
-    assert name in {"codecs", "store"} or any("taken" in said for said in reports)
+    assert name == "store" or any("taken" in said for said in reports)
     run.checked(found)
 
 
@@ -309,7 +284,6 @@ ONE_PROCESS = "--transport inproc joins two loops of one process"
         ("messages --loop trio", "--loop"),
         ("messages --round 1", "--round"),
         ("overlap --layer-kib 65", "a multiple of 64"),
-        ("codecs --codec int3", "codec='int3'"),
         ("store --tiers tape", "--tiers tape: there are memory, disk, server,"),
         ("store --directory /no/such", "/no/such: there is no such"),
         ("store --round-mib 1", "Must be >= 4"),

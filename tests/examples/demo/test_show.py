@@ -12,9 +12,9 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from kvwire.cli.demo.lines import Arrived, LayerSpan, NewToken, Prefilled, Recomputed
-from kvwire.cli.demo.record import RequestTimes
-from kvwire.cli.demo.show import (
+from demo.lines import Arrived, LayerSpan, NewToken, Prefilled, Recomputed
+from demo.record import RequestTimes
+from demo.show import (
     DECODE,
     PREFILL,
     draw,

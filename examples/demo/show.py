@@ -17,8 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kvwire.cli.demo.lines import Arrived
-from kvwire.cli.demo.record import Bar, RequestTimes
+from demo.lines import Arrived
+from demo.record import Bar, RequestTimes
 from kvwire.cli.plot import add_legend, new_figure
 
 if TYPE_CHECKING:

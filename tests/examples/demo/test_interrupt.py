@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of ``kvwire demo``: no traceback, and no process is left."""
+"""Ctrl-C at any moment of ``make demo``: no traceback, and no process is left."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.cli.main import FAILED, INTERRUPTED
+from tests.support.tree import ROOT
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -34,7 +35,7 @@ MOMENTS = [
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_ends_it_without_a_traceback(moment: str) -> None:
     """As a terminal sends it: to the process group that it shows."""
-    with started("demo", "--requests", "2") as demo:
+    with started("--requests", "2") as demo:
         read_until(demo, moment)
         family = [demo.pid, *children(demo.pid)]
         os.killpg(demo.pid, signal.SIGINT)
@@ -47,7 +48,7 @@ def test_ctrl_c_ends_it_without_a_traceback(moment: str) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_interrupted_by_itself_is_named() -> None:
     """Nor does one of the others show a traceback."""
-    with started("demo", "--requests", "2") as demo:
+    with started("--requests", "2") as demo:
         read_until(demo, "requests start")
         for pid in children(demo.pid):
             os.kill(pid, signal.SIGINT)
@@ -55,23 +56,6 @@ def test_a_process_that_is_interrupted_by_itself_is_named() -> None:
     assert demo.returncode == FAILED
     (line,) = errors.splitlines()
     assert re.fullmatch(r"kvwire: the \w+ process ended with exit status -2", line)
-
-
-def test_ctrl_c_between_imports_ends_it_too() -> None:
-    """Nothing catches KeyboardInterrupt there, so it is the signal that ends it."""
-    code = (
-        "import os, signal, sys\n"
-        "from kvwire.__main__ import run\n"
-        "class Interrupts:\n"
-        "    def find_spec(*_):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "sys.meta_path.insert(0, Interrupts)\n"
-        "run()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def read_until(demo: subprocess.Popen[str], moment: str) -> None:
@@ -82,7 +66,7 @@ def read_until(demo: subprocess.Popen[str], moment: str) -> None:
 def started(*arguments: str) -> subprocess.Popen[str]:
     # In a group of its own: what ends this group by mistake ends no test run.
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "kvwire", *arguments],
+        [sys.executable, "-W", "error", str(ROOT / "examples/demo"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from kvwire.cli.demo.lines import (
+from demo.lines import (
     Arrived,
     Event,
     LayerLanded,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvwire.cli.demo import command
-from kvwire.cli.demo.book import ANCHORS
-from kvwire.cli.demo.lines import Prompt
-from kvwire.cli.demo.run import RoleFailed, run
+from demo import command
+from demo.book import ANCHORS
+from demo.lines import Prompt
+from demo.run import RoleFailed, run
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.extras import install_command
 
@@ -34,7 +34,7 @@ def test_two_processes_say_what_one_says(
     size = ["--requests", "3", "--prompt", "96", "--new", "4", "--wire-gbit", "1"]
     events = tmp_path / "trace.json"
     option = ["--torch"] if library == "torch" else []
-    assert main(["demo", *size, "--trace", str(events), *option, "--json"]) == 0
+    assert run_demo(*size, "--trace", str(events), *option, "--json") == 0
     said, progress = capfd.readouterr()
     assert f"weights in {library}" in progress
     rows: list[dict[str, Any]] = json.loads(said)
@@ -74,7 +74,7 @@ async def test_a_process_that_ends_early_is_named() -> None:
 def test_what_it_cannot_do_is_refused_before_it_starts(
     options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", *options]) == CALLED_WRONG
+    assert run_demo(*options) == CALLED_WRONG
     out, err = capsys.readouterr()
     assert says in out + err
 
@@ -83,5 +83,9 @@ def test_without_torch_it_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert main(["demo", "--torch"]) == CALLED_WRONG
+    assert run_demo("--torch") == CALLED_WRONG
     assert install_command("demo") in capsys.readouterr().err
+
+
+def run_demo(*arguments: str) -> int:
+    return main(arguments, command.app)

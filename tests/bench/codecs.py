@@ -1,7 +1,8 @@
-"""``kvwire bench codecs``: what codecs of KV blocks save, cost and lose.
+"""``python -m tests.bench codecs``: what codecs of KV blocks save, cost and lose.
 
 The rates are of one thread, beside a copy of the same images. What is lost is the error
-of the numbers, of the KV of the demo's model among others.
+of the numbers, of the KV of the demo's model among others. That lies in ``examples``,
+which has to be in ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy.typing as npt
 from rich.table import Table
 
 import kvwire
+from demo.book import Tokenizer, passages
+from demo.numpy_llama import Floats, NumpyLlama, Plain
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table
 from kvwire.cli.bench.side import BenchSide, Work
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case
-from kvwire.cli.demo.book import Tokenizer, passages
-from kvwire.cli.demo.numpy_llama import Floats, NumpyLlama, Plain
 from kvwire.kv.codecs.base import ImageForm, form_of
 from kvwire.kv.codecs.entry import decode_entry, encode_entry
 from kvwire.kv.codecs.floats import as_floats, put_floats

@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
-from kvwire.cli.demo.lines import LayerSpan
-from kvwire.cli.demo.llama import (
+from demo.lines import LayerSpan
+from demo.llama import (
     BLOCK_TOKENS,
     CHECKPOINT,
     Forward,
@@ -35,7 +35,7 @@ class TorchLlama(Llama):
             self._model.config,
             block_tokens=BLOCK_TOKENS,
             dtype=self._model.dtype,
-            fingerprint="kvwire demo",
+            fingerprint="the demo",
         )
         self._pool = TensorPool(spec, num_blocks)
         self.cache = self._pool.cache

@@ -1,4 +1,4 @@
-"""The ``kvwire demo`` command line, and its bars meanwhile."""
+"""The command line of the demo, and its bars meanwhile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID
 
-from kvwire import UsageError
-from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
-from kvwire.cli.demo.lines import (
+from demo.book import ANCHORS, Tokenizer, passages
+from demo.lines import (
     Arrived,
     Event,
     LayerLanded,
@@ -27,9 +26,10 @@ from kvwire.cli.demo.lines import (
     Single,
     Up,
 )
-from kvwire.cli.demo.llama import CONTEXT, blocks_for
-from kvwire.cli.demo.run import run
-from kvwire.cli.demo.show import draw, print_report, summary, trace
+from demo.llama import CONTEXT, blocks_for
+from demo.run import run
+from demo.show import draw, print_report, summary, trace
+from kvwire import UsageError
 from kvwire.cli.plot import Plot, save
 from kvwire.extras import install_command
 
@@ -44,7 +44,10 @@ Requests = Annotated[int, Parameter(validator=Number(gte=1, lte=len(ANCHORS)))]
 Gigabits = Annotated[float | None, Parameter(validator=Number(gt=0))]
 Flag = Annotated[bool, Parameter(negative="")]
 
+app = App(name="python examples/demo", suppress_keyboard_interrupt=False)
 
+
+@app.default
 def command(
     *,
     requests: Requests = 4,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvwire.cli.demo.book import ANCHORS, Tokenizer, passages
-from kvwire.cli.demo.llama import CHECKPOINT, CONTEXT, load
-from kvwire.cli.demo.numpy_llama import NumpyLlama, read_safetensors
+from demo.book import ANCHORS, Tokenizer, passages
+from demo.llama import CHECKPOINT, CONTEXT, load
+from demo.numpy_llama import NumpyLlama, read_safetensors
 
 _WHY = "not installed here; `make test-torch` installs torch and transformers"
 

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kvwire
-from kvwire import PrefillRequest, plan_prefill
-from kvwire.cli.demo.lines import (
+from demo.lines import (
     PATIENCE_S,
     Arrived,
     Connect,
@@ -29,7 +28,7 @@ from kvwire.cli.demo.lines import (
     orders,
     say,
 )
-from kvwire.cli.demo.llama import (
+from demo.llama import (
     BLOCK_TOKENS,
     Forward,
     Llama,
@@ -37,10 +36,22 @@ from kvwire.cli.demo.llama import (
     load,
     scattered,
 )
+from kvwire import PrefillRequest, plan_prefill
 from kvwire.integrations.marks import LayerMarks
 
 # Of the pools; 8 requests need 256, and decode generates into some more.
 NUM_BLOCKS = 320
+
+
+def play(name: str, library: str) -> int:
+    """Play one of the roles; the exit status is 1 where nobody listens any more."""
+    role = {"prefill": prefill, "decode": decode, "single": single}[name]
+    unheard = False
+    try:
+        asyncio.run(role(library))
+    except* BrokenPipeError:
+        unheard = True
+    return int(unheard)
 
 
 async def single(library: str) -> None:

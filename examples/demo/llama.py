@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 import kvwire
-from kvwire.cli.demo.lines import LayerSpan
+from demo.lines import LayerSpan
 
 CHECKPOINT: Final = Path(__file__).parent / "model"
 """A checkpoint as ``save_pretrained`` of transformers writes it; see its README.md."""
@@ -73,10 +73,10 @@ class Llama(ABC):
 def load(library: str, num_blocks: int) -> Llama:
     """Load the model in ``numpy`` or ``torch``, with a pool of so many blocks."""
     if library == "torch":
-        from kvwire.cli.demo.torch_llama import TorchLlama  # noqa: PLC0415 - heavy
+        from demo.torch_llama import TorchLlama  # noqa: PLC0415 - heavy
 
         return TorchLlama(num_blocks)
-    from kvwire.cli.demo.numpy_llama import NumpyLlama  # noqa: PLC0415
+    from demo.numpy_llama import NumpyLlama  # noqa: PLC0415
 
     return NumpyLlama(num_blocks)
 

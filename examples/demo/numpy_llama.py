@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
-from kvwire.cli.demo.lines import LayerSpan
-from kvwire.cli.demo.llama import (
+from demo.lines import LayerSpan
+from demo.llama import (
     BLOCK_TOKENS,
     CHECKPOINT,
     Forward,
@@ -52,7 +52,7 @@ class NumpyLlama(Llama):
             head_dim=self._config["head_dim"],
             block_tokens=BLOCK_TOKENS,
             dtype="float32",
-            fingerprint="kvwire demo",
+            fingerprint="the demo",
         )
         shape = (num_blocks, 2, BLOCK_TOKENS, spec.kv_heads, spec.head_dim)
         self._pool = [np.zeros(shape, np.float32) for _ in self._layers]

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 from typing import Final, TypeVar
 
 import kvwire
-from kvwire.cli.demo.lines import (
+from demo.lines import (
     LINE_BYTES_MAX,
     Connect,
     Event,
@@ -25,7 +26,7 @@ from kvwire.cli.demo.lines import (
     encode,
     events,
 )
-from kvwire.cli.demo.record import RequestTimes
+from demo.record import RequestTimes
 from kvwire.limits import KIB
 
 Said = TypeVar("Said", Up, Prefilled, NewToken, Single)
@@ -34,7 +35,7 @@ _END_S: Final = 10.0
 # A few seconds on a quiet machine.
 _RUN_S: Final = 300.0
 _READ_BYTES: Final = 64 * KIB
-_ROLE: Final = (sys.executable, "-m", "kvwire.cli.demo.role")
+_ROLE: Final = (sys.executable, str(Path(__file__).parent), "role")
 # Two processes that compute at once share what is often two cores.
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

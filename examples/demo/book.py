@@ -10,7 +10,7 @@ import re
 from itertools import pairwise
 from typing import Final
 
-from kvwire.cli.demo.llama import CHECKPOINT
+from demo.llama import CHECKPOINT
 
 ANCHORS: Final = {
     "tea-party": "There was a table set out under a tree",
