@@ -34,7 +34,8 @@ CHUNK_BYTES_MIN: Final = 64 * KIB
 CHUNK_BYTES_MAX: Final = 16 * MIB
 # Up to here a message travels with its header, and the receiver may have to hold it.
 EAGER_BYTES: Final = 16 * KIB
-EAGER_BYTES_MAX: Final = 64 * KIB
+# A block of 64 KiB, and what a store says beside it.
+EAGER_BYTES_MAX: Final = 72 * KIB
 # What the receiver holds for messages nobody has asked for yet, per connection.
 EAGER_WINDOW_BYTES: Final = 1 * MIB
 EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB
@@ -214,8 +215,10 @@ STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
 # Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked
 # up for a prompt of 64 thousand tokens at 16 a block still fits.
 STORE_KEYS_MAX: Final = 4096
-# With keys of 80 bytes each, a description, and numbers.
+# With keys of 80 bytes each, a description, numbers, and what goes with them:
 STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
+# Up to here the images of a request are in it, and those of an answer in that.
+STORE_INLINE_BYTES: Final = EAGER_BYTES_MAX
 # Requests of one client at once: they are small, and its transfers wait for a berth.
 STORE_REQUESTS_MAX: Final = 64
 # Memory of a server for one client's transfers, in berths of as much as a store moves
@@ -401,7 +404,7 @@ STALL_TOLERANCE_S: Final = 0.25
 
 assert HEADER_BYTES + HANDSHAKE_BODY_BYTES == 256
 assert CHUNK_BYTES_MIN <= CHUNK_BYTES <= CHUNK_BYTES_MAX <= REQUEST_BYTES_MAX
-assert EAGER_BYTES <= EAGER_BYTES_MAX <= CHUNK_BYTES_MIN
+assert EAGER_BYTES <= EAGER_BYTES_MAX <= CHUNK_BYTES
 assert EAGER_BYTES_MAX <= EAGER_WINDOW_BYTES <= EAGER_WINDOW_BYTES_MAX
 assert MESSAGE_BYTES <= REQUEST_BYTES_MAX
 assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < CONTROL_BODY_BYTES_MAX - KIB
@@ -415,6 +418,8 @@ assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
 assert PING_MISSES_MIN <= PING_MISSES <= PING_MISSES_MAX
 assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2
-assert STORE_KEYS_MAX * (16 + STORE_HASH_BYTES_MAX) < STORE_REQUEST_BYTES_MAX - 16 * KIB
+assert STORE_KEYS_MAX * (16 + STORE_HASH_BYTES_MAX) < (
+    STORE_REQUEST_BYTES_MAX - STORE_INLINE_BYTES - 16 * KIB
+)
 assert STORE_SLAB_BYTES_MAX < 10_000 * STORE_OBJECT_PART_BYTES, "S3 takes no more parts"
 assert STORE_REQUEST_BYTES_MAX <= EAGER_WINDOW_BYTES

@@ -9,7 +9,6 @@ import numpy.typing as npt
 import xxhash
 
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX
 from kvwire.memory.copy import copy
 from kvwire.store.index import Keys, Orders
 
@@ -39,17 +38,14 @@ def views_of(images: Fragments) -> list[memoryview]:
     ]
 
 
-def message_of(images: Fragments) -> memoryview | Fragments:
-    """Return images as a message to send; small ones are gathered, so they go at once.
-
-    Their memory stays as it is until the message is released.
-    """
+def bytes_of(images: Fragments) -> bytes:
+    """Return a copy of images, one behind the other."""
     payload = payload_of(images)
-    if isinstance(payload, memoryview) or payload.nbytes > EAGER_BYTES_MAX:
-        return payload
-    gathered = memoryview(bytearray(payload.nbytes))
-    copy(payload, gathered)
-    return gathered
+    if isinstance(payload, memoryview):
+        return payload.tobytes()
+    gathered = bytearray(payload.nbytes)
+    copy(payload, memoryview(gathered))
+    return bytes(gathered)
 
 
 def payload_of(images: Fragments) -> memoryview | Fragments:

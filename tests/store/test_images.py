@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX, MIB
+from kvwire.limits import MIB
 from kvwire.store.images import (
+    bytes_of,
     image_sums,
     images_in,
-    message_of,
     named_sums,
     payload_of,
     views_of,
@@ -33,14 +33,13 @@ def test_images_side_by_side_are_one_view() -> None:
     assert b"".join(views_of(apart)) == memory[:100].tobytes() + memory[200:].tobytes()
 
 
-def test_small_images_apart_are_gathered_to_be_sent() -> None:
+def test_a_copy_of_images_wherever_they_are() -> None:
     memory = np.arange(300).astype(np.uint8)
-    apart = images_in(memory, 100, 3).selected(np.array([2, 0]))
-    sent = message_of(apart)
-    assert isinstance(sent, memoryview)
-    assert bytes(sent) == memory[200:].tobytes() + memory[:100].tobytes()
-    large = images_in(np.empty(3 * EAGER_BYTES_MAX, np.uint8), EAGER_BYTES_MAX, 3)
-    assert isinstance(message_of(large.selected(np.array([0, 2]))), Fragments)
+    images = images_in(memory, 100, 3)
+    apart = images.selected(np.array([2, 0]))
+    assert bytes_of(apart) == memory[200:].tobytes() + memory[:100].tobytes()
+    assert bytes_of(images) == memory.tobytes()
+    assert bytes_of(images.selected(np.zeros(3, np.bool_))) == b""
 
 
 @given(st.integers(1, 5), st.integers(1, 3 * MIB // 2))

@@ -2,9 +2,10 @@
 
 Every request and reply is one kvwire message of :data:`TAG`: a msgspec array, with its
 kind in front and the range of every number spelled out. Fields are numbered by
-position: new ones go to the end and have defaults, old readers ignore them. Blocks are
-messages of their own, whose tag is of the request's number: all images of it, one
-behind the other.
+position: new ones go to the end and have defaults, old readers ignore them. The images
+of a request's blocks, one behind the other, are in the message itself where the blocks
+it names are ``STORE_INLINE_BYTES`` or less, and else a message of their own, whose tag
+is of the request's number.
 
 =========  =======================  ==================================================
 client     server                   then
@@ -12,9 +13,9 @@ client     server                   then
 Hello      Welcome                  once, before anything else
 Find       Found
 Touch      (nothing)
-Put        Done                     the client has sent all images with the request
-Get        Done                     the images that it calls landed follow, without
-                                    those that it does not; none if there is none
+Put        Done                     more images are sent behind the request
+Get        Done                     more images follow, those that it calls landed and
+                                    no others; none if there is none
 Flush      Done
 Delete     Done
 Pin        Done                     results say which blocks are pinned now
@@ -44,6 +45,7 @@ from kvwire.limits import (
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,
     STORE_HASH_BYTES_MAX,
+    STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
     STORE_NAMESPACES_TOLD,
     STORE_REQUESTS_MAX,
@@ -58,8 +60,8 @@ from kvwire.wire.control import DECODE_ERRORS
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""
-VERSION: Final = 2
-"""Blocks are messages. In version 1 they were KV transfers."""
+VERSION: Final = 3
+"""Blocks were KV transfers in version 1, and always messages of their own in 2."""
 _PAYLOADS: Final = 1 << 63
 
 _Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -69,6 +71,7 @@ _Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 _KEY_BYTES_MAX: Final = DIGEST_BYTES + STORE_HASH_BYTES_MAX
 _Width = Annotated[int, Meta(ge=DIGEST_BYTES + 1, le=_KEY_BYTES_MAX)]
 _Joined = Annotated[bytes, Meta(max_length=STORE_KEYS_MAX * _KEY_BYTES_MAX)]
+_Images = Annotated[bytes, Meta(max_length=STORE_INLINE_BYTES)]
 _Milliseconds = Annotated[int, Meta(ge=1, le=int(STORE_TIMEOUT_S_MAX * 1000))]
 # KVSpec has a dozen fields; more may come.
 _FIELDS_MAX: Final = 64
@@ -197,6 +200,7 @@ class Put(TransferMessage, array_like=True, frozen=True, gc=False, tag=4):
     """Keep these blocks, whose images are in one order."""
 
     order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
+    images: _Images = b""
 
 
 class Get(TransferMessage, array_like=True, frozen=True, gc=False, tag=5):
@@ -296,6 +300,8 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     reason: _Reason = ""
     # Of a get, the order of each image.
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
+    # Of a get of few bytes, those of the blocks that landed.
+    images: _Images = b""
 
     def __post_init__(self) -> None:
         if self.results and max(self.results) > _RESULT_MAX:
@@ -309,10 +315,11 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         results: BlockResults,
         reason: str = "",
         orders: Orders = _NO_ORDERS,
+        images: bytes = b"",
     ) -> Self:
         """Make the reply, with as much of the reason as it may have."""
         text = reason[:REASON_CHARS_MAX]
-        return cls(number, results.tobytes(), text, orders.tobytes())
+        return cls(number, results.tobytes(), text, orders.tobytes(), images)
 
     @property
     def table(self) -> BlockResults:

@@ -24,16 +24,17 @@ from kvwire.errors import ConnectionClosed, KVWireError, RequestError, UsageErro
 from kvwire.kv.blocks import Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
-    EAGER_BYTES_MAX,
     NAME_CHARS_MAX,
     REASON_CHARS_MAX,
+    STORE_INLINE_BYTES,
     STORE_NAMESPACES_MAX,
     STORE_REQUESTS_MAX,
     STORE_TIMEOUT_S,
 )
+from kvwire.memory.copy import copy
 from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.images import images_in, message_of, payload_of
-from kvwire.store.index import NO_SLOT, Keys, once
+from kvwire.store.images import bytes_of, images_in, payload_of
+from kvwire.store.index import NO_SLOT, Keys, Orders, once
 from kvwire.store.namespace import Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
@@ -61,7 +62,13 @@ from kvwire.store.server.messages import (
     payload_tag,
 )
 from kvwire.store.server.served import ServedStore, TransferBuffers
-from kvwire.store.tiers.base import FAILED, LANDED, MISSING, BlockResult
+from kvwire.store.tiers.base import (
+    FAILED,
+    LANDED,
+    MISSING,
+    BlockResult,
+    BlockResults,
+)
 from kvwire.store.tiers.slabs import rounded
 
 if TYPE_CHECKING:
@@ -191,12 +198,11 @@ class ClientSession:
         """Receive blocks into slots or a berth, and put them into the store."""
         namespace, count = self._namespace(request), len(request.names)
         nbytes = count * namespace.image_bytes
+        if len(request.images) != nbytes * _is_inline(request, namespace):
+            raise UsageError(f"{len(request.images)} bytes of images, not {nbytes}")
         refusal = self._refusal(request, namespace) or self._write_refusal(namespace)
         if refusal:
             await self._send(_all(request, BlockResult.REFUSED, refusal))
-            if nbytes <= EAGER_BYTES_MAX:
-                # They came unasked for, and take credit until they are received.
-                await self._receive(request, bytearray(nbytes))
             return
         memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
         async with self._berths.one() as berth:
@@ -205,7 +211,9 @@ class ClientSession:
             if slots.size:
                 images = memory.images(slots, namespace.image_bytes)
             try:
-                if lost := await self._receive(request, payload_of(images)):
+                if request.images:
+                    copy(memoryview(request.images), images)
+                elif lost := await self._receive(request, payload_of(images)):
                     await self._send(_all(request, BlockResult.FAILED, lost))
                     return
                 blocks = ImageRequest(namespace, keys, images, request.order)
@@ -244,9 +252,7 @@ class ClientSession:
             if slots.size < keys.size:
                 self._served.lend(-lent)
 
-    async def _receive(
-        self, request: Put, into: memoryview | Fragments | bytearray
-    ) -> str:
+    async def _receive(self, request: Put, into: memoryview | Fragments) -> str:
         """Receive the blocks of a put; why they are not all here and whole, or ""."""
         images = self._connection.recv(
             payload_tag(request.number), into, deadline=_deadline(request)
@@ -257,8 +263,7 @@ class ClientSession:
             return f"its blocks did not come: {error_text(exc)}"
         finally:
             await drain_or_abort(images, self._connection)
-        nbytes = into.nbytes if isinstance(into, Fragments) else len(into)
-        return "" if came == nbytes else f"{came} bytes came of {nbytes}"
+        return "" if came == into.nbytes else f"{came} bytes came of {into.nbytes}"
 
     async def _get(self, request: Get) -> None:
         """Say which blocks there are, and send those."""
@@ -268,6 +273,14 @@ class ClientSession:
             await self._send(_all(request, BlockResult.REFUSED, refusal))
             return
         memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
+        slots = memory.index.find(keys)
+        if _is_inline(request, namespace) and all_of(slots >= 0):
+            orders = memory.index.orders(slots)
+            here = bytes_of(memory.images(slots, namespace.image_bytes))
+            self._tiers.touch(keys)
+            self._tiers.got(keys, namespace)
+            await self._send_found(request, _found(keys), "", orders, here)
+            return
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
             slots = memory.index.find(keys)
@@ -275,36 +288,46 @@ class ClientSession:
                 memory.index.pin(keys, slots)
                 try:
                     orders = memory.index.orders(slots)
-                    found = np.zeros(keys.size, np.uint8)
-                    await self._send(StoreDone.of(request.number, found, "", orders))
-                    images = memory.images(slots, namespace.image_bytes)
-                    await self._send_images(request, images)
+                    found = memory.images(slots, namespace.image_bytes)
+                    await self._send_found(request, _found(keys), "", orders, found)
                 finally:
                     memory.unpin(keys, slots)
                     self._served.lend(-nbytes)
-                self._tiers.got(keys, slots, namespace)
+                self._tiers.touch(keys, released=True)
+                self._tiers.got(keys, namespace)
                 return
-            images = images_in(berth, namespace.image_bytes, keys.size)
-            blocks = ImageRequest(namespace, keys, images)
+            room = images_in(berth, namespace.image_bytes, keys.size)
+            blocks = ImageRequest(namespace, keys, room)
             got = GetOperation(self._tiers, (blocks,))
             await self._store._begin(got, got.run())  # noqa: SLF001
-            here = got.landed(blocks)
-            results = np.where(here, LANDED, FAILED)
+            landed = got.landed(blocks)
+            results = np.where(landed, LANDED, FAILED)
             results[got.absent(blocks)] = MISSING
-            reason = "; ".join(got.reasons)
-            done = StoreDone.of(request.number, results, reason, blocks.orders)
-            await self._send(done)
-            if any_of(here):
-                await self._send_images(request, images.selected(here))
+            reason, found = "; ".join(got.reasons), room.selected(landed)
+            images = bytes_of(found) if _is_inline(request, namespace) else found
+            await self._send_found(request, results, reason, blocks.orders, images)
 
-    async def _send_images(self, request: Get, images: Fragments) -> None:
-        """Send the blocks of a get, unless the client takes none by its deadline."""
+    async def _send_found(
+        self,
+        request: Get,
+        results: BlockResults,
+        reason: str,
+        orders: Orders,
+        images: bytes | Fragments,
+    ) -> None:
+        """Answer a get, and send the images of the blocks that landed."""
+        inline = images if isinstance(images, bytes) else b""
+        self._read_bytes += len(inline)
+        await self._send(StoreDone.of(request.number, results, reason, orders, inline))
+        if isinstance(images, bytes) or not images.nbytes:
+            return
         sent = self._connection.send(
-            payload_tag(request.number), message_of(images), deadline=_deadline(request)
+            payload_tag(request.number), payload_of(images), deadline=_deadline(request)
         )
         try:
             self._read_bytes += await sent
         except RequestError as exc:
+            # The client took none by its deadline.
             logger.debug("store server: blocks were not taken: %s", error_text(exc))
         finally:
             await drain_or_abort(sent, self._connection)
@@ -372,6 +395,15 @@ class ClientSession:
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
             return f"it has blocks of {STORE_NAMESPACES_MAX} kinds of caches already"
         return ""
+
+
+def _is_inline(request: TransferMessage, namespace: Namespace) -> bool:
+    """Tell whether the images are in the request, or in the answer."""
+    return len(request.names) * namespace.image_bytes <= STORE_INLINE_BYTES
+
+
+def _found(keys: Keys) -> BlockResults:
+    return np.zeros(keys.size, np.uint8)
 
 
 def _deadline(request: TransferMessage) -> timedelta:

@@ -19,16 +19,19 @@ import kvwire
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     EAGER_BYTES_MAX,
+    STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
     STORE_REQUEST_BYTES_MAX,
     STORE_TIMEOUT_S,
     STORE_TIMEOUT_S_MAX,
 )
+from kvwire.memory.copy import copy
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.images import message_of, payload_of
+from kvwire.store.images import bytes_of, payload_of
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
@@ -255,10 +258,14 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Send the images of one request, and the request."""
-        put = Put(*self._asked(active, namespace, batch), int(batch.orders[0]))
+        asked, order = self._asked(active, namespace, batch), int(batch.orders[0])
+        if batch.images.nbytes <= STORE_INLINE_BYTES:
+            put = Put(*asked, order, bytes_of(batch.images))
+            return self._checked(active, batch, await active.call(put, StoreDone))
+        put = Put(*asked, order)
         images = active.connection.send(
             payload_tag(put.number),
-            message_of(batch.images),
+            payload_of(batch.images),
             deadline=timedelta(seconds=self._timeout_s),
         )
         try:
@@ -281,18 +288,30 @@ class RemoteTier(Tier):
         if orders.size != results.size or any_of(orders[coming] >= UNKNOWN):
             raise _lie(active, f"{orders.size} orders of {results.size} blocks")
         batch.orders[coming] = orders[coming]
+        room = batch.images.selected(coming)
+        if batch.images.nbytes <= STORE_INLINE_BYTES:
+            nbytes = len(done.images)
+            if nbytes == room.nbytes:
+                copy(memoryview(done.images), room)
+        else:
+            nbytes = await self._received(active, get.number, room)
+        if nbytes != room.nbytes:
+            raise _lie(active, f"{nbytes} bytes of {coming.size} blocks")
+        return results
+
+    async def _received(
+        self, active: ActiveConnection, number: int, room: Fragments
+    ) -> int:
+        """Receive the images of a request, and return how many bytes came."""
         images = active.connection.recv(
-            payload_tag(get.number),
-            payload_of(batch.images.selected(coming)),
+            payload_tag(number),
+            payload_of(room),
             deadline=timedelta(seconds=self._timeout_s),
         )
         try:
-            nbytes = await images
+            return await images
         finally:
             await drain_or_abort(images, active.connection)
-        if nbytes != coming.size * namespace.image_bytes:
-            raise _lie(active, f"{nbytes} bytes of {coming.size} blocks")
-        return results
 
     def _asked(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch

@@ -16,8 +16,7 @@ import kvwire
 import kvwire.store.server.session
 from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError
 from kvwire.limits import (
-    EAGER_BYTES_MAX,
-    EAGER_WINDOW_BYTES,
+    STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
     STORE_LENT_SHARE,
     STORE_REQUEST_BYTES_MAX,
@@ -55,6 +54,8 @@ from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.support.pairs import until
 
 NAMESPACE = Namespace("kv", SPEC)
+# Two of its blocks are more than goes with a request.
+APART = Namespace("kv", LARGE)
 
 
 class Client:
@@ -126,7 +127,9 @@ def moving(
         "timeout_ms": 10_000,
     }
     if kind is Put:
+        nbytes = len(hashes) * of.image_bytes
         fields["order"] = 0
+        fields["images"] = bytes(nbytes) if nbytes <= STORE_INLINE_BYTES else b""
     return kind(**fields | changes)
 
 
@@ -227,7 +230,7 @@ async def test_more_requests_than_allowed_end_the_connection() -> None:
     async with serving() as (_, server), client(server) as liar:
         for number in range(STORE_REQUESTS_MAX + 1):
             # Nobody sends these, so they stay open.
-            put = moving(Put, chain(1), number=number)
+            put = moving(Put, chain(2), APART, number=number)
             await liar.say(put)
         assert await liar.dropped()
         assert await works(server)
@@ -258,7 +261,7 @@ async def test_more_bytes_than_a_berth_are_refused() -> None:
 
 async def test_blocks_that_nobody_sends_fail_by_their_deadline() -> None:
     async with serving(berths=1) as (store, server), client(server) as liar:
-        done = await liar.ask(moving(Put, chain(2), timeout_ms=50))
+        done = await liar.ask(moving(Put, chain(2), APART, timeout_ms=50))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "deadline" in done.reason
         # The only berth is free again.
@@ -274,11 +277,11 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
     async with serving() as (store, server), client(server) as one:
         async with client(server) as other:
             late = chain(2)
-            await one.say(moving(Put, late, timeout_ms=600_000))
+            await one.say(moving(Put, late, APART, timeout_ms=600_000))
             await until(lambda: server._served.lent_bytes > 0)
-            images = [bytes([n]) * SPEC.block_bytes for n in range(2)]
+            images = [bytes([n]) * LARGE.block_bytes for n in range(2)]
             sent = other.connection.send(payload_tag(1), b"".join(images))
-            done = await other.ask(moving(Put, late))
+            done = await other.ask(moving(Put, late, APART))
             assert done.table.tolist() == [BlockResult.LANDED] * 2
             await sent
             # The same again, which the server has by now.
@@ -286,32 +289,31 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
             done = decode_reply(await one.connection.recv(TAG))
             assert isinstance(done, StoreDone)
             assert done.table.tolist() == [BlockResult.LANDED] * 2
-            assert (await other.ask(moving(Get, late, number=2))).table.tolist() == [
-                0,
-                0,
-            ]
+            got = await other.ask(moving(Get, late, APART, number=2))
+            assert got.table.tolist() == [0, 0]
+            assert not got.images
             assert await other.connection.recv(payload_tag(2)) == b"".join(images)
         assert not copies
         used_bytes = store._tiers.memory.index.slabs.used_bytes
-        assert used_bytes == 2 * rounded(SPEC.block_bytes)
+        assert used_bytes == 2 * rounded(LARGE.block_bytes)
         await until(lambda: server._served.lent_bytes == 0)
 
 
 async def test_who_dies_in_a_put_takes_no_slots_along() -> None:
     async with serving() as (store, server):
         async with client(server) as one:
-            await one.say(moving(Put, chain(2), timeout_ms=600_000))
+            await one.say(moving(Put, chain(2), APART, timeout_ms=600_000))
             await until(lambda: server._served.lent_bytes > 0)
             one.connection.abort("it dies")
         await nothing_is_taken(store, server)
         assert await works(server)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 2 * SPEC.block_bytes - 1, 10**6])
+@pytest.mark.parametrize("nbytes", [0, 1, 2 * LARGE.block_bytes - 1, 10**6])
 async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> None:
     async with serving() as (store, server), client(server) as liar:
         sent = liar.connection.send(payload_tag(1), bytes(nbytes))
-        done = await liar.ask(moving(Put, chain(2), timeout_ms=300))
+        done = await liar.ask(moving(Put, chain(2), APART, timeout_ms=300))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "bytes" in done.reason
         assert not len(store._tiers.memory.index)
@@ -320,20 +322,35 @@ async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> 
         assert await works(server)
 
 
-async def test_a_refused_put_leaves_nothing_behind() -> None:
-    """What came with it is received, so that its credit goes back."""
-    namespace = Namespace("kv", LARGE)
-    async with (
-        serving(read_only=True, eager_bytes=EAGER_BYTES_MAX) as (_, server),
-        client(server) as one,
-    ):
-        images = bytes(LARGE.block_bytes)
-        # More than the receiver would hold for its sender.
-        for number in range(2 * EAGER_WINDOW_BYTES // LARGE.block_bytes):
-            sent = one.connection.send(payload_tag(number), images)
-            put = moving(Put, chain(1), namespace, number=number)
-            assert (await one.ask(put)).table.tolist() == [BlockResult.REFUSED]
-            await sent
+@pytest.mark.parametrize(
+    ("count", "nbytes"), [(1, 0), (1, LARGE.block_bytes - 1), (2, 1), (2, 2**16)]
+)
+async def test_who_sends_other_bytes_with_a_put_is_dropped(
+    count: int, nbytes: int
+) -> None:
+    async with serving() as (store, server), client(server) as liar:
+        await liar.say(moving(Put, chain(count), APART, images=bytes(nbytes)))
+        assert await liar.dropped()
+        await nothing_is_taken(store, server)
+        assert await works(server)
+
+
+async def test_small_blocks_go_with_the_request_and_come_with_the_answer() -> None:
+    """Of those that are there, without holding a berth or a slot for the client."""
+    images = np.arange(2 * SPEC.block_bytes).astype(np.uint8).tobytes()
+    async with serving(berths=1) as (store, server), client(server) as one:
+        put = await one.ask(moving(Put, chain(2), images=images))
+        assert put.table.tolist() == [BlockResult.LANDED] * 2
+        got = await one.ask(moving(Get, chain(2)[::-1]))
+        assert got.table.tolist() == [BlockResult.LANDED] * 2
+        assert got.images == images[SPEC.block_bytes :] + images[: SPEC.block_bytes]
+        part = await one.ask(moving(Get, chain(3)))
+        assert part.table.tolist() == [0, 0, BlockResult.MISSING]
+        assert part.images == images
+        await store._tiers.memory.empty()
+        assert not len(store._tiers.memory.index)
+        (row,) = server.clients()
+        assert row.read_bytes == 2 * row.written_bytes == 2 * len(images)
 
 
 async def test_a_client_of_the_first_version_is_told_and_dropped() -> None:
@@ -398,18 +415,17 @@ async def test_touches_of_what_is_not_there_do_nothing() -> None:
 
 async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
     async with serving(berths=1) as (store, server), client(server) as idle:
-        source, hashes = Filled(seed=3), chain(2)
+        source, hashes = Filled(8, LARGE, seed=3), chain(2)
         await store.put(hashes, source.cache, [0, 1])
-        answer = await idle.ask(moving(Get, hashes, timeout_ms=300))
+        answer = await idle.ask(moving(Get, hashes, APART, timeout_ms=300))
         assert answer.table.tolist() == [0, 0]
         # It does not expect what is pushed. Others are served meanwhile.
         assert await works(server)
-        # Nor does it pin anything: all of it can be evicted.
-        index = store._tiers.memory.index
+        # By the deadline its berth is free again, and what was pinned for it.
+        await until(lambda: server._served.lent_bytes == 0)
         await store._tiers.memory.empty()
-        assert not len(index)
-        # By the deadline its berth is free again.
-        again = await idle.ask(moving(Get, hashes, number=2))
+        assert not len(store._tiers.memory.index)
+        again = await idle.ask(moving(Get, hashes, APART, number=2))
         assert again.number == 2
         assert again.table.tolist() == [BlockResult.MISSING, BlockResult.MISSING]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire import BlockStore, StoreServer, UsageError
+from kvwire import BlockStore, KVSpec, StoreServer, UsageError
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
@@ -167,20 +168,31 @@ async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("orders", "nbytes", "said"),
+    ("spec", "orders", "blocks", "said"),
     [
-        (bytes(3), 2 * SPEC.block_bytes, "1024 bytes of 3 blocks"),
-        (bytes(3), 4 * SPEC.block_bytes, "waits for a larger buffer"),
-        (bytes(2), 3 * SPEC.block_bytes, "2 orders of 3 blocks"),
-        (b"\xff\0\0", 3 * SPEC.block_bytes, "3 orders of 3 blocks"),
-        (b"\xfe\0\0", 3 * SPEC.block_bytes, "3 orders of 3 blocks"),
+        (SPEC, bytes(3), 2, "1024 bytes of 3 blocks"),
+        (SPEC, bytes(3), 4, "2048 bytes of 3 blocks"),
+        (LARGE, bytes(3), 2, "131072 bytes of 3 blocks"),
+        (LARGE, bytes(3), 4, "waits for a larger buffer"),
+        (SPEC, bytes(2), 3, "2 orders of 3 blocks"),
+        (SPEC, b"\xff\0\0", 3, "3 orders of 3 blocks"),
+        (LARGE, b"\xfe\0\0", 3, "3 orders of 3 blocks"),
     ],
-    ids=["less", "more", "too few orders", "an order of nothing", "an unknown order"],
+    ids=[
+        "less",
+        "more",
+        "less, apart",
+        "more, apart",
+        "too few orders",
+        "an order of nothing",
+        "an unknown order",
+    ],
 )
 async def test_a_server_that_sends_other_blocks_than_it_says(
-    orders: bytes, nbytes: int, said: str
+    spec: KVSpec, orders: bytes, blocks: int, said: str
 ) -> None:
     """None of them is believed, and nothing is left of them."""
+    images = bytes(blocks * spec.block_bytes)
     async with kvwire.open() as liar:
         address = await liar.listen("127.0.0.1:0")
 
@@ -190,13 +202,16 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
             await connection.send(TAG, encode(Welcome(VERSION, berth_bytes=BERTH)))
             asked = decode_request(await connection.recv(TAG))
             assert isinstance(asked, Get)
-            done = StoreDone(asked.number, bytes(3), "", orders)
+            inline = images if spec is SPEC else b""
+            done = StoreDone(asked.number, bytes(3), "", orders, inline)
             await connection.send(TAG, encode(done))
-            await connection.send(payload_tag(asked.number), bytes(nbytes))
+            if spec is LARGE:
+                with suppress(kvwire.KVWireError):
+                    await connection.send(payload_tag(asked.number), images)
             await connection.wait_closed()
 
         serving = asyncio.create_task(serve())
-        target = Filled()
+        target = Filled(8, spec)
         where = f"kvwire://{address.host}:{address.port}?timeout=0.5"
         async with BlockStore.open([where]) as s:
             outcome = await s.get(chain(3), target.cache, [5, 6, 7])
@@ -218,6 +233,6 @@ async def test_a_server_of_another_version_is_refused() -> None:
             await connection.wait_closed()
 
         greeting = asyncio.create_task(greet())
-        with pytest.raises(UsageError, match=r"speaks version 3 and this side 2"):
+        with pytest.raises(UsageError, match=r"speaks version 4 and this side 3"):
             await BlockStore.open([f"kvwire://{address.host}:{address.port}"])
         await greeting
