@@ -112,7 +112,7 @@ test-torch: $(TORCH_STAMP)
 test-nixl: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps 'nixl-cu12>=1.5'
-	$(BIN)/python -m pytest -m '' tests/backends -k nixl $(ARGS)
+	$(BIN)/python -m pytest -m '' tests/backends tests/soak -k nixl $(ARGS)
 
 # A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
 test-mooncake: $(STAMP)

@@ -166,7 +166,9 @@ class UcxLane(Lane):
         """See :class:`~kvwire.backend.Lane`: the transports that UCX has chosen."""
         if self._endpoint is None or not self._endpoint.transports:
             return f"UCX {self._own.version}"
-        return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}"
+        reads = self._one_sided is not None and self._one_sided.reads
+        how = "; one-sided" if reads else ""
+        return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}{how}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         """See :class:`~kvwire.backend.Lane`; a client returns when the server answers.

@@ -33,13 +33,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final, final
 
-import numpy as np
-
 from kvwire.backend import Payload
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
-from kvwire.memory.copy import as_fragments, copy, paired
+from kvwire.memory.copy import as_fragments, copy
 from kvwire_ucx.binding import OK
 from kvwire_ucx.bootstrap import RECEIPT, UcxBootstrap
 from kvwire_ucx.pieces import PIECES_MAX, LentFragment, lent_descriptor
@@ -86,6 +84,8 @@ class OneSidedPayloads:
         self._ranges = Registrations(context, context.settings.registrations)
         self.unread = 0
         self._process: int | None = None
+        # A byte for all receipts: that one has come is all there is to know.
+        self._receipt = MemoryHandles(memoryview(bytearray(1)))
 
     @functools.cached_property
     def _transports(self) -> tuple[str, ...]:
@@ -167,8 +167,7 @@ class OneSidedPayloads:
                 assert payload is not None  # it has lived until here
             on_read(status)
 
-        memory = MemoryHandles(memoryview(bytearray(1)))
-        self._worker.receive(memory, self._own.tag(number | RECEIPT), done)
+        self._worker.receive(self._receipt, self._own.tag(number | RECEIPT), done)
         self.unread += 1
 
     def read(
@@ -206,10 +205,8 @@ class OneSidedPayloads:
 
     def say_read(self, number: int) -> None:
         """Tell the peer that a payload has been read."""
-        memory = MemoryHandles(memoryview(b"\0"))
-        tag = self._peer.tag(number | RECEIPT)
-        handle = self._endpoint.handle
-        self._worker.send(handle, memory, tag, lambda *_: None, eager=True)
+        tag, handle = self._peer.tag(number | RECEIPT), self._endpoint.handle
+        self._worker.send(handle, self._receipt, tag, lambda *_: None, eager=True)
 
     def close(self) -> None:
         """Unregister what is registered. The worker is destroyed: nobody reads."""
@@ -259,14 +256,15 @@ class OneSidedPayloads:
 def _meet(
     lent: list[LentFragment], into: Fragments
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Cut both sides where either is cut: (key, address there, here, bytes)."""
-    theirs = Fragments(
-        np.array([one.address for one in lent], np.uint64),
-        np.array([one.nbytes for one in lent], np.uint64),
-        owner=None,
-        writable=False,
-    )
-    remote, local, lengths = paired(theirs, into)
-    keys = theirs.starts.searchsorted(lengths.cumsum() - lengths, "right") - 1
-    columns = (keys, remote, local, lengths)
-    yield from zip(*(column.tolist() for column in columns), strict=True)
+    """Cut both sides where either is cut: (fragment, address there, here, bytes)."""
+    places = zip(into.addresses.tolist(), into.lengths.tolist(), strict=True)
+    here = room = 0
+    for which, one in enumerate(lent):
+        there, left = one.address, one.nbytes
+        while left:
+            if not room:
+                here, room = next(places)
+            nbytes = min(left, room)
+            yield which, there, here, nbytes
+            there, left = there + nbytes, left - nbytes
+            here, room = here + nbytes, room - nbytes

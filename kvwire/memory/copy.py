@@ -129,10 +129,15 @@ def as_fragments(payload: Payload) -> Fragments:
     """Return the payload as fragments; a view becomes a list of one."""
     if isinstance(payload, Fragments):
         return payload
-    count = 1 if payload.nbytes else 0
-    lengths = np.full(count, payload.nbytes, np.uint64)
-    addresses = np.full(count, address_of(payload) if count else 0, np.uint64)
-    return Fragments(addresses, lengths, owner=payload, writable=not payload.readonly)
+    places = [address_of(payload)] if payload.nbytes else []
+    starts = np.array([0, payload.nbytes][: len(places) + 1], np.uint64)
+    return Fragments(
+        np.array(places, np.uint64),
+        starts[1:],
+        owner=payload,
+        writable=not payload.readonly,
+        starts=starts,
+    )
 
 
 def address_of(buffer: bytes | bytearray | memoryview | mmap.mmap) -> int:

@@ -1,8 +1,9 @@
 """put and get: the side that asks, and the side whose memory was granted.
 
-Both are executed in software by the owner of the memory, which checks the grant before
-a byte moves. A put needs no answer to begin, since the grant is the permission and the
-memory is there: its chunks follow the PUT at once, and if the PUT was refused they are
+The owner of the memory takes part in both, and checks the grant before a byte of it is
+read or written: what moves is payload like any other, which some lanes read where it
+lies. A put needs no answer to begin, since the grant is the permission and the memory
+is there: its chunks follow the PUT at once, and if the PUT was refused they are
 dropped. It ends with the owner's FIN. A get ends when its bytes have landed.
 """
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,50 +12,22 @@ import pytest
 from kvwire import ConnectionLost, KVSpec
 from kvwire.backend import registry
 from kvwire.backend.lane import Lane, LaneContext
-from tests.backends.kvwire_nixl.support import needs_nixl
-from tests.backends.kvwire_ucx.support import (
-    SHARED_MEMORY,
-    needs_reading,
-    needs_ucx,
-    transports_of_this_loop,
-)
 from tests.backends.transfers import (
+    CANARY,
     LARGE,
     OURS,
     SMALL,
     THEIRS,
+    Over,
     Tensor,
     begun,
     cache,
+    each_lane,
+    go_on,
     pair,
 )
 from tests.support.lanes import NEVER_S, raise_again_after
 from tests.support.pairs import until
-
-CANARY = 0x7B
-
-
-class Over(NamedTuple):
-    """A backend, and its settings on the loop of the test."""
-
-    backend: str
-    settings: Callable[[], dict[str, str]] = dict
-
-
-LANES: dict[str, tuple[Over, Any]] = {
-    "local": (Over("local"), ()),
-    "local-arena": (Over("local", lambda: {"way": "arena"}), ()),
-    "ucx": (Over("ucx", lambda: {"TLS": transports_of_this_loop()}), needs_ucx),
-    "ucx-reads": (
-        Over("ucx", lambda: {"TLS": SHARED_MEMORY, "one_sided": "yes"}),
-        needs_reading,
-    ),
-    "nixl": (Over("nixl"), needs_nixl),
-}
-each_lane = pytest.mark.parametrize(
-    "over",
-    [pytest.param(over, marks=marks, id=name) for name, (over, marks) in LANES.items()],
-)
 
 
 @each_lane
@@ -122,16 +93,6 @@ async def test_nothing_is_written_after_drained(
             require_untouched(tensors)
         assert both.ab.transport == over.backend
     assert midway
-
-
-async def go_on(both: Any, seconds: float) -> None:
-    """Move other things over the same lane for a while."""
-    loop, message = asyncio.get_running_loop(), bytes(1 << 20)
-    end = loop.time() + seconds
-    while loop.time() < end:
-        request = both.ab.send(1, message)
-        assert await both.ba.recv(1) == message
-        await request
 
 
 def require_untouched(tensors: list[Tensor]) -> None:

@@ -1,18 +1,27 @@
-"""KV transfers between two communicators whose data goes over a lane under test."""
+"""Two communicators whose data goes over a lane under test, and caches to move."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 import kvwire
 from kvwire import KVSpec, PagedCache
 from kvwire.kv.layout import AxisOrder
 from kvwire.testing.harness import Loopback
+from tests.backends.kvwire_nixl.support import needs_nixl
+from tests.backends.kvwire_ucx.support import (
+    SHARED_MEMORY,
+    needs_reading,
+    needs_ucx,
+    transports_of_this_loop,
+)
 
 BLOCKS = 8
 OURS, THEIRS = [0, 2, 4], [7, 5, 3]
@@ -20,6 +29,31 @@ OURS, THEIRS = [0, 2, 4], [7, 5, 3]
 SMALL = KVSpec(layers=4, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
 LARGE = KVSpec(layers=2, kv_heads=16, head_dim=128, block_tokens=128, dtype="float16")
 Tensor = npt.NDArray[np.float16]
+# What memory is filled with once it is said to be free.
+CANARY = 0x7B
+
+
+class Over(NamedTuple):
+    """A backend, and its settings on the loop of the test."""
+
+    backend: str
+    settings: Callable[[], dict[str, str]] = dict
+
+
+LANES: dict[str, tuple[Over, Any]] = {
+    "local": (Over("local"), ()),
+    "local-arena": (Over("local", lambda: {"way": "arena"}), ()),
+    "ucx": (Over("ucx", lambda: {"TLS": transports_of_this_loop()}), needs_ucx),
+    "ucx-reads": (
+        Over("ucx", lambda: {"TLS": SHARED_MEMORY, "one_sided": "yes"}),
+        needs_reading,
+    ),
+    "nixl": (Over("nixl"), needs_nixl),
+}
+each_lane = pytest.mark.parametrize(
+    "over",
+    [pytest.param(over, marks=marks, id=name) for name, (over, marks) in LANES.items()],
+)
 
 
 def cache(spec: KVSpec, value: float) -> tuple[PagedCache, list[Tensor]]:
@@ -56,3 +90,13 @@ def begun(
         return incoming, both.ab.push(name, source, OURS)
     outgoing = both.a.publish(name, source, OURS)
     return both.ba.pull(name, target, THEIRS), outgoing
+
+
+async def go_on(both: Loopback, seconds: float) -> None:
+    """Move other things over the same lane for a while."""
+    loop, message = asyncio.get_running_loop(), bytes(1 << 20)
+    end = loop.time() + seconds
+    while loop.time() < end:
+        request = both.ab.send(1, message)
+        assert await both.ba.recv(1) == message
+        await request

@@ -1,7 +1,7 @@
 """A soak: KV transfers under connection drops, every byte checked.
 
     python -m tests.soak --gib 10 [--seed 0] [--fault-s 0.5] [--psk]
-        [--transport tcp|local|ucx|nixl]
+        [--transport tcp|local|ucx|ucx-one-sided|nixl]
 
 Two processes move blocks, in both directions of asking, with prefill in one piece and
 in chunks, aborts and partial commits, while connections are cut and the processes are
@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvwire.limits import GIB
 from kvwire.security.keys import write_key_file
-from tests.soak.processes import ProcessSoak
+from tests.soak.processes import WAYS, ProcessSoak
 from tests.soak.stamps import Tally
 
 
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--psk", action="store_true", help="prove a key and seal control frames"
     )
-    parser.add_argument(
-        "--transport", choices=("tcp", "local", "ucx", "nixl"), default="tcp"
-    )
+    parser.add_argument("--transport", choices=WAYS, default="tcp")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         psk_file = ""
@@ -65,7 +63,7 @@ def _run(given: argparse.Namespace, psk_file: str) -> Tally:
         seed=given.seed,
         goal_bytes=int(given.gib * GIB),
         fault_s=given.fault_s,
-        transport=given.transport,
+        way=given.transport,
         psk_file=psk_file,
     )
     began = time.monotonic()

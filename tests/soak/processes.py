@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -23,6 +24,8 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 import uvloop
@@ -33,6 +36,7 @@ from tests.soak.stamps import (
     BLOCKS_EACH_MAX,
     NUM_BLOCKS,
     ROUND_TIMEOUT_S,
+    SPEC,
     TRANSFERS_AT_ONCE,
     StampedCache,
     Tally,
@@ -51,6 +55,25 @@ RETRY_S: Final = 0.05
 # Numbers of transfers are not used again by a successor.
 NUMBERS_EACH: Final = 2**16
 EXIT_TIMEOUT_S: Final = 30.0
+
+
+class Way(NamedTuple):
+    """What carries the data of a soak, and how large its blocks are."""
+
+    transport: str
+    settings: Mapping[str, str] = MappingProxyType({})
+    spec: kvwire.KVSpec = SPEC
+
+
+WAYS: Final = {
+    **{name: Way(name) for name in ("tcp", "local", "ucx", "nixl")},
+    # Blocks of 128 KiB a layer: smaller ones would not be read where they lie.
+    "ucx-one-sided": Way(
+        "ucx",
+        {"one_sided": "yes"},
+        dataclasses.replace(SPEC, block_tokens=2 * SPEC.block_tokens),
+    ),
+}
 
 
 class Ask(NamedTuple):
@@ -74,10 +97,10 @@ class Claim(NamedTuple):
 class Producer:
     """Answers what consumers ask for."""
 
-    def __init__(self, comm: kvwire.Communicator, seed: int) -> None:
+    def __init__(self, comm: kvwire.Communicator, way: Way, seed: int) -> None:
         self._comm = comm
         self._random = random.Random(seed)
-        self._stamped = StampedCache()
+        self._stamped = StampedCache(way.spec)
         self._free = list(range(NUM_BLOCKS))
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -133,14 +156,12 @@ class Producer:
 class Consumer:
     """Asks for transfers and checks what comes."""
 
-    def __init__(
-        self, comm: kvwire.Communicator, seed: int, transport: str, number: int
-    ) -> None:
+    def __init__(self, comm: kvwire.Communicator, way: Way, seed: int) -> None:
         self._comm = comm
         self._random = random.Random(seed)
-        self._transport = transport
-        self._number = number
-        self._stamped = StampedCache()
+        self._transport = way.transport
+        self._number = seed * NUMBERS_EACH
+        self._stamped = StampedCache(way.spec)
         self._free = list(range(NUM_BLOCKS))
         # Of each transfer that is over on one side: whether it was complete there.
         self._outcomes: dict[int, bool] = {}
@@ -168,7 +189,9 @@ class Consumer:
     ) -> kvwire.Connection | None:
         while not stop.is_set():
             try:
-                return await self._comm.connect(address, transport=self._transport)
+                found = await self._comm.connect(address, transport=self._transport)
+                say({f"connections, {_taken(found)}": 1})
+                return found
             except (kvwire.KVWireError, OSError):
                 await asyncio.sleep(RETRY_S)
         return None
@@ -223,14 +246,16 @@ class Consumer:
             say({"false": int(claims and not landed), "compared": 1})
 
 
+def _taken(connection: kvwire.Connection) -> str:
+    return next(str(each) for each in connection.transport_report if each.taken)
+
+
 def say(what: dict[str, Any]) -> None:
     """Tell the parent; one small write, so a killed process cuts no line in two."""
     os.write(1, f"{json.dumps(what)}\n".encode())
 
 
-async def _live(
-    role: str, address: str, transport: str, seed: int, psk_file: str
-) -> None:
+async def _live(role: str, address: str, way: Way, seed: int, psk_file: str) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     async with kvwire.open(
         name=f"soak-{role}",
@@ -239,6 +264,7 @@ async def _live(
         close_timeout_s=1.0,
         trust="psk" if psk_file else "loopback",
         psk_file=psk_file,
+        backends={way.transport: way.settings},
     ) as comm:
 
         def cut() -> None:
@@ -249,10 +275,9 @@ async def _live(
         loop.add_signal_handler(signal.SIGTERM, stop.set)
         if role == "consumer":
             say({})
-            consumer = Consumer(comm, seed, transport, seed * NUMBERS_EACH)
-            await consumer.run(address, stop)
+            await Consumer(comm, way, seed).run(address, stop)
         else:
-            serving = asyncio.create_task(Producer(comm, seed).run(address))
+            serving = asyncio.create_task(Producer(comm, way, seed).run(address))
             await stop.wait()
             serving.cancel()
             await asyncio.wait([serving])
@@ -270,7 +295,7 @@ class ProcessSoak:
         seed: int,
         goal_bytes: int,
         fault_s: float,
-        transport: str,
+        way: str,
         psk_file: str = "",
     ) -> None:
         self.tally = Tally()
@@ -278,7 +303,7 @@ class ProcessSoak:
         self._seed = seed
         self._goal_bytes = goal_bytes
         self._fault_s = fault_s
-        self._transport = transport
+        self._way = way
         self._psk_file = psk_file
         self._born = Counter[str]()
         self._lives: dict[str, _Life] = {}
@@ -313,7 +338,7 @@ class ProcessSoak:
         """How to start a side; no two of its lives have the same seed."""
         self._born[role] += 1
         seed = self._seed * 100 + self._born[role]
-        where = (self._address, self._transport)
+        where = (self._address, self._way)
         return [sys.executable, "-m", __name__, role, *where, str(seed), self._psk_file]
 
     def heard(self, said: dict[str, int]) -> None:
@@ -403,5 +428,5 @@ async def _read(soak: ProcessSoak, process: Process) -> None:
 
 
 if __name__ == "__main__":
-    _, _role, _address, _transport, _seed, _key = sys.argv
-    uvloop.run(_live(_role, _address, _transport, int(_seed), _key))
+    _, _role, _address, _way, _seed, _key = sys.argv
+    uvloop.run(_live(_role, _address, WAYS[_way], int(_seed), _key))

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from kvwire.limits import MIB
+from tests.backends.kvwire_nixl.support import needs_nixl
+from tests.backends.kvwire_ucx.support import needs_reading, needs_ucx
 from tests.soak import stamps
 from tests.soak.__main__ import main
 from tests.soak.processes import ProcessSoak
@@ -17,23 +19,32 @@ from tests.soak.stamps import POISON, SPEC, StampedCache, Tally
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [["--psk"], *(["--transport", name] for name in ("tcp", "local", "ucx"))],
+    ("options", "taken"),
+    [
+        (["--psk"], "tcp: taken"),
+        (["--transport", "tcp"], "tcp: taken"),
+        (["--transport", "local"], "local: taken"),
+        pytest.param(["--transport", "ucx"], "ucx: taken", marks=needs_ucx),
+        pytest.param(
+            ["--transport", "ucx-one-sided"], "; one-sided", marks=needs_reading
+        ),
+        pytest.param(["--transport", "nixl"], "nixl: taken", marks=needs_nixl),
+    ],
     ids=str,
 )
 def test_no_byte_is_wrong_while_processes_are_stopped_and_killed(
-    options: list[str], capsys: pytest.CaptureFixture[str]
+    options: list[str], taken: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--gib", "0.2", "--fault-s", "0.2", "--seed", "1"]
     assert main([*arguments, *options]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "0 wrong bytes, 0 late bytes, 0 false reports" in said
-    for what in ("complete: ", "cut: ", "in several chunks: "):
+    for what in ("complete: ", "cut: ", "in several chunks: ", taken):
         assert what in said
 
 
 def soak(fault_s: float = 0.0) -> ProcessSoak:
-    return ProcessSoak(seed=1, goal_bytes=MIB, fault_s=fault_s, transport="tcp")
+    return ProcessSoak(seed=1, goal_bytes=MIB, fault_s=fault_s, way="tcp")
 
 
 async def test_a_process_that_ends_by_itself_is_a_failure(

@@ -1,6 +1,6 @@
 """A peer in a process of its own, which a test can kill, stop and continue.
 
-It connects, says that it is there, and receives until the connection ends. The last
+It connects, grants memory of its own, and receives until the connection ends. The last
 line it prints is how that was.
 """
 
@@ -16,17 +16,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import kvwire
-from kvwire import Communicator, Connection, KVWireError
+from kvwire import Communicator, Connection, Grant, KVWireError
 from tests.support.tree import ROOT
+
+GRANTED_BYTES = 32 << 20
 
 
 class Child:
     """The parent's side of it."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, connection: Connection
+        self, process: asyncio.subprocess.Process, connection: Connection, grant: Grant
     ) -> None:
         self.connection = connection
+        self.grant = grant
         self._process = process
 
     def signal(self, number: signal.Signals) -> None:
@@ -56,8 +59,8 @@ async def child(comm: Communicator) -> AsyncIterator[Child]:
     )
     try:
         connection = await comm.accept()
-        await connection.recv(1)
-        yield Child(process, connection)
+        grant = Grant.from_bytes(await connection.recv(1))
+        yield Child(process, connection, grant)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -69,7 +72,8 @@ async def _main(address: str, config: dict[str, Any]) -> None:
         _load_nixl()
     async with kvwire.open(name="child", **config) as comm:
         connection = await comm.connect(address)
-        await connection.send(1, b"here")
+        region = comm.register(bytearray(GRANTED_BYTES), "readwrite")
+        await connection.send(1, region.grant(connection).to_bytes())
         try:
             while True:
                 await connection.recv(1)

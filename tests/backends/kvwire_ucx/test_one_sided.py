@@ -14,6 +14,7 @@ import pytest
 
 from kvwire.errors import ProtocolError
 from kvwire.limits import KIB, MIB
+from kvwire.memory.copy import address_of
 from kvwire.testing.conformance.content import Memory
 from kvwire.testing.conformance.rig import LaneRig
 from kvwire.testing.conformance.sides import Parcel
@@ -21,15 +22,75 @@ from kvwire_ucx import UcxBackend
 from kvwire_ucx import lane as lane_module
 from kvwire_ucx.bootstrap import FIRST_PAYLOAD
 from kvwire_ucx.lane import UcxLane
+from kvwire_ucx.one_sided import OneSidedPayloads
 from kvwire_ucx.pieces import LentFragment, is_lent, lent_descriptor
 from kvwire_ucx.worker import UcxEndpoint
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
+from tests.backends.transfers import pair
 
 pytestmark = needs_reading
+
+ERR_NO_MEMORY = -4
 
 
 def settings(**more: str) -> dict[str, str]:
     return {"TLS": SHARED_MEMORY, "one_sided": "yes", **more}
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+async def test_every_byte_of_a_put_or_get_is_read_where_it_lies(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever receives, straight into its memory, and not a byte by messages."""
+    source, target = bytearray(os.urandom(9 * MIB)), bytearray(9 * MIB)
+    read: list[tuple[int, int, int]] = []
+    get = OneSidedPayloads._get
+
+    def noted(self: Any, local: int, nbytes: int, remote: int, *rest: Any) -> None:
+        read.append((local, remote, nbytes))
+        get(self, local, nbytes, remote, *rest)
+
+    monkeypatch.setattr(OneSidedPayloads, "_get", noted)
+    async with pair("ucx", settings()) as both:
+        assert "; one-sided" in str(both.ab.transport_report)
+        if verb == "put":
+            grant = both.b.register(target, "write").grant(both.ba)
+            assert await both.ab.put(source, grant) == len(source)
+        else:
+            grant = both.b.register(source, "read").grant(both.ba)
+            assert await both.ab.get(grant, target) == len(source)
+    assert target == source
+    here, there = address_of(target), address_of(source)
+    at = 0
+    for local, remote, nbytes in sorted(read):
+        assert (local, remote) == (here + at, there + at)
+        at += nbytes
+    assert at == len(source)
+
+
+async def test_one_side_alone_is_not_one_sided() -> None:
+    async with pair("ucx", settings(), settings(one_sided="no")) as both:
+        assert "one-sided" not in str(both.ab.transport_report)
+        request = both.ab.send(1, bytes(MIB))
+        assert await both.ba.recv(1) == bytes(MIB)
+        await request
+
+
+async def test_what_cannot_be_registered_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit of locked memory, for example."""
+    rig = LaneRig(UcxBackend, settings(), 10)
+    left, right = await rig.pair()
+    right.holding = True
+    assert isinstance(left.lane, UcxLane)
+    ucp = left.lane._worker.context.library.ucp
+    monkeypatch.setattr(ucp, "mem_map", lambda *_: ERR_NO_MEMORY)
+    left.send(MIB)
+    assert not is_lent(right.inbox[0].descriptor)
+    right.take()
+    await rig.moved(left, right, 1)
+    await rig.aclose()
 
 
 @pytest.mark.parametrize("side", ["reader", "lender"])
