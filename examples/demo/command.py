@@ -27,10 +27,10 @@ from demo.lines import (
     Up,
 )
 from demo.llama import CONTEXT, blocks_for
+from demo.plot import Plot, save
 from demo.run import run
 from demo.show import draw, print_report, summary, trace
 from kvwire import UsageError
-from kvwire.cli.plot import Plot, save
 from kvwire.extras import install_command
 
 _UP = {

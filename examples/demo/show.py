@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from demo.lines import Arrived
+from demo.plot import add_legend, new_figure
 from demo.record import Bar, RequestTimes
-from kvwire.cli.plot import add_legend, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -167,6 +167,16 @@ def counts(*, transport: str = "tcp") -> None:
 
 
 app.command(
+    "tests.bench.control:command",
+    name="control",
+    help="The CPU that layers of a transfer cost.",
+)
+app.command(
+    "tests.bench.picture:command",
+    name="picture",
+    help="Draw what a benchmark has written. With PYTHONPATH=examples.",
+)
+app.command(
     "tests.bench.codecs:command",
     name="codecs",
     help="What codecs of KV blocks save, cost and lose. With PYTHONPATH=examples.",

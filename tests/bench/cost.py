@@ -23,9 +23,10 @@ from rich.text import Text
 from kvwire.cli.bench.fragments import work_of
 from kvwire.cli.bench.operations import LEFT, RIGHT, End, OpsSide, OpsWork
 from kvwire.cli.bench.pair import BenchError, Contender
-from kvwire.cli.bench.report import head, new_table, verdict
+from kvwire.cli.bench.report import head, new_table
 from kvwire.limits import GIB, KIB
 from kvwire.observe.page import in_bytes
+from tests.bench.fragments import verdict
 
 IDLE: Final = "idle"
 OPEN: Final = "open"

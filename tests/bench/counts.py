@@ -21,10 +21,11 @@ from typing import Any, Final
 import kvwire.cli.bench
 from kvwire.cli.bench.operations import OpsSide
 from kvwire.cli.bench.ops import operations, store_operations
-from kvwire.cli.bench.side import JoinedSide, Work
+from kvwire.cli.bench.side import Work
 from kvwire.cli.bench.store_side import SERVER, StoreServerSide, StoreSide
 from kvwire.proto.framing import Framing
 from kvwire.wire.header import FrameType
+from tests.bench.joined import JoinedSide
 
 _SOCKET: Final = "of '_socket.socket' objects>"
 # Functions of ours that are one system call, by file and name.

@@ -21,7 +21,7 @@ from kvwire.cli.bench.fragments import (
     Member,
     joined,
 )
-from kvwire.cli.bench.report import new_table, short, verdict
+from kvwire.cli.bench.report import new_table, short
 from kvwire.cli.bench.turns import Benchmark, Findings
 from kvwire.limits import KIB, MIB
 from kvwire.observe.page import in_bytes
@@ -69,6 +69,11 @@ def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
         )
 
     return join
+
+
+def verdict(met: bool) -> Text:
+    """Met or missed."""
+    return Text("met", style="green") if met else Text("missed", style="red")
 
 
 # --- what is aimed at -----------------------------------------------------------------

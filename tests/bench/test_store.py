@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import HOST, JoinedSide
+from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.store import benchmark
 from kvwire.cli.bench.store_side import (
     FIRST_PUT,
@@ -30,6 +30,7 @@ from kvwire.cli.bench.store_side import (
 )
 from kvwire.limits import MIB
 from tests.bench import redis
+from tests.bench.joined import JoinedSide
 from tests.bench.redis import PROGRAM, RedisSide
 from tests.bench.store import beside
 from tests.bench.store_pairs import BlockSocketsSide, TransferSide

@@ -24,7 +24,6 @@ from kvwire.cli.bench.operations import (
     ARENA,
     PULL,
     PUSH,
-    InprocSide,
     OpsSide,
     OpsWork,
 )
@@ -34,6 +33,7 @@ from kvwire.cli.bench.report import (
     Common,
     Mebibytes,
     Rounds,
+    between_processes,
     require_known,
 )
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case, Missing
@@ -103,8 +103,7 @@ def contenders(transport: str, options: Mapping[str, object]) -> Iterator[Member
     ) -> Contender:
         return Contender(
             name + more,
-            InprocSide if transport == "inproc" else OpsSide,
-            alone=transport == "inproc",
+            OpsSide,
             options={**options, **given},
             environment=environment or {},
         )
@@ -124,7 +123,7 @@ def fragments(
     transports: Sequence[str], works: Sequence[OpsWork], loop: str
 ) -> Benchmark:
     """Make the benchmark, with those of the transports that can run here."""
-    require_known(transports, processes=False)
+    require_known(transports)
     reasons = {transport: why_not(transport) for transport in transports}
     team = [
         one
@@ -203,7 +202,7 @@ def command(
         rounds: How often everybody does their work; more rounds, firmer medians.
         common: Options of every benchmark.
     """
-    transports = registry.names() if transport == "all" else transport.split(",")
+    transports = between_processes() if transport == "all" else transport.split(",")
     layouts = {"per-layer": (False,), "cross-layer": (True,), "both": (False, True)}
     works = [
         work_of(one, kib * KIB, cross_layer=cross, round_bytes=round_mib * MIB)

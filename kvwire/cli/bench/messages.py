@@ -23,10 +23,6 @@ PINGS: Final = 500
 SIZES: Final = (1 * MIB, 16 * MIB)
 # Enough that the wire is never idle while one operation ends and the next begins.
 IN_FLIGHT: Final = 4
-# A round trip through all of kvwire, beside one that does nothing.
-PING_TARGET: Final = 1.3
-# One stream of kvwire, beside the best that one stream does.
-RATE_TARGET: Final = 0.9
 
 
 def command(
@@ -57,7 +53,6 @@ def command(
         unit=MICROSECONDS,
         ours=[ours],
         beside=[streams],
-        target=PING_TARGET,
         tail=True,
     )
     rates = [
@@ -72,7 +67,6 @@ def command(
             unit=GIGABYTES_PER_SECOND,
             ours=[ours],
             beside=[sockets],
-            target=RATE_TARGET,
         )
         for nbytes in SIZES
         for verb in (SEND, PUT, GET)

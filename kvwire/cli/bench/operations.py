@@ -24,7 +24,6 @@ from kvwire.cli.bench.side import (
     HOST,
     BenchSide,
     Bytes,
-    JoinedSide,
     W,
     Work,
     digest,
@@ -176,8 +175,7 @@ class ConnectedSide(BenchSide[W]):
         self.communicator = await kvwire.open(name="bench-right")
         # The transport is that of the link, or a lane beside one over TCP.
         scheme = self.transport if "by_link" in self.options else "tcp"
-        where = "inproc://" if self.transport == "inproc" else f"{scheme}://{HOST}:0"
-        return str(await self.communicator.listen(where))
+        return str(await self.communicator.listen(f"{scheme}://{HOST}:0"))
 
     async def accept(self) -> None:
         self.connection = await self.communicator.accept()
@@ -382,15 +380,6 @@ class OpsSide(ConnectedSide[OpsWork]):
         if work.verb in (PUSH, READY):
             return self.communicator.expect(number, pool.cache, pool.blocks)
         return mark_all(self.communicator.publish(number, pool.cache, pool.blocks))
-
-
-class InprocSide(JoinedSide[OpsWork]):
-    """Two communicators of one loop."""
-
-    work_type: ClassVar[type[Work]] = OpsWork
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(OpsSide(options), OpsSide(options))
 
 
 async def over(end: End) -> None:

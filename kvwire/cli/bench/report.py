@@ -1,4 +1,4 @@
-"""How a benchmark is shown: a table, a JSON document, a picture, a bar meanwhile."""
+"""How a benchmark is shown: a table, a JSON document, a bar meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -27,16 +27,10 @@ from kvwire.cli.bench.turns import (
     Case,
     CaseResult,
     Findings,
-    Unit,
     compare,
     steps,
     take_turns,
 )
-from kvwire.cli.plot import Plot, add_legend, colors, new_figure, save
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Loop = Literal["uvloop", "asyncio"]
 Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
@@ -48,13 +42,6 @@ Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 WIDTH: Final = 80
 # Of the columns behind those of contenders, with what is between them.
 _RATIO: Final = 7
-_TARGET: Final = 16
-# Of a picture.
-_WIDTH_IN: Final = 9.0
-_BAR_IN: Final = 0.2
-# The title and the axis of a panel; and what is above and below all of them.
-_PANEL_IN: Final = 0.7
-_AROUND_IN: Final = 0.8
 
 
 @Parameter(name="*")
@@ -65,13 +52,11 @@ class Common:
     Attributes:
         loop: The event loop of kvwire, and of bare streams beside it.
         json: Write every sample, and what ran where, to this file; - is the output.
-        plot: Write a picture to this file: .svg, .png or .pdf. Needs matplotlib.
         beside: Adds who stands beside kvwire as well; no option of the command.
     """
 
     loop: Loop = "uvloop"
     json: Output = None
-    plot: Plot = None
     beside: Annotated[Callable[[Benchmark], Benchmark], Parameter(parse=False)] = (
         lambda benchmark: benchmark
     )
@@ -94,8 +79,6 @@ class Common:
             lambda: document(benchmark, found, {**settings, "loop": self.loop}),
             json=self.json,
         )
-        if self.plot is not None:
-            save(draw(benchmark, found), self.plot)
         ours = ((row, one.name) for row in found for one in row.case.ours)
         return int(any(name in row.failures for row, name in ours))
 
@@ -108,16 +91,21 @@ def short(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def require_known(transports: Sequence[str], *, processes: bool = True) -> None:
-    """Refuse transports that are not installed, or do not join two ``processes``."""
-    known = [name for name in registry.names() if not processes or name != "inproc"]
+def between_processes() -> list[str]:
+    """Return the transports that join two processes."""
+    return [name for name in registry.names() if name != "inproc"]
+
+
+def require_known(transports: Sequence[str]) -> None:
+    """Refuse transports that are not installed, or do not join two processes."""
+    known = between_processes()
     for name in transports:
-        why = ": no such backend is installed"
-        if name == "inproc" and processes:
-            why = " joins two loops of one process, and this benchmark runs two"
         if name not in known:
+            why = "joins two loops of one process, and this benchmark runs two"
             raise kvwire.UsageError(
-                f"--transport {name}{why}; there are {', '.join(known)}"
+                f"--transport {name}: "
+                f"{why if name == 'inproc' else 'no such backend is installed'}; "
+                f"there are {', '.join(known)}"
             )
 
 
@@ -158,8 +146,6 @@ def _columns(rows: Findings) -> list[list[str]]:
     room = used = WIDTH - max((len(_what(row.case)) for row in rows), default=0)
     if any(row.case.beside for row in rows):
         used = room = room - _RATIO
-    if any(row.case.target is not None for row in rows):
-        used = room = room - _TARGET
     for name in dict.fromkeys(name for row in rows for name in row.samples):
         width = 2 + max(len(name), *(len(_cell(row, name)) for row in rows))
         if parts[-1] and width > room:
@@ -174,19 +160,13 @@ def _table(rows: Findings, names: Sequence[str]) -> Table:
     """Judge the first contender by the best that is not kvwire."""
     found = [compare(row) for row in rows]
     judged = any(one.ratio is not None for one in found)
-    aimed = any(row.case.target is not None for row in rows)
-    table = new_table(None, *names, *["ratio"] * judged, *["target"] * aimed)
+    table = new_table(None, *names, *["ratio"] * judged)
     for row, comparison in zip(rows, found, strict=True):
-        case, ratio, target = row.case, comparison.ratio, Text()
-        if case.target is not None:
-            sign = "<=" if case.unit.is_time else ">="
-            target = Text(f"{sign} {case.target:g} ")
-            target += Text() if comparison.met is None else verdict(comparison.met)
+        ratio = comparison.ratio
         table.add_row(
-            _what(case),
+            _what(row.case),
             *(_cell(row, name) for name in names),
             *["" if ratio is None else short(ratio)] * judged,
-            *[target] * aimed,
         )
     return table
 
@@ -203,11 +183,6 @@ def _cell(row: CaseResult, name: str) -> str:
     if not unit.is_time:
         return f"{shown} {short(samples.cpu_s_per_gib):>4}"
     return f"{shown} {short(samples.p99 * unit.scale)}" if row.case.tail else shown
-
-
-def verdict(met: bool) -> Text:
-    """Say met or missed."""
-    return Text("met", style="green") if met else Text("missed", style="red")
 
 
 def lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
@@ -269,71 +244,10 @@ def row_of(finding: CaseResult) -> dict[str, Any]:
         "group": case.group,
         "work": asdict(case.work),
         "unit": "s" if case.unit.is_time else "B/s",
-        "target": case.target,
         **asdict(compare(finding)),
         "contenders": {n: s.document() for n, s in finding.samples.items()},
         "failures": finding.failures,
     }
-
-
-# --- the picture ---------------------------------------------------------------------
-
-
-def draw(benchmark: Benchmark, findings: Findings) -> Figure:
-    """Draw a panel for each group and unit, in which everybody has a colour.
-
-    Rates are bars, times points on a logarithmic axis. The thin line of each goes from
-    the smallest sample to the 99th percentile.
-    """
-    panels: dict[str, list[CaseResult]] = {}
-    for row in findings:
-        if row.samples:
-            title = f"{row.case.group} {row.case.unit.name}".strip()
-            panels.setdefault(title, []).append(row)
-    heights = [
-        _PANEL_IN + _BAR_IN * sum(len(row.samples) + 1 for row in panel)
-        for panel in panels.values()
-    ]
-    shades = colors(list(dict.fromkeys(name for f in findings for name in f.samples)))
-    figure = new_figure(_WIDTH_IN, _AROUND_IN + sum(heights))
-    figure.suptitle(f"kvwire bench {benchmark.name}: medians, lines from min to p99")
-    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
-    for one, (title, panel) in zip(axes[:, 0], panels.items(), strict=True):
-        one.set_title(title, loc="left")
-        _draw_panel(one, panel, panel[0].case.unit, shades)
-    add_legend(figure, shades)
-    return figure
-
-
-def _draw_panel(axes: Axes, rows: Findings, unit: Unit, shades: dict[str, str]) -> None:
-    """Draw a group of lines for each row, with its name beside the middle one."""
-    ticks, y = [], 0
-    for row in rows:
-        ticks.append(y + (len(row.samples) - 1) / 2)
-        for name, samples in row.samples.items():
-            values = (samples.median, min(samples.values), samples.p99)
-            middle, low, high = (value * unit.scale for value in values)
-            if unit.is_time:
-                axes.plot([middle], [y], "o", color=shades[name])
-            else:
-                axes.barh(y, middle, color=shades[name])
-            axes.plot([low, high], [y, y], color="black", linewidth=0.8)
-            label = f"  {middle:.3g}"
-            axes.text(max(middle, high), y, label, va="center", fontsize="small")
-            y += 1
-        y += 1
-    axes.set_yticks(ticks, [row.case.name for row in rows])
-    # The first on top, and room for the numbers on the right.
-    axes.set_ylim(y - 1.4, -0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", color="0.9")
-    axes.set_axisbelow(True)
-    axes.margins(x=0.2)
-    if unit.is_time:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:,.3g}")
-    else:
-        axes.set_xlim(left=0)
 
 
 # --- beside it ------------------------------------------------------------------------

@@ -50,8 +50,6 @@ class Case:
     unit: Unit
     ours: Sequence[Contender]
     beside: Sequence[Contender] = ()
-    # The ratio aimed at: at most that for times, at least that for rates.
-    target: float | None = None
     # Whether the 99th percentile of the samples means anything.
     tail: bool = False
     # What rows that are shown together have alike.
@@ -173,14 +171,13 @@ class Comparison:
     """Sets the first contender beside the best of those that are not kvwire.
 
     The lowest and highest ratio are those of single rounds. Nothing is known if nobody
-    else took part; ``met`` is only where there is a target.
+    else took part.
     """
 
     best: str = ""
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    met: bool | None = None
 
 
 def compare(finding: CaseResult) -> Comparison:
@@ -189,16 +186,14 @@ def compare(finding: CaseResult) -> Comparison:
     beside = [one.name for one in case.beside if one.name in samples]
     if not beside or first not in samples:
         return Comparison()
-    is_time, target = case.unit.is_time, case.target
-    best = (min if is_time else max)(beside, key=lambda name: samples[name].median)
+    best = (min if case.unit.is_time else max)(
+        beside, key=lambda name: samples[name].median
+    )
     ratio = samples[first].median / samples[best].median
     # Of the rounds that both have done: an interrupt can come between them.
     both = zip(samples[first].rounds, samples[best].rounds, strict=False)
     each = [median(mine) / median(theirs) for mine, theirs in both]
-    met = None
-    if target is not None:
-        met = ratio <= target if is_time else ratio >= target
-    return Comparison(best=best, ratio=ratio, low=min(each), high=max(each), met=met)
+    return Comparison(best=best, ratio=ratio, low=min(each), high=max(each))
 
 
 def steps(plan: Benchmark, rounds: int) -> int:

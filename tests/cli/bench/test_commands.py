@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -29,7 +28,7 @@ from kvwire.cli.bench import (
 from kvwire.cli.bench.store_side import can_drop
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
-from kvwire_inproc import InprocBackend
+from kvwire_local import LocalBackend
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(180)
@@ -66,17 +65,15 @@ def operations_have_their_cpu(found: Document) -> None:
 
 
 def efficiencies_are_judged(found: Document) -> None:
-    assert [row["work"]["layers"] for row in found["cases"]] == [
-        *(2, 2, 4, 4, 32),
-        *(2, 4),
-        *(1, 32, 32),
-    ]
+    layers = [row["work"]["layers"] for row in found["cases"]]
+    assert layers == [2, 2, 4, 4, 32, 2, 4]
     assert len(found["efficiencies"]) == 5
 
 
 VERBS = ("send", "put", "get")
-TCP, HERE = "TCP 4 KiB {}, {}", "same host 4 KiB {}, {}"
-WAYS = [(verb, cross) for verb in ("push", "pull") for cross in (False, True)]
+TCP = "TCP 4 KiB {}, {}"
+HERE = "same host 4 KiB {}, {}"
+WAYS = [(v, how) for v in ("push", "pull") for how in ("per-layer", "cross-layer")]
 EXPOSED = "exposed after the last mark"
 
 RUNS = {
@@ -87,7 +84,7 @@ RUNS = {
             [f"{size} KiB {verb}" for size in (64, 256) for verb in VERBS],
             *("kvwire", "bare sockets"),
         ),
-        ["64 B round trip, us", "<= 1.3", ">= 0.9"],
+        ["64 B round trip, us", "ratio"],
         {(messages, "SIZES"): (64 * KIB, 256 * KIB)},
     ),
     "setup": Run(
@@ -97,23 +94,8 @@ RUNS = {
         {(setup, "CONNECTIONS"): 3},
     ),
     "fragments": Run(
-        "--transport tcp,inproc --sizes-kib 4 --round-mib 2",
-        each(
-            [
-                f"TCP 4 KiB {verb}, {c}"
-                for verb in ("push", "pull")
-                for c in ("per-layer", "cross-layer")
-            ],
-            "kvwire tcp",
-        )
-        | each(
-            [f"same host 4 KiB {verb}, per-layer" for verb in ("push", "pull")],
-            *("kvwire inproc", "memcpy"),
-        )
-        | each(
-            [f"same host 4 KiB {verb}, cross-layer" for verb in ("push", "pull")],
-            "kvwire inproc",
-        ),
+        "--transport tcp --sizes-kib 4 --round-mib 2",
+        each([TCP.format(*way) for way in WAYS], "kvwire tcp"),
         ["kvwire bench fragments TCP", "4 KiB push, per-layer, GB/s"],
         {},
     ),
@@ -157,16 +139,9 @@ RUNS = {
         | each(
             [f"from the first mark {count} layers, no compute" for count in (2, 4)],
             *("streamed", "whole"),
-        )
-        | each(
-            [
-                f"CPU of both sides {name}"
-                for name in ("1 tiny layer", "32 of them", "32, each sent by itself")
-            ],
-            "streamed",
         ),
-        [EXPOSED, "more tiny layers add", "efficiency >= 0.95"],
-        {(overlap, "CONTROL_REPEAT"): 2},
+        [EXPOSED, "efficiency"],
+        {},
         efficiencies_are_judged,
     ),
     "store": Run(
@@ -186,19 +161,17 @@ RUNS = {
 
 
 def document(arguments: list[str], tmp_path: Path) -> Document:
-    """Run a command; every row has a sample of everybody, and there is a picture."""
-    out, plot = tmp_path / "found.json", tmp_path / "found.svg"
-    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
-    assert ET.parse(plot).getroot().tag.endswith("svg")
+    """Run a command; every row has a sample of everybody."""
+    out = tmp_path / "found.json"
+    assert main([*arguments, "--json", str(out)]) == 0
     found: Document = json.loads(out.read_text())
     for row in found["cases"]:
         assert not row["failures"]
         for samples in row["contenders"].values():
             assert 0 < samples["low"] <= samples["median"] <= samples["high"]
             assert len(samples["rounds"]) == 1
-        others = len(row["contenders"]) > 1 and "streamed" not in row["contenders"]
-        assert (row["ratio"] is not None) >= others
-        assert (row["met"] is None) == (row["target"] is None)
+        others = {name for name in row["contenders"] if "kvwire" not in name}
+        assert (row["ratio"] is not None) >= bool(others - {*overlap.WAYS})
     return found
 
 
@@ -231,6 +204,17 @@ def test_everything_is_measured_and_written(
     reports = [str(facts.get("transport")) for facts in found["contenders"].values()]
     assert name == "store" or any("taken" in said for said in reports)
     run.checked(found)
+
+
+@pytest.mark.slow
+def test_one_host_is_measured_by_processes_beside_a_memcpy(tmp_path: Path) -> None:
+    size = ["--sizes-kib", "4", "--round-mib", "2", "--rounds", "1"]
+    found = document(["bench", "fragments", "--transport", "local", *size], tmp_path)
+    ours = {"kvwire local", "kvwire local arena"}
+    assert rows(found) == {
+        HERE.format(verb, how): ours | ({"memcpy"} if how == "per-layer" else set())
+        for verb, how in WAYS
+    }
 
 
 @pytest.mark.slow
@@ -267,7 +251,7 @@ def test_every_tier_is_measured_by_processes(
 # --- what is refused, and what cannot run here ----------------------------------------
 
 NOBODY = "--transport pigeons: no such backend"
-ONE_PROCESS = "--transport inproc joins two loops of one process"
+ONE_PROCESS = "--transport inproc: joins two loops of one process"
 
 
 @pytest.mark.parametrize(
@@ -334,18 +318,18 @@ def test_a_transport_that_fails_is_named_with_its_reason(
 def test_a_backend_that_cannot_take_part_is_left_out_with_its_reason(
     capabilities: Capabilities, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(InprocBackend, "capabilities", capabilities)
+    monkeypatch.setattr(LocalBackend, "capabilities", capabilities)
     work = fragments.work_of("push", 4 * KIB, cross_layer=False, round_bytes=MIB)
 
     def missing() -> list[str]:
         return [
             str(one)
-            for one in fragments.fragments(["inproc"], [work], "asyncio").missing
+            for one in fragments.fragments(["local"], [work], "asyncio").missing
         ]
 
     assert len(missing()) == bool(said)
     assert said in "".join(missing())
     found = Availability(available=False, reason="no GPU", remedy="buy one")
     monkeypatch.setattr(registry, "availability", lambda _: found)
-    line = "kvwire inproc cannot run here and was left out: no GPU; buy one"
+    line = "kvwire local cannot run here and was left out: no GPU; buy one"
     assert missing() == [line]

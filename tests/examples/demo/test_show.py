@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from demo.lines import Arrived, LayerSpan, NewToken, Prefilled, Recomputed
+from demo.plot import save
 from demo.record import RequestTimes
 from demo.show import (
     DECODE,
@@ -23,7 +24,6 @@ from demo.show import (
     timeline,
     trace,
 )
-from kvwire.cli.plot import save
 
 LAYERS = 4
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,4 +1,4 @@
-"""Pictures: what is refused before a measurement, colours, and what is written."""
+"""Pictures: what is refused before the demo runs, and what is written."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from demo import command, plot
+from demo.plot import add_legend, new_figure, save
 from kvwire import UsageError
-from kvwire.cli import plot
-from kvwire.cli.bench import report
 from kvwire.cli.main import CALLED_WRONG, main
-from kvwire.cli.plot import add_legend, colors, new_figure, save
 
 
 @pytest.mark.parametrize(
@@ -22,37 +21,29 @@ from kvwire.cli.plot import add_legend, colors, new_figure, save
         ("found", object(), "ends in .svg, .png, .pdf"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
+def test_what_cannot_be_drawn_is_refused_before_anything_runs(
     name: str,
     found: object,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    measured: list[object] = []
+    ran: list[object] = []
 
-    def measure(benchmark: object, *_: object, **__: object) -> None:
-        measured.append(benchmark)
+    def run(*requests: object, **_: object) -> None:
+        ran.append(requests)
 
     monkeypatch.setattr(plot, "find_spec", lambda _: found)
-    monkeypatch.setattr(report, "take_turns", measure)
-    assert main(["bench", "messages", "--plot", name]) == CALLED_WRONG
+    monkeypatch.setattr(command, "run", run)
+    assert main(["--plot", name], command.app) == CALLED_WRONG
     assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert measured == []
+    assert ran == []
 
 
 def test_without_matplotlib_there_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match="needs matplotlib: pip install"):
         new_figure(1, 1)
-
-
-@pytest.mark.parametrize("count", [1, 20, 33])
-def test_everybody_has_a_colour_of_their_own(count: int) -> None:
-    names = [str(number) for number in range(count)]
-    found = colors(names)
-    assert list(found) == names
-    assert len(set(found.values())) == count
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
-"""Pictures that the ``kvwire`` command writes, drawn by matplotlib.
-
-It is imported when a picture is asked for: nothing else of the command needs it.
-"""
+"""Pictures, drawn by matplotlib, which is imported when one is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -54,19 +51,6 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 
 def _needs_matplotlib() -> str:
     return f"a picture needs matplotlib: {install_command('plot')}"
-
-
-def colors(names: Sequence[str]) -> dict[str, str]:
-    """Give each name a colour of its own, the clearest ones first."""
-    from matplotlib import colormaps  # noqa: PLC0415 - it may be missing
-    from matplotlib.colors import to_hex  # noqa: PLC0415 - it may be missing
-
-    clear = [*range(0, 20, 2), *range(1, 20, 2)]
-    if len(names) > len(clear):
-        hues = [i / len(names) for i in range(len(names))]
-        return dict(zip(names, map(to_hex, colormaps["hsv"](hues)), strict=True))
-    palette = map(to_hex, colormaps["tab20"](clear[: len(names)]))
-    return dict(zip(names, palette, strict=True))
 
 
 def add_legend(figure: Figure, shades: Mapping[str, str]) -> None:
