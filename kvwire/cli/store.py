@@ -61,9 +61,8 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         berth: The most that one transfer moves, so the largest block; 16MiB.
         write: When a put is complete: "through", when a disk has it, or "back", when
             memory has it.
-        metrics: Answer GET of /metrics (Prometheus), /health and /fleet (a page for
-            people) here, to anybody who can reach it; such as 127.0.0.1:9400. Needs the
-            extra `metrics`.
+        metrics: Answer GET of /metrics (Prometheus) and /health here, to anybody who
+            can reach it; such as 127.0.0.1:9400. Needs the extra `metrics`.
         tenant: Who shares it, what each may have, and the key that proves it: --tenant
             'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key', several times.
             Who has the key of --psk-file is the operator.
@@ -178,7 +177,7 @@ async def _serve(
             if metrics:
                 from kvwire.observe.http import MetricsServer  # noqa: PLC0415 - an extra
 
-                monitored = stack.enter_context(MetricsServer(store, metrics, server))
+                monitored = stack.enter_context(MetricsServer(store, metrics))
                 also = f"; metrics at {monitored.url}"
             served = f"{', '.join(tiers)} on {server.address}"
             console.print(f"serving {served}{also}; Ctrl-C ends")

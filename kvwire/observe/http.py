@@ -1,8 +1,7 @@
-"""What is asked of a served store over HTTP: ``/metrics``, ``/health`` and ``/fleet``.
+"""What is asked of a served store over HTTP: ``/metrics`` and ``/health``.
 
 Answers come from a thread of their own, so that a loop that is stuck cannot keep them
-back: ``/health`` asks the loop for a turn and says 503 if it gets none. ``/fleet`` is a
-page for people.
+back: ``/health`` asks the loop for a turn and says 503 if it gets none.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Self, TypeVar
 
-from kvwire import BlockStore, ListenError, StoreServer
+from kvwire import BlockStore, ListenError
 from kvwire.extras import needed_by
-from kvwire.observe.page import CONTENT_TYPE, HEADERS, Table, in_bytes, render, share
 from kvwire.observe.prometheus import StoreCollector
 from kvwire.types import Address
 
@@ -39,13 +37,12 @@ _ASKERS_MAX: Final = 16
 
 
 class MetricsServer:
-    """Answers GET of the three within ``with``, on the store's loop.
+    """Answers GET of both within ``with``, on the store's loop.
 
     Args:
         store: What is asked about.
         address: Where to listen; ``"host:0"`` takes any free port. Whoever can reach it
             can read it: names and addresses of tiers and clients, and numbers.
-        server: Whose clients ``/fleet`` shows.
 
     Attributes:
         url: Of ``/metrics``, with the real port.
@@ -59,10 +56,9 @@ class MetricsServer:
         self,
         store: BlockStore,
         address: str | Address,
-        server: StoreServer | None = None,
     ) -> None:
         where = Address.parse(address)
-        self._store, self._clients_of = store, server
+        self._store = store
         self._loop = asyncio.get_running_loop()
         self._registry = CollectorRegistry()
         self._registry.register(StoreCollector(store))
@@ -92,13 +88,7 @@ class MetricsServer:
                 return HTTPStatus.OK, CONTENT_TYPE_LATEST, metrics
             case "/health":
                 return self._health()
-            case "/fleet":
-                page = self._on_loop(self._page)
-                if page is not None:
-                    return HTTPStatus.OK, CONTENT_TYPE, page.encode()
-                said = b"the event loop does not turn\n"
-                return HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", said
-        said = b"there are /metrics, /health and /fleet\n"
+        said = b"there are /metrics and /health\n"
         return HTTPStatus.NOT_FOUND, "text/plain", said
 
     def _health(self) -> tuple[HTTPStatus, str, bytes]:
@@ -117,58 +107,6 @@ class MetricsServer:
             return made.get(timeout=LOOP_TURN_S)
         except (RuntimeError, queue.Empty):  # it is closed, or stuck
             return None
-
-    def _page(self) -> str:
-        counts, report = self._store.counters, self._store.report
-        looked_for = counts.hit_blocks + counts.missed_blocks
-        facts = [
-            ("hits", share(counts.hit_blocks, looked_for)),
-            ("gets", f"{counts.gets:,}"),
-            ("puts", f"{counts.puts:,}"),
-            ("blocks refused", f"{counts.refused_blocks:,}"),
-        ]
-        tiers = [
-            (
-                name,
-                f"{tier.blocks:,}",
-                in_bytes(tier.used_bytes),
-                share(tier.used_bytes, tier.size_bytes),
-                share(tier.read_blocks, counts.hit_blocks),
-                f"{tier.written_blocks:,}",
-                f"{tier.evicted_blocks:,}",
-                report.get(name) or "-",
-            )
-            for name, tier in self._store.stats().items()
-        ]
-        clients = [
-            (
-                client.name,
-                client.address,
-                str(client.requests),
-                f"{client.asked:,}",
-                in_bytes(client.read_bytes),
-                in_bytes(client.written_bytes),
-            )
-            for client in (self._clients_of.clients() if self._clients_of else ())
-        ]
-        return render(
-            "kvwire store",
-            facts,
-            [Table("Tiers", _TIERS, tiers), Table("Clients", _CLIENTS, clients)],
-        )
-
-
-_TIERS: Final = (
-    "tier",
-    "blocks",
-    "used",
-    "full",
-    "of all hits",
-    "written",
-    "evicted",
-    "trouble",
-)
-_CLIENTS: Final = ("client", "at", "open", "requests", "read", "written")
 
 
 class _Server(ThreadingHTTPServer):
@@ -215,9 +153,6 @@ class _Request(BaseHTTPRequestHandler):
         status, kind, body = self.server.owner.answer(self.path.partition("?")[0])
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        if kind == CONTENT_TYPE:
-            for name, value in HEADERS.items():
-                self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -46,14 +46,10 @@ def ask_in_sequence(prefill: Engine, decode: Engine, ids: list[int]) -> Sample:
     return _sample(seconds, ended, _decode(decode, ids, params))
 
 
-def ask_at_once(
-    prefill: Engine, decode: Engine, ids: list[int], *, pushes: bool
-) -> Sample:
+def ask_at_once(prefill: Engine, decode: Engine, ids: list[int]) -> Sample:
     """Ask both together."""
     name = os.urandom(8).hex()
     sends = _sends() | {"transfer_id": name}
-    if pushes:
-        sends["remote"] = [decode.kv]
     loads = {"do_remote_prefill": True, "transfer_id": name, "remote": [prefill.kv]}
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(_decode, decode, ids, loads)

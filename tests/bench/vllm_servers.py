@@ -92,8 +92,6 @@ class Contender:
     environment: dict[str, str] = field(default_factory=dict)
     # Both engines are asked together.
     at_once: bool = False
-    # Prefill has to know where decode listens.
-    pushes: bool = False
     # For vLLM.
     arguments: tuple[str, ...] = ()
 
@@ -165,7 +163,6 @@ def _files(role: str, listen: str) -> dict[str, Any]:
 
 _TCP: Final = _kvwire(require=["tcp"])
 _LOCAL: Final = _kvwire(require=["local"])
-_PUSH: Final = _kvwire(require=["tcp"], mode="push")
 _UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
 _UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
 # It keeps the last chunk of a prompt only, and breaks when it reads it.
@@ -183,7 +180,6 @@ GROUPS: Final = (
         Contender("kvwire local, in sequence", "local", _LOCAL),
     ),
     (Contender("NixlConnector shm", "nixl-shm", _nixl, _UCX_SHM),),
-    (Contender("kvwire tcp, push", "push", _PUSH, at_once=True, pushes=True),),
     (Contender("files (ExampleConnector)", "files", _files, arguments=_UNCHUNKED),),
 )
 
@@ -257,5 +253,5 @@ def _ask(
     contender: Contender, prefill: Engine, decode: Engine
 ) -> Callable[[list[int]], Sample]:
     if contender.at_once:
-        return partial(ask_at_once, prefill, decode, pushes=contender.pushes)
+        return partial(ask_at_once, prefill, decode)
     return partial(ask_in_sequence, prefill, decode)

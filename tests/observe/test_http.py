@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvwire import BlockStore, ListenError, StoreServer
+from kvwire import BlockStore, ListenError
 from kvwire.observe.http import MetricsServer
 
 
@@ -59,23 +59,6 @@ async def test_those_beyond_the_limit_are_hung_up_on() -> None:
                 one.close()
 
             await asyncio.to_thread(wait_answered, server)
-
-
-async def test_the_page_shows_tiers_and_clients() -> None:
-    async with (
-        BlockStore.open(["memory:1MiB"]) as store,
-        StoreServer(store, "127.0.0.1:0") as served,
-        BlockStore.open(
-            ["memory:1MiB", f"kvwire://{served.address.host}:{served.address.port}"]
-        ),
-    ):
-        with MetricsServer(store, "127.0.0.1:0", served) as server:
-            status, body = await asyncio.to_thread(fetched, server, "/fleet")
-            assert status == HTTPStatus.OK
-            for text in ("kvwire store", "memory:1MiB", "0 B", "Clients", "127.0.0.1"):
-                assert text in body
-            # From the loop itself, which so has no turn to give.
-            assert server.answer("/fleet")[0] == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 async def test_a_loop_that_is_stuck_is_not_healthy() -> None:

@@ -18,8 +18,6 @@ from kvwire.types import Address
 EXTRA_CONFIG: Final = "kv_connector_extra_config"
 S = TypeVar("S", bound=msgspec.Struct)
 
-PULL: Final = "pull"
-PUSH: Final = "push"
 LAYER: Final = "layer"
 CHUNK: Final = "chunk"
 REQUEST: Final = "request"
@@ -40,14 +38,11 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         listen: Where its first rank listens; rank r has the port r higher. Port 0 takes
             any free one, for requests whose prefill answers before decode begins.
         advertise: The host that peers dial, where it is not the one of ``listen``.
-        mode: ``"pull"``: decode fetches. ``"push"``: prefill sends. The same on both.
         stream: When prefill sends: each ``"layer"`` when it is written, each
             ``"chunk"`` of a prompt after its forward pass (for engines that run full
             CUDA graphs, where no layer hook is called), or the whole ``"request"``.
         group_bytes: With ``"layer"``, layers of a forward pass that have less than this
             go out together, up to four times as much; the last one goes alone.
-        gate_layers: So many last layers may still be on their way when decode begins;
-            its forward pass waits for each in turn. 0: it begins when all are here.
         layout: Which of its memory layouts vLLM is asked for, such as ``"BLHNC"``,
             where all layers of a block lie together; "" for its own choice.
         peers: Addresses of other engines' ranks that requests may name. Without it:
@@ -68,10 +63,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     listen: str = "127.0.0.1:0"
     advertise: str = ""
-    mode: Literal["pull", "push"] = PULL
     stream: Literal["layer", "chunk", "request"] = LAYER
     group_bytes: _Count = GROUP_BYTES
-    gate_layers: _Count = 0
     layout: Layout = ""
     peers: tuple[str, ...] = ()
     fingerprint: str = ""
@@ -86,11 +79,6 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
             Address.parse(address)
         if self.http:
             http_url(self.http)
-
-    @property
-    def needs_layer_hooks(self) -> bool:
-        """Tell whether layers need hooks, so no full CUDA graphs."""
-        return self.stream == LAYER or self.gate_layers > 0
 
     def beside(self, ranks: int) -> VllmSettings:
         """Return the settings of an engine that listens behind so many ranks."""
@@ -119,8 +107,7 @@ def read_settings(
     said = wire.pop("profile", {})
     if not isinstance(said, Mapping):
         raise UsageError(f"{EXTRA_CONFIG}: profile={said!r}: names with texts")
-    # Two engines that both wait for the other would wait for ever.
-    profile = {"vllm_kv_mode": settings.mode, **profile, **said}
+    profile = {**profile, **said}
     if settings.codec:
         profile = {"vllm_kv_codec": settings.codec, **profile}
     return settings, Config.load(profile=profile, **wire)

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from kvwire.config import Config
-from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import cache_shapes
@@ -58,11 +57,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
                 "vllm_draft": draft_name(vllm_config),
             },
         )
-        if settings.gate_layers and len(shapes) > 1:
-            raise UsageError(
-                f"gate_layers with {len(shapes)} kinds of layers ({groups}): vLLM has "
-                f"no way to hear that a layer of one of them did not come"
-            )
         if role == base.KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 settings, shapes, References.of(config, settings.peers)
@@ -121,6 +115,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 
     # --- worker -----------------------------------------------------------------------
 
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._working.layer_written(layer_name)
+
     def get_handshake_metadata(self) -> ListeningAt:
         return ListeningAt(self._working.address)
 
@@ -143,7 +142,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         settings, _ = read_settings(extra_config, {})
-        return settings.needs_layer_hooks
+        return settings.stream == LAYER
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -90,8 +90,7 @@ class WorkerStep:
     written: list[ComputedTokens] = field(default_factory=list)
     # Prompts that begin to be fetched.
     loads: list[LoadPrompt] = field(default_factory=list)
-    # Requests whose blocks may be overwritten in this step: they were preempted, or
-    # ended while decode went on without their last layers.
+    # Requests whose blocks may be overwritten in this step: they were preempted.
     fenced: set[str] = field(default_factory=set)
     idle: bool = False  # nothing is computed; the step is there to see what has arrived
     running: int = 0  # requests of which something is computed
@@ -133,12 +132,11 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
         remote = tuple(str(Address.parse(one)) for one in made.remote)
         return msgspec.structs.replace(made, remote=remote)
 
-    def check(self, *, pushed: bool) -> None:
+    def check(self) -> None:
         """Refuse what lacks something."""
         if self.loads and not self.transfer_id:
             raise UsageError("kv_transfer_params: do_remote_prefill needs transfer_id")
-        asks = self.sends if pushed else self.loads
-        if asks and not self.remote:
+        if self.loads and not self.remote:
             raise UsageError(
                 "kv_transfer_params: remote is missing, the addresses of the other "
                 "engine's ranks"

@@ -42,12 +42,9 @@ def _useless(dial: asyncio.Future[Connection]) -> bool:
 class PromptEnd(Generic[P]):
     """Holds what the sender and the receiver of one prompt's KV have in common."""
 
-    def __init__(
-        self, engine: Engine, cache: PagedCache, peers: Peers, route: RankRoute
-    ) -> None:
+    def __init__(self, engine: Engine, cache: PagedCache, route: RankRoute) -> None:
         self._engine = engine
         self._cache = cache
-        self._peers = peers
         self._route = route
         self._lock = threading.Lock()
         self._parts: Sequence[P] = ()

@@ -48,7 +48,8 @@ class PromptReceive(PromptEnd[Incoming]):
         after: object | None,
         codec: str = "",
     ) -> None:
-        super().__init__(engine, cache, peers, route)
+        super().__init__(engine, cache, route)
+        self._peers = peers
         self.load = load  # what is fetched
         self._timeout_s = timeout_s
         self._after = after
@@ -56,38 +57,6 @@ class PromptReceive(PromptEnd[Incoming]):
         self._left = "anything"
         # Resolves when nothing of kvwire can touch the blocks any more; never fails.
         self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
-
-    @property
-    def stopped(self) -> bool:
-        """Tell whether it was aborted."""
-        return bool(self._reason)
-
-    def landed(self, group: str, layer: int) -> bool:
-        """Tell whether a layer of every block is here; from any thread.
-
-        It may answer late, and is never wrong.
-        """
-        parts = self._parts
-        return (
-            self._begun
-            and all(part.layer_landed(layer, group) for part in parts)
-            and not self._lacking()
-        )
-
-    def wait_layer(self, group: str, layer: int, timeout_s: float) -> bool:
-        """Wait for a layer of every block, or the end; whether the layer is here."""
-        if not self.landed(group, layer):
-
-            async def gate(_: Communicator) -> None:
-                for part in self._parts:
-                    await part.layer(layer, group)
-
-            waiting = self._engine.start(gate)
-            try:
-                waiting.result(timeout_s)
-            except (KVWireError, TimeoutError):
-                waiting.cancel()
-        return self.landed(group, layer)
 
     # --- on the loop ------------------------------------------------------------------
 
@@ -156,19 +125,13 @@ class PromptReceive(PromptEnd[Incoming]):
             first = next(iter(self._cache.groups))
             blocks = {name: [0] * (name == first) for name in self._cache.groups}
             options = {"tokens": {name: len(ids) for name, ids in blocks.items()}}
-        peers = self._route.peers
         options["codec"] = self._codec
         links = [
-            await self._peers.connection(communicator, peer.address)
-            for peer in (() if self._route.pushed else peers)
+            await self._peers.connection(communicator, peer)
+            for peer in self._route.peers
         ]
         if self._after is not None and not load.declined:
             await communicator.fired(self._after)
-        if self._route.pushed:
-            return [
-                communicator.expect(peer.id, self._cache, blocks, **options)
-                for peer in peers
-            ]
         return [
             link.pull(self._route.id, self._cache, blocks, **options) for link in links
         ]

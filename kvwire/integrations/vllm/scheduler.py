@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape
-from kvwire.integrations.vllm.config import PUSH, REQUEST, VllmSettings
+from kvwire.integrations.vllm.config import REQUEST, VllmSettings
 from kvwire.integrations.vllm.identity import identity_of
 from kvwire.integrations.vllm.metadata import (
     Blocks,
@@ -94,9 +94,6 @@ class SchedulerSide:
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[LoadPrompt] = []
-        # Only of use with gates, where decode goes on before the last layers are here.
-        self._fetched: set[str] = set()
-        self._gated_no_more: set[str] = set()
 
     def hear_addresses(self, addresses: dict[tuple[int, int], str]) -> None:
         """Note where this engine's ranks listen, by (pipeline stage, rank)."""
@@ -149,8 +146,6 @@ class SchedulerSide:
         if wanted.loads:
             request.kv_transfer_params["do_remote_prefill"] = False
             self._loads.append(self._new_load(request, wanted, tables, external))
-            if self._settings.gate_layers:
-                self._fetched.add(request.request_id)
 
     def step(self, output: Any) -> WorkerStep:
         """Return what the workers are told for a step that was scheduled."""
@@ -159,8 +154,6 @@ class SchedulerSide:
             self._preempted(request_id)
         step.running = len(output.num_scheduled_tokens)
         step.idle = not step.running
-        step.fenced |= self._gated_no_more
-        self._gated_no_more = set()
         for one in scheduled_requests(output):
             self._scheduled(step, one)
         step.loads, self._loads = self._loads, []
@@ -169,9 +162,6 @@ class SchedulerSide:
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """End a request; whether its blocks are freed later, and what clients get."""
         wanted = self._wanted(request)
-        if request.request_id in self._fetched:
-            self._fetched.discard(request.request_id)
-            self._gated_no_more.add(request.request_id)
         if wanted.loads:
             # Never scheduled: whoever computed it must not wait for us.
             self._loads.append(self._declined(request, wanted))
@@ -192,7 +182,7 @@ class SchedulerSide:
             wanted = TransferParams.read(request.kv_transfer_params)
             if not wanted.sends and not wanted.loads:
                 return TransferParams()
-            wanted.check(pushed=self._settings.mode == PUSH)
+            wanted.check()
             if wanted.remote:
                 check_ranks(self._shapes, len(wanted.remote), wanted.stages)
                 self._references.check(

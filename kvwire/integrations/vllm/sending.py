@@ -11,7 +11,6 @@ sender busy with their bytes, and gain nothing.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any, Final
 from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
 from kvwire.errors import KVWireError, UsageError
 from kvwire.integrations.vllm.metadata import Blocks, SendPrompt
-from kvwire.integrations.vllm.peers import Peers, PromptEnd
+from kvwire.integrations.vllm.peers import PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute
 from kvwire.kv.spec import KVSpec
 
@@ -44,7 +43,6 @@ class PromptSend(PromptEnd[Outgoing]):
         engine: Engine,
         send: SendPrompt,
         cache: PagedCache,
-        peers: Peers,
         route: RankRoute,
         codec: str = "",
     ) -> None:
@@ -52,7 +50,7 @@ class PromptSend(PromptEnd[Outgoing]):
         # How many leading blocks of each list the forward pass has completed.
         self.written: dict[str, int] = {}
         self.finished: bool = False  # whether all of them are
-        super().__init__(engine, cache, peers, route)
+        super().__init__(engine, cache, route)
         self._send = send
         self._codec = codec or None
         # What was said before there was anybody to say it to.
@@ -85,39 +83,28 @@ class PromptSend(PromptEnd[Outgoing]):
     async def _run(self, communicator: Communicator) -> list[Outcome]:
         self._follow(self._send)
         try:
-            outs = await self._begin(communicator)
-        except (KVWireError, asyncio.CancelledError) as exc:
+            out = self._publish(communicator)
+        except KVWireError as exc:
             # The decode engine hears nothing, and computes when its time is over.
-            said = self._reason or str(exc) or repr(exc)
-            logger.warning("transfer %s was not begun: %s", self._route.id, said)
+            logger.warning("transfer %s was not begun: %s", self._route.id, exc)
             return []
         with self._lock:
             early, self._early = self._early or [], None
-            self._parts, self._begun = outs, True
+            self._parts, self._begun = [out], True
             for call in [] if self._reason else early:
-                for out in outs:
-                    call(out)
+                call(out)
         if self._reason:
             # Begun only to say so; in the same turn, so no block was touched.
             await self._abort(communicator)
-        outcomes = [await out for out in outs]
-        for out in outs:
-            await out.drained()
-        return outcomes
+        outcome = await out
+        await out.drained()
+        return [outcome]
 
-    async def _begin(self, communicator: Communicator) -> list[Outgoing]:
+    def _publish(self, communicator: Communicator) -> Outgoing:
         send, route = self._send, self._route
         options = {**send.options, "growing": True, "codec": self._codec}
-        if not route.pushed:
-            options["consumers"] = len(route.peers)
-            return [communicator.publish(route.id, self._cache, send.blocks, **options)]
-        links = [
-            (await self._peers.connection(communicator, peer.address), peer.id)
-            for peer in route.peers
-        ]
-        return [
-            link.push(name, self._cache, send.blocks, **options) for link, name in links
-        ]
+        options["consumers"] = len(route.peers)
+        return communicator.publish(route.id, self._cache, send.blocks, **options)
 
     async def _renew(self, communicator: Communicator) -> None:
         for out in self._parts:

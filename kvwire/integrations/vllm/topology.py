@@ -24,20 +24,12 @@ from kvwire.kv.spec import KVSpec, shard_sources
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRank:
-    """Names a rank of the other engine that a transfer goes to or comes from."""
-
-    address: str  # where it listens; "" if it is not known, and need not be
-    id: str  # what a push between these two ranks is called
-
-
-@dataclass(frozen=True, slots=True)
 class RankRoute:
     """Lists the ranks that one rank exchanges a prompt with."""
 
-    id: str  # what a pull is called
-    pushed: bool  # prefill sends, rather than decode fetches
-    peers: tuple[PeerRank, ...]  # the ranks
+    id: str  # what the transfer is called
+    # Where they listen; "" of a rank whose address is not known, and need not be.
+    peers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +39,6 @@ class OwnRank:
     spec: KVSpec  # what it holds; of several cache groups that of the most heads
     stage: tuple[int, int] = (0, 1)  # (number, count) of its pipeline stage
 
-    @property
-    def index(self) -> int:
-        """Return its place among the ranks of all stages."""
-        return self.stage[0] * self.spec.shard[1] + self.spec.shard[0]
-
     def others(self, remote: tuple[str, ...], stages: int) -> tuple[Sequence[str], int]:
         """Return addresses and stages; those of an engine like this one for none."""
         if remote:
@@ -59,23 +46,15 @@ class OwnRank:
         return ("",) * (self.stage[1] * self.spec.shard[1]), self.stage[1]
 
 
-def rank_route(
-    moved: SendPrompt | LoadPrompt, own: OwnRank, *, pushed: bool
-) -> RankRoute:
+def rank_route(moved: SendPrompt | LoadPrompt, own: OwnRank) -> RankRoute:
     """Return which ranks of the other engine a rank exchanges a prompt with.
 
     It has no peers if other ranks send all that this one could, or none can.
     """
     addresses, stages = own.others(moved.remote, moved.stages)
-    ranks, id = len(addresses) // stages, moved.transfer_id
-    if isinstance(moved, SendPrompt):
-        found = targets(own.spec, ranks, stages)
-        names = [f"{id}/{own.index}/{at}" for at in found]
-    else:
-        found = sources(own.spec, ranks, stages)
-        names = [f"{id}/{at}/{own.index}" for at in found]
-    there = [addresses[at] for at in found]
-    return RankRoute(id, pushed, tuple(map(PeerRank, there, names)))
+    others = targets if isinstance(moved, SendPrompt) else sources
+    found = others(own.spec, len(addresses) // stages, stages)
+    return RankRoute(moved.transfer_id, tuple(addresses[at] for at in found))
 
 
 def check_ranks(shapes: Sequence[CacheShape], listed: int, stages: int = 1) -> None:

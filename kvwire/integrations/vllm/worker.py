@@ -1,8 +1,8 @@
 """A worker's side: an engine of kvwire, and what comes and goes through it.
 
 The order of a step, whatever version of vLLM calls: ``fence`` before anything is
-written, ``begin_step``, the forward pass with ``wait_layer`` and ``layer_written``
-around each layer, ``start_loads`` before or after it, ``step_written``, ``finished``.
+written, ``begin_step``, the forward pass with ``layer_written`` behind each layer,
+``start_loads`` before or after it, ``step_written``, ``finished``.
 Steps without a forward pass are the same without layers.
 """
 
@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from kvwire import Communicator, Engine
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable
 from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
-from kvwire.integrations.vllm.config import LAYER, PUSH, VllmSettings
+from kvwire.integrations.vllm.config import LAYER, VllmSettings
 from kvwire.integrations.vllm.device import CacheDevice
 from kvwire.integrations.vllm.metadata import (
     ComputedTokens,
@@ -80,8 +80,6 @@ class WorkerSide:
         self._leaving: set[str] = set()
         # Of prompts that other ranks send.
         self._unsent: set[str] = set()
-        # Reported as here while their last layers were on their way.
-        self._gated: dict[str, PromptReceive] = {}
         self._errors: set[int] = set()
         # Requests that lack blocks, where ids do not say whose they are.
         self._failed: set[str] = set()
@@ -124,17 +122,15 @@ class WorkerSide:
     def fence(self, step: WorkerStep) -> None:
         """Return when no link can touch the blocks that a step may overwrite.
 
-        What is still fetched as a whole is none of them: its blocks are kept until it
-        is reported. A link that does not let go in time is dropped; what else it
+        What is still fetched is none of them: its blocks are kept until it is
+        reported. A link that does not let go in time is dropped; what else it
         carried resumes on another one.
         """
         for request_id in step.fenced:
             self._unsent.discard(request_id)
-            for table in (self._departures, self._gated):
-                end = table.get(request_id)
-                if end is not None and end.abort("the request was preempted"):
-                    self._drain(request_id, end)
-                table.pop(request_id, None)
+            departure = self._departures.pop(request_id, None)
+            if departure and departure.abort("the request was preempted"):
+                self._drain(request_id, departure)
 
     def begin_step(self, step: WorkerStep) -> None:
         """Begin a step: what it sends is known, and computed next."""
@@ -173,23 +169,6 @@ class WorkerSide:
     def step_written(self) -> None:
         """Mark what no hook has named: the forward pass is over."""
         self._forward_pass.rest()
-
-    def wait_layer(self, name: str) -> None:
-        """Wait until nothing that this forward pass reads of a layer is on its way.
-
-        What is here the GPU has, so the kernels that are queued next may read it.
-        """
-        if not self._gated:
-            return
-        layer = self._caches.layers.get(name)
-        if layer is None:
-            return
-        for request_id, arrival in self._gated.items():
-            if not arrival.wait_layer(*layer, self._settings.load_timeout_s):
-                # This forward pass reads garbage. Its blocks have to be reported in
-                # this very step, so that vLLM throws its tokens away.
-                arrival.abort("a layer that decode waited for did not come")
-                self._drain(request_id, arrival)
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return requests whose blocks have drained since then, and those fetched."""
@@ -234,7 +213,7 @@ class WorkerSide:
     # --- sending ----------------------------------------------------------------------
 
     def _send(self, send: SendPrompt) -> None:
-        route = rank_route(send, self._own, pushed=self._settings.mode == PUSH)
+        route = rank_route(send, self._own)
         if not route.peers:
             # Other ranks have the same heads, and this one nothing to do.
             self._unsent.add(send.request_id)
@@ -243,7 +222,6 @@ class WorkerSide:
             self._engine,
             send,
             self._caches.cache,
-            self._peers,
             route,
             self._settings.codec,
         )
@@ -267,7 +245,7 @@ class WorkerSide:
     # --- fetching ---------------------------------------------------------------------
 
     def _load(self, load: LoadPrompt, after: object | None) -> None:
-        route = rank_route(load, self._own, pushed=self._settings.mode == PUSH)
+        route = rank_route(load, self._own)
         arrival = PromptReceive(
             self._engine,
             load,
@@ -285,14 +263,6 @@ class WorkerSide:
         received = {r for r, arrival in self._arrivals.items() if arrival.done.done()}
         for request_id in received:
             self._note_missing(request_id, self._arrivals.pop(request_id))
-        for request_id in [r for r, a in self._gated.items() if a.done.done()]:
-            self._note_missing(request_id, self._gated.pop(request_id))
-        if self._settings.gate_layers:
-            for request_id in [
-                r for r, a in self._arrivals.items() if self._may_begin(a)
-            ]:
-                self._gated[request_id] = self._arrivals.pop(request_id)
-                received.add(request_id)
         return received
 
     def _note_missing(self, request_id: str, arrival: PromptReceive) -> None:
@@ -303,15 +273,6 @@ class WorkerSide:
         elif missing:
             self._errors.update(*(ids.tolist() for ids in arrived.missing.values()))
         observe_received(self._observed, arrived.outcomes, missing)
-
-    def _may_begin(self, arrival: PromptReceive) -> bool:
-        """Tell whether all but the last layers are here and still wanted."""
-        if arrival.stopped:
-            return False
-        ((group, spec),) = self._specs.items()  # gates are refused with several
-        layers = spec.layer_indices
-        last = max(layers.start + 1, layers.stop - self._settings.gate_layers)
-        return all(arrival.landed(group, layer) for layer in range(layers.start, last))
 
     def _wait_idle(self) -> None:
         """Let the thread that moves bytes have the interpreter, until one is done."""
@@ -332,9 +293,9 @@ class WorkerSide:
         if arrival is not None:
             arrival.abort("the request ended before its prompt was here")
 
-    def _drain(self, request_id: str, end: PromptSend | PromptReceive) -> None:
+    def _drain(self, request_id: str, end: PromptSend) -> None:
         """Wait until nothing can touch the blocks of what was aborted any more."""
-        dropped, over = False, [cast("Future[Any]", end.done)]
+        dropped, over = False, [end.done]
         while not wait(over, self._settings.fence_s).done:
             if end.quarantined and self._device.failed:
                 raise BackendUnavailable(
@@ -364,7 +325,7 @@ class WorkerSide:
 
     def _ends(self) -> dict[str, PromptSend | PromptReceive]:
         """Return all transfers by request, each a sender's or a receiver's."""
-        return {**self._departures, **self._arrivals, **self._gated}
+        return {**self._departures, **self._arrivals}
 
 
 async def _drop_links(communicator: Communicator) -> None:

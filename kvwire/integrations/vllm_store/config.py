@@ -19,16 +19,12 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tiers: Of :meth:`kvwire.BlockStore.open`; ``{rank}`` in one is the rank.
         write: When a save is complete: see :meth:`kvwire.BlockStore.open`.
-        parts: In how many parts the layers are saved and loaded. With more than one, a
-            part is saved when its last layer is written, and a prompt begins when its
-            first part is here. Engines that share blocks have the same number.
         fingerprint: Names the weights, where model configs alone cannot tell them.
         lookup_timeout_s: After this a prompt counts as one that the store lacks.
     """
 
     tiers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("memory:1GiB",)
     write: Write = "through"
-    parts: Annotated[int, Meta(ge=1, le=64)] = 1
     fingerprint: str = ""
     lookup_timeout_s: Seconds = 5.0
 

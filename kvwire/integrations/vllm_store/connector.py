@@ -46,9 +46,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         if role == base.KVConnectorRole.SCHEDULER:
             files = [address_file(transfer.engine_id, r) for r in range(shape.ranks)]
             self._lookup = Lookup(files, settings.lookup_timeout_s)
-            self._scheduler = StoreScheduler(
-                shape.block_tokens, self._lookup.begin, gated=settings.parts > 1
-            )
+            self._scheduler = StoreScheduler(shape.block_tokens, self._lookup.begin)
             return
         # Blocks of another model, or of other weights, are never found as ours.
         order = block_order(vllm_config, kv_cache_config).replace(WHOLE_TOKENS, "")
@@ -82,12 +80,6 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         super().shutdown()
         if self._lookup is not None:
             self._lookup.close()
-
-    # --- both -------------------------------------------------------------------------
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return read_keys(extra_config, StoreSettings).parts > 1
 
 
 register_connector(KvwireStoreConnector)

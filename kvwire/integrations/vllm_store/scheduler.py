@@ -71,11 +71,10 @@ class _Tracked:
 class StoreScheduler:
     """Does the connector's work in the scheduler's process."""
 
-    def __init__(self, block_tokens: int, ask: Ask, *, gated: bool = False) -> None:
+    def __init__(self, block_tokens: int, ask: Ask) -> None:
         self._block_tokens = block_tokens
         self._scheme = HashScheme(block_tokens)
         self._ask = ask
-        self._gated = gated
         self._requests: dict[str, _Tracked] = {}
         self._step = StoreStep()
         # Over, and not free on every worker.
@@ -151,8 +150,6 @@ class StoreScheduler:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
-        if self._gated:
-            self._step.fenced.add(request.request_id)
         later = tracked.busy and not tracked.loading
         if later:
             self._step.leaving.add(request.request_id)

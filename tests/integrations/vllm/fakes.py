@@ -235,7 +235,6 @@ class Worker:
     def forward(self, blocks: list[int]) -> None:
         """Write every layer, with the hooks around each."""
         for name in self.tensors:
-            self.side.wait_layer(name)
             self.write(name, blocks)
             self.side.layer_written(name)
         self.side.step_written()

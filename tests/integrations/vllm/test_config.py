@@ -17,20 +17,19 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
     settings, config = read_settings(extra, {"vllm_model": "m"})
     assert settings.stream == "chunk"
     assert config.lease_s == 5
-    assert config.profile == {"vllm_kv_mode": "pull", "vllm_model": "m", "site": "a"}
+    assert config.profile == {"vllm_model": "m", "site": "a"}
 
 
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"mode": "pusch"}, "mode='pusch': .*did you mean 'push'"),
+        ({"stream": "chunks"}, "stream='chunks': .*did you mean 'chunk'"),
         ({"stream": 1}, "stream=1"),
         ({"listen": "7400"}, "no port"),
         ({"listen": 7400}, "listen=7400"),
         ({"group_bytes": -1}, "group_bytes=-1"),
         ({"group_bytes": 1.5}, "group_bytes=1.5"),
-        ({"gate_layers": -1}, "gate_layers=-1"),
-        ({"gate_layers": True}, "gate_layers=True"),
+        ({"group_bytes": True}, "group_bytes=True"),
         ({"fence_s": 0}, "fence_s=0"),
         ({"layout": "NHD"}, "layout='NHD': .*known are BHLNC, BLHNC"),
         ({"peers": "a:1"}, "peers='a:1': Expected `array`"),
@@ -39,7 +38,7 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"http": 7}, "http=7"),
         ({"role": "prefil"}, "did you mean 'prefill'"),
         ({"lease": 5}, "did you mean 'lease_s'"),
-        ({"gate_layer": 1}, "did you mean 'gate_layers'"),
+        ({"group_byte": 1}, "did you mean 'group_bytes'"),
         ({"profile": "x"}, "profile='x'"),
     ],
 )
@@ -64,16 +63,3 @@ def test_what_peers_are_told() -> None:
     bound = Address("tcp", "0.0.0.0", 7400)
     assert VllmSettings(advertise="node-7").advertised(bound) == "tcp://node-7:7400"
     assert VllmSettings().advertised(bound) == "tcp://0.0.0.0:7400"
-
-
-@pytest.mark.parametrize(
-    ("keys", "needs"),
-    [
-        ({"stream": "layer"}, True),
-        ({"stream": "chunk"}, False),
-        ({"stream": "request"}, False),
-        ({"stream": "request", "gate_layers": 1}, True),
-    ],
-)
-def test_when_layer_hooks_are_needed(keys: dict[str, Any], needs: bool) -> None:
-    assert VllmSettings(**keys).needs_layer_hooks is needs

@@ -30,7 +30,6 @@ from tests.integrations.vllm.steps import (
     prefill,
     received,
     sending,
-    write_layers,
     written,
 )
 from tests.support.simulated_device import SimulatedDevice
@@ -121,14 +120,11 @@ def untouched(worker: Worker) -> bool:
 # --- sending --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
-def test_a_layer_is_read_once_the_gpu_has_written_it(
-    gpus: Gpus, mode: str, stream: str
-) -> None:
+def test_a_layer_is_read_once_the_gpu_has_written_it(gpus: Gpus, stream: str) -> None:
     """The forward pass returns before its first kernel has run."""
-    p = gpus.worker(mode=mode, stream=stream)
-    d = gpus.worker(mode=mode)
+    p = gpus.worker(stream=stream)
+    d = gpus.worker()
     fetch(d, fetching(addresses([p])))
     prefill(p, sending(FROM[:1], 4, addresses([d])), FROM[:1])
     assert eventually(lambda: d.holds(INTO[:1]))
@@ -224,12 +220,9 @@ def counted(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> list[ob
 # --- fetching -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_blocks_are_written_once_the_gpu_no_longer_uses_them(
-    gpus: Gpus, mode: str
-) -> None:
+def test_blocks_are_written_once_the_gpu_no_longer_uses_them(gpus: Gpus) -> None:
     """With asynchronous scheduling the last pass of their last request still runs."""
-    p, d = gpus.host_worker(mode=mode), gpus.worker(mode=mode)
+    p, d = gpus.host_worker(), gpus.worker()
     seen: list[bool] = []
     gate = gpus.blocked(d)
     assert d.compute is not None
@@ -244,10 +237,9 @@ def test_blocks_are_written_once_the_gpu_no_longer_uses_them(
     assert d.holds(INTO[:2])
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus, mode: str) -> None:
+def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus) -> None:
     """Nothing was written to them, and prefill hears of it."""
-    p, d = gpus.host_worker(mode=mode), gpus.worker(mode=mode)
+    p, d = gpus.host_worker(), gpus.worker()
     gate = gpus.blocked(d)
     fetch(d, fetching(addresses([p])))
     prefill(p, sending(FROM, 10, addresses([d])))
@@ -269,27 +261,6 @@ def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
     assert eventually(lambda: received(d))
     assert d.side.take_errors() == set(INTO)
     assert untouched(d)
-
-
-def test_kernels_may_read_what_a_gated_layer_waited_for(gpus: Gpus) -> None:
-    p, d = gpus.worker(), gpus.worker(gate_layers=1)
-    fetch(d, fetching(addresses([p])))
-    p.side.begin_step(sending(FROM, 10))
-    write_layers(p, FROM, NAMES[:-1])
-    assert eventually(lambda: received(d))
-    gate = gpus.blocked(p)
-    write_layers(p, FROM, NAMES[-1:])
-    waiting = threading.Thread(target=d.side.wait_layer, args=(NAMES[-1],))
-    waiting.start()
-    let_run(p, d)
-    assert waiting.is_alive()
-    gate.set()
-    waiting.join()
-    assert d.compute is not None
-    seen: list[bool] = []
-    d.compute.call(lambda: seen.append(d.holds(INTO[:2])))
-    d.compute.record().synchronize()
-    assert seen == [True]
 
 
 # --- the end --------------------------------------------------------------------------

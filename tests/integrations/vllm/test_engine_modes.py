@@ -50,15 +50,13 @@ class Way:
 
 
 WAYS: dict[str, Way] = {
-    "push, gated, a key head for each query head": Way(
-        "mha", {"mode": "push", "gate_layers": 2}
-    ),
+    "a key head for each query head": Way("mha"),
     "chunk by chunk, sliding windows": Way("window", {"stream": "chunk"}),
     "as a whole": Way("gqa", {"stream": "request"}),
     "two ranks to one": Way("gqa", prefill=(2, 1)),
-    "one rank to two, push": Way("gqa", {"mode": "push"}, decode=(2, 1)),
+    "one rank to two": Way("gqa", decode=(2, 1)),
     "two stages to one": Way("gqa", prefill=(1, 2)),
-    "one stage to two, push": Way("gqa", {"mode": "push"}, decode=(1, 2)),
+    "one stage to two": Way("gqa", decode=(1, 2)),
     "a child of MultiConnector": Way("gqa", files=True),
     "a draft model": Way("gqa", draft=True),
 }

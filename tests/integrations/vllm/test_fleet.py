@@ -27,7 +27,6 @@ from kvwire.integrations.vllm.proxy.discovery import (
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import (
-    BY_PREFIX,
     LEAST_LOADED,
     Policy,
     make_policy,
@@ -51,6 +50,7 @@ from tests.integrations.vllm.test_proxy import (
     turns_until,
     when,
 )
+from tests.integrations.vllm.turns import fleet_in_turns
 from tests.support import virtual_time
 from tests.support.pairs import until
 
@@ -89,9 +89,8 @@ def test_the_least_loaded(told: list[tuple[int, float, int]], taken: str) -> Non
     assert make_policy(LEAST_LOADED).choose(made, ASK).url == f"http://e{taken}"
 
 
-@pytest.mark.parametrize("route", [LEAST_LOADED, BY_PREFIX])
-def test_equal_beginnings_go_to_one_engine(route: str) -> None:
-    policy, made = make_policy(route), engines(4)
+def test_equal_beginnings_go_to_one_engine() -> None:
+    policy, made = make_policy(LEAST_LOADED), engines(4)
 
     def taken(prompt: Any, among: Sequence[VllmEngine] = made) -> str:
         return policy.choose(among, {"prompt": prompt}).url
@@ -109,7 +108,7 @@ def test_equal_beginnings_go_to_one_engine(route: str) -> None:
 @pytest.mark.parametrize("prompt", [None, 7, {"a": 1}, True])
 def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
     """Which says what is wrong with it, as it does to everybody."""
-    fleet = EngineFleet([P1, P2], route=BY_PREFIX)
+    fleet = EngineFleet([P1, P2])
     assert fleet.pick(PREFILL, {"prompt": prompt}, ())
 
 
@@ -145,7 +144,7 @@ def test_a_route_that_is_none(name: str, words: str) -> None:
 
 def test_engines_that_are_down_come_last() -> None:
     now = 0.0
-    fleet = EngineFleet([P1, P2], clock=lambda: now)
+    fleet = fleet_in_turns([P1, P2], clock=lambda: now)
     one, two = fleet.engines
 
     def taken(*tried: VllmEngine) -> set[Any]:
@@ -384,7 +383,7 @@ def test_death_is_noticed_within_a_second() -> None:
 
     async def watch() -> None:
         clock = asyncio.get_running_loop().time
-        fleet = EngineFleet([P1, P2], [D1, D2], clock=clock)
+        fleet = fleet_in_turns([P1, P2], [D1, D2], clock=clock)
         network = Engines()
         prober = Prober(fleet, network)
         probing = asyncio.create_task(prober.run())

@@ -34,12 +34,13 @@ from tests.integrations.vllm.test_proxy import (
     turns_until,
     when,
 )
+from tests.integrations.vllm.turns import fleet_in_turns
 
 # --- the application ------------------------------------------------------------------
 
 
 def app(network: Engines, **options: Any) -> Starlette:
-    fleet = options.pop("fleet", None) or EngineFleet([P1, P2], [D1, D2])
+    fleet = options.pop("fleet", None) or fleet_in_turns([P1, P2], [D1, D2])
     return make_app(fleet, order=AT_ONCE, client=network, **options)
 
 
@@ -72,7 +73,7 @@ async def test_too_many_requests() -> None:
 async def test_retries_beyond_the_budget() -> None:
     """A fleet that is broken is not asked again and again; the client may."""
     network = Engines(d1=refused, d2=refused)
-    fleet = EngineFleet([], [D1, D2])
+    fleet = fleet_in_turns([], [D1, D2])
     application = app(network, fleet=fleet)
     for _ in range(30):
         said = await post(application)
@@ -151,7 +152,7 @@ async def test_an_engine_that_is_given_up_costs_another_try(
     """It was silent for too long, so what waits for it is asked elsewhere."""
 
     network = Engines(d1=when(asyncio.Event()))
-    fleet = EngineFleet([], [D1, D2])
+    fleet = fleet_in_turns([], [D1, D2])
     application = app(network, fleet=fleet)
     asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: "d1" in network.hosts())
@@ -173,7 +174,7 @@ async def test_the_page_shows_engines_and_their_hits() -> None:
 
         return handler
 
-    fleet = EngineFleet([P1, P2], [D1, D2])
+    fleet = fleet_in_turns([P1, P2], [D1, D2])
     fleet.joined(*member(5, labels={"carrying": "<script>"}, load=0.25))
     network = Engines(
         p1=refused,

@@ -110,10 +110,9 @@ def received(worker: Hybrid) -> bool:
     return worker.side.finished(()) == (set(), {"d"})
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("stream", ["layer", "chunk"])
-def test_each_group_arrives_in_its_own_blocks(mode: str, stream: str) -> None:
-    with pair(mode=mode, stream=stream) as (p, d):
+def test_each_group_arrives_in_its_own_blocks(stream: str) -> None:
+    with pair(stream=stream) as (p, d):
         fetch(d, p.side.address)
         # A chunk of four tokens completes a block that only the first group sends.
         p.side.begin_step(

@@ -29,9 +29,9 @@ WAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     # With prefix caching vLLM's kernel for CPUs breaks at the second checkpoint.
     "Mamba": ("mamba", {}, ("--no-enable-prefix-caching",)),
     "windows, with a key": ("gemma", {"trust": "psk"}, ("--block-size", "16")),
-    "windows, no prefix cache, push, by chunk": (
+    "windows, no prefix cache, by chunk": (
         "gemma",
-        {"mode": "push", "stream": "chunk"},
+        {"stream": "chunk"},
         ("--block-size", "16", "--no-enable-prefix-caching"),
     ),
 }
@@ -140,8 +140,6 @@ def test_a_prompt_that_is_not_there_is_computed(pair: Pair) -> None:
         "transfer_id": "nobody",
         "remote": "127.0.0.1:9",
     }
-    if '"mode": "push"' in " ".join(pair.decode.command):
-        pytest.skip("pushed: decode waits for the lease of a prompt nobody sends")
     answer = complete(pair.decode.url, ids, kv_transfer_params=loads)
     assert tokens_of(answer) == pair.local(ids)
     assert eventually(lambda: pair.decode.idle)

@@ -15,7 +15,7 @@ def test_an_answer_is_what_decode_reads() -> None:
     assert wanted == TransferParams(
         loads=True, computed=True, transfer_id="id", remote=("tcp://a:1", "tcp://b:2")
     )
-    wanted.check(pushed=False)
+    wanted.check()
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}])
@@ -54,23 +54,16 @@ def test_what_cannot_be(params: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "pushed", "said"),
+    ("wanted", "said"),
     [
-        (TransferParams(loads=True, remote=("a:1",)), False, "needs transfer_id"),
-        (TransferParams(loads=True, transfer_id="x"), False, "remote is missing"),
-        (TransferParams(sends=True, transfer_id="x"), True, "remote is missing"),
+        (TransferParams(loads=True, remote=("a:1",)), "needs transfer_id"),
+        (TransferParams(loads=True, transfer_id="x"), "remote is missing"),
     ],
 )
-def test_what_is_missing(wanted: TransferParams, pushed: bool, said: str) -> None:
+def test_what_is_missing(wanted: TransferParams, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        wanted.check(pushed=pushed)
+        wanted.check()
 
 
 def test_who_waits_needs_no_address() -> None:
-    """Of a pull, whoever publishes; of a push, whoever expects."""
-    for wanted, pushed in (
-        (TransferParams(sends=True), False),
-        (TransferParams(loads=True, transfer_id="x"), True),
-    ):
-        wanted.check(pushed=pushed)
-        assert not wanted.remote
+    TransferParams(sends=True).check()

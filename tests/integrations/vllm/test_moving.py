@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 from kvwire.integrations.vllm.proxy import moving
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
-from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import immovable_field
 from tests.integrations.vllm.test_proxy import (
     ASK,
@@ -30,6 +29,7 @@ from tests.integrations.vllm.test_proxy import (
     refused,
     streamed,
 )
+from tests.integrations.vllm.turns import fleet_in_turns
 
 COUNT = 30
 PROMPT = [1, 2, 3]
@@ -158,7 +158,7 @@ class Client:
 
 def front(**decoders: Handler) -> tuple[Starlette, Engines]:
     network = Engines(**decoders)
-    fleet = EngineFleet([], [D1, D2])
+    fleet = fleet_in_turns([], [D1, D2])
     made = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
     return made, network
 
@@ -379,7 +379,7 @@ async def test_only_whoever_may_drain_moves() -> None:
     application, _ = front()
     said = await call(application, "POST", "/migrate", "10.0.0.1", json={})
     assert said.status_code == 403
-    application = make_app(EngineFleet([], [D1]), order=AT_ONCE, client=Engines())
+    application = make_app(fleet_in_turns([], [D1]), order=AT_ONCE, client=Engines())
     said = await call(application, "POST", "/migrate", json={"engine": D1.url})
     assert "--migrate" in said.json()["error"]["message"]
 

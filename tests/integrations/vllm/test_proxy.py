@@ -26,8 +26,8 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     is_for_two,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
-from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.references import UNSIGNED
+from tests.integrations.vllm.turns import fleet_in_turns
 
 P1 = VllmServer("http://p1", ("p1:1",))
 P2 = VllmServer("http://p2", ("p2:1",))
@@ -159,7 +159,7 @@ async def turns_until(condition: Callable[[], bool]) -> None:
 
 
 def app(engines: Engines, order: str = AT_ONCE) -> Starlette:
-    return make_app(EngineFleet([P1, P2], [D1, D2]), order=order, client=engines)
+    return make_app(fleet_in_turns([P1, P2], [D1, D2]), order=order, client=engines)
 
 
 async def post(

@@ -219,21 +219,6 @@ def test_a_client_that_says_too_little_is_computed_here() -> None:
     scheduler = side()
     for params in (loads(transfer_id=7), loads(remote=[])):
         assert scheduler.matched(Request("r", TOKENS, params), 0) == (0, False)
-    pushing = side(mode="push")
-    request = Request("r", TOKENS, dict(SENDS))
-    pushing.allocated(request, [[1]], 0)
-    assert pushing.step(first_step([1, 2, 3], 10)).sends == []
-
-
-def test_with_gates_a_request_that_ends_is_fenced() -> None:
-    """Its last layers may still be on their way, and its blocks are free."""
-    for gate_layers, fenced in ((0, set()), (1, {"r"})):
-        scheduler = side(gate_layers=gate_layers)
-        request = Request("r", TOKENS, loads())
-        scheduler.allocated(request, [[5, 6, 7]], 10)
-        scheduler.finished(request)
-        assert scheduler.step(Output({})).fenced == fenced
-        assert scheduler.step(Output({})).fenced == set()
 
 
 def test_steps_say_whether_anything_is_computed() -> None:
@@ -345,13 +330,13 @@ VALUES = {
 }
 
 
-@given(params=st.fixed_dictionaries({}, optional=VALUES), pushed=st.booleans())
+@given(params=st.fixed_dictionaries({}, optional=VALUES))
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_whatever_a_client_writes_is_for_its_request_alone(
-    params: dict[str, Any], pushed: bool
+    params: dict[str, Any],
 ) -> None:
     """No error, no address but those of the peers, and blocks are free at the end."""
-    for made in (side(mode="push" if pushed else "pull"), hybrid()):
+    for made in (side(), hybrid()):
         request = Request("r", list(TOKENS), dict(params))
         made.begun(request)
         count, later = made.matched(request, 0)

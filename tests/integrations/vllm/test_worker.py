@@ -32,7 +32,6 @@ from tests.integrations.vllm.steps import (
     prefill,
     received,
     sending,
-    write_layers,
     written,
 )
 from tests.support.traces import Traces
@@ -68,21 +67,9 @@ def engines(
         yield made
 
 
-@contextmanager
-def gated() -> Iterator[tuple[Worker, Worker]]:
-    """A prompt that is reported, of which the last layer is on its way."""
-    with workers(gate_layers=1) as ((p,), (d,)):
-        fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10))
-        write_layers(p, FROM, NAMES[:-1])
-        assert eventually(lambda: received(d))
-        yield p, d
-
-
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
-def test_a_prompt_arrives(mode: str, stream: str) -> None:
-    with workers(mode=mode, stream=stream) as ((p,), (d,)):
+def test_a_prompt_arrives(stream: str) -> None:
+    with workers(stream=stream) as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
         prefill(p, sending(FROM, 10, addresses([d])))
         assert arrives(d)
@@ -92,9 +79,8 @@ def test_a_prompt_arrives(mode: str, stream: str) -> None:
         assert drained(p)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_chunks_leave_before_the_prompt_is_whole(mode: str) -> None:
-    with workers(mode=mode) as ((p,), (d,)):
+def test_chunks_leave_before_the_prompt_is_whole() -> None:
+    with workers() as ((p,), (d,)):
         fetch(d, fetching(addresses([p])))
         prefill(p, sending(FROM[:1], 5, addresses([d])), FROM[:1])
         assert eventually(lambda: d.holds(INTO[:1]))
@@ -103,7 +89,6 @@ def test_chunks_leave_before_the_prompt_is_whole(mode: str) -> None:
         assert arrives(d)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize(
     ("producers", "consumers"),
     [
@@ -118,10 +103,10 @@ def test_chunks_leave_before_the_prompt_is_whole(mode: str) -> None:
     ],
 )
 def test_engines_of_other_shapes(
-    mode: str, producers: tuple[int, int], consumers: tuple[int, int]
+    producers: tuple[int, int], consumers: tuple[int, int]
 ) -> None:
     """Ranks of each stage, and stages."""
-    with engines(producers, consumers, mode=mode) as (there, here):
+    with engines(producers, consumers) as (there, here):
         for d in here:
             fetch(d, fetching(addresses(there), stages=producers[1]))
         for p in there:
@@ -149,10 +134,9 @@ def test_a_request_that_names_too_few_ranks(
     )
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_request_that_names_more_stages_than_there_are_layers(mode: str) -> None:
+def test_a_request_that_names_more_stages_than_there_are_layers() -> None:
     """Nothing moves: prefill's blocks are free at once, and decode computes."""
-    with workers(mode=mode) as ((p,), (d,)):
+    with workers() as ((p,), (d,)):
         nowhere = ("127.0.0.1:9",) * (len(NAMES) + 1)
         fetch(d, fetching(nowhere, stages=len(nowhere)))
         assert eventually(lambda: received(d))
@@ -161,12 +145,11 @@ def test_a_request_that_names_more_stages_than_there_are_layers(mode: str) -> No
         assert drained(p)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4), (4, 8)])
-def test_blocks_of_other_sizes(mode: str, there: int, here: int) -> None:
+def test_blocks_of_other_sizes(there: int, here: int) -> None:
     """What is the same prompt shows its content, and not the hashes of its blocks."""
     rng, counts = np.random.default_rng(7), (-(-10 // there), -(-10 // here))
-    p, d = (Worker(block_tokens=size, mode=mode) for size in (there, here))
+    p, d = (Worker(block_tokens=size) for size in (there, here))
     with closing(p), closing(d):
         for tensor in p.tensors.values():
             tensor[:] = rng.random(tensor.shape, np.float32)
@@ -219,34 +202,6 @@ def test_what_is_here_is_neither_sent_nor_written_to() -> None:
         assert d.tensors[NAMES[0]][INTO[1], 0, 0, 0] == 100
 
 
-def test_decode_begins_while_the_last_layer_is_on_its_way() -> None:
-    with gated() as (p, d):
-        for name in NAMES[:-1]:
-            d.side.wait_layer(name)
-        write_layers(p, FROM, NAMES[-1:])
-        p.side.step_written()
-        d.side.wait_layer(NAMES[-1])
-        assert d.holds(INTO[:2])
-        # It was reported once, when it began.
-        assert eventually(lambda: not d.side._gated or not d.side.finished(())[1])
-
-
-def test_a_gated_layer_that_does_not_come_is_an_error() -> None:
-    with gated() as (p, d):
-        p.side.finished(("p",))
-        d.side.wait_layer(NAMES[-1])
-        d.side.finished(())
-        assert d.side.take_errors() == set(INTO)
-
-
-def test_a_gated_request_that_ends_leaves_its_blocks_alone() -> None:
-    with gated() as (p, d):
-        d.side.fence(WorkerStep(fenced={"d"}))
-        write_layers(p, FROM, NAMES[-1:])
-        assert drained(p)
-        assert (d.tensors[NAMES[-1]] == FREE).all()
-
-
 def test_a_rank_whose_heads_others_send_has_sent_at_once() -> None:
     """Eight ranks of a model with four heads: every second one has nothing to do."""
     with closing(Worker(1, 8)) as worker:
@@ -267,28 +222,6 @@ def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
         errors = d.side.take_errors()
         assert set(INTO[1:]) <= errors
         assert INTO[0] in errors or d.holds(INTO[:1])
-
-
-def test_a_fetch_that_is_not_gated_is_reported_although_it_was_fenced() -> None:
-    """The scheduler keeps its blocks until then."""
-    with workers(gate_layers=1) as ((p,), (d,)):
-        fetch(d, fetching(addresses([p])))
-        d.side.fence(WorkerStep(fenced={"d"}))
-        d.side.finished(("d",))
-        assert eventually(lambda: not d.side._arrivals or received(d))
-        assert not d.side._gated
-
-
-def test_a_fetch_that_was_aborted_is_not_gated() -> None:
-    with workers(gate_layers=1) as ((p,), (d,)):
-        fetch(d, fetching(addresses([p])))
-        p.side.begin_step(sending(FROM, 10))
-        write_layers(p, FROM, NAMES[:-1])
-        (arrival,) = d.side._arrivals.values()
-        assert eventually(lambda: arrival.landed("kv", len(NAMES) - 2))
-        d.side.finished(("d",))
-        assert not d.side._gated
-        assert eventually(lambda: not d.side._arrivals or received(d))
 
 
 def test_a_request_that_is_aborted_at_decode() -> None:
@@ -326,10 +259,9 @@ def test_nobody_comes() -> None:
         assert drained(p)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_the_other_engine_is_not_there(mode: str) -> None:
+def test_the_other_engine_is_not_there() -> None:
     """Decode computes every block itself; prefill lives."""
-    with workers(mode=mode, load_timeout_s=0.3, lease_s=0.3) as ((p,), (d,)):
+    with workers(load_timeout_s=0.3, lease_s=0.3) as ((p,), (d,)):
         gone = ("127.0.0.1:9",)
         fetch(d, fetching(gone))
         assert eventually(lambda: received(d))

@@ -19,8 +19,6 @@ from kvwire.integrations.vllm_store.config import StoreSettings
         ({"tiers": []}, "tiers"),
         ({"tiers": ["8GiB"]}, "8GiB"),
         ({"write": "never"}, "write='never'"),
-        ({"parts": 0}, "parts=0"),
-        ({"parts": True}, "parts=True"),
         ({"fingerprint": 3}, "fingerprint=3"),
         ({"lookup_timeout_s": 0}, "lookup_timeout_s=0"),
     ],

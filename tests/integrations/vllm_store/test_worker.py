@@ -44,15 +44,12 @@ class Worker:
         )
         self.side.register(dict(zip(NAMES, self.memory, strict=True)))
 
-    def save(self, *, hooks: bool = True) -> None:
+    def save(self) -> None:
         """One step that computes three blocks, and what it leaves."""
         named = NamedBlocks("p", HASHES, FROM)
         self.side.begin_step(StoreStep(saves=[named]))
-        for layer, name in enumerate(NAMES):
+        for layer in range(LAYERS):
             self.memory[layer, FROM] = self.values(layer)
-            # One that is called for each half of a batch saves once.
-            for _ in range(2 * hooks):
-                self.side.layer_written(name)
         self.side.step_written()
 
     def load(self) -> None:
@@ -88,75 +85,50 @@ def worker(folder: Path, **settings: Any) -> Iterator[Worker]:
         made.side.close()
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 64])
-@pytest.mark.parametrize("hooks", [True, False])
-def test_another_worker_finds_what_one_has_saved(
-    tmp_path: Path, parts: int, hooks: bool
-) -> None:
-    with worker(tmp_path, parts=parts) as first:
-        first.save(hooks=hooks)
-        assert len(first.side._saves["p"]) == min(parts, LAYERS)
+def test_another_worker_finds_what_one_has_saved(tmp_path: Path) -> None:
+    with worker(tmp_path) as first:
+        first.save()
+        assert len(first.side._saves["p"]) == 1
         assert first.freed()
-    with worker(tmp_path, parts=parts) as second:
+    with worker(tmp_path) as second:
         second.load()
         assert second.loaded()
-        for name in NAMES:
-            second.side.wait_layer(name)
         assert second.holds()
-        second.side.finished()
         assert second.side.take_errors() == set()
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_blocks_that_are_not_there_are_told(tmp_path: Path, parts: int) -> None:
-    with worker(tmp_path, parts=parts) as made:
+def test_blocks_that_are_not_there_are_told(tmp_path: Path) -> None:
+    with worker(tmp_path) as made:
         made.load()
         assert made.loaded()
         assert made.side.take_errors() == set(INTO)
         assert made.side.take_errors() == set()
 
 
-def test_a_part_that_is_lost_is_told_in_the_step_that_reads_it(tmp_path: Path) -> None:
-    with worker(tmp_path, parts=3) as made:
+def test_blocks_that_are_lost_since_the_look_up_are_told(tmp_path: Path) -> None:
+    with worker(tmp_path) as made:
         made.save()
         assert made.freed()
-        # It may have been evicted since the prompt was looked up.
-        store, last = made.side._store, made.side._caches[2]
-        made.side._engine.start(lambda _: store.delete_all(last)).result()
+        store, cache = made.side._store, made.side._cache
+        made.side._engine.start(lambda _: store.delete_all(cache)).result()
         made.load()
         assert made.loaded()
-        for name in NAMES:
-            made.side.wait_layer(name)
-        made.side.finished()
         assert made.side.take_errors() == set(INTO)
 
 
 def test_a_fence_returns_when_the_store_has_let_go(tmp_path: Path) -> None:
-    with worker(tmp_path, parts=3) as made:
+    with worker(tmp_path) as made:
         made.save()
         made.side.fence(StoreStep(fenced={"p"}))
         made.memory[:, FROM] = -1  # vLLM gives the blocks to another request
         made.load()
-        assert made.loaded()
-        made.side.fence(StoreStep(fenced={"d"}))
-        assert made.holds()
-
-
-def test_one_that_ends_before_its_load_is_reported_when_all_of_it_is_over(
-    tmp_path: Path,
-) -> None:
-    with worker(tmp_path, parts=3) as made:
-        made.save()
-        assert made.freed()
-        made.load()
-        made.side.fence(StoreStep(fenced={"d"}))
         assert made.loaded()
         assert made.holds()
 
 
 def test_the_scheduler_asks_what_is_there(tmp_path: Path) -> None:
     with (
-        worker(tmp_path, parts=2) as made,
+        worker(tmp_path) as made,
         closing(Lookup([tmp_path / "a"], 60.0)) as lookup,
     ):
         assert lookup.begin(HASHES).result() == 0
@@ -199,9 +171,8 @@ def test_caches_on_a_gpu(tmp_path: Path) -> None:
         compute.call(lambda: void(gate.wait()))
         values = np.random.default_rng(1).random((LAYERS, *shape), np.float32)
         side.begin_step(StoreStep(saves=[NamedBlocks("p", HASHES, FROM)]))
-        for array, written, name in zip(arrays, values, NAMES, strict=True):
+        for array, written in zip(arrays, values, strict=True):
             compute.call(partial(array.write, written))
-            side.layer_written(name)
         side.step_written()
         side.begin_step(StoreStep(leaving={"p"}))
         assert not side.finished()[0]

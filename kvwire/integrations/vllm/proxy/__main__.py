@@ -116,9 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--route",
         default=LEAST_LOADED,
-        help="which engine: least-loaded, round-robin, prefix (equal beginnings to the "
-        "same prefill engine), kv-events (where the prompt's blocks are), or "
-        "package.module:Class",
+        help="which engine: least-loaded, kv-events (where the prompt's blocks are), "
+        "or package.module:Class",
     )
     parser.add_argument(
         "--running", type=int, default=PROXY_RUNNING_MAX, help="requests at once"

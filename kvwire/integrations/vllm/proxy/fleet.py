@@ -19,11 +19,7 @@ from kvwire.errors import UsageError
 from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.discovery import VllmMember
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
-from kvwire.integrations.vllm.proxy.policy import (
-    BY_PREFIX,
-    ROUND_ROBIN,
-    make_policy,
-)
+from kvwire.integrations.vllm.proxy.policy import LEAST_LOADED, make_policy
 
 
 class EngineFleet:
@@ -34,14 +30,11 @@ class EngineFleet:
         prefill: Iterable[VllmServer] = (),
         decode: Iterable[VllmServer] = (),
         *,
-        route: str = ROUND_ROBIN,
+        route: str = LEAST_LOADED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock: Callable[[], float] = clock
-        self._policies = {
-            PREFILL: make_policy(route),
-            DECODE: make_policy(ROUND_ROBIN if route == BY_PREFIX else route),
-        }
+        self._policies = {role: make_policy(route) for role in (PREFILL, DECODE)}
         # Bounded by the command line.
         self._static = {one: VllmEngine(server=one, role=PREFILL) for one in prefill}
         for one in decode:

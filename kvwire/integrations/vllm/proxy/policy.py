@@ -1,4 +1,4 @@
-"""Which of several engines gets a request: a plug-in point, and three ways.
+"""Which of several engines gets a request: a plug-in point, and two ways.
 
 A policy of one's own is a class in any package, ``--route package.module:Class``.
 """
@@ -6,7 +6,6 @@ A policy of one's own is a class in any package, ``--route package.module:Class`
 from __future__ import annotations
 
 import importlib
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -17,8 +16,6 @@ from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 
 LEAST_LOADED: Final = "least-loaded"
-ROUND_ROBIN: Final = "round-robin"
-BY_PREFIX: Final = "prefix"
 BY_KV_EVENTS: Final = "kv-events"
 
 # So much of a prompt decides where it goes: about what a system prompt begins with.
@@ -65,29 +62,6 @@ class LeastLoaded(Policy):
         return best[0] if len(best) == 1 else _heaviest(best, body)
 
 
-class ByPrefix(Policy):
-    """Takes the same engine for equal beginnings, however busy it is."""
-
-    def choose(
-        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
-    ) -> VllmEngine:
-        """See :meth:`Policy.choose`."""
-        return _heaviest(engines, body)
-
-
-class RoundRobin(Policy):
-    """Takes engines in turns."""
-
-    def __init__(self) -> None:
-        self._turns = itertools.count()
-
-    def choose(
-        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
-    ) -> VllmEngine:
-        """See :meth:`Policy.choose`."""
-        return engines[next(self._turns) % len(engines)]
-
-
 def _by_kv_events() -> Policy:
     # It needs pyzmq, and the others do not.
     from kvwire.integrations.vllm.proxy.kv_events import ByKvEvents  # noqa: PLC0415
@@ -97,8 +71,6 @@ def _by_kv_events() -> Policy:
 
 _KNOWN: Final[Mapping[str, Callable[[], Policy]]] = {
     LEAST_LOADED: LeastLoaded,
-    ROUND_ROBIN: RoundRobin,
-    BY_PREFIX: ByPrefix,
     BY_KV_EVENTS: _by_kv_events,
 }
 
