@@ -417,7 +417,7 @@ class IncomingState(KVTransfer):
                 timings=self.phases.timings(),
                 layers_grouped=self._layers_grouped,
             )
-        self.registry.over(self, reason)
+        self.registry.over(self, cause)
         self.record(outcome, [] if attempt is None else [attempt])
         for gates in self._gates.values():
             _open(gates)

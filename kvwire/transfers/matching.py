@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvwire.errors import (
     ClosedOK,
@@ -20,6 +20,8 @@ from kvwire.errors import (
     ConnectionLost,
     KVWireError,
     PeerError,
+    RequestCancelled,
+    RequestError,
     UsageError,
     WireCode,
 )
@@ -47,14 +49,21 @@ class Tombstone(NamedTuple):
     """Remembers a transfer that ended before all of its peers knew.
 
     Attributes:
-        reason: Why it ended.
+        code: What a peer is told that asks too late, as one that was there was.
+        reason: Why it ended. Not the error, whose traceback has frames and caches.
         endpoint_id: Its name over all links, as peers who met it know it.
         unnotified: The peers who may still ask.
     """
 
+    code: WireCode
     reason: str
     endpoint_id: bytes
     unnotified: UnnotifiedPeers
+
+
+_UNKNOWN: Final = Tombstone(
+    WireCode.OTHER, "nothing is known of it", b"", UnnotifiedPeers(0, frozenset())
+)
 
 
 class TransferRegistry:
@@ -148,8 +157,8 @@ class TransferRegistry:
         if self.live:
             self._look = loop.call_later(WAITING_LOG_S, self._name_open, loop)
 
-    def over(self, end: End, reason: str) -> None:
-        """Remove a transfer that has ended; keep the reason for late peers."""
+    def over(self, end: End, cause: KVWireError) -> None:
+        """Remove a transfer that has ended; keep the cause for late peers."""
         self.live.pop(end, None)
         if isinstance(end, IncomingState) and end.settling:
             self._settling[end.key, end.endpoint_id] = None
@@ -158,10 +167,10 @@ class TransferRegistry:
         if self._waiting.get(key) is not end:
             return
         del self._waiting[key]
-        unnotified = end.unnotified
-        self._add_tombstone(
-            key, Tombstone(reason, end.endpoint_id, unnotified), unnotified
+        tombstone = Tombstone(
+            _code_of(cause), str(cause), end.endpoint_id, end.unnotified
         )
+        self._add_tombstone(key, tombstone, tombstone.unnotified)
         self._ask_again(key)
 
     # --- the peer's side --------------------------------------------------------------
@@ -186,10 +195,10 @@ class TransferRegistry:
             # What is said of that on its last link comes first.
             self._stash(key, connection, event)
             return
-        reason = self._ended(key, description)
-        if reason:
-            error = PeerError(f"it has ended: {reason}")
-            _refuse(connection, request, error, WireCode.OTHER)
+        ended = self._ended(key, description)
+        if ended is not None:
+            error = PeerError(f"it has ended: {ended.reason}")
+            _refuse(connection, request, error, ended.code)
             return
         end = self._waiting.get(key)
         match end.answer_to(connection, description) if end else Answer.LATER:
@@ -219,8 +228,8 @@ class TransferRegistry:
                 del self._asked[key]
         connection.transfers.forget(request)
 
-    def _ended(self, key: Key, description: TransferOffer) -> str:
-        """Return why the transfer that a peer asks for has ended; "" if it has not.
+    def _ended(self, key: Key, description: TransferOffer) -> Tombstone | None:
+        """Return why the transfer that a peer asks for has ended; None if it has not.
 
         A peer that never came is told once. After that the id can be used anew,
         untainted by its last use.
@@ -234,17 +243,17 @@ class TransferRegistry:
                     tombstone,
                     UnnotifiedPeers(unseen, known - {description.endpoint_id}),
                 )
-                return tombstone.reason
+                return tombstone
             if description.peer_id == tombstone.endpoint_id:
-                return tombstone.reason
+                return tombstone
             if unseen and not description.peer_id:
                 self._add_tombstone(key, tombstone, UnnotifiedPeers(unseen - 1, known))
-                return tombstone.reason
+                return tombstone
         if description.peer_id and (
             end is None or end.endpoint_id != description.peer_id
         ):
-            return "nothing is known of it"
-        return ""
+            return _UNKNOWN
+        return None
 
     def _begin_anew(self, key: Key) -> None:
         """Use an id anew: only peers that came for its last use hear how that ended."""
@@ -399,6 +408,13 @@ class TransferRegistry:
             if same and not key[1] and not retry.asks:
                 return retry
         return None
+
+
+def _code_of(cause: KVWireError) -> WireCode:
+    """Return the number of what ended a transfer, as peers that are there hear it."""
+    if isinstance(cause, RequestCancelled):
+        return WireCode.CANCELLED
+    return cause.code if isinstance(cause, RequestError) else WireCode.OTHER
 
 
 def _refuse(

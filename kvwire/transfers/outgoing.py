@@ -361,5 +361,5 @@ class OutgoingState(KVTransfer):
             tokens = dict(outcomes[0].tokens) if outcomes else None
             outcomes.append(self.nothing(reason, tokens))
         outcome = join_outcomes(outcomes)
-        self.registry.over(self, reason)
+        self.registry.over(self, cause)
         self.record(outcome, self.attempts)

@@ -47,6 +47,18 @@ async def test_the_reason_is_said_once_to_each_who_may_ask(w: World) -> None:
     assert (await inc).complete
 
 
+@scenario("inproc")
+async def test_who_comes_too_late_hears_what_ended_it(w: World) -> None:
+    """The error is that of a consumer who was there: docs/topics/kv-transfers.md."""
+    w.p.publish("aborted", w.source.cache, LIST).abort("no prefill today")
+    await w.p.publish("late", w.source.cache, LIST, deadline=timedelta(seconds=0.1))
+    gates = {"aborted": kvwire.PeerCancelled, "late": kvwire.DeadlineExceeded}
+    for name, error in gates.items():
+        inc = w.pull_side.pull(name, w.target.cache, DEST)
+        with pytest.raises(error, match="it has ended"):
+            await inc.layer(0)
+
+
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TOMBSTONES_MAX", 3)
 
