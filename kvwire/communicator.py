@@ -380,7 +380,7 @@ class Communicator(AsyncWith):
         """Show what is open now: connections, transfers, stores on this loop, counters.
 
         Plain values, which ``msgspec.json.encode`` takes; ``kvwire top`` shows the same
-        of a live process. See docs/howto/inspect.md.
+        of a live process. See docs/howto/observe.md.
         """
         self._state.thread.check("Communicator.snapshot")
         return self._state.snapshot()

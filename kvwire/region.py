@@ -62,8 +62,6 @@ class Region:
             ConnectionClosed: The connection is closing or closed.
         """
         self._communicator.thread.check("Region.grant")
-        if nbytes is None:
-            nbytes = self._core.nbytes - offset
         wanted = self._core.access if access is None else Access.parse(access)
         if not hasattr(connection, "_state"):
             raise wrong_type("grant", connection, "a kvwire.Connection")

@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvwire.driver.loop_thread import FORKED, AsyncWith
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError, shown, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome, join_outcomes
 from kvwire.transfers.description import traceparent
@@ -159,6 +159,9 @@ class Outgoing(_Transfer, AsyncWith):
     def finish(self, *, partial: bool = False) -> None:
         """Commit: no more marks. Thread-safe and non-blocking.
 
+        Does nothing once the transfer is over, so a forward pass that was left early
+        because of :meth:`done` need not remember that.
+
         Args:
             partial: Commit although parts were not marked; the outcome names them.
 
@@ -166,7 +169,8 @@ class Outgoing(_Transfer, AsyncWith):
             UsageError: Parts were not marked, and ``partial`` is not set.
         """
         self._state.thread.check_process("Outgoing.finish")
-        self._state.ready_log.finish(partial=partial)
+        if self._state.outcome is None:
+            self._state.ready_log.finish(partial=partial)
 
     def renew_lease(self) -> None:
         """Hold the blocks for a whole lease more, although a consumer is missing.
@@ -195,7 +199,7 @@ class Outgoing(_Transfer, AsyncWith):
         """
         if kind is not None:
             self.abort(f"{kind.__name__} in the producer")
-        elif not self.done():
+        else:
             try:
                 self.finish()
             except UsageError as exc:
@@ -353,7 +357,9 @@ def join(*parts: Incoming) -> Joined:
     """
     if not parts:
         raise UsageError("join: pass the Incoming of each producer")
-    for part in parts[1:]:
+    for part in parts:
+        if not isinstance(part, Incoming):
+            raise wrong_type("join", part, "the Incoming of a producer")
         _require_same_lists(parts[0], part)
     return Joined(parts)
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvwire import limits
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError, shown, wrong_type
 from kvwire.types import Address
 
 Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARS_MAX)]
@@ -56,6 +56,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         tables = (*self.specs.items(), *self.labels.items())
         texts = (self.name, self.address, self.role, self.model, *self.transports)
         for text in (*texts, *(part for pair in tables for part in pair)):
+            if not isinstance(text, str):
+                raise wrong_type("record", text, "text")
             if not text.isprintable():
                 raise UsageError(f"{shown(text)} has characters that do not print")
 

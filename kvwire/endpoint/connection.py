@@ -271,7 +271,7 @@ class ConnectionState:
     # --- grants -----------------------------------------------------------------------
 
     def make_grant(
-        self, region: RegionRecord, offset: int, nbytes: int, access: Access
+        self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
     ) -> Grant:
         """See :meth:`kvwire.Region.grant`, which is how it is called."""
         row = self.core.grant(region, offset, nbytes, access)
@@ -282,7 +282,7 @@ class ConnectionState:
             generation=row.generation,
             token=row.token,
             offset=0,
-            nbytes=nbytes,
+            nbytes=row.nbytes,
         )
 
     # --- the end ----------------------------------------------------------------------

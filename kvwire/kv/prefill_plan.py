@@ -39,7 +39,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, wrong_type
 from kvwire.kv.blocks import (
     DEFAULT_GROUP,
     Bits,
@@ -125,6 +125,9 @@ def plan_prefill(
         twice = next(name for name in ids if ids.count(name) > 1)
         raise UsageError(f"plan_prefill: request {twice!r} is there twice")
     ends = list(outcomes.values() if isinstance(outcomes, Mapping) else outcomes)
+    for end in ends:
+        if not isinstance(end, Outcome):
+            raise wrong_type("plan_prefill: outcomes", end, "an Outcome")
     blocks = _Blocks(known, ends)
     usable = [blocks.usable_tokens(request) for request in known]
     done = [u >= r.num_tokens for u, r in zip(usable, known, strict=True)]
@@ -160,6 +163,8 @@ class _Request(Generic[Id]):
 
     @classmethod
     def read(cls, request: PrefillRequest[Id]) -> _Request[Id]:
+        if not isinstance(request, PrefillRequest):
+            raise wrong_type("plan_prefill: requests", request, "a PrefillRequest")
         where = f"plan_prefill: request {request.id!r}"
         tokens = request.num_tokens
         if tokens < 1 or not 0 <= request.cached_tokens <= tokens:

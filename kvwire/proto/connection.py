@@ -394,9 +394,9 @@ class ConnectionCore:
         return True
 
     def grant(
-        self, region: RegionRecord, offset: int, nbytes: int, access: Access
+        self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
     ) -> GrantRow:
-        """Let the peer reach a range of a region."""
+        """Let the peer reach a range of a region; None is the rest of it."""
         self._check_open()
         return self._grants.give(region, offset, nbytes, access)
 

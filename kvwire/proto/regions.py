@@ -12,6 +12,7 @@ answer, and the token is compared in constant time.
 from __future__ import annotations
 
 import hmac
+import operator
 import struct
 from dataclasses import dataclass, field
 from typing import Final
@@ -103,15 +104,12 @@ class Grants:
         return len(self._rows)
 
     def give(
-        self, region: RegionRecord, offset: int, nbytes: int, access: Access
+        self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
     ) -> GrantRow:
-        """Allow the peer to reach ``[offset, offset + nbytes)`` of the region."""
+        """Allow the peer to reach ``[offset, offset + nbytes)``, or all from there."""
         if not region.open:
             raise UsageError(f"region {region.id} is closed")
-        if offset < 0 or nbytes < 0 or offset > region.nbytes - nbytes:
-            raise UsageError(
-                f"grant: {offset}+{nbytes} of a region of {region.nbytes} bytes"
-            )
+        offset, nbytes = _range_of(region, offset, nbytes)
         if access & ~region.access:
             raise UsageError(
                 f"grant: {access} of a region registered for {region.access}"
@@ -181,3 +179,19 @@ class Grants:
             grant, region.id, region.generation, offset, nbytes, access.value
         )
         return hmac.digest(self._key, fields, "sha256")[:TOKEN_BYTES]
+
+
+def _range_of(region: RegionRecord, offset: int, nbytes: int | None) -> tuple[int, int]:
+    """Check the range that a caller wants to grant."""
+    try:
+        first = operator.index(offset)
+        length = region.nbytes - first if nbytes is None else operator.index(nbytes)
+    except TypeError:
+        first = length = -1
+    if first < 0 or length < 0 or first > region.nbytes - length:
+        length_asked = "" if nbytes is None else f", nbytes={nbytes!r}"
+        raise UsageError(
+            f"grant: offset={offset!r}{length_asked} of a region of "
+            f"{region.nbytes} bytes"
+        )
+    return first, length

@@ -295,9 +295,16 @@ class RequestTable:
     @staticmethod
     def expired(request: RequestRecord) -> DeadlineExceeded:
         """Return the error of a request past its deadline."""
+        what = request.kind.value
+        if request.kind in (RequestKind.SEND, RequestKind.RECV):
+            what += f" of tag {request.tag}"
+        if request.state is RequestStage.POSTED:
+            return DeadlineExceeded(
+                f"the deadline passed while the {what} waited for the peer"
+            )
         return DeadlineExceeded(
-            f"the deadline passed while the {request.kind.value} was "
-            f"{request.state.value}, {request.moved} of {request.nbytes} bytes moved"
+            f"the deadline passed while the {what} was {request.state.value}, "
+            f"{request.moved} of {request.nbytes} bytes moved"
         )
 
     def _note_deadline(self, request: RequestRecord) -> None:

@@ -58,6 +58,7 @@ async def test_a_block_of_a_transfer_that_has_ended(w: World) -> None:
         await out
         out.ready(layers=1)
     assert out.done()
+    out.finish()
 
 
 def shard(rank: int) -> kvwire.KVSpec:

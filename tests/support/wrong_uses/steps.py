@@ -182,6 +182,9 @@ STEPS: Final[dict[str, Step]] = {
     "grant[::2]": lambda t: grant(t)[::2],
     "region.grant(comm.connect(...)), without await": _unawaited,
     # Caches and KV transfers
+    "plan_prefill([], [inc])": lambda t: kvwire.plan_prefill(
+        [], [t.a.expect("x", t.kv, [0])]
+    ),
     "PagedCache(spec, tensors of another shape)": lambda t: kvwire.PagedCache(
         SPEC, [np.zeros((4, 2), np.float32)] * 2
     ),
