@@ -246,15 +246,6 @@ async def test_keys_are_rotated_without_a_gap(key: str, tmp_path: Path) -> None:
             await connection.close()
 
 
-@pytest.mark.parametrize("mine", [{}, {"model": "a", "mine": "x"}])
-async def test_a_profile_that_agrees(mine: dict[str, str]) -> None:
-    theirs = {"model": "a", "theirs": "y"}
-    async with kvwire.open(profile=mine) as near, kvwire.open(profile=theirs) as far:
-        connection = await near.connect(await far.listen("127.0.0.1:0"))
-        assert dict(connection.peer.profile) == theirs
-        assert dict((await far.accept()).peer.profile) == mine
-
-
 async def test_a_profile_that_differs_names_the_fields_on_both_sides(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import os
 import threading
-import warnings
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -207,38 +205,6 @@ async def test_marks_may_come_from_any_thread(things: Things) -> None:
 
     await asyncio.to_thread(mark)
     assert not things.outgoing.done()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-async def test_a_fork_is_refused(things: Things) -> None:
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
-        child = os.fork()
-    if not child:  # which has this loop running, and no other
-        texts = [_refused_now(call) for call in (*things.calls.values(), *things.marks)]
-        os.write(writer, "\n".join(texts).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        texts = (await asyncio.to_thread(pipe.read)).splitlines()
-    await asyncio.to_thread(os.waitpid, child, 0)
-    assert len(texts) == len(things.calls) + len(things.marks)
-    for text in texts:
-        assert f"belongs to process {os.getpid()}, and this is process {child}" in text
-        assert "spawn" in text
-
-
-def _refused_now(call: Callable[[], object]) -> str:
-    """What a call says; a coroutine may let others run once before it says it."""
-    try:
-        result = call()
-        if inspect.iscoroutine(result):
-            result.send(None)
-            result.send(None)
-    except UsageError as exc:
-        return str(exc)
-    return f"{call} was not refused"
 
 
 def test_another_loop_of_the_same_thread_is_refused() -> None:

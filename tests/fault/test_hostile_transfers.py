@@ -166,6 +166,7 @@ PRODUCERS: dict[str, tuple[str, *tuple[Lie, ...]]] = {
 }
 
 
+@pytest.mark.rule("KVW-TR-09", "breaks")
 @pytest.mark.parametrize("lie", PRODUCERS)
 async def test_a_producer_that_lies(lie: str) -> None:
     rule, *lies = PRODUCERS[lie]

@@ -38,12 +38,11 @@ from kvwire.limits import (
     MIB,
     PENDING_HANDSHAKES_MAX,
 )
-from kvwire.wire.control import AccessBody, Ping, Ready
+from kvwire.wire.control import AccessBody, Ready
 from kvwire.wire.header import FrameType
-from tests.fault.stranger import Stranger, dial, expect_ended_by
+from tests.fault.stranger import Stranger, dial
 from tests.support.certificates import FAR, Authority
 from tests.support.pairs import Pair, connected, until
-from tests.support.proxy import Direction, Proxy, Slice
 
 HANDSHAKE_S = 0.3
 DESCRIPTORS = 4096
@@ -273,45 +272,6 @@ async def test_slow_strangers_are_gone_by_the_deadline(
     print(f"gone after {took_s:.2f} s; slowest round trip {worst_s * 1e3:.0f} ms")
     assert took_s < HANDSHAKE_S + SLACK_S
     assert worst_s < SLACK_S
-
-
-@pytest.mark.slow
-async def test_a_thousand_that_stall_do_not_stop_an_honest_one(tmp_path: Path) -> None:
-    asyncio.get_running_loop().set_debug(False)
-    async with (
-        connected(**Authority(tmp_path).config(FAR)) as pair,
-        Crowd(pair.address) as crowd,
-    ):
-        for said in 5 * (b"", HELLO[:5], HELLO[:-1], HELLO):
-            await crowd.grow(50, said)
-            connection = await pair.near.connect(pair.address)
-            await connection.close()
-            pending = pair.far._state._reception._pending
-            assert len(pending) <= PENDING_HANDSHAKES_MAX
-
-
-@pytest.mark.parametrize("way", Direction)
-async def test_a_handshake_byte_by_byte_is_as_good_as_any(way: Direction) -> None:
-    async with connected() as pair, Proxy(pair.address, Slice(way, 1)) as proxy:
-        connection = await pair.near.connect(proxy.address)
-        other = await pair.far.accept()
-        await asyncio.gather(connection.send(1, b"x" * 100), other.send(1, b"y"))
-        assert await other.recv(1) == b"x" * 100
-        assert await connection.recv(1) == b"y"
-        await connection.close()
-
-
-async def test_a_flood_of_pings_ends_its_own_connection(pair: Pair) -> None:
-    async with dial(pair.address) as stranger:
-        there = await pair.far.accept()
-        await stranger.say(
-            *(stranger.control(FrameType.PING, Ping(n)) for n in range(5000))
-        )
-        await stranger.expect_gone()
-        await expect_ended_by("KVW-LV-02", there)
-    stop = asyncio.Event()
-    stop.set()
-    assert await round_trips(pair, stop)
 
 
 # --- nonsense inside TLS --------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 
 from kvwire import Address, Config, UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
-from kvwire.proto.auth import key_id
 from kvwire.security.keys import (
     load_keys,
     read_file,
@@ -82,15 +81,6 @@ def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_loopback_has_no_keys() -> None:
     assert load_keys(Config()) == (TrustMode.LOOPBACK, b"", {})
-
-
-def test_rotated_keys_are_accepted_beside_the_own(tmp_path: Path) -> None:
-    new, old = key_file(tmp_path, "new"), key_file(tmp_path, "old")
-    config = Config(trust="psk", psk_file=str(new), psk_accept_files=(str(old),))
-    trust, mine, accepted = load_keys(config)
-    keys = [read_key_file(str(path)) for path in (new, old)]
-    assert (trust, mine) == (TrustMode.PSK, keys[0])
-    assert accepted == {key_id(key): key for key in keys}
 
 
 # --- addresses ------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tests.scenarios.world import Memory, same
 from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.lanes import expect_moves
 from tests.support.pairs import Pair, until
-from tests.support.proxy import Cut, Direction, Ending, Flip, Proxy, Slice, Toxic
+from tests.support.proxy import Cut, Direction, Ending, Flip, Proxy, Toxic
 
 OTHER = "spiffe://kvwire.test/other"
 SPEC = kvwire.KVSpec(
@@ -175,16 +175,6 @@ async def between(
     yield replace(address, port=server.sockets[0].getsockname()[1])
     await over.wait()
     server.close()
-
-
-async def test_a_dribbling_network(authority: Authority) -> None:
-    toxics = [Slice(way, 7) for way in Direction]
-    async with proxied(authority, *toxics) as (pair, _):
-        data = bytes(range(256)) * 64
-        sent = pair.left.send(1, data)
-        assert await pair.right.recv(1) == data
-        await sent
-        await pair.left.close()
 
 
 # --- the end --------------------------------------------------------------------------

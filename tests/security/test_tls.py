@@ -151,18 +151,6 @@ def judged(client: dict[str, Any], server: dict[str, Any]) -> dict[Role, str]:
     return {role: str(exc) for role, exc in said.items()}
 
 
-def test_another_ca(authority: Authority, folder: Path) -> None:
-    other = Authority(folder, "another CA")
-    said = judged(authority.config(NEAR), other.config(FAR))
-    assert "no CA in tls_ca_file has signed it" in said[Role.CLIENT]
-    assert "does not accept our tls_cert_file: no CA" in said[Role.SERVER]
-    # The client's is looked at by the server alone.
-    mixed = authority.config(NEAR) | {"tls_ca_file": str(other.root.cert_file)}
-    said = judged(mixed, other.config(FAR))
-    assert "no CA in tls_ca_file has signed it" in said[Role.SERVER]
-    assert "does not accept our tls_cert_file: no CA" in said[Role.CLIENT]
-
-
 @pytest.mark.parametrize("role", Role)
 def test_what_a_side_may_not_show(
     authority: Authority, folder: Path, role: Role
@@ -368,13 +356,6 @@ def error(reason: str | None) -> ssl.SSLError:
     made = ssl.SSLError(1, "[SSL] said so (_ssl.c:1)")
     made.reason = reason  # type: ignore[assignment]
     return made
-
-
-def test_after_the_handshake_damage_is_damage() -> None:
-    for reason in ["DECRYPTION_FAILED_OR_BAD_RECORD_MAC", "WRONG_VERSION_NUMBER"]:
-        said = explained(error(reason), opened=True)
-        assert isinstance(said, OSError)
-        assert "damaged or changed on the way" in str(said)
 
 
 def test_what_is_not_known_is_passed_on() -> None:

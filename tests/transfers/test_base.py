@@ -8,23 +8,11 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.limits import TRANSFER_ID_BYTES_MAX
-from kvwire.transfers.base import recoverable, transfer_key
+from kvwire.transfers.base import recoverable
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from tests.scenarios.world import DEST, LAYERS, LIST, World, play, scenario
 from tests.support import virtual_time
-
-
-def test_names_are_told_apart_by_their_type() -> None:
-    keys = [transfer_key(id) for id in ("1", b"1", 1, -1, "i1", b"s1")]
-    assert len(set(keys)) == len(keys)
-    longest = "x" * (TRANSFER_ID_BYTES_MAX - 1)
-    assert len(transfer_key(longest)) == TRANSFER_ID_BYTES_MAX
-    with pytest.raises(kvwire.UsageError, match="255 are allowed"):
-        transfer_key(longest + "x")
-    with pytest.raises(kvwire.UsageError, match="True: pass a str"):
-        transfer_key(True)
 
 
 @pytest.mark.parametrize(

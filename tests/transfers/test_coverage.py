@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,16 +32,3 @@ def test_any_marks_in_any_order(marks: list[tuple[range, range]]) -> None:
         if not cells.all():
             gap = tuple(int(index) for index in np.argwhere(~cells)[0])
             assert claims.first_gap() == gap
-
-
-@pytest.mark.parametrize("blocks", [0, 1, 64, 100_000])
-def test_layer_by_layer(blocks: int) -> None:
-    """The common order, for lists from none to longer than any machine word."""
-    claims = Coverage(80, blocks)
-    assert claims.complete == (blocks == 0)
-    for layer in range(80):
-        one, every = range(layer, layer + 1), range(blocks)
-        assert not claims.overlaps(one, every)
-        claims.add(one, every)
-        assert claims.overlaps(one, every) == (blocks > 0)
-    assert claims.complete

@@ -119,15 +119,6 @@ def test_a_name_that_is_no_text() -> None:
         TransferOffer.decode(data)
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    try:
-        read = TransferOffer.decode(data)
-    except ProfileMismatch:
-        return
-    assert len(read.endpoint_id) == ENDPOINT_ID_BYTES
-
-
 @pytest.mark.parametrize(
     "change",
     [

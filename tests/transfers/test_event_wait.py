@@ -66,14 +66,6 @@ async def test_an_event_that_its_library_does_not_take(
     device.close()
 
 
-@pytest.mark.parametrize(
-    "after", [7, "event", object()], ids=lambda after: type(after).__name__
-)
-async def test_nothing_that_can_be_waited_for(devices: Devices, after: Any) -> None:
-    with pytest.raises(UsageError, match=r"pass a future, a torch\.cuda\.Event"):
-        EventWaiter(devices).prepare(after)
-
-
 async def test_waiting_for_an_event(devices: Devices) -> None:
     device = SimulatedDevice()
     stream, gate = device.stream(), threading.Event()

@@ -16,7 +16,6 @@ from tests.scenarios.world import (
     LARGE,
     LAYERS,
     LIST,
-    SPEC,
     Memory,
     World,
     same,
@@ -84,19 +83,6 @@ async def test_a_gate_that_nothing_has_to_come_for(w: World) -> None:
     assert outcome.complete
     assert outcome.nbytes == 0
     assert w.target.free(DEST)
-
-
-@scenario("inproc")
-async def test_a_gate_that_there_is_not(w: World) -> None:
-    inc = w.d.expect("t", w.target.cache, DEST)
-    for layer in (-1, LAYERS):
-        with pytest.raises(kvwire.UsageError, match="is not in this cache"):
-            await inc.layer(layer)
-    with pytest.raises(kvwire.UsageError, match="no group 'window'; there is kv"):
-        inc.layer_landed(0, "window")
-    inc.abort("not needed")
-    with pytest.raises(kvwire.RequestError, match="layer 0 did not land"):
-        await inc.layer(0)
 
 
 def abort_here(w: World, inc: kvwire.Incoming, out: kvwire.Outgoing) -> None:
@@ -222,17 +208,6 @@ async def test_have_counts_only_with_hashes_on_both_sides(
     out.finish()
     assert (await inc).complete
     assert same(w.source, LIST, w.target, DEST)
-
-
-@scenario("inproc")
-async def test_memory_that_nothing_can_land_in(w: World) -> None:
-    for tensor in w.target.tensors:
-        tensor.flags.writeable = False
-    cache = kvwire.PagedCache(SPEC, w.target.tensors)
-    for verb in (w.d.expect, w.pull_side.pull):
-        with pytest.raises(kvwire.UsageError, match="not writable"):
-            verb("t", cache, DEST, deadline=0.01)
-    assert not w.d._state.registry.live
 
 
 @scenario("inproc")

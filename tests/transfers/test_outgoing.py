@@ -21,16 +21,6 @@ from tests.scenarios.world import (
 
 
 @scenario()
-async def test_a_block_finishes_at_its_end(w: World) -> None:
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
-    async with w.p.publish("t", w.source.cache, LIST) as out:
-        for layer in range(LAYERS):
-            out.ready(layers=layer)
-    assert (await inc).complete
-    assert (await out).complete
-
-
-@scenario()
 async def test_a_block_that_is_left_by_an_exception_aborts(w: World) -> None:
     inc = w.d.expect("t", w.target.cache, DEST)
     out = w.push_side.push("t", w.source.cache, LIST)
@@ -100,35 +90,6 @@ async def test_a_tensor_parallel_group_of_consumers(w: World) -> None:
 
 
 @scenario("inproc")
-async def test_a_consumer_that_never_comes_makes_the_rest_incomplete(w: World) -> None:
-    out = w.p.publish("t", w.source.cache, LIST, consumers=2, lease_s=0.5)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
-    out.ready()
-    out.finish()
-    assert (await inc).complete
-    outcome = await out
-    assert not outcome.complete
-    assert len(outcome.missing) == len(LIST)
-    # Who comes later is told why.
-    late = w.pull_side.pull("t", w.target.cache, DEST)
-    assert "lease" in (await late).missing["kv", DEST[0]]
-
-
-@scenario("inproc")
-async def test_more_consumers_than_were_published_for(w: World) -> None:
-    with pytest.raises(kvwire.UsageError, match="consumers=0"):
-        w.p.publish("t", w.source.cache, LIST, consumers=0)
-    out = w.p.publish("t", w.source.cache, LIST)
-    first = w.pull_side.pull("t", w.target.cache, DEST)
-    await w.until(lambda: first._state.planned)
-    second = w.pull_side.pull("t", w.target.cache, [20, 21, 22, 23, 24])
-    assert "it is taken" in (await second).missing["kv", 20]
-    out.ready()
-    out.finish()
-    assert (await first).complete
-
-
-@scenario("inproc")
 async def test_consumers_that_want_other_tokens(w: World) -> None:
     """What one of them takes for a prompt is not what the other one does."""
     out = w.p.publish("t", w.source.cache, LIST, consumers=2)
@@ -183,20 +144,6 @@ def hashes() -> list[bytes]:
 # --- growing lists --------------------------------------------------------------------
 
 TOKENS = len(LIST) * SPEC.block_tokens - 1
-
-
-@scenario()
-async def test_blocks_are_named_as_they_become_known(w: World) -> None:
-    inc = w.pull_side.pull("t", w.target.cache, DEST, tokens=TOKENS)
-    out = w.p.publish("t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True)
-    out.ready(blocks=slice(0, 2))
-    await w.until(lambda: inc._state.planned and inc._state.landed.left == LAYERS * 3)
-    out.extend(LIST[2:])
-    out.ready(blocks=slice(2, 5))
-    out.finish()
-    assert (await inc).complete
-    assert list((await out).landed.ids()) == LIST
-    assert same(w.source, LIST[:-1], w.target, DEST[:-1])
 
 
 @scenario("inproc")

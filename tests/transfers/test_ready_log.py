@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -146,27 +145,6 @@ async def test_one_wake_up_for_any_number_of_marks() -> None:
     assert woken == [4]
 
 
-async def test_marks_from_many_threads() -> None:
-    marks, woken = marks_of()
-    begin = threading.Barrier(4)
-
-    def mark(layer: int) -> None:
-        begin.wait()
-        for block in range(3):
-            marks.add(layer, block, None, None)
-
-    threads = [threading.Thread(target=mark, args=(n,)) for n in range(2, 6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        await asyncio.to_thread(thread.join)
-    marks.finish(partial=False)
-    await turn()
-    assert marks.complete
-    assert len(marks.log) == 12
-    assert woken[-1] == 12
-
-
 @pytest.mark.parametrize("where", ["this loop", "another thread"])
 async def test_a_mark_that_waits(where: str) -> None:
     """It flows once its future is done; until then the transfer is not all in."""
@@ -209,13 +187,6 @@ async def test_a_mark_whose_future_does_not_come_true(how: str) -> None:
     assert marks.failed.startswith("what layers 3 to 3 x blocks 1 to 2 of group 'kv'")
 
 
-async def test_what_cannot_be_waited_for() -> None:
-    marks, _ = marks_of()
-    with pytest.raises(UsageError, match="after=int: pass a future"):
-        marks.add(2, None, None, 3)
-    marks.add(2, None, None, None)
-
-
 async def test_marks_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that name no block claim nothing, and are counted all the same."""
     monkeypatch.setattr(module, "SEGMENTS_MAX", 3)
@@ -224,18 +195,3 @@ async def test_marks_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         marks.add(2, slice(0, 0), None, None)
     with pytest.raises(UsageError, match="more than 3 marks"):
         marks.add(2, None, None, None)
-
-
-def test_a_loop_that_is_closed_is_no_error() -> None:
-    """A forward pass that still runs need not know."""
-    kept: list[ReadyLog] = []
-
-    async def main() -> None:
-        kept.append(marks_of()[0])
-
-    asyncio.run(main())
-    kept[0].add(2, None, None, None)
-    thread = threading.Thread(target=kept[0].add, args=(3, None, None, None))
-    thread.start()
-    thread.join()
-    assert len(kept[0].log) == 2

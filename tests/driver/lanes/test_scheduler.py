@@ -24,7 +24,6 @@ from tests.support.lanes import (
     expect_moves,
     is_over,
     lane_pause,
-    reasons,
     use,
 )
 from tests.support.logs import warned
@@ -38,22 +37,6 @@ def breaking(after: int) -> dict[str, dict[str, str]]:
     return {"inproc": {"break_after": str(after)}}
 
 
-@pytest.mark.parametrize("after", [0, 1, 5])
-async def test_a_lane_that_breaks_is_replaced_by_the_control_link(
-    after: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In the middle of a put: every byte arrives, both reports and the log say it."""
-    async with connected(**BESIDE, backends=breaking(after + 1)) as pair:
-        await expect_moves(pair)
-        for end in (pair.left, pair.right):
-            await until(partial(is_over, end, "tcp"))
-            taken = next(c for c in end.transport_report if c.taken)
-            assert taken.reason.startswith("inproc failed")
-            assert reasons(end.transport_report)["inproc"]
-        assert pair.left._state.driver.lanes.quiet
-        await until(lambda: "the control link carries the data now" in caplog.text)
-
-
 @pytest.mark.parametrize("after", [0, 1, 2])
 async def test_spans_are_sent_again_as_chunks(after: int) -> None:
     """The lane takes 8 MiB at once, the control link chunk by chunk."""
@@ -64,14 +47,6 @@ async def test_spans_are_sent_again_as_chunks(after: int) -> None:
         await expect_moves(pair)
         if after:
             await until(partial(is_over, pair.left, "tcp"))
-
-
-async def test_one_lane_of_several_breaks(caplog: pytest.LogCaptureFixture) -> None:
-    """The others go on, until none is left."""
-    async with connected(**BESIDE, lanes=2, backends=breaking(3)) as pair:
-        await expect_moves(pair)
-        await until(lambda: pair.left.transport == "tcp")
-        await until(lambda: "a lane of inproc" in caplog.text)
 
 
 async def test_a_required_lane_that_breaks_ends_the_connection() -> None:

@@ -26,7 +26,6 @@ from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
 from tests.support.lanes import (
     BESIDE,
-    CHUNK,
     DATA,
     NEVER_S,
     ONLY,
@@ -53,51 +52,6 @@ def on_lanes(pair: Pair) -> int:
         for end in (pair.left, pair.right)
         for endpoint in end._state.driver.lanes.open
     )
-
-
-# --- the choice -----------------------------------------------------------------------
-
-
-async def test_what_is_preferred_carries_the_data() -> None:
-    async with connected(**BESIDE) as pair:
-        await expect_moves(pair)
-        for end in (pair.left, pair.right):
-            assert end.transport == end.transport_report.taken == "inproc"
-            assert reasons(end.transport_report)["tcp"] == "another was preferred"
-        assert on_lanes(pair) == 6 * len(DATA)
-
-
-async def test_what_is_required_carries_the_data() -> None:
-    """Over a control link of another transport, which carries none of it."""
-    async with connected(**ONLY) as pair:
-        await expect_moves(pair)
-        assert pair.left.transport == "inproc"
-        assert "not among `require`" in reasons(pair.left.transport_report)["tcp"]
-        assert on_lanes(pair) == 6 * len(DATA)
-
-
-async def test_what_is_forbidden_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InprocBackend, "open_lane", None)
-    async with connected(forbid=("inproc",)) as pair:
-        await expect_moves(pair)
-        assert pair.left.transport == "tcp"
-        why = reasons(pair.left.transport_report)["inproc"]
-        assert why == "forbidden by `forbid`"
-
-
-async def test_a_connection_s_own_wish_counts() -> None:
-    async with connected(prefer=("tcp", "inproc")) as pair:
-        assert pair.left.transport == "tcp"
-        own = await pair.near.connect(pair.address, transport="inproc")
-        other = await anext(pair.far.connections())
-        assert own.transport == other.transport == "inproc"
-
-
-async def test_more_lanes_of_one_transport() -> None:
-    async with connected(**BESIDE, lanes=3) as pair:
-        await until(lambda: len(pair.right._state.driver.lanes.open) == 3)
-        await expect_moves(pair)
-        assert len(pair.left._state.driver.lanes.open) == 3
 
 
 # --- what does not come up ------------------------------------------------------------
@@ -349,23 +303,6 @@ async def test_it_comes_back_however_often_it_breaks() -> None:
         await region.close()
         assert not len(pair.near._state.buffers.holds)
         assert not len(pair.far._state.buffers.holds)
-
-
-@pytest.mark.parametrize("broken", [1, 2])
-@pytest.mark.usefixtures("comes_back")
-async def test_as_many_come_back_as_there_were(broken: int) -> None:
-    """Sockets beside the control link: it has its part of the data all the while."""
-    async with connected(prefer=("tcp",), chunk_bytes=CHUNK, lanes=3) as pair:
-        await until(lambda: len(pair.right._state.driver.lanes.open) == 2)
-        for endpoint in pair.right._state.driver.lanes.open[:broken]:
-            endpoint.lane.abort()
-        await restored(pair, broken)
-        await expect_moves(pair)
-        for end in (pair.left, pair.right):
-            assert len(end._state.driver.lanes.open) == 2
-            assert end._state.driver.lanes.shared
-            taken = next(c for c in end.transport_report if c.taken)
-            assert (taken.name, taken.reason) == ("tcp", "offered by both sides")
 
 
 async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
