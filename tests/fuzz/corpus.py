@@ -15,7 +15,7 @@ from typing import Final
 from tests.fuzz.guard import Run
 
 TARGETS: Final = (
-    *("header", "frames", "handshake", "connection", "grants"),
+    *("frames", "handshake", "connection", "grants"),
     *("plans", "backends", "store", "codecs"),
 )
 FOLDER: Final = Path(__file__).with_name("inputs")

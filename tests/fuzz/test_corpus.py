@@ -18,7 +18,6 @@ from tests.fuzz.guard import (
 )
 
 MUTATIONS = {
-    "header": 4000,
     "frames": 1000,
     "handshake": 1000,
     "connection": 400,

@@ -79,34 +79,6 @@ def test_the_first_plan_waits_for_no_import(monkeypatch: pytest.MonkeyPatch) -> 
     assert end.missing.reasons == ("lost",)
 
 
-def test_r28_only_requests_that_lost_kv_prefill() -> None:
-    """A batch of three: one whole, one that lost its third block, one that lost all."""
-    found = plan(
-        request("a", [1, 2]),
-        request("b", [3, 4, 5, 6], tokens=15),
-        request("c", [7, 8]),
-        a=outcome([1, 2], set()),
-        b=outcome([3, 4, 5, 6], {5}),
-        c=outcome([7, 8], {7, 8}),
-    )
-    assert found.ready == ("a",)
-    assert found.prefill == {"b": ((8, 15),), "c": ((0, 8),)}
-    assert found.waits == {}
-
-
-def test_r29_one_owner_recomputes_a_shared_block() -> None:
-    """Both prompts begin with blocks 1 and 2; block 2 was lost, b's own were not."""
-    found = plan(
-        request("a", [1, 2, 3]),
-        request("b", [1, 2, 4, 5]),
-        a=outcome([1, 2, 3], {2}),
-        b=outcome([4, 5], set()),
-    )
-    assert found.ready == ()
-    assert found.prefill == {"a": ((4, 12),), "b": ((8, 16),)}
-    assert found.waits == {"b": "a"}
-
-
 def test_the_first_in_order_owns() -> None:
     """The caller's order is its priority; a short owner leaves the rest to the next."""
     short, long = request("short", [1, 2]), request("long", [1, 2, 3])

@@ -128,16 +128,6 @@ def test_pointers_are_refused(buffer: Any) -> None:
         as_payload(buffer, writable=True)
 
 
-@pytest.mark.parametrize(
-    "buffer",
-    ["text", 5, None, [1, 2], object()],
-    ids=lambda buffer: type(buffer).__name__,
-)
-def test_what_is_no_memory_is_refused(buffer: Any) -> None:
-    with pytest.raises(UsageError, match=r"into: .* is no memory"):
-        as_payload(buffer, writable=False, what="into")
-
-
 def test_payload_keeps_the_memory_alive() -> None:
     memory = np.arange(8, dtype=np.float32)
     alive = weakref.ref(memory)

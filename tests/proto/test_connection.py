@@ -13,7 +13,6 @@ from kvwire.errors import (
     DeadlineExceeded,
     IntegrityError,
     KVWireError,
-    PeerCancelled,
     PeerUnresponsive,
     RequestCancelled,
     WireCode,
@@ -21,7 +20,6 @@ from kvwire.errors import (
 from kvwire.proto.events import Ended
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import CloseState
-from kvwire.types import Role, TrustMode
 from kvwire.wire.control import AccessBody, Announce, Close, Ping
 from kvwire.wire.header import FrameType
 from tests.proto.moving import (
@@ -32,11 +30,7 @@ from tests.proto.moving import (
     moved,
     on_the_wire,
 )
-from tests.support.core_pair.pair_lanes import PairLanes
 from tests.support.core_pair.peer import ConnectionPair, Peer
-
-both_modes = pytest.mark.parametrize("trust", list(TrustMode))
-
 
 TAG = 7
 LARGE = b"large" * 30_000
@@ -89,24 +83,6 @@ def everything(
 
 
 # --- the link
-
-
-@both_modes
-def test_payload_on_a_lane(trust: TrustMode) -> None:
-    """As on the link; and what was lost with the lane comes on the link."""
-    pair = ConnectionPair(trust=trust)
-    lanes = PairLanes(pair)
-    lanes.via = dict.fromkeys(Role, lanes.raise_one())
-    region = pair.server.expose(100)
-    put = pair.client.put(bytes(range(100)), pair.server.grant(region))
-    lanes.rest()
-    assert pair.client.error(put) is None
-    got = pair.client.get(pair.server.grant(region))
-    pair.run()
-    lanes.end(lanes.halves[Role.CLIENT, 1])
-    lanes.rest()
-    assert pair.client.received(got) == bytes(range(100))
-    expect_fine(pair)
 
 
 @pytest.mark.rule("KVW-CN-01", "keeps")
@@ -186,26 +162,6 @@ def test_a_deadline_ends_its_requests() -> None:
         if isinstance(done.error, DeadlineExceeded)
     ]
     assert len(told) == 3, "the put, the get and the transfer"
-
-
-@pytest.mark.parametrize("pull", [False, True])
-def test_transfers_go_through(pull: bool) -> None:
-    """Whoever asks; what they do is shown by their own tests."""
-    m = moved(pull=pull)
-    m.mark(LARGE)
-    m.commit()
-    expect_fine(m.pair)
-    assert m.content(1) == LARGE
-    assert m.producer.error(m.outgoing) is None
-    assert m.consumer.error(m.incoming) is None
-    refused = ask(m.pair.client)
-    m.pair.run()
-    (request,) = m.pair.server.core.transfers.unanswered
-    error = RequestCancelled("no room")
-    m.pair.server.core.refuse(request, error, WireCode.CANCELLED)
-    m.pair.server.collect()
-    expect_fine(m.pair)
-    expect_error(m.pair.client, refused, PeerCancelled)
 
 
 # --- closing

@@ -92,11 +92,3 @@ def test_what_is_here_by_collection_or_predicate(have: Any) -> None:
     assert found["kv"].tolist() == [False, True, False, False]
     assert found["kv"].dtype == np.bool_
     assert held(None, {}, lists) == {}
-
-
-def test_have_needs_hashes_and_something_to_look_in() -> None:
-    lists = {"kv": np.arange(1)}
-    with pytest.raises(UsageError, match="only with hashes="):
-        held({b"a"}, {}, lists)
-    with pytest.raises(UsageError, match="a collection of hashes, or a predicate"):
-        held(3, {"kv": [b"a"]}, lists)
