@@ -229,12 +229,6 @@ def test_bytes_and_back(grant: Grant) -> None:
     assert len(raw) <= 160
 
 
-@given(raw=st.binary(max_size=100))
-def test_other_bytes_are_no_grant(raw: bytes) -> None:
-    with pytest.raises(UsageError, match="grant"):
-        Grant.from_bytes(raw)
-
-
 @pytest.mark.parametrize(
     ("at", "value"),
     [

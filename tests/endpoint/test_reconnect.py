@@ -15,7 +15,7 @@ from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.reconnect import _was_reset
 from kvwire.limits import REDIAL_S_MAX
 from kvwire_inproc import FaultPlan, injected
-from tests.scenarios.world import DEST, LIST, Scenario, World, play, same, scenario
+from tests.scenarios.world import LIST, Scenario, World, play, scenario
 from tests.support import virtual_time
 
 LEASE_S = 5.0
@@ -134,23 +134,6 @@ async def test_an_open_connection_to_the_same_peer_is_taken_before_a_new_one(
     assert w.d.live_connections == (other,)
 
 
-@scenario("inproc")
-async def test_a_push_over_a_lost_link_is_asked_for_again_by_its_producer(
-    w: World,
-) -> None:
-    """The consumer redials, as it had connected; the producer then asks again."""
-    inc = w.d.expect("t", w.target.cache, DEST)
-    out = w.push_side.push("t", w.source.cache, LIST)
-    out.ready(layers=slice(0, 2))
-    await inc.layer(1)
-    w.cut()
-    out.ready(layers=slice(2, 4))
-    out.finish()
-    assert (await inc).complete
-    assert (await out).complete
-    assert same(w.source, LIST, w.target, DEST)
-
-
 @scenario("inproc", lease_s=LEASE_S)
 async def test_a_link_made_for_transfers_is_closed_when_they_are_over(w: World) -> None:
     out, inc = await half_way(w)
@@ -161,16 +144,6 @@ async def test_a_link_made_for_transfers_is_closed_when_they_are_over(w: World) 
     await virtual_time.pass_time(2 * LEASE_S)
     assert not w.d.live_connections
     assert not w.p.live_connections
-
-
-@scenario("inproc", resume=False)
-async def test_without_resume_a_lost_link_ends_its_transfers(w: World) -> None:
-    out, inc = await half_way(w)
-    w.cut()
-    outcome = await inc
-    assert outcome.missing.layers(("kv", DEST[0])) == (2, 3)
-    assert not (await out).complete
-    assert not w.d.live_connections
 
 
 @scenario("inproc")

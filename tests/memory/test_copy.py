@@ -87,24 +87,6 @@ def test_equal_pieces(way: str, piece: int) -> None:
     assert content(destination) == content(source)
 
 
-def test_very_many_lengths(way: str) -> None:
-    lengths = list(range(1, 301))
-    source, memory = scattered(lengths, 1)
-    memory[:] = random_bytes(memory.size)
-    destination, _ = scattered(lengths[::-1], 2)
-    copy(source, destination)
-    assert content(destination) == content(source)
-
-
-def test_view_into_fragments_and_back(way: str) -> None:
-    data = random_bytes(100_000)
-    fragments, _ = scattered([1000] * 100, 3)
-    back = bytearray(data.size)
-    copy(data.data, fragments)
-    copy(fragments, memoryview(back))
-    assert content(fragments) == data.tobytes() == bytes(back)
-
-
 def test_nothing_beside_the_destination_is_touched(way: str) -> None:
     source, memory = scattered([100] * 50, 1)
     memory[:] = 1

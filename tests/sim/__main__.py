@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Final
 
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
 from tests.sim.run import Result, command, described, run_seed, shrink
 
 # Seeds that one job runs before it reports.
@@ -24,11 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.seed is not None:
         return _show(options.seed, options.keep, whole=options.trace)
-    return _sweep(
-        range(options.start, options.start + options.seeds),
-        jobs=options.jobs,
-        quiet=options.quiet,
-    )
+    return _sweep(range(options.start, options.start + options.seeds), options.jobs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,7 +30,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=2000, help="how many to run")
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument(
         "--seed", type=int, help="run this one and shrink it if it fails"
     )
@@ -49,22 +42,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sweep(seeds: range, *, jobs: int, quiet: bool) -> int:
+def _sweep(seeds: range, jobs: int) -> int:
     began = time.perf_counter()
     failed: list[Result] = []
     digest = hashlib.sha256()
     completions = 0
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, transient=True, disable=quiet) as progress:
-        bar = progress.add_task("", total=len(seeds))
-        for done, result in enumerate(_results(seeds, jobs), 1):
-            digest.update(result.digest.encode())
-            completions += result.completions
-            if result.error is not None:
-                failed.append(result)
-            rate = done / (time.perf_counter() - began)
-            text = f"{done}/{len(seeds)} schedules, {rate:.0f}/s, {len(failed)} failed"
-            progress.update(bar, completed=done, description=text)
+    for result in _results(seeds, jobs):
+        digest.update(result.digest.encode())
+        completions += result.completions
+        if result.error is not None:
+            failed.append(result)
     took_s = time.perf_counter() - began
     print(
         f"{len(seeds)} schedules in {took_s:.1f} s ({len(seeds) / took_s:.0f}/s), "

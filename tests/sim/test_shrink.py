@@ -47,7 +47,7 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
 ) -> None:
     main = importlib.import_module("tests.sim.__main__").main
     seed = first_failure(run)
-    assert main(["--seeds", "1", "--start", str(seed), "--quiet"]) == 1
+    assert main(["--seeds", "1", "--start", str(seed)]) == 1
     told = capsys.readouterr().out
     assert "1 failed" in told
     assert f"repeat it: python -m tests.sim --seed {seed} --trace" in told
@@ -64,7 +64,7 @@ def test_failures_beyond_the_third_are_named_only(
     run: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = importlib.import_module("tests.sim.__main__").main
-    assert main(["--seeds", "200", "--quiet"]) == 1
+    assert main(["--seeds", "200"]) == 1
     told = capsys.readouterr().out
     assert told.count("repeat it:") == 3
     assert "\nand: " in told
@@ -75,7 +75,7 @@ def test_seeds_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module("tests.sim.__main__").main
     assert main(["--seeds", "60", "--jobs", "2"]) == 0
     side_by_side = capsys.readouterr().out
-    assert main(["--seeds", "60", "--quiet"]) == 0
+    assert main(["--seeds", "60"]) == 0
     in_a_row = capsys.readouterr().out
     assert "0 failed" in side_by_side
     assert side_by_side.split("trace")[1] == in_a_row.split("trace")[1]

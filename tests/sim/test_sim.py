@@ -117,7 +117,7 @@ def test_schedules_do_not_depend_on_the_version_of_python(version: str) -> None:
 
 def traced(python: str, hash_seed: str) -> str:
     """The digest that another process prints of its schedules."""
-    arguments = ["--seeds", str(_REPEATED), "--start", "5000", "--quiet"]
+    arguments = ["--seeds", str(_REPEATED), "--start", "5000"]
     ran = subprocess.run(
         [python, "-m", "tests.sim", *arguments],
         env={**os.environ, "PYTHONHASHSEED": hash_seed},

@@ -81,30 +81,6 @@ def test_what_does_not_fit_has_no_descriptor() -> None:
     assert encode(PlaceKind.MEMORY, 0, fragments([1], [1 << 32])) is None
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "said"),
-    [
-        (0, 3, "kind 3"),
-        (1, 2, "form 2"),
-        (2, 64, "shift 64"),
-        (3, 1, "must be 0"),
-        (4, 1, "must be 0"),
-        (16, 2, "for 2 fragments"),
-        (16, 0, "for 0 fragments"),
-        (15, 0x80, "beyond the end"),
-        (28, 99, "not told as one"),
-        (20, 99, "not told as one"),
-        (32, 1, "not told as one"),
-    ],
-)
-def test_each_field_is_checked(place: int, value: int, said: str) -> None:
-    descriptor = bytearray(encode(PlaceKind.MEMORY, 0, fragments([4096], [100])) or b"")
-    descriptor[place] = value
-    with pytest.raises(ProtocolError, match=said) as caught:
-        decode(bytes(descriptor), 100)
-    assert caught.value.rule == "KVW-LN-07"
-
-
 def test_what_adds_up_to_something_else_is_refused() -> None:
     descriptor = bytearray(
         encode(PlaceKind.MEMORY, 0, fragments([0, 100], [5, 5])) or b""

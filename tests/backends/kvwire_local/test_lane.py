@@ -261,27 +261,3 @@ async def _torn(
     lane.flush()
     torn = memory.differs_at(pattern(0, 2 * MIB)) is not None
     return torn, there.handler.received
-
-
-@one_loop
-@pytest.mark.parametrize("way", METHODS)
-async def test_no_payload_is_torn_whenever_the_sender_reuses_memory(way: str) -> None:
-    """The same without stage directions, many times over."""
-    async with child() as there:
-        arrived = 0
-        for round_ in range(30):
-            await there.join(way=way)
-            memories = [
-                await there.send_here(number, MIB // 2, arena=way != "cma")
-                for number in range(6)
-            ]
-            there.lane.flush()
-            if round_ % 3:
-                await there.handler.moved(received=round_ % 5)
-            await there.ask("abort")
-            there.lane.flush()
-            await there.handler.end()
-            for number, _landing in enumerate(there.handler.received):
-                assert memories[number].differs_at(pattern(number, MIB // 2)) is None
-            arrived += len(there.handler.received)
-        assert arrived > 0

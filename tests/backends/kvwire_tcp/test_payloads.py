@@ -12,7 +12,6 @@ import pytest
 
 from kvwire.backend import Landing
 from kvwire.errors import UsageError
-from kvwire.limits import KIB
 from kvwire_tcp.payloads import PayloadReader
 from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import DROP, PIECES, VIEW, Body
@@ -109,18 +108,6 @@ def test_the_end_is_seen_when_nothing_is_expected_and_within_a_payload(
     wire.reader.stop()
     assert wire.reader.receive(PlainWire(wire.sock)) == 0
     assert wire.reader.position == ""
-
-
-def test_a_stopped_reader_keeps_no_memory(wire: Wire) -> None:
-    body = wire.expect(10 * KIB)
-    wire.expect(10 * KIB)
-    wire.peer.sendall(bytes(5 * KIB))
-    wire.take()
-    wire.reader.stop()
-    assert isinstance(body.payload, memoryview)
-    body.payload.release()
-    body.arena.clear()  # refused while there is a view of it
-    assert wire.landed == []
 
 
 def test_a_destination_of_another_length_is_refused(wire: Wire) -> None:

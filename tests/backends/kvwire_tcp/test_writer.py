@@ -95,24 +95,6 @@ def test_any_frames_and_short_writes_give_the_same_bytes(
         assert sender.tokens == list(sender.borders)
 
 
-@given(FRAMES, st.integers(0, 5))
-def test_borrowed_memory_is_free_once_owned(
-    frames: list[tuple[int, bool, bool]], calls: int
-) -> None:
-    with Sender() as sender:
-        for length, as_pieces, lent in frames:
-            arena = sender.push(length, as_pieces=as_pieces, lent=lent)
-            for _ in range(calls):
-                if sender.queue.nbytes:
-                    sender.transmit()
-            sender.queue.own()
-            if not lent:
-                arena[:] = bytes(len(arena))
-                arena.clear()  # refused while there is a view of it
-        sender.drain()
-        assert sender.received == sender.queued
-
-
 def test_one_call_takes_many_frames_but_not_all_of_too_many() -> None:
     with Sender(1 << 20) as sender:
         for _ in range(2 * VIEWS_MAX + 1):

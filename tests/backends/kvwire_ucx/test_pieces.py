@@ -85,23 +85,6 @@ def test_the_longest_descriptor_is_one_that_the_core_takes() -> None:
     assert len(descriptor(0, [PIECE_BYTES] * PIECES_MAX)) <= DESCRIPTOR_BYTES_MAX
 
 
-@pytest.mark.parametrize(
-    ("words", "nbytes"),
-    [
-        ([], 0),
-        ([0, 100], 100),
-        ([0, *[1] * (PIECES_MAX + 1)], PIECES_MAX + 1),
-        ([0, 50, 51], 100),
-        ([0, 100, 0], 100),
-        ([0, 2**32 - 1, 1], 0),
-    ],
-    ids=["empty", "one-piece", "too-many", "wrong-sum", "empty-piece", "overflow"],
-)
-def test_a_descriptor_that_no_lane_makes(words: list[int], nbytes: int) -> None:
-    with pytest.raises(MalformedFrame, match="KVW-LN-07"):
-        read_descriptor(struct.pack(f">{len(words)}I", *words), nbytes)
-
-
 @given(number=st.integers(0, MESSAGES - 1))
 def test_what_is_sent_is_not_lent(number: int) -> None:
     assert not is_lent(descriptor(number, [1, 2]))
