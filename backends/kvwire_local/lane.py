@@ -69,8 +69,9 @@ class LocalLane(Lane):
         BackendUnavailable: /proc does not say which host this is.
     """
 
-    # A payload by a lane takes some 140 Python calls more on both sides: it is announced,
-    # read and acknowledged. The socket copies so many bytes twice in that time.
+    # A payload by a lane takes some 140 Python calls more on both sides: it is
+    # announced, read and acknowledged. The socket copies so many bytes twice in that
+    # time.
     bytes_min = 128 * KIB
     intact = True
     span_bytes = SPAN_BYTES_MAX

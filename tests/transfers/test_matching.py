@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
 from tests.scenarios.world import World, play, same, scenario
