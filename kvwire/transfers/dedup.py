@@ -10,7 +10,7 @@ whole content in place of the lists.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -89,13 +89,14 @@ def held(
         return {}
     if not hashes:
         raise UsageError("have=: which blocks are meant shows only with hashes=")
+    test: Callable[[bytes], bool]
     if callable(have):
         test = have
     else:
-        try:
-            test = frozenset(have).__contains__  # type: ignore[call-overload]
-        except TypeError:
-            raise UsageError("have=: a collection of hashes, or a predicate") from None
+        # One hash is a collection as well: of numbers or letters.
+        if isinstance(have, str | bytes) or not isinstance(have, Iterable):
+            raise UsageError("have=: a collection of hashes, or a predicate")
+        test = frozenset(have).__contains__
     found: dict[str, Bits] = {}
     for group, ids in lists.items():
         named = hashes[group]
