@@ -113,19 +113,6 @@ def test_one_buffer_serves_all_that_is_queued(
         assert bytes(slot) == values[: 2 * count : 2][::-1].tobytes()
 
 
-def test_what_has_landed_has_an_event(
-    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine
-) -> None:
-    copy_engine.landed.synchronize()  # of nothing, before anything has
-    array, told = device.array(np.zeros(64, np.uint8)), list[Exception | None]()
-    copy_engine.to_device(
-        device.pinned(PIECE_BYTES), pieces(array, device, 1), told.append
-    )
-    loop.turn()
-    assert copy_engine.landed.query()
-    assert copy_engine.landed is copy_engine.inbound.last
-
-
 def test_the_events_of_one_producer_hold_up_no_other(
     device: SimulatedDevice, loop: Loop
 ) -> None:
@@ -227,28 +214,6 @@ def test_a_failure_is_reported_and_not_the_end(
     while len(told) < 3:
         loop.turn()
     assert told == [error, error, None]
-
-
-def test_who_raises_takes_nothing_from_the_others(
-    loop: Loop, completions: CompletionThread, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They may be of other connections, whose memory would be held for ever."""
-    told: list[Exception | None] = []
-
-    def bug(_: Exception | None) -> None:
-        raise ZeroDivisionError("planted")
-
-    gates = [Gate() for _ in range(3)]
-    completions.watch(gates[0], told.append)
-    gates[0].asleep.wait()
-    completions.watch(gates[1], bug)
-    completions.watch(gates[2], told.append)
-    for gate in reversed(gates):
-        gate.fire()
-    while len(told) < 2:
-        loop.turn()
-    assert told == [None, None]
-    assert "planted" in caplog.text
 
 
 def test_close_waits_for_what_is_watched(loop: Loop) -> None:
