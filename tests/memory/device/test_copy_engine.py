@@ -216,6 +216,28 @@ def test_a_failure_is_reported_and_not_the_end(
     assert told == [error, error, None]
 
 
+def test_who_raises_takes_nothing_from_the_others(
+    loop: Loop, completions: CompletionThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They may be of other connections, whose memory would be held for ever."""
+    told: list[Exception | None] = []
+
+    def bug(_: Exception | None) -> None:
+        raise ZeroDivisionError("planted")
+
+    gates = [Gate() for _ in range(3)]
+    completions.watch(gates[0], told.append)
+    gates[0].asleep.wait()
+    completions.watch(gates[1], bug)
+    completions.watch(gates[2], told.append)
+    for gate in reversed(gates):
+        gate.fire()
+    while len(told) < 2:
+        loop.turn()
+    assert told == [None, None]
+    assert "planted" in caplog.text
+
+
 def test_close_waits_for_what_is_watched(loop: Loop) -> None:
     completions = CompletionThread("completions", loop.call_soon)
     gate = Gate()
