@@ -423,3 +423,12 @@ assert STORE_KEYS_MAX * (16 + STORE_HASH_BYTES_MAX) < (
 )
 assert STORE_SLAB_BYTES_MAX < 10_000 * STORE_OBJECT_PART_BYTES, "S3 takes no more parts"
 assert STORE_REQUEST_BYTES_MAX <= EAGER_WINDOW_BYTES
+
+# --- benchmarks against a peer --------------------------------------------------------
+# A call and its answer: the report of a doctor is the largest, some 20 KiB a host.
+BENCH_CALL_BYTES_MAX: Final = 1 * MIB
+# Of one work: 4 GiB in fragments of 4 KiB, which are some 32 MiB of addresses.
+BENCH_FRAGMENTS_MAX: Final = 1024 * 1024
+BENCH_IN_FLIGHT_MAX: Final = 64
+# Connections that are served at a time, each with memory of its own.
+BENCH_PEERS_MAX: Final = 8

@@ -8,11 +8,13 @@ from typing import Any
 import numpy.typing as npt
 
 
-def torch_like(array: npt.NDArray[Any], dtype: str, device: str = "cpu") -> Any:
+def torch_like(
+    array: npt.NDArray[Any], dtype: str, device: str = "cpu", index: int | None = None
+) -> Any:
     """Make what kvwire uses of a torch tensor."""
     return SimpleNamespace(
         dtype=dtype,
-        device=SimpleNamespace(type=device, index=None),
+        device=SimpleNamespace(type=device, index=index),
         shape=array.shape,
         data_ptr=lambda: int(array.__array_interface__["data"][0]),
         stride=lambda: tuple(n // array.itemsize for n in array.strides),

@@ -6,6 +6,7 @@ minute, and what counts is the ratio.
 
 * :mod:`~kvwire.cli.bench.side`: what runs in a process of a contender.
 * :mod:`~kvwire.cli.bench.pair`: contenders, and their processes.
+* :mod:`~kvwire.cli.bench.peer`: a side on another host.
 * :mod:`~kvwire.cli.bench.turns`: cases, and the rounds in which everybody takes turns.
 * :mod:`~kvwire.cli.bench.report`: how it is shown, and the common options.
 * :mod:`~kvwire.cli.bench.operations`: the side of kvwire of several benchmarks, and

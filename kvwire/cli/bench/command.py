@@ -10,6 +10,7 @@ from kvwire.cli.bench import (
     messages,
     ops,
     overlap,
+    peer,
     setup,
     store,
 )
@@ -17,3 +18,4 @@ from kvwire.cli.bench import (
 app: App = App(name="bench")
 for benchmark in (messages, overlap, fragments, many, ops, setup, store):
     app.command(benchmark.command, name=benchmark.__name__.rpartition(".")[2])
+app.command(peer.serve)

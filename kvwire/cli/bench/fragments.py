@@ -28,6 +28,7 @@ from kvwire.cli.bench.operations import (
     OpsWork,
 )
 from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.peer import contender
 from kvwire.cli.bench.report import (
     COMMON,
     Common,
@@ -94,9 +95,22 @@ def why_not(transport: str) -> str:
     return ""
 
 
-def contenders(transport: str, options: Mapping[str, object]) -> Iterator[Member]:
+def reaches(transport: str) -> bool:
+    """Tell whether a transport joins two hosts, or cannot run here at all."""
+    return bool(
+        why_not(transport) or not registry.load(transport).capabilities.same_host
+    )
+
+
+def contenders(
+    transport: str, options: Mapping[str, object], peer: str = ""
+) -> Iterator[Member]:
     """Yield the ways of a transport, and the wire of each."""
     name, options = f"kvwire {transport}", {"transport": transport, **options}
+    if peer:
+        # The environment of each side says what its UCX may use.
+        yield f"to {peer}", contender(name, peer, **options)
+        return
 
     def side(
         more: str = "", environment: Mapping[str, str] | None = None, **given: str
@@ -120,7 +134,7 @@ def contenders(transport: str, options: Mapping[str, object]) -> Iterator[Member
 
 
 def fragments(
-    transports: Sequence[str], works: Sequence[OpsWork], loop: str
+    transports: Sequence[str], works: Sequence[OpsWork], loop: str, peer: str = ""
 ) -> Benchmark:
     """Make the benchmark, with those of the transports that can run here."""
     require_known(transports)
@@ -129,7 +143,7 @@ def fragments(
         one
         for transport in transports
         if not reasons[transport]
-        for one in contenders(transport, {"loop": loop})
+        for one in contenders(transport, {"loop": loop}, peer)
     ]
     benchmark = Benchmark(
         name="fragments",
@@ -142,7 +156,7 @@ def fragments(
                 group=wire,
             )
             for work in works
-            for wire in (TCP, SAME_HOST)
+            for wire in (TCP, SAME_HOST, f"to {peer}")
             if (ours := [one for its, one in team if its == wire])
         ],
         missing=[
@@ -152,7 +166,7 @@ def fragments(
         ],
         notes=[
             "CPU seconds are of both sides. Of these only kvwire checks what it moves.",
-            "memcpy is one copy of bytes side by side.",
+            *["memcpy is one copy of bytes side by side."] * (not peer),
         ],
     )
     memcpy = Contender(MEMCPY, MemcpySide, alone=True)
@@ -181,6 +195,7 @@ def joined(
 def command(
     *,
     transport: str = "all",
+    peer: str = "",
     sizes_kib: Kibibytes = SIZES_KIB,
     verb: Literal["push", "pull", "both"] = "both",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
@@ -194,6 +209,8 @@ def command(
         transport: Of kvwire, separated by commas, or all that are installed. One that
             cannot run here is named with the reason; local runs twice, with caches in
             ordinary memory and in arenas, ucx as messages and one-sided.
+        peer: Measure with the host that runs `kvwire bench serve` at this address; all
+            transports are then those that join two hosts.
         sizes_kib: Sizes of one layer of one block.
         verb: Which side asks.
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
@@ -202,7 +219,9 @@ def command(
         rounds: How often everybody does their work; more rounds, firmer medians.
         common: Options of every benchmark.
     """
-    transports = between_processes() if transport == "all" else transport.split(",")
+    transports = transport.split(",")
+    if transport == "all":
+        transports = [one for one in between_processes() if not peer or reaches(one)]
     layouts = {"per-layer": (False,), "cross-layer": (True,), "both": (False, True)}
     works = [
         work_of(one, kib * KIB, cross_layer=cross, round_bytes=round_mib * MIB)
@@ -213,10 +232,11 @@ def command(
     ]
     if not works:
         raise kvwire.UsageError("--layout cross-layer is for sizes of up to 64 KiB")
-    benchmark = fragments(transports, works, common.loop)
+    benchmark = fragments(transports, works, common.loop, peer)
     failed = common.run(
         benchmark,
         transport=list(transports),
+        peer=peer,
         sizes_kib=list(sizes_kib),
         rounds=rounds,
         round_mib=round_mib,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from kvwire.cli.bench.bare import SocketsSide, StreamsSide
-from kvwire.cli.bench.operations import GET, PUT, ROUND_TRIP, SEND, OpsSide, OpsWork
+from kvwire.cli.bench.operations import GET, PUT, ROUND_TRIP, SEND, OpsWork
 from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench.peer import contender
 from kvwire.cli.bench.report import (
     COMMON,
     Common,
@@ -28,6 +29,7 @@ IN_FLIGHT: Final = 4
 def command(
     *,
     transport: str = "tcp",
+    peer: str = "",
     round_mib: Mebibytes = 256,
     rounds: Rounds = 10,
     common: Common = COMMON,
@@ -38,13 +40,15 @@ def command(
 
     Args:
         transport: The transport of kvwire.
+        peer: Measure kvwire alone, with the host that runs `kvwire bench serve` at this
+            address.
         round_mib: MiB that each contender of a rate moves in a round.
         rounds: How often everybody does their work; more rounds, firmer medians.
         common: Options of every benchmark.
     """
     require_known([transport])
     options = {"transport": transport, "loop": common.loop, "by_link": 1}
-    ours = Contender("kvwire", OpsSide, options=options)
+    ours = contender("kvwire", peer, **options)
     streams = Contender(f"{common.loop} streams", StreamsSide, options=options)
     sockets = Contender("bare sockets", SocketsSide)
     ping = Case(
@@ -52,7 +56,7 @@ def command(
         work=OpsWork(verb=ROUND_TRIP, nbytes=PING_BYTES, count=PINGS),
         unit=MICROSECONDS,
         ours=[ours],
-        beside=[streams],
+        beside=[] if peer else [streams],
         tail=True,
     )
     rates = [
@@ -66,7 +70,7 @@ def command(
             ),
             unit=GIGABYTES_PER_SECOND,
             ours=[ours],
-            beside=[sockets],
+            beside=[] if peer else [sockets],
         )
         for nbytes in SIZES
         for verb in (SEND, PUT, GET)
@@ -77,4 +81,4 @@ def command(
         notes=[f"{IN_FLIGHT} operations in flight. Only kvwire checks what it moves."],
     )
     settings = {"transport": transport, "rounds": rounds, "round_mib": round_mib}
-    return common.run(benchmark, **settings)
+    return common.run(benchmark, peer=peer, **settings)

@@ -30,6 +30,7 @@ from kvwire.cli.bench.side import (
     each_timed,
     fill,
 )
+from kvwire.kv.fragments import Fragments
 from kvwire.memory.arena import Arena
 from kvwire.observe.page import in_bytes
 
@@ -51,6 +52,7 @@ RIGHT: Final = 2
 _TOKENS: Final = 16
 _HEADS: Final = 8
 
+_BESIDE: Final = 0xA5
 _GO: Final = 1
 _DONE: Final = 2
 _DATA: Final = 3
@@ -116,6 +118,7 @@ class Pool:
 
     def __init__(self, memory: Bytes, work: OpsWork, side: int) -> None:
         self.memory = memory
+        self._side = side
         pool_blocks = work.spread * work.blocks
         self.cache: kvwire.PagedCache = paged(
             memory, work.layers, pool_blocks, cross_layer=work.cross_layer
@@ -128,6 +131,31 @@ class Pool:
         first = np.arange(1 if work.cross_layer else work.layers) * pool_blocks
         self.rows: npt.NDArray[np.int64] = (first[:, None] + blocks).ravel()
         self._fragments = memory.reshape(work.spread * work.fragments, -1)
+        # What lies between those that travel must stay as it is.
+        self._beside = np.delete(np.arange(len(self._fragments)), self.rows)
+
+    def __str__(self) -> str:
+        return "left side" if self._side == LEFT else "right side"
+
+    @property
+    def lent(self) -> Fragments:
+        """Return the memory of those that travel, in the same order."""
+        size = self._fragments.shape[1]
+        return Fragments.uniform(
+            np.uint64(self.memory.ctypes.data) + self.rows.astype(np.uint64) * size,
+            size,
+            owner=self.memory,
+            writable=True,
+        )
+
+    def mark_beside(self) -> None:
+        """Write what :attr:`intact` finds again to all that does not travel."""
+        self._fragments[self._beside] = _BESIDE
+
+    @property
+    def intact(self) -> bool:
+        """Tell whether nothing was written beside what travels."""
+        return bool((self._fragments[self._beside] == _BESIDE).all())
 
     def fragments(self) -> Bytes:
         """Copy the fragments that travel, layer after layer."""
@@ -214,7 +242,7 @@ class OpsSide(ConnectedSide[OpsWork]):
     pool: Pool
     memory: Bytes
     # Of each operation in flight, and the other side's.
-    _parts: Sequence[Bytes]
+    _parts: Sequence[Bytes | Fragments]
     _grants: Sequence[kvwire.Grant]
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -223,14 +251,24 @@ class OpsSide(ConnectedSide[OpsWork]):
         # The works of all rounds have the same, so that no page is missing in any.
         self._room: Bytes = np.zeros(0, np.uint8)
         self._work: OpsWork | None = None
+        # What the other side puts into and gets from.
+        self._region: kvwire.Region | None = None
 
     async def prepare(self, work: OpsWork) -> str:
+        await self.take_back()
         # Pages take seconds on a busy machine, in which the peer must be answered.
         await asyncio.to_thread(self.have, work, RIGHT)
         if work.verb not in (PUT, GET):
             return ""
-        region = self.communicator.register(self.memory, access="readwrite")
-        return region.grant(self.connection).to_bytes().hex()
+        lent = self._parts[0] if work.layers else self.memory
+        self._region = self.communicator.register(lent, access="readwrite")
+        return self._region.grant(self.connection).to_bytes().hex()
+
+    async def take_back(self) -> None:
+        """Right: end the grant of the last work."""
+        if self._region is not None:
+            await self._region.close()
+            self._region = None
 
     async def use(self, work: OpsWork, given: str) -> None:
         await asyncio.to_thread(self.have, work, LEFT)
@@ -241,9 +279,15 @@ class OpsSide(ConnectedSide[OpsWork]):
 
     async def fill(self, work: OpsWork) -> None:
         await fill(self.memory)
+        if work.layers:
+            self.pool.mark_beside()
 
     async def digest(self, work: OpsWork) -> str:
-        return digest(self.pool.fragments() if work.layers else self._parts[0])
+        if not work.layers:
+            return digest(self.memory[: work.nbytes])
+        found = digest(self.pool.fragments())
+        # The other side never says the same, so that it is seen.
+        return found if self.pool.intact else f"{found} and more on the {self.pool}"
 
     async def drive(self, work: OpsWork) -> Sequence[float]:
         await self.connection.recv(_GO)
@@ -252,16 +296,24 @@ class OpsSide(ConnectedSide[OpsWork]):
         if work.verb == READY:
             return await self._mark_layers(work)
         if work.in_flight > 1:
-            return await self._in_flight(work)
-        return await each_timed(work.count, lambda _: self._once(work, self.connection))
+            seconds = await self._in_flight(work)
+        else:
+            seconds = await each_timed(
+                work.count, lambda _: self._once(work, self.connection)
+            )
+        if work.verb in (PUT, GET):
+            await self.connection.send(_DONE, b"")
+        return seconds
 
     async def serve(self, work: OpsWork) -> None:
         connection, parts = self.connection, self._parts
-        if work.layers:
+        if work.layers and work.verb not in (PUT, GET):
             await self._serve_transfers(work)
             return
         await connection.send(_GO, b"")
-        if work.verb == SEND:
+        if work.verb in (PUT, GET):
+            await connection.recv(_DONE)
+        elif work.verb == SEND:
             await _keep_busy(work, lambda i: connection.recv(_DATA, parts[i]))
             if work.in_flight > 1:
                 await connection.send(_DONE, b"")
@@ -283,7 +335,7 @@ class OpsSide(ConnectedSide[OpsWork]):
         """Have the memory of a work, as a cache where it has one."""
         if self._work == work:
             return
-        self._work, nbytes = work, work.memory_bytes
+        nbytes = work.memory_bytes
         if self._room.size < nbytes:
             if self.options.get("memory") == ARENA:
                 self._arenas.append(Arena(nbytes, populate=True))
@@ -296,6 +348,8 @@ class OpsSide(ConnectedSide[OpsWork]):
         self._parts = np.split(self.memory, work.in_flight)
         if work.layers:
             self.pool = Pool(self.memory, work, side)
+            self._parts = [self.pool.lent]
+        self._work = work
 
     # --- left -------------------------------------------------------------------------
 
@@ -364,16 +418,22 @@ class OpsSide(ConnectedSide[OpsWork]):
     async def _serve_transfers(self, work: OpsWork) -> None:
         count = work.count * (2 if work.verb == SETUP else 1)
         ends = [self._offer(work) for _ in range(min(_AHEAD, count))]
-        await self.connection.send(_GO, b"")
-        for number in range(count):
-            end = ends.pop(0)
-            if work.verb == READY:
-                assert isinstance(end, kvwire.Incoming)
-                for layer in range(work.layers):
-                    await end.layer(layer)
-            await over(end)
-            if number + _AHEAD < count:
-                ends.append(self._offer(work))
+        try:
+            await self.connection.send(_GO, b"")
+            for number in range(count):
+                end = ends[0]
+                if work.verb == READY:
+                    assert isinstance(end, kvwire.Incoming)
+                    for layer in range(work.layers):
+                        await end.layer(layer)
+                await over(end)
+                del ends[0]
+                if number + _AHEAD < count:
+                    ends.append(self._offer(work))
+        finally:
+            for end in ends:
+                end.abort("the other side has gone")
+                await end.drained()
 
     def _offer(self, work: OpsWork) -> End:
         number, pool = self.next_id(), self.pool

@@ -14,11 +14,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -63,6 +64,9 @@ class BenchSide(Generic[W]):
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = options
 
+    def check(self, work: W) -> None:
+        """Raise if a work must not be done."""
+
     async def listen(self) -> Any:
         """Right: begin to listen; the answer is where."""
 
@@ -105,6 +109,7 @@ class BenchSide(Generic[W]):
 
 
 CALLS: Final = frozenset(n for n in vars(BenchSide) if n[0] != "_") - {
+    "check",
     "close",
     "work_type",
 }
@@ -142,10 +147,14 @@ async def fill(memory: bytearray | memoryview | Bytes) -> None:
     await asyncio.to_thread(write)
 
 
+class BytesDiffer(Exception):
+    """Reports that what has arrived is not what was sent."""
+
+
 def require_same(left: object, right: object) -> None:
     """Compare what has arrived with what was sent."""
     if left != right:
-        raise RuntimeError(f"what arrived ({left}) is not what was sent ({right})")
+        raise BytesDiffer(f"what arrived ({left}) is not what was sent ({right})")
 
 
 # --- the process ----------------------------------------------------------------------
@@ -159,15 +168,20 @@ def make(role: str, options: Mapping[str, str]) -> BenchSide[Any]:
     return found
 
 
-async def answer(side: BenchSide[Any], line: bytes) -> bytes:
+async def answer(
+    side: BenchSide[Any], line: bytes, calls: frozenset[str] = CALLS
+) -> bytes:
     """Do what one line says; an exception becomes an answer too."""
-    asked = json.loads(line)
-    name, arguments = asked["call"], asked["arguments"]
+    name = ""
     try:
-        if name not in CALLS:
+        asked = msgspec.json.decode(line)
+        name, arguments = asked["call"], asked["arguments"]
+        if name not in calls:
             raise ValueError(f"there is no call {name!r}")
         if "work" in arguments:
-            arguments["work"] = side.work_type(**arguments["work"])
+            work = msgspec.convert(arguments["work"], side.work_type)
+            side.check(work)
+            arguments["work"] = work
         found = {"answer": await getattr(side, name)(**arguments)}
     except Exception as exc:  # noqa: BLE001 - it is reported by the other process
         found = {"error": f"{name}: {type(exc).__name__}: {exc}"}
@@ -196,10 +210,14 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     role, *pairs = arguments
     options = dict(pair.split("=", 1) for pair in pairs)
-    side = make(role, options)
-    if options.get("loop") == "uvloop":
+    run(obey(make(role, options)), options.get("loop", "asyncio"))
+
+
+def run(main: Coroutine[Any, Any, None], loop: str) -> None:
+    """Run a coroutine on a loop of asyncio or uvloop."""
+    if loop == "uvloop":
         import uvloop  # noqa: PLC0415 - not on every platform
 
-        uvloop.run(obey(side))
+        uvloop.run(main)
     else:
-        asyncio.run(obey(side))
+        asyncio.run(main)

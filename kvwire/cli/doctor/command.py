@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,9 +14,10 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 import kvwire
-from kvwire import Address, Config, Connection, UsageError
+from kvwire import Address, Config, UsageError
+from kvwire.cli.bench.peer import attend_at
 from kvwire.cli.doctor.examination import Examination, examine
-from kvwire.cli.doctor.peer import PROFILE, PeerReport, attend, examine_peer
+from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport, examine_peer
 from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
 
 # What the configuration requires is missing, or a measurement has failed.
@@ -79,24 +81,18 @@ def _progress(line: str) -> None:
     Console(stderr=True, highlight=False, markup=False).print(line)
 
 
-def _communicator(config: Config) -> kvwire.open:
-    return kvwire.open(config, profile={**config.profile, **PROFILE})
-
-
 async def _listen(
     config: Config, address: Address, found: Examination, json: bool
 ) -> None:
-    def heard(connection: Connection, report: PeerReport | None) -> None:
-        _progress(f"served {connection.peer} over {connection.transport}")
-        if report is not None:
-            _show(report, json)
+    def ended(side: DoctorSide) -> None:
+        if side.report is not None:
+            _show(side.report, json)
 
-    async with _communicator(config) as communicator:
-        bound = await communicator.listen(address)
-        _progress(f"listening on {bound}; Ctrl-C ends")
-        await attend(communicator, found, heard)
+    made = partial(DoctorSide, examination=found)
+    await attend_at(address, config, PROFILE, made, ended)
 
 
 async def _ask_peer(config: Config, address: Address, found: Examination) -> PeerReport:
-    async with _communicator(config) as communicator:
+    profile = {**config.profile, **PROFILE}
+    async with kvwire.open(config, profile=profile) as communicator:
         return await examine_peer(communicator, address, found, _progress)

@@ -149,15 +149,16 @@ class Recorder(LinkHandler):
 class Pair:
     """Two links that lead to each other, and what each was told."""
 
-    def __init__(self, near: TcpLink, far: TcpLink) -> None:
+    def __init__(self, near: TcpLink, far: TcpLink, *, start: bool) -> None:
         self.near, self.far = near, far
         self.at_near, self.at_far = Recorder(), Recorder()
-        near.start(self.at_near)
-        far.start(self.at_far)
+        if start:
+            near.start(self.at_near)
+            far.start(self.at_far)
 
 
 @contextlib.asynccontextmanager
-async def linked() -> AsyncIterator[Pair]:
+async def linked(*, start: bool = True) -> AsyncIterator[Pair]:
     """A pair over loopback; aborted at the end, with one ``link_closed`` for each."""
     backend = TcpBackend()
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
@@ -168,16 +169,17 @@ async def linked() -> AsyncIterator[Pair]:
         await listener.close()
     assert isinstance(near, TcpLink)
     assert isinstance(far, TcpLink)
-    pair = Pair(near, far)
+    pair = Pair(near, far, start=start)
     try:
         yield pair
     finally:
         near.abort()
         far.abort()
-    await pair.at_near.end()
-    await pair.at_far.end()
-    await asyncio.sleep(0)
-    assert len(pair.at_near.closed) == len(pair.at_far.closed) == 1
+    if start:
+        await pair.at_near.end()
+        await pair.at_far.end()
+        await asyncio.sleep(0)
+        assert len(pair.at_near.closed) == len(pair.at_far.closed) == 1
 
 
 @contextlib.asynccontextmanager

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kvwire
-from kvwire import Address, Communicator, Connection
+from kvwire import Address, Communicator
 from kvwire.backend import Finding
+from kvwire.cli.bench.peer import attend
 from kvwire.cli.doctor.examination import Examination, Transport
 from kvwire.cli.doctor.facts import Machine, Process, RdmaPort
-from kvwire.cli.doctor.peer import PROFILE, SEED, PeerReport, ProbeMemory, attend
-from kvwire.limits import MIB
+from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport
 
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -92,39 +93,37 @@ def examination(
     )
 
 
-# --- two doctors in this process: one attends, the other one probes -------------------
+# --- two doctors in this process: one listens, the other one measures -----------------
 
 THERE: Examination = examination(machine(system="the other host"))
 
 
 @dataclass(slots=True)
 class Ward:
-    """An attendant, and whoever wants to be served by it."""
+    """A doctor that listens, and whoever wants to be served by it."""
 
     # A communicator with the doctor's profile.
     prober: Communicator
-    # Where the attendant listens.
+    # Where the first one listens.
     address: Address
     # The reports that it was given; None for a visit without.
     heard: list[PeerReport | None] = field(default_factory=list)
 
 
 @asynccontextmanager
-async def ward(
-    pass_bytes: int = MIB, kind: type[ProbeMemory] = ProbeMemory
-) -> AsyncIterator[Ward]:
-    """An attendant that lends ``pass_bytes`` of a kind of memory."""
+async def ward() -> AsyncIterator[Ward]:
+    """A doctor that listens, and what another one needs to reach it."""
     async with (
         kvwire.open(profile=PROFILE, require=("tcp",)) as there,
         kvwire.open(profile=PROFILE, require=("tcp",)) as here,
     ):
         found = Ward(here, await there.listen("127.0.0.1:0"))
-
-        def heard(_: Connection, report: PeerReport | None) -> None:
-            found.heard.append(report)
-
         serving = asyncio.create_task(
-            attend(there, THERE, heard, lend=lambda: kind(pass_bytes, SEED))
+            attend(
+                there,
+                partial(DoctorSide, examination=THERE),
+                lambda side: found.heard.append(side.report),
+            )
         )
         yield found
         await there.close()

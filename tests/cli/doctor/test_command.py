@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from kvwire.cli.doctor import peer
 from kvwire.cli.doctor.command import UNWELL
 from kvwire.cli.doctor.peer import FRAGMENT_BYTES
 from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, main
+from kvwire.limits import MIB
 from tests.cli.doctor.hosts import ward
 
 
@@ -33,12 +35,13 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def attendant(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of an attendant with little memory, on a loop of its own.
+def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a doctor that listens, on a loop of its own, for little memory.
 
     Over tcp alone: other transports are tested where they live.
     """
     monkeypatch.setenv("KVWIRE_REQUIRE", "tcp")
+    monkeypatch.setattr(peer, "PASS_BYTES", MIB)
     found: queue.Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event, str]] = (
         queue.Queue()
     )
@@ -141,18 +144,18 @@ def test_it_listens_until_it_is_ended() -> None:
     assert process.returncode == INTERRUPTED
 
 
-def test_a_peer_is_measured(attendant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--peer", attendant]) == 0
+def test_a_peer_is_measured(listener: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--peer", listener]) == 0
     said = capsys.readouterr()
     assert "transport tcp" in said.err
-    assert f"the side that listened, {attendant}" in said.out
+    assert f"the side that listened, {listener}" in said.out
     assert "every byte compared: in order" in said.out
     assert said.out.count("GB/s") == 2 * len(FRAGMENT_BYTES)
     assert said.out.splitlines()[-1] == "in order"
 
 
-def test_a_peer_as_json(attendant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--peer", attendant, "--json"]) == 0
+def test_a_peer_as_json(listener: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--peer", listener, "--json"]) == 0
     found = document(capsys)
     choice, trial = found["trials"]
     assert (choice["asked"], trial["asked"]) == ("", "tcp")

@@ -2,57 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 import kvwire
-from kvwire import Address, Connection, Grant
+from kvwire import Address
+from kvwire.cli.bench.operations import OpsWork
+from kvwire.cli.bench.pair import BenchError
+from kvwire.cli.bench.peer import PeerSide
 from kvwire.cli.doctor import peer
 from kvwire.cli.doctor.peer import (
-    ANSWER_TAG,
-    ASK_TAG,
-    DIGEST,
-    ECHO,
     FRAGMENT_BYTES,
-    GREETING_TAG,
     PROFILE,
-    SEED,
-    Greeting,
     PeerReport,
-    ProbeMemory,
     Rate,
     Trial,
     examine_peer,
     try_out,
 )
-from kvwire.kv.fragments import Fragments
-from kvwire.limits import MIB
+from kvwire.limits import KIB, MIB
 from kvwire.types import Candidate
 from tests.cli.doctor.hosts import THERE, examination, ward
 
 
-async def greeted(connection: Connection) -> Greeting:
-    return msgspec.json.decode(await connection.recv(GREETING_TAG), type=Greeting)
-
-
-async def test_it_lends_memory_that_it_filled_at_every_size() -> None:
-    async with ward(2 * MIB) as found:
-        connection = await found.prober.connect(found.address)
-        greeting = await greeted(connection)
-        assert greeting.examination == THERE
-        grants = greeting.grants
-        there = ProbeMemory(2 * MIB, SEED)
-        for size, grant in zip(FRAGMENT_BYTES, grants, strict=True):
-            here = ProbeMemory(2 * MIB, 7)
-            await connection.get(Grant.from_bytes(grant), into=here.fragments(size))
-            assert np.array_equal(here.slots(size)[:, 0], there.slots(size)[:, 0])
-        for asked, answer in ((DIGEST, there.digest()), (ECHO + b"a", ECHO + b"a")):
-            await connection.send(ASK_TAG, asked)
-            assert await connection.recv(ANSWER_TAG) == answer
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "PASS_BYTES", MIB)
 
 
 async def test_a_report_reaches_whoever_runs_it() -> None:
@@ -60,8 +38,7 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
     here = examination()
     async with ward() as found:
         report = await examine_peer(found.prober, found.address, here, said.append)
-        await greeted(await found.prober.connect(found.address))
-        assert found.heard == [None, None, report]
+    assert found.heard == [None, None, report]
     assert report.well
     assert (report.here, report.there) == (here, THERE)
     assert said == ["what both sides choose", "transport tcp"]
@@ -77,82 +54,45 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
     assert "not among `require`" in reasons["inproc"]
 
 
-async def test_nonsense_ends_the_visit_and_not_the_attendant(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_report_that_is_none_is_refused() -> None:
     async with ward() as found:
         connection = await found.prober.connect(found.address)
-        await connection.send(ASK_TAG, b'r{"address": 1}')
-        await connection.wait_closed()
-        again = await found.prober.connect(found.address)
-        assert (await greeted(again)).examination == THERE
-    assert "another version" in caplog.text
+        side = PeerSide.of(found.prober, connection)
+        with pytest.raises(BenchError, match=r"take_report: ValidationError: .*`str`"):
+            await side.call("take_report", report={"address": 1})
+        await connection.close()
+        _, there = await try_out(found.prober, found.address, ())
+    assert there == THERE
+    assert found.heard == [None, None]
 
 
-async def test_who_asks_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "PATIENCE_S", 0)
-    async with ward() as found:
-        connection = await found.prober.connect(found.address)
-        await connection.wait_closed()
-        assert found.heard == [None]
-
-
-class _OtherBytes(ProbeMemory):
-    def __init__(self, pass_bytes: int, seed: int) -> None:
-        super().__init__(pass_bytes, seed)
-        self.bytes[0] ^= 1
-
-
-class _OtherBytesBetween(ProbeMemory):
-    def __init__(self, pass_bytes: int, seed: int) -> None:
-        super().__init__(pass_bytes, seed)
-        self.bytes[MIB] ^= 1
-
-
-GET_DAMAGED = "get of 1048576 B fragments: other bytes than were sent"
-PUT_DAMAGED = "put of 1048576 B fragments: other bytes than were sent, or beside them"
-
-
-@pytest.mark.parametrize(
-    ("kind", "damaged"),
-    [(_OtherBytes, (GET_DAMAGED,)), (_OtherBytesBetween, (PUT_DAMAGED,))],
-)
+@pytest.mark.parametrize("verb", ["get", "put"])
+@pytest.mark.parametrize("beside", [False, True])
 async def test_damage_is_named(
-    kind: type[ProbeMemory], damaged: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    verb: str, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A put repairs what was wrong in a fragment, and not what is between them."""
+    drive = PeerSide.drive
+
+    async def damaging(side: PeerSide, work: OpsWork) -> Sequence[float]:
+        seconds = await drive(side, work)
+        if work.verb == verb:
+            first = int(side.pool.rows[0]) ^ beside
+            side.memory[first * work.layer_bytes] ^= 1
+        return seconds
+
+    monkeypatch.setattr(PeerSide, "drive", damaging)
     monkeypatch.setattr(peer, "_BUDGET_S", 1e-9)  # as on a slow wire
-    async with ward(kind=kind) as found:
-        trial, _ = await try_out(found.prober, found.address, (MIB,))
-    assert trial.damaged == damaged
-    assert [rate.passes for rate in trial.rates] == [1, 1]
-
-
-async def test_bytes_beside_the_fragments_are_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rate = peer._rate
-
-    async def rate_beside(verb: Any, fragments: Fragments, once: Any) -> Rate:
-        found = await rate(verb, fragments, once)
-        if verb == "get":
-            assert isinstance(fragments.owner, np.ndarray)
-            fragments.owner[MIB] ^= 1
-        return found
-
-    monkeypatch.setattr(peer, "_rate", rate_beside)
     async with ward() as found:
-        trial, _ = await try_out(found.prober, found.address, (MIB,))
-    assert trial.damaged == ("get of 1048576 B fragments: written beside them",)
-
-
-async def test_a_peer_that_lends_more_than_was_agreed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(peer, "PASS_BYTES", MIB)
-    async with ward(2 * MIB) as found:
-        trial, _ = await try_out(found.prober, found.address, (MIB,))
-    assert "lends 2097152 bytes" in trial.error
+        trial, _ = await try_out(found.prober, found.address, (256 * KIB,))
+    (said,) = trial.damaged
+    digest = "[0-9a-f]{32}"
+    assert re.fullmatch(
+        rf"{verb} of 262144 B fragments: what arrived \({digest}"
+        rf"{' and more on the left side' * beside}\) is not what was sent "
+        rf"\({digest}\)",
+        said,
+    )
+    assert [rate.passes for rate in trial.rates] == [1, 1]
 
 
 async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
