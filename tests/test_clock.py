@@ -62,27 +62,3 @@ def test_each_pause_is_within_a_limit_that_doubles(
     for number in range(doublings + 5):
         limit_s = min(first_s * 2**number, last_s)
         assert limit_s / 2 <= backoff.pause_s() <= limit_s
-
-
-def test_the_limits_are_used_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From half of it, up to all of it."""
-    limits: list[tuple[float, float]] = []
-
-    def uniform(low: float, high: float) -> float:
-        limits.append((low, high))
-        return high
-
-    monkeypatch.setattr(random, "uniform", uniform)
-    backoff = Backoff(1.0, 60.0)
-    for _ in range(8):
-        backoff.pause_s()
-    assert [high for _, high in limits] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert [low for low, _ in limits] == [high / 2 for _, high in limits]
-
-
-def test_what_has_worked_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random, "uniform", lambda low, high: high)
-    backoff = Backoff(1.0, 60.0)
-    assert [backoff.pause_s() for _ in range(3)] == [1, 2, 4]
-    backoff.reset()
-    assert [backoff.pause_s() for _ in range(2)] == [1, 2]

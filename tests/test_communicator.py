@@ -28,7 +28,7 @@ from kvwire import (
 from kvwire.backend import Availability, registry
 from kvwire.security.keys import write_key_file
 from kvwire.testing.conformance.rig import open_descriptors
-from tests.security.test_keys import MALFORMED, REACHABLE
+from tests.security.test_keys import MALFORMED
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
@@ -134,6 +134,27 @@ async def test_libraries_are_loaded_before_anybody_connects(
     async with kvwire.open(forbid=["ucx"]) as comm:
         await comm.listen("127.0.0.1:0")
         assert asked == set(registry.names()) - {"ucx"}
+
+
+# Ways to write what others can reach (goal S4).
+REACHABLE = [
+    "0.0.0.0",
+    "0",
+    "0x0",
+    "00.0.0.0",
+    "[::]",
+    "[0:0:0:0:0:0:0:0]",
+    "[::0.0.0.0]",
+    "[::ffff:0.0.0.0]",
+    "[::ffff:10.0.0.1]",
+    "10.0.0.1",
+    "192.0.2.7",
+    "169.254.1.1",
+    "224.0.0.1",
+    "255.255.255.255",
+    "[2001:db8::1]",
+    "[fe80::1]",
+]
 
 
 @pytest.mark.parametrize("host", [*REACHABLE, *MALFORMED])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -113,28 +112,6 @@ async def test_64_mib_and_both_directions_at_once(pair: Pair) -> None:
     )
     assert np.array_equal(there, got_there)
     assert np.array_equal(back, got_back)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        bytearray,
-        lambda data: memoryview(bytearray(data)),
-        lambda data: np.frombuffer(bytearray(data), np.float32),
-        lambda data: np.frombuffer(bytearray(data), np.int8).reshape(4, -1),
-        lambda data: (ctypes.c_char * len(data)).from_buffer_copy(data),
-    ],
-    ids=["bytearray", "memoryview", "float32", "2-D", "ctypes"],
-)
-@pytest.mark.parametrize("nbytes", [64, 4 * EAGER_BYTES])
-async def test_any_contiguous_memory_is_sent_and_received_into(
-    pair: Pair, make: Callable[[bytes], Any], nbytes: int
-) -> None:
-    sent, into = make(content(nbytes)), make(bytes(nbytes))
-    received = pair.right.recv(1, into)
-    await pair.left.send(1, sent)
-    assert await received == nbytes
-    assert bytes(memoryview(into).cast("B")) == content(nbytes)
 
 
 @pytest.mark.parametrize("nbytes", [64, 4 * EAGER_BYTES])

@@ -104,6 +104,7 @@ SPEECHES: list[tuple[str, str, Speech]] = [
     ("nested", "KVW-CT-01", _body(FrameType.PING, b"\x91" * 1000)),
     ("without credit", "KVW-CR-01", too_many),
     ("data for nothing", "KVW-RQ-04", _data(b"x", request=2)),
+    ("pings", "KVW-LV-02", lambda s: b"".join(ping(s) for _ in range(5000))),
     ("pong", "KVW-LV-01", lambda s: s.control(FrameType.PONG, Ping(9))),
 ]
 

@@ -40,17 +40,6 @@ def group(**fields: Any) -> GroupGeometry:
     return GroupGeometry(**given)
 
 
-def test_a_description_survives_the_wire() -> None:
-    """As a codec leaves it: lists for tuples."""
-
-    def listed(value: Any) -> Any:
-        return [listed(v) for v in value] if isinstance(value, tuple) else value
-
-    for tokens in (None, {"full": 7}):
-        sent = geometry(tokens)
-        assert Geometry.decode(listed(sent.encode())).encode() == sent.encode()
-
-
 def test_an_address_is_never_told() -> None:
     """Nor a block id: what is told is text and small numbers."""
     flat = repr(geometry().encode())

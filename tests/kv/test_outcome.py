@@ -42,25 +42,6 @@ def bits(*values: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return np.array(values, np.bool_)
 
 
-def test_r31_blocks_are_keyed_by_group_and_id() -> None:
-    """Block 8 of one group landed, block 8 of the other did not."""
-    landed = landed_of()
-    landed.mark(Segment(0, 0, 2, 0, 3))
-    landed.mark(Segment(1, 0, 1, 0, 3))
-    landed.mark(Segment(1, 1, 1, 1, 1))
-    outcome = outcome_of(landed, otherwise="connection lost")
-    assert not outcome.complete
-    assert set(outcome.landed) == {("full", n) for n in (5, 3, 8)} | {("window", 5)}
-    assert ("window", 8) not in outcome.landed
-    assert dict(outcome.missing) == {
-        ("window", 8): "connection lost",
-        ("window", 1): "connection lost",
-    }
-    assert outcome.missing.layers(("window", 8)) == (1,)
-    assert outcome.usable_prefix == 0
-    assert outcome.nbytes == (6 + 4) * SPEC.layer_block_bytes
-
-
 def test_each_missing_block_has_the_first_reason_that_names_it() -> None:
     landed = landed_of()
     landed.mark(Segment(0, 0, 2, 0, 1))

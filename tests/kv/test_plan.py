@@ -220,18 +220,6 @@ def test_have_names_groups_and_fits_the_list() -> None:
             plan_for(cache, [0], cache, PlanSide.CONSUMER, have=have)
 
 
-def test_the_digest_tells_walks_apart() -> None:
-    """It is what two versions compare that might choose the order differently."""
-    layouts = [("NHD", "NHD"), ("HND", "HND"), ("cross NHD", "cross NHD")]
-    plans = [plans_of(*(LAYOUTS[name] for name in pair))[0] for pair in layouts]
-    plans += [
-        plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"], ids=ids)[0] for ids in ([0], [0, 1])
-    ]
-    assert len({plan.digest for plan in plans}) == len(plans)
-    same = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"], ids=[0, 3, 1])[0]
-    assert same.digest == plans[0].digest
-
-
 def test_transfers_of_one_size_share_a_template() -> None:
     here, there = (Store(SPEC4, 16, LAYOUTS["NHD"]).cache() for _ in range(2))
     first = plan_for(here, [1, 3], there, PlanSide.CONSUMER)

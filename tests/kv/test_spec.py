@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.errors import ProfileMismatch, UsageError
+from kvwire.errors import UsageError
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec, dtype_name, shard_sources
 from tests.support.depth import examples
 
@@ -71,41 +71,6 @@ def test_mla_is_replicated_without_being_asked() -> None:
 def test_wrong_fields_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace(SPEC, **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "names"),
-    [
-        ({"layers": 31}, ("layers",)),
-        ({"kv_heads": 4}, ("kv_heads",)),
-        ({"head_dim": 64}, ("head_dim",)),
-        ({"dtype": "float16"}, ("dtype",)),
-        ({"components": 1}, ("components",)),
-        ({"fingerprint": "other"}, ("fingerprint",)),
-        (
-            {"layers": 2, "dtype": "int8", "head_dim": 1},
-            ("layers", "head_dim", "dtype"),
-        ),
-        ({"block_tokens": 32}, ()),
-        ({"kv_heads": 2, "shard": (3, 4)}, ()),
-        ({"kv_heads": 1, "shard": (3, 16), "model_kv_heads": 8}, ()),
-        ({"layers": 8, "first_layer": 8, "model_layers": 32}, ()),
-    ],
-    ids=str,
-)
-def test_r35_what_differs_is_named(
-    fields: dict[str, Any], names: tuple[str, ...]
-) -> None:
-    other = replace(SPEC, **fields)
-    assert SPEC.differing(other) == other.differing(SPEC) == names
-    if not names:
-        SPEC.require_same_model(other)
-        return
-    with pytest.raises(ProfileMismatch) as caught:
-        SPEC.require_same_model(other, where="group 'full'")
-    assert caught.value.fields == names
-    # All names first: what a peer is told may be cut short.
-    assert str(caught.value).startswith(f"group 'full' differs in {', '.join(names)}: ")
 
 
 @st.composite

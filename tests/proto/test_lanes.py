@@ -61,8 +61,8 @@ class Scene:
     def put(self) -> RequestRecord:
         return self.client.put(self.data, self.grant)
 
-    def descriptors(self, role: Role, number: int = 1) -> list[int]:
-        return list(self.half(role, number).arriving)
+    def descriptors(self, role: Role) -> list[int]:
+        return list(self.half(role).arriving)
 
     def said(self, frame_type: FrameType, peer: Peer) -> list[Body]:
         """What one end has on its wire of a type, in loopback mode."""

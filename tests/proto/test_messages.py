@@ -32,10 +32,10 @@ def tag8(tag: int) -> bytes:
     return tag.to_bytes(8, "little")
 
 
-def use_up_credit(pair: ConnectionPair, tag: int = 99) -> None:
+def use_up_credit(pair: ConnectionPair) -> None:
     """Send as many messages as the server holds; it holds eight."""
     for _ in range(8):
-        assert pair.client.send(tag, b"") is None
+        assert pair.client.send(99, b"") is None
     pair.run()
 
 

@@ -104,55 +104,37 @@ class Shrunk:
 
 def shrink(failed: Result) -> Shrunk:
     """Make a failing plan as small as it goes."""
-    return _Shrinker(failed).shrink()
+    steps, best, runs = failed.plan.steps, failed, 0
+    keep = tuple(range(len(steps)))
 
+    def still_fails(plan: Plan) -> bool:
+        nonlocal best, runs
+        runs += 1
+        result = run_plan(plan)
+        if result.rule != failed.rule:
+            return False
+        best = result
+        return True
 
-class _Shrinker:
-    def __init__(self, failed: Result) -> None:
-        self._whole = failed.plan
-        self._best = failed
-        self._keep = tuple(range(len(failed.plan.steps)))
-        self._runs = 0
-
-    def shrink(self) -> Shrunk:
-        self._drop_steps()
-        while self._calm_down():
-            self._drop_steps()
-        return Shrunk(result=self._best, keep=self._keep, runs=self._runs)
-
-    def _drop_steps(self) -> None:
-        size = max(1, len(self._keep) // 2)
-        while True:
-            if not self._drop_any(size):
-                if size == 1:
-                    return
-                size = max(1, size // 2)
-
-    def _drop_any(self, size: int) -> bool:
+    def drop_any(size: int) -> bool:
         """Leave out the first run of ``size`` steps that is not needed."""
-        for start in range(0, len(self._keep), size):
-            keep = self._keep[:start] + self._keep[start + size :]
-            steps = tuple(self._whole.steps[number] for number in keep)
-            if self._still_fails(replace(self._best.plan, steps=steps)):
-                self._keep = keep
+        nonlocal keep
+        for start in range(0, len(keep), size):
+            fewer = keep[:start] + keep[start + size :]
+            left = tuple(steps[number] for number in fewer)
+            if still_fails(replace(best.plan, steps=left)):
+                keep = fewer
                 return True
         return False
 
-    def _calm_down(self) -> bool:
-        """Take the first milder condition under which it still fails."""
-        plan = self._best.plan
-        return any(
-            self._still_fails(replace(plan, setup=setup))
-            for setup in _milder(plan.setup)
-        )
-
-    def _still_fails(self, plan: Plan) -> bool:
-        self._runs += 1
-        result = run_plan(plan)
-        if result.rule != self._best.rule:
-            return False
-        self._best = result
-        return True
+    while True:
+        size = max(1, len(keep) // 2)
+        while size:
+            if not drop_any(size):
+                size //= 2
+        milder = (replace(best.plan, setup=s) for s in _milder(best.plan.setup))
+        if not any(map(still_fails, milder)):
+            return Shrunk(result=best, keep=keep, runs=runs)
 
 
 def _milder(setup: Setup) -> Iterator[Setup]:

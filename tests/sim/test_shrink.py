@@ -60,17 +60,6 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
 
 
 @pytest.mark.slow
-def test_failures_beyond_the_third_are_named_only(
-    run: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main = importlib.import_module("tests.sim.__main__").main
-    assert main(["--seeds", "200"]) == 1
-    told = capsys.readouterr().out
-    assert told.count("repeat it:") == 3
-    assert "\nand: " in told
-
-
-@pytest.mark.slow
 def test_seeds_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module("tests.sim.__main__").main
     assert main(["--seeds", "60", "--jobs", "2"]) == 0

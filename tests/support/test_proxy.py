@@ -30,10 +30,8 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def through(
-    *toxics: Toxic, made: list[Proxy] | None = None
-) -> AsyncIterator[tuple[Ends, Ends]]:
-    """A client and a server, with the proxy between them that ``made`` is given."""
+async def through(*toxics: Toxic) -> AsyncIterator[tuple[Ends, Ends]]:
+    """A client and a server, with a proxy between them."""
     accepted: asyncio.Queue[Ends] = asyncio.Queue()
 
     async def accept(
@@ -44,8 +42,6 @@ async def through(
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with Proxy(Address("tcp", "127.0.0.1", port), *toxics) as proxy:
-        if made is not None:
-            made.append(proxy)
         client = await asyncio.open_connection("127.0.0.1", proxy.address.port)
         there = await accepted.get()
         yield client, there

@@ -8,53 +8,10 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.transfers.base import recoverable
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from tests.scenarios.world import DEST, LAYERS, LIST, World, play, scenario
 from tests.support import virtual_time
-
-
-@pytest.mark.parametrize(
-    ("error", "goes_on"),
-    [
-        (kvwire.ConnectionLost("x"), True),
-        (kvwire.PeerUnresponsive("x"), True),
-        (kvwire.ClosedOK("x"), False),
-        (kvwire.PeerCancelled("x"), False),
-        (kvwire.DeadlineExceeded("x"), False),
-        (None, False),
-    ],
-    ids=repr,
-)
-def test_which_ends_a_transfer_survives(
-    error: kvwire.KVWireError | None, goes_on: bool
-) -> None:
-    assert recoverable(error) is goes_on
-
-
-@scenario("inproc")
-async def test_the_outcome_is_a_record(w: World) -> None:
-    """For any number of waiters, before and after, cancelled or not."""
-    out, inc = w.begin()
-
-    async def wait() -> kvwire.Outcome:
-        return await inc
-
-    waiters = [asyncio.create_task(wait()) for _ in range(3)]
-    await asyncio.sleep(0)
-    waiters[0].cancel()
-    assert "has not published it" in repr(inc)
-    out.ready()
-    out.finish()
-    outcome = await inc
-    assert inc.outcome is outcome
-    assert [await waiter for waiter in waiters[1:]] == [outcome, outcome]
-    assert await inc is outcome
-    assert inc.done()
-    assert "over" in repr(inc)
-    inc.abort("too late")
-    assert inc.outcome is outcome
 
 
 @scenario("inproc", lease_s=4.0)

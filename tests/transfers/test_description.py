@@ -94,24 +94,6 @@ def test_a_bitmap_that_does_not_fit(have: Any) -> None:
     assert caught.value.fields == ("have",)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xc0",
-        b"\x90",
-        b"\x91\x90" * 40,
-        b"\xdd\xff\xff\xff\xff",
-        b"\x91" * 40_000,
-        b"\xdb\xff\xff\xff\xff",
-    ],
-    ids=lambda data: data[:6].hex(),
-)
-def test_bytes_that_are_none(data: bytes) -> None:
-    with pytest.raises(ProfileMismatch, match="the peer's description"):
-        TransferOffer.decode(data)
-
-
 def test_a_name_that_is_no_text() -> None:
     """msgspec reports it as Python does, and not as its own error."""
     data = Fields().made().encode().replace(b"kv", b"k\xff", 1)

@@ -14,7 +14,6 @@ from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.limits import MIB
 from kvwire.transfers.event_wait import EventWaiter, wait_event
-from tests.support.pairs import until
 from tests.support.simulated_device import SimulatedDevice
 
 
@@ -31,22 +30,6 @@ async def test_a_future_that_fails(devices: Devices) -> None:
     EventWaiter(devices).prepare(after)(told.append)
     after.set_exception(ValueError("no such layer"))
     assert told == ["failed: ValueError: no such layer"]
-
-
-async def test_an_event(devices: Devices) -> None:
-    device = SimulatedDevice()
-    stream, told = device.stream(), list[str]()
-    device.hold()
-    stream.call(lambda: None)
-    EventWaiter(devices).prepare(stream.record())(told.append)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert told == []
-    device.release()
-    await until(lambda: told)
-    assert told == [""]
-    stream.close()
-    device.close()
 
 
 async def test_an_event_that_its_library_does_not_take(

@@ -110,18 +110,6 @@ async def test_groups_are_marked_by_name_or_all_at_once() -> None:
     assert marks.all_in
 
 
-@pytest.mark.parametrize(
-    ("layers", "blocks"),
-    [(2, None), (None, 0), (slice(2, 4), slice(0, 1)), (None, None)],
-)
-async def test_overlapping_marks_are_refused(layers: Any, blocks: Any) -> None:
-    marks, _ = marks_of()
-    marks.add(2, 0, None, None)
-    with pytest.raises(UsageError, match=r"part of layers 2 to . x blocks 0 to . of"):
-        marks.add(layers, blocks, None, None)
-    assert len(marks.log) == 1
-
-
 async def test_a_gap_keeps_a_transfer_from_being_finished() -> None:
     marks, _ = marks_of()
     marks.add(slice(2, 4), None, None, None)

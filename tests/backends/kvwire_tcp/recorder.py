@@ -149,16 +149,15 @@ class Recorder(LinkHandler):
 class Pair:
     """Two links that lead to each other, and what each was told."""
 
-    def __init__(self, near: TcpLink, far: TcpLink, *, start: bool) -> None:
+    def __init__(self, near: TcpLink, far: TcpLink) -> None:
         self.near, self.far = near, far
         self.at_near, self.at_far = Recorder(), Recorder()
-        if start:
-            near.start(self.at_near)
-            far.start(self.at_far)
+        near.start(self.at_near)
+        far.start(self.at_far)
 
 
 @contextlib.asynccontextmanager
-async def linked(*, start: bool = True) -> AsyncIterator[Pair]:
+async def linked() -> AsyncIterator[Pair]:
     """A pair over loopback; aborted at the end, with one ``link_closed`` for each."""
     backend = TcpBackend()
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
@@ -169,17 +168,16 @@ async def linked(*, start: bool = True) -> AsyncIterator[Pair]:
         await listener.close()
     assert isinstance(near, TcpLink)
     assert isinstance(far, TcpLink)
-    pair = Pair(near, far, start=start)
+    pair = Pair(near, far)
     try:
         yield pair
     finally:
         near.abort()
         far.abort()
-    if start:
-        await pair.at_near.end()
-        await pair.at_far.end()
-        await asyncio.sleep(0)
-        assert len(pair.at_near.closed) == len(pair.at_far.closed) == 1
+    await pair.at_near.end()
+    await pair.at_far.end()
+    await asyncio.sleep(0)
+    assert len(pair.at_near.closed) == len(pair.at_far.closed) == 1
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ from kvwire_tcp.listener import ACCEPTS_PER_WAKEUP, TcpListener
 from kvwire_tcp.options import tune
 from kvwire_tcp.waiting import hands_shaken, said
 from kvwire_tcp.wire import PlainWire, Wire
-from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder, header
+from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder
 
 
 def has_ipv6() -> bool:
@@ -43,25 +43,6 @@ async def test_an_ipv6_address_is_not_bound_for_ipv4_as_well() -> None:
     only = listener._sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
     await listener.close()
     assert only
-
-
-@needs_ipv6
-async def test_links_over_ipv6() -> None:
-    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-    listener = await TcpBackend().listen(Address("tcp", "::1"), accepted.set_result)
-    near = await TcpBackend().connect(listener.address)
-    far = await accepted
-    assert near.remote_address == listener.address
-    at_near, at_far = Recorder(), Recorder()
-    near.start(at_near)
-    far.start(at_far)
-    near.send(header(2, 5), memoryview(b"v6"))
-    near.flush()
-    near.close()
-    assert await at_far.end() is None
-    assert at_far.frames == [(5, b"v6")]
-    assert await at_near.end() is None
-    await listener.close()
 
 
 @pytest.mark.parametrize("host", ["", "no such host", "203.0.113.1"])

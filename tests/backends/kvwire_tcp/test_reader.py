@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.backend import Landing, Link
-from kvwire.limits import HEADER_BYTES, WAKEUP_BYTES
+from kvwire.limits import HEADER_BYTES
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.reader import SCRATCH_BYTES, FrameReader
 from kvwire_tcp.wire import PlainWire
@@ -81,16 +81,6 @@ SMALL: list[Frame] = [
 ]
 
 
-def test_every_split_in_two_gives_the_same_frames() -> None:
-    whole = transcript(SMALL)
-    for cut in range(len(whole) + 1):
-        with Wire() as wire:
-            wire.pass_on(whole[:cut])
-            wire.pass_on(whole[cut:])
-            assert wire.recorder.frames == expected(SMALL)
-            assert wire.reader.received_bytes == len(whole)
-
-
 LENGTHS = st.one_of(
     st.just(0),
     st.integers(1, 40),
@@ -112,17 +102,6 @@ def test_random_frames_in_random_segments(
     with Wire() as wire:
         for begin, end in itertools.pairwise([0, *places, len(whole)]):
             wire.pass_on(whole[begin:end])
-        assert wire.recorder.frames == expected(frames)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_payload_larger_than_a_wakeup(kind: int) -> None:
-    body = os.urandom(100_000)
-    frames = [(kind, body * (WAKEUP_BYTES // len(body) + 2)), (VIEW, b"next")]
-    whole = transcript(frames)
-    with Wire() as wire:
-        for begin in range(0, len(whole), len(body)):
-            wire.pass_on(whole[begin : begin + len(body)])
         assert wire.recorder.frames == expected(frames)
 
 

@@ -113,19 +113,6 @@ def test_one_buffer_serves_all_that_is_queued(
         assert bytes(slot) == values[: 2 * count : 2][::-1].tobytes()
 
 
-def test_what_has_landed_has_an_event(
-    device: SimulatedDevice, loop: Loop, copy_engine: CopyEngine
-) -> None:
-    copy_engine.landed.synchronize()  # of nothing, before anything has
-    array, told = device.array(np.zeros(64, np.uint8)), list[Exception | None]()
-    copy_engine.to_device(
-        device.pinned(PIECE_BYTES), pieces(array, device, 1), told.append
-    )
-    loop.turn()
-    assert copy_engine.landed.query()
-    assert copy_engine.landed is copy_engine.inbound.last
-
-
 def test_the_events_of_one_producer_hold_up_no_other(
     device: SimulatedDevice, loop: Loop
 ) -> None:

@@ -46,7 +46,6 @@ def identity(
     trust: TrustMode = TrustMode.LOOPBACK,
     parameters: ConnectionParameters = SMALL,
     psk: bytes = PSK,
-    accepts: tuple[bytes, ...] = (),
     profile: tuple[tuple[str, str], ...] = (),
     versions: tuple[int, int] = (1, 1),
 ) -> Identity:
@@ -58,7 +57,7 @@ def identity(
         trust=trust,
         parameters=parameters,
         psk=psk if in_psk else b"",
-        keys={key_id(key): key for key in (psk, *accepts)} if in_psk else {},
+        keys={key_id(psk): psk} if in_psk else {},
         profile=profile,
         versions=versions,
     )
@@ -137,17 +136,14 @@ def receive(handshake: Handshake, frame: Frame) -> None:
         choose_first(handshake)
 
 
-def shake(
-    shaking: Shaking, change: Callable[[Role, Frame], Frame] | None = None
-) -> Shaking:
+def shake(shaking: Shaking) -> Shaking:
     """Pass frames to and fro until nothing is left to send."""
     while True:
         frames = _take(shaking, Role.CLIENT) + _take(shaking, Role.SERVER)
         if not frames:
             return shaking
         for role, frame in frames:
-            receiver = shaking.of(role.other)
-            receive(receiver, change(role, frame) if change else frame)
+            receive(shaking.of(role.other), frame)
 
 
 def _take(shaking: Shaking, role: Role) -> list[tuple[Role, Frame]]:

@@ -43,7 +43,7 @@ from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.proto.requests import RequestRecord
-from kvwire.types import Access, BufferId, Role, TrustMode
+from kvwire.types import Access, BufferId, Role
 from kvwire.wire.control import AccessBody, Body, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import Flag
@@ -441,19 +441,16 @@ class ConnectionPair:
     def __init__(
         self,
         *,
-        trust: TrustMode = TrustMode.LOOPBACK,
         client: Identity | None = None,
         server: Identity | None = None,
         shaken: Shaking | None = None,
-        now: float = 1000.0,
     ) -> None:
         if shaken is None:
-            mine = client or identity("client", trust=trust)
-            theirs = server or identity("server", trust=trust)
+            mine, theirs = client or identity("client"), server or identity("server")
             shaken = shake(begin(mine, theirs))
-        self.now = now
+        self.now = 1000.0
         self.client, self.server = (
-            Peer(shaken.of(role), parameters=shaken.parameters(role), now=now)
+            Peer(shaken.of(role), parameters=shaken.parameters(role), now=self.now)
             for role in Role
         )
 
