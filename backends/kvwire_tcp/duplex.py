@@ -77,6 +77,8 @@ class Duplex(ABC):
         queue: SendQueue | None = None,
     ) -> None:
         self._wire = wire
+        # It holds nothing back, on neither way.
+        self._plain = isinstance(wire, PlainWire)
         self._sock = wire.sock
         self._remote = remote
         self._loop = loop
@@ -174,6 +176,8 @@ class Duplex(ABC):
             return
         if error := self._error():
             self._socket_failed(error)
+            return
+        if self._plain:
             return
         if self._wire.opened and not opened and (self._queue.nbytes or self._closing):
             self._wait_for_room()

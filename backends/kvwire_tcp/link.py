@@ -18,7 +18,7 @@ from kvwire_tcp.duplex import Duplex
 from kvwire_tcp.lane import PendingLanes
 from kvwire_tcp.preamble import PREAMBLE_BYTES, is_preamble
 from kvwire_tcp.reader import FrameHandler, FrameReader
-from kvwire_tcp.wire import PlainWire, Wire
+from kvwire_tcp.wire import Wire
 from kvwire_tcp.writer import JOINED_BYTES_MAX
 
 
@@ -72,12 +72,12 @@ class TcpLink(Duplex, Link):
 
     def send_now(self, header: bytes, payload: Payload | None = None) -> None:
         """See :class:`~kvwire.backend.Link`; what the kernel takes meets no queue."""
-        queue, wire = self._queue, self._wire
+        queue = self._queue
         if (
             queue.nbytes
+            or not self._plain
             or self._closing
             or self._transmitting
-            or not isinstance(wire, PlainWire)
             or (payload is not None and payload.nbytes > JOINED_BYTES_MAX)
         ):
             self.send(header, payload)
@@ -88,7 +88,7 @@ class TcpLink(Duplex, Link):
             assert isinstance(payload, memoryview)
             frame = b"".join((header, payload))
         try:
-            taken = wire.send(frame)
+            taken = self._wire.send(frame)
         except (BlockingIOError, InterruptedError):
             taken = 0
         except OSError as exc:

@@ -116,8 +116,10 @@ class FrameReader:
         """Receive once, to wherever the next bytes belong."""
         target, rest, ahead = self._target, self._rest, self._ahead
         if target is None:
-            room = self._scratch[self._held : ahead]
-            asked = len(room)
+            room = self._scratch
+            asked = ahead - self._held
+            if asked < SCRATCH_BYTES:
+                room = room[self._held : ahead]
             count = wire.recv_into(room)
         elif type(target) is Iovecs:
             tail = (self._scratch_address, ahead)
@@ -167,13 +169,17 @@ class FrameReader:
             landing = handler.header_received(link, headers[begin:body])
             if self.stopped:
                 return
-            begin = body + landing.length
+            length, payload = landing.length, landing.payload
+            begin = body + length
             if begin > end:
                 self._held = 0
                 self._enter(landing, scratch[body:end])
                 return
-            if landing.length and landing.payload is not None:
-                _store(scratch[body:begin], landing.payload)
+            # A copy of a whole small payload refuses differing lengths and formats.
+            if type(payload) is memoryview:
+                payload[:] = scratch[body:begin]
+            elif length and payload is not None:
+                copy(scratch[body:begin], payload)
             self._ahead = SCRATCH_BYTES
             handler.body_received(link, landing)
         if self.stopped:
@@ -218,11 +224,3 @@ def check_destination(payload: Payload, length: int) -> None:
             f"landing: the destination is no writable 1-D view of bytes (format "
             f"{payload.format!r}, read-only: {payload.readonly})"
         )
-
-
-def _store(source: memoryview, destination: Payload) -> None:
-    """Copy a whole small payload; differing lengths or formats are refused."""
-    if isinstance(destination, memoryview):
-        destination[:] = source
-    else:
-        copy(source, destination)

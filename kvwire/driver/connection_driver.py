@@ -60,6 +60,12 @@ _WOKEN_BYTES: Final = 256 * KIB
 _PUT_OFF_MAX: Final = 64
 
 
+# A member of an enum takes several times as long to look up.
+_BUFFER: Final = ChunkPlace.BUFFER
+_CONTROL: Final = ChunkPlace.CONTROL
+_HOLD: Final = ChunkPlace.HOLD
+_MARKED: Final = ChunkPlace.MARKED
+
 # What the driver deals with itself.
 _OF_LINK: Final = frozenset(
     {LaneDataReceived, LaneAsked, LaneBootstrapped, LaneOpened, LaneClosed, Ended}
@@ -86,6 +92,7 @@ class ConnectionDriver(LinkHandler):
     Attributes:
         staging: What of the payload lies in device memory.
         held: Messages that nobody has asked for yet, by the core's numbers.
+        running: Whether the core is being drained, and events are dispatched.
         ended: Set when the link and its lanes have closed: nothing touches memory any
             more.
     """
@@ -104,9 +111,11 @@ class ConnectionDriver(LinkHandler):
         self.held: dict[BufferId, memoryview] = {}
         self.ended: asyncio.Future[None] = loop.create_future()
         self._core = core
+        self._outbox = core.outbox
         self._chunks = core.chunks
         self._on_event = on_event
         self._buffers = owner.buffers
+        self._drained = owner.buffers.holds.drained
         self._loop = loop
         self._checks = ChecksumPolicy(owner.config.checksum)
         self._copies = ScratchPool()
@@ -119,7 +128,7 @@ class ConnectionDriver(LinkHandler):
         # The last chunk is queued while there is room for a byte of it.
         payload_bytes = LINK_QUEUE_BYTES + core.agreement.parameters.chunk_bytes
         self._unsent_bytes_max = payload_bytes + CONTROL_QUEUE_BYTES_MAX
-        self._running = False
+        self.running: bool = False
         self._closed = False
         # Sends payload in a turn of the loop of its own; none is sent before it.
         self._again: asyncio.Handle | None = None
@@ -169,14 +178,12 @@ class ConnectionDriver(LinkHandler):
     def header_received(self, link: Link, header: memoryview) -> Landing:
         try:
             arrival = self._core.header_received(header)
-            if arrival.place is ChunkPlace.MARKED:
-                self._dispatch_all(self._core)  # the front gives it memory
+            if arrival.place is _MARKED:
+                self._dispatch_all()  # the front gives it memory
                 arrival = self._core.transfers.marked_place(arrival)
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
-        if arrival.place is ChunkPlace.CONTROL:
-            return _Landing(arrival, memoryview(bytearray(arrival.header.length)))
         place = self._destination(arrival)
         landing = _Landing(arrival, place)
         if isinstance(place, Fragments):
@@ -187,10 +194,9 @@ class ConnectionDriver(LinkHandler):
         assert isinstance(landing, _Landing)
         core = self._core
         arrival, payload = landing.arrival, landing.payload
-        now = self._loop.time()
-        self._seen_at = now
+        self._seen_at = now = self._loop.time()
         try:
-            if arrival.place is ChunkPlace.CONTROL:
+            if arrival.place is _CONTROL:
                 assert isinstance(payload, memoryview)
                 core.body_received(arrival, now, body=bytes(payload))
             else:
@@ -200,11 +206,14 @@ class ConnectionDriver(LinkHandler):
                 else:
                     intact = arrived(payload, landing.place, header)
                     self._copies.give_back(arrival)
-                if arrival.place is ChunkPlace.HOLD and intact:
+                if arrival.place is _HOLD and intact:
                     assert arrival.buffer is not None
                     assert isinstance(payload, memoryview)
                     self.held[arrival.buffer] = payload
-                if self.staging.landed(arrival, self._in_place, intact=intact):
+                staging = self.staging
+                if staging.landing and staging.landed(
+                    arrival, self._in_place, intact=intact
+                ):
                     return
                 core.body_received(arrival, now, intact=intact)
         except ProtocolError as exc:
@@ -240,27 +249,16 @@ class ConnectionDriver(LinkHandler):
 
     def run(self, *, its_turn: bool = False) -> None:
         """Do everything that the core asks for now; see :meth:`_drain`."""
-        core = self._core
-        if self._running:
+        if self.running:
             return  # called from inside a run, which goes on until nothing is left
-        outbox = core.outbox
+        core, outbox = self._core, self._outbox
         if outbox.events or outbox.frames or self._chunks.sending or self.staging.ready:
             self._drain(core, its_turn=its_turn)
         speak_by = core.speak_by
         if speak_by is not None and speak_by < self._timer_at and self._timer:
             self.set_timer()
-        if self._buffers.holds.drained:
+        if self._drained:
             self._buffers.collect()
-
-    @property
-    def has_room(self) -> bool:
-        """Tell whether a message can be handed to the link now.
-
-        Not while it is full: then no message makes the queue too long. Nor from within
-        an event: a frame that another event has caused may wait, and has the number
-        before that of the message.
-        """
-        return not self._running and self.link.queued_bytes < LINK_QUEUE_BYTES
 
     def set_timer(self) -> None:
         """Set the timer to when the core wants to look at the clock."""
@@ -280,9 +278,9 @@ class ConnectionDriver(LinkHandler):
         otherwise wait until the link has taken megabytes. ``its_turn`` says that this
         is the turn of the payload: it is not put off again, whatever else happens.
         """
-        outbox, frames = core.outbox, core.outbox.frames
+        outbox, frames = self._outbox, self._outbox.frames
         queued = woken = False
-        self._running = True
+        self.running = True
         try:
             while True:
                 while frames:
@@ -290,7 +288,7 @@ class ConnectionDriver(LinkHandler):
                     self.link.send(header, memoryview(body))
                     queued = True
                 if outbox.events:
-                    woken |= self._dispatch_all(core)
+                    woken |= self._dispatch_all()
                     continue
                 if queued or self._chunks.sending or self.staging.ready:
                     self._send(core, put_off=woken and not its_turn)
@@ -300,11 +298,11 @@ class ConnectionDriver(LinkHandler):
                 elif not (outbox.frames or outbox.events):
                     break
         finally:
-            self._running = False
+            self.running = False
 
-    def _dispatch_all(self, core: ConnectionCore) -> bool:
+    def _dispatch_all(self) -> bool:
         """Dispatch the core's events; return whether they may have woken somebody."""
-        waiting = core.outbox.events
+        waiting = self._outbox.events
         rest = iter(waiting.copy())
         waiting.clear()
         woken = False
@@ -444,11 +442,11 @@ class ConnectionDriver(LinkHandler):
         return chunk.length
 
     def _destination(self, arrival: ChunkArrival) -> Payload | None:
-        place, length = arrival.place, arrival.header.length
-        if place is not ChunkPlace.BUFFER:
-            return (
-                None if place is ChunkPlace.NOWHERE else memoryview(bytearray(length))
-            )
+        length = arrival.header.length
+        if arrival.place is not _BUFFER:
+            if arrival.place is ChunkPlace.NOWHERE:
+                return None
+            return memoryview(bytearray(length))
         assert arrival.buffer is not None
         part = self._buffers.part(arrival.buffer, arrival.offset, length)
         if not isinstance(part, Fragments) or part.device is None:

@@ -48,6 +48,7 @@ class DeviceStaging:
 
     Attributes:
         ready: Chunks in host memory that are to be sent, oldest first.
+        landing: Arrivals that have a slot.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DeviceStaging:
         self._waiting: Chunk | None = None
         # Chunks and arrivals that have a slot; bounded: STAGING_SLOTS for each device
         self._leaving: dict[Chunk, _Slot] = {}
-        self._landing: dict[ChunkArrival, _Slot] = {}
+        self.landing: dict[ChunkArrival, _Slot] = {}
         self._copying = 0
         self._paused = False
         self._ended = False
@@ -154,7 +155,7 @@ class DeviceStaging:
         """Return the slot that a payload lands in; there is always one."""
         assert into.device is not None
         _, slots = self._slots[into.device]
-        slot = self._landing[arrival] = slots.take(arrival.length)
+        slot = self.landing[arrival] = slots.take(arrival.length)
         if not slots.free:
             self._paused = True
             self._link.pause()
@@ -172,7 +173,7 @@ class DeviceStaging:
         Returns:
             Whether it was staged, and ``then`` is called later.
         """
-        slot = self._landing.pop(arrival, None)
+        slot = self.landing.pop(arrival, None)
         if slot is None or arrival.buffer is None:
             return False
         if not intact or arrival.buffer in self._buffers.holds.retired:
@@ -196,8 +197,8 @@ class DeviceStaging:
         """Free the slots of a lane that touches no memory any more."""
         for chunk in [c for c in self._leaving if c.lane == number]:
             self.sent(chunk)
-        for arrival in [a for a in self._landing if a.lane == number]:
-            slot = self._landing.pop(arrival)
+        for arrival in [a for a in self.landing if a.lane == number]:
+            slot = self.landing.pop(arrival)
             slot.give_back()
             self._resume()
 

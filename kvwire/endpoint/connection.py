@@ -28,7 +28,7 @@ from kvwire.errors import (
     wrong_type,
 )
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX, REQUEST_BYTES_MAX
+from kvwire.limits import EAGER_BYTES_MAX, LINK_QUEUE_BYTES, REQUEST_BYTES_MAX
 from kvwire.memory.buffers import as_payload, slice_payload, uncleared
 from kvwire.memory.checksum import checksum
 from kvwire.memory.copy import copy
@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState
 
 _TAG_MAX: Final = 2**64 - 1
+# A member of an enum takes several times as long to look up.
+_RECV: Final = RequestKind.RECV
 # What they wait for until they move.
 _MESSAGES: Final = {
     RequestKind.SEND: "the peer to receive it",
@@ -105,6 +107,7 @@ class ConnectionState:
         self._public: weakref.ref[Any] | None = None
         self.peer = peer
         self.core = core
+        self._outbox = core.outbox
         self.transfers: Transfers = core.transfers
         self.chunk_bytes: int = core.agreement.parameters.chunk_bytes
         self._buffers = communicator.buffers
@@ -181,8 +184,16 @@ class ConnectionState:
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise _wrong_tag(tag)
         at = None if deadline is None else absolute(deadline)
-        small = nbytes <= EAGER_BYTES_MAX and self.driver.has_room
-        if small and isinstance(payload, memoryview):
+        driver = self.driver
+        # Not while the link is full: then no message makes its queue too long. Nor from
+        # within an event: a frame that another event has caused may wait, and has the
+        # number before that of the message.
+        if (
+            nbytes <= EAGER_BYTES_MAX
+            and isinstance(payload, memoryview)
+            and not driver.running
+            and driver.link.queued_bytes < LINK_QUEUE_BYTES
+        ):
             check = checksum(payload) if self._check else None
             try:
                 header = self.core.eager_header(tag, nbytes, check)
@@ -190,7 +201,7 @@ class ConnectionState:
                 return RequestState.failed(exc)
             if header is not None:
                 # Its memory is free when this returns.
-                self.driver.link.send_now(header, payload if nbytes else None)
+                driver.link.send_now(header, payload if nbytes else None)
                 return RequestState.completed(nbytes)
         _check_size(nbytes)
         post = partial(self._message, self.core.send, tag, payload, at)
@@ -375,7 +386,9 @@ class ConnectionState:
             return request
         request.core = core
         core.context = request
-        self.driver.run()
+        # A receive that has met nothing has nothing to say.
+        if self._outbox.frames or self._outbox.events:
+            self.driver.run()
         if core.deadline is not None and not request.over:
             self.driver.set_timer()
         return request
@@ -445,15 +458,18 @@ class ConnectionState:
         )
 
     def _on_event(self, event: Event) -> None:
+        if type(event) is RequestDone and event.request.kind not in _TRANSFERS:
+            self._request_done(event)
+            return
         match event:
             case SegmentMarked() | SegmentLanded():
                 attempt = event.segment.request.context
-            case TransferAgreed() | SegmentsAcknowledged() | TransferSettled():
-                attempt = event.request.context
-            case RequestDone():
-                if event.request.kind not in _TRANSFERS:
-                    self._request_done(event)
-                    return
+            case (
+                TransferAgreed()
+                | SegmentsAcknowledged()
+                | TransferSettled()
+                | RequestDone()
+            ):
                 attempt = event.request.context
             case _:
                 self._other_event(event)
@@ -508,7 +524,8 @@ class ConnectionState:
         self.driver.run()
 
     def _request_done(self, event: RequestDone) -> None:
-        core, request = event.request, event.request.context
+        core = event.request
+        request = core.context
         # Each names the other; without this only the garbage collector would end both.
         core.context = None
         held = None
@@ -518,7 +535,7 @@ class ConnectionState:
             return
         if event.error is not None:
             request.complete(None, event.error)
-        elif core.kind is not RequestKind.RECV:
+        elif core.kind is not _RECV or (request.into is not None and held is None):
             request.complete(event.nbytes, None)
         else:
             request.complete(self._received(request, core, event.nbytes, held), None)
@@ -532,7 +549,8 @@ class ConnectionState:
     ) -> int | bytearray:
         """Return the result of a receive: how many bytes, or the bytes themselves."""
         if request.into is not None:
-            if held is not None and nbytes:
+            assert held is not None
+            if nbytes:
                 copy(held, slice_payload(request.into, 0, nbytes))
             return nbytes
         if held is None:

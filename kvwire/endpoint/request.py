@@ -128,10 +128,10 @@ class RequestState(Generic[T]):
         self.over = True
         self._result = result
         self.error = error
-        for waiter in self._waiters:
+        waiters, self._waiters = self._waiters, ()
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._waiters = ()
 
     def wait(self) -> Generator[Any, Any, T]:
         """Wait for the completion, as ``__await__`` of a request does."""

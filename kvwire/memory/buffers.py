@@ -39,6 +39,9 @@ _POINTERS: Final = re.compile("[OPz&X]")
 _FIELD_NAMES: Final = re.compile(":[^:]*:")
 # Formats of one letter that are plain numbers: nearly all that is ever passed.
 _PLAIN: Final = frozenset("?BbcHhIiLlQqefdnN")
+# Arrays of bytes are what messages are mostly sent from.
+_ARRAY: Final = np.ndarray
+_UINT8: Final = np.dtype(np.uint8)
 # bytearray(n) writes n zeros; this makes room for n bytes and writes none.
 _RESIZE: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_ssize_t)(
     ("PyByteArray_Resize", ctypes.pythonapi)
@@ -50,6 +53,10 @@ def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
     kind = type(buffer)
     if kind is bytearray or (kind is bytes and not writable):
         return memoryview(buffer)
+    if kind is _ARRAY and buffer.dtype is _UINT8 and buffer.ndim == 1:
+        view = memoryview(buffer)
+        if view.c_contiguous and not (writable and view.readonly):
+            return view
     if isinstance(buffer, Fragments):
         if writable and not buffer.writable:
             raise UsageError(f"{what}: these fragments are read-only memory")

@@ -72,6 +72,10 @@ _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
 _MARKED_DATA = int(FrameType.MARKED_DATA)
 _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
+# What each message needs: a member of an enum takes several times as long to look up.
+_OPEN = CloseState.OPEN
+_NOWHERE = ChunkPlace.NOWHERE
+_RECV = RequestKind.RECV
 
 
 class ConnectionCore:
@@ -102,6 +106,7 @@ class ConnectionCore:
         role = agreement.role
         self.agreement = agreement
         self.outbox: Outbox = Outbox(framing)
+        self._framing = framing
         self.holds = holds
         self.phase: CloseState = CloseState.OPEN
         self.error: ConnectionClosed | None = None
@@ -173,20 +178,21 @@ class ConnectionCore:
 
     def header_received(self, raw: bytes | memoryview) -> ChunkArrival:
         """Accept the next header and say where its body goes."""
-        header = self.outbox.framing.accept_header(raw)
+        header = self._framing.accept_header(raw)
         if self.error is not None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
-        if header.type == _MESSAGE:
-            if self.phase is not CloseState.OPEN:
+        frame_type = header.type
+        if frame_type == _MESSAGE:
+            if self.phase is not _OPEN:
                 self._check_may_start(header)
             return self.messages.message_header(header)
-        if header.type == _DATA:
+        if frame_type == _DATA:
             return self._data_header(header)
-        if header.type == _MARKED_DATA:
+        if frame_type == _MARKED_DATA:
             return self.transfers.marked_data(header)
-        if header.type not in _CONTROL:
+        if frame_type not in _CONTROL:
             raise UnexpectedFrame(
-                "KVW-CN-01", f"{FrameType(header.type).name} after the handshake"
+                "KVW-CN-01", f"{FrameType(frame_type).name} after the handshake"
             )
         check_numbers(header)
         return ChunkArrival(ChunkPlace.CONTROL, header, raw=bytes(raw))
@@ -212,11 +218,11 @@ class ConnectionCore:
         """
         self._liveness.heard_at = now
         header = arrival.header
-        if arrival.place is ChunkPlace.NOWHERE:
+        if arrival.place is _NOWHERE:
             return
         if header.type == _MESSAGE:
             self.messages.message_landed(arrival, intact=intact)
-            if self.phase is CloseState.OPEN:
+            if self.phase is _OPEN:
                 return  # there is nothing to acknowledge, and nothing to end
         elif header.type == _DATA:
             self._data_landed(arrival, intact)
@@ -332,7 +338,7 @@ class ConnectionCore:
 
     def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
         """Send a small message at once, if there is credit; see Messages."""
-        if self.phase is not CloseState.OPEN:
+        if self.phase is not _OPEN:
             self._check_open()
         return self.messages.eager_header(tag, nbytes, check)
 
@@ -353,11 +359,12 @@ class ConnectionCore:
         Raises:
             ConnectionClosed: Nothing waits and nothing can come any more.
         """
-        if self.phase is not CloseState.OPEN and not self.messages.waits(
-            tag, whole=self.closed
-        ):
+        if self.phase is not _OPEN and not self.messages.waits(tag, whole=self.closed):
             self._check_open()
-        request = self._record(RequestKind.RECV, buffer, nbytes, deadline, tag=tag)
+        self._requests.check_room()
+        request = RequestRecord(
+            kind=_RECV, buffer=buffer, nbytes=nbytes, tag=tag, deadline=deadline
+        )
         self.messages.post(request)
         return request
 
@@ -485,7 +492,7 @@ class ConnectionCore:
             self.speak_by = now + LAST_WORD_DELAY_S
         if self.lanes.unreported:
             self.lanes.acknowledge()
-        if self.phase is CloseState.OPEN or self.phase not in _DELIVERING:
+        if self.phase is _OPEN or self.phase not in _DELIVERING:
             return
         if len(self._requests):
             return

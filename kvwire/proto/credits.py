@@ -46,29 +46,33 @@ class SendCredit:
 class ReceiveCredit:
     """Counts what has arrived, and what is due back to the sender."""
 
-    __slots__ = ("_messages", "_nbytes", "due_bytes", "due_messages", "left")
+    __slots__ = ("_half_bytes", "_half_messages", "due_bytes", "due_messages", "left")
 
     def __init__(self, messages: int, nbytes: int) -> None:
-        self._messages = messages
-        self._nbytes = nbytes
+        # Credit for this much is given back at once.
+        self._half_messages = -(-messages // 2)
+        self._half_bytes = -(-nbytes // 2)
         self.left: SendCredit = SendCredit(messages, nbytes)
         self.due_messages: int = 0
         self.due_bytes: int = 0
 
     def arrived(self, nbytes: int) -> None:
         """Count a message that begins to arrive."""
-        if not self.left.spend(nbytes):
+        left = self.left
+        if left.messages < 1 or left.nbytes < nbytes:
             raise FlowControlViolation(
                 "KVW-CR-01", f"a message of {nbytes} bytes without credit for it"
             )
+        left.messages -= 1
+        left.nbytes -= nbytes
 
     def taken(self, nbytes: int) -> bool:
         """Count a message that was taken; True if credit is due back."""
         self.due_messages += 1
         self.due_bytes += nbytes
         return (
-            2 * self.due_messages >= self._messages
-            or 2 * self.due_bytes >= self._nbytes
+            self.due_messages >= self._half_messages
+            or self.due_bytes >= self._half_bytes
         )
 
     def give_back(self) -> tuple[int, int]:

@@ -87,35 +87,33 @@ class Framing:
         check: int | None = None,
     ) -> bytes:
         """Return the header of the next frame that carries payload."""
-        header = encode_header(
-            frame_type,
-            0 if check is None else _CHECKED,
-            self.sent & _SEQUENCE_MASK,
-            length,
-            request,
-            segment,
-            offset,
-            check or 0,
+        sent = self.sent
+        self.sent = sent + 1
+        flags = 0 if check is None else _CHECKED
+        sequence = sent & _SEQUENCE_MASK
+        return encode_header(
+            frame_type, flags, sequence, length, request, segment, offset, check or 0
         )
-        self.sent += 1
-        return header
 
     def accept_header(self, raw: bytes | memoryview) -> Header:
         """Decode the next header and check its place in the sequence."""
         header = decode_header(raw)
-        if header.sequence != self.received & _SEQUENCE_MASK:
+        received = self.received
+        if header.sequence != received & _SEQUENCE_MASK:
             raise MalformedFrame(
                 "KVW-HD-05",
-                f"frame {header.sequence} where {self.received & _SEQUENCE_MASK} was "
-                f"due: a frame was lost, doubled or reordered",
+                f"frame {header.sequence} where {received & _SEQUENCE_MASK} was due: a "
+                f"frame was lost, doubled or reordered",
             )
-        sealed = header.flags == _SEALED
-        if header.type < FIRST_PAYLOAD_TYPE and sealed != (self._open_key is not None):
-            said = "a sealed" if sealed else "an unsealed"
-            raise UnexpectedFrame(
-                "KVW-AU-01", f"{said} control frame in this trust mode, at this point"
-            )
-        self.received += 1
+        if header.type < FIRST_PAYLOAD_TYPE:
+            sealed = header.flags == _SEALED
+            if sealed != (self._open_key is not None):
+                said = "a sealed" if sealed else "an unsealed"
+                raise UnexpectedFrame(
+                    "KVW-AU-01",
+                    f"{said} control frame in this trust mode, at this point",
+                )
+        self.received = received + 1
         return header
 
     def open(self, header: Header, raw: bytes, body: bytes) -> bytes:

@@ -38,8 +38,8 @@ class Holds:
 
     def new(self) -> BufferId:
         """Name a buffer; names are never used twice."""
-        self._last += 1
-        buffer = BufferId(self._last)
+        self._last = last = self._last + 1
+        buffer = BufferId(last)
         self._counts[buffer] = 0  # bounded: REQUESTS_MAX, REGIONS_MAX
         return buffer
 
@@ -55,7 +55,8 @@ class Holds:
         self._counts[buffer] = left  # bounded: REQUESTS_MAX, REGIONS_MAX
         if not left and buffer in self.retired:
             self.retired.remove(buffer)
-            self._drain(buffer)
+            del self._counts[buffer]
+            self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 
     def retire(self, buffer: BufferId) -> None:
         """Retire the buffer, which its owner needs no more; the last hold drains it."""
@@ -63,12 +64,9 @@ class Holds:
         if held:
             self.retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
         elif held is not None:
-            self._drain(buffer)
+            del self._counts[buffer]
+            self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 
     def held(self, buffer: BufferId) -> bool:
         """Tell whether some operation may touch the buffer now."""
         return self._counts.get(buffer, 0) > 0
-
-    def _drain(self, buffer: BufferId) -> None:
-        del self._counts[buffer]
-        self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX

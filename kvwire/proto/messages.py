@@ -41,6 +41,11 @@ from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FrameType, Header
 
+# What each message needs: a member of an enum takes several times as long to look up.
+_MESSAGE = int(FrameType.MESSAGE)
+_GO = RequestInput.GO
+_MOVED = RequestInput.MOVED
+
 
 class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
     """Holds a message that no RECV has taken yet.
@@ -73,6 +78,7 @@ class Messages:
         theirs: ConnectionParameters,
     ) -> None:
         self._outbox = outbox
+        self._framing = outbox.framing
         self._requests = requests
         self._chunks = chunks
         self._holds = holds
@@ -97,9 +103,7 @@ class Messages:
         """
         if nbytes > self._eager_bytes or not self._send_credit.spend(nbytes):
             return None
-        return self._outbox.framing.payload(
-            FrameType.MESSAGE, nbytes, offset=tag, check=check
-        )
+        return self._framing.payload(_MESSAGE, nbytes, 0, 0, tag, check)
 
     def announce(self, request: RequestRecord) -> None:
         """Tell the receiver of a message that waits for its memory."""
@@ -131,13 +135,16 @@ class Messages:
     def post(self, request: RequestRecord) -> None:
         """Wait for the next message of a tag, or take one that waits already."""
         self._requests.post(request)
+        tag = request.tag
         if self._unwanted:
-            self._unwanted.pop(request.tag, None)
-        self._posted.setdefault(request.tag, deque()).append(  # bounded: REQUESTS_MAX
-            request
-        )
-        if request.tag in self._waiting:
-            self._meet(request.tag)
+            self._unwanted.pop(tag, None)
+        posted = self._posted.get(tag)
+        if posted is None:
+            self._posted[tag] = deque((request,))
+        else:
+            posted.append(request)  # bounded: REQUESTS_MAX
+        if tag in self._waiting:
+            self._meet(tag)
 
     def withdraw(self, request: RequestRecord) -> bool:
         """Take back a receive that has not met its message; False if it has."""
@@ -194,26 +201,29 @@ class Messages:
 
     def message_header(self, header: Header) -> ChunkArrival:
         """Find a place for an eager message."""
-        if header.length > self._eager_bytes or header.request or header.segment:
+        length, tag = header.length, header.offset
+        if length > self._eager_bytes or header.request or header.segment:
             raise UnexpectedFrame(
                 "KVW-MS-01",
-                f"a message of {header.length} bytes where {self._eager_bytes} were "
-                f"agreed, or with a request number",
+                f"a message of {length} bytes where {self._eager_bytes} were agreed, "
+                f"or with a request number",
             )
-        self._credit.arrived(header.length)
-        tag = header.offset
+        self._credit.arrived(length)
         # Messages of a tag are received in the order they were sent: straight into a
         # receive only where none waits before it.
         if tag not in self._waiting and (posted := self._posted.get(tag)):
             request = posted[0]
-            if request.buffer is not None and header.length <= request.nbytes:
-                self._unpost(tag)
-                request.nbytes = header.length
-                request.advance(RequestInput.GO)
-                return self._chunks.land(header, request.buffer, request.base, request)
+            buffer = request.buffer
+            if buffer is not None and length <= request.nbytes:
+                posted.popleft()
+                if not posted:
+                    del self._posted[tag]
+                request.nbytes = length
+                request.advance(_GO)
+                return self._chunks.land(header, buffer, request.base, request)
         buffer = self._holds.new()
         self._holds.take(buffer)
-        waiting = UnreceivedMessage(nbytes=header.length, buffer=buffer, whole=False)
+        waiting = UnreceivedMessage(nbytes=length, buffer=buffer, whole=False)
         self._queue(tag, waiting)
         arrival = ChunkArrival(ChunkPlace.HOLD, header, buffer=waiting.buffer)
         self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
@@ -222,7 +232,8 @@ class Messages:
     def message_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """Note an eager message that is all here."""
         error = None if intact else IntegrityError("the message arrived damaged")
-        if arrival.place is ChunkPlace.HOLD:
+        request = arrival.request
+        if request is None:
             waiting = self._arriving.pop(arrival)
             waiting.whole, waiting.error = True, error
             self._let_go(waiting)
@@ -232,18 +243,17 @@ class Messages:
             else:
                 self._meet(tag)
             return
-        request = arrival.request
-        assert request is not None
         self._chunks.release(arrival)
         # Credit goes back for every message that arrived, also for an ended receive:
         # the sender has spent it, and would run dry.
-        self._taken(arrival.header.length)
+        if self._credit.taken(arrival.header.length):
+            self._give_credit_back()
         if request.over:
             return
         if error:
             self._requests.fail(request, error, tell=None)
             return
-        request.advance(RequestInput.MOVED)
+        request.advance(_MOVED)
         self._requests.finish(request)
 
     def announced(self, header: Header, body: Announce) -> None:
@@ -406,10 +416,11 @@ class Messages:
 
     def _taken(self, nbytes: int) -> None:
         if self._credit.taken(nbytes):
-            messages, returned = self._credit.give_back()
-            self._outbox.send(
-                FrameType.CREDIT, Credit(messages=messages, nbytes=returned)
-            )
+            self._give_credit_back()
+
+    def _give_credit_back(self) -> None:
+        messages, returned = self._credit.give_back()
+        self._outbox.send(FrameType.CREDIT, Credit(messages=messages, nbytes=returned))
 
     def _queue(self, tag: int, waiting: UnreceivedMessage) -> None:
         # bounded: EAGER_WINDOW_MESSAGES held and REQUESTS_MAX announced

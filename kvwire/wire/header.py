@@ -44,9 +44,14 @@ from kvwire.limits import (
 
 _LAYOUT: Final = struct.Struct("<BBHIIIQII")
 _CHECKED_PART: Final = struct.Struct("<BBHIIIQI")
-_CHECK: Final = struct.Struct("<I")
-_CHECKED_BYTES: Final = _CHECKED_PART.size
 assert _LAYOUT.size == HEADER_BYTES
+# The CRC-32 of anything that has its own CRC-32 behind it, little-endian.
+_INTACT: Final = 0x2144DF1C
+# Looked up once: each frame is packed and read.
+_unpack: Final = _LAYOUT.unpack_from
+_pack: Final = _CHECKED_PART.pack
+_pack_check: Final = struct.Struct("<I").pack
+_crc32: Final = zlib.crc32
 
 
 class FrameType(enum.IntEnum):
@@ -128,6 +133,11 @@ _BODY_BYTES: Final[dict[int, tuple[int, int]]] = {
     FrameType.DATA: (1, CHUNK_BYTES_MAX),
     FrameType.MARKED_DATA: (1, CHUNK_BYTES_MAX),
 }
+# The same with the flags that a type may have in place of CHECKED.
+_ALLOWED: Final = {
+    int(frame_type): (low, high, 0 if frame_type >= FIRST_PAYLOAD_TYPE else _SEALED)
+    for frame_type, (low, high) in _BODY_BYTES.items()
+}
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -155,10 +165,8 @@ def encode_header(
     payload_check: int = 0,
 ) -> bytes:
     """Return the 32 bytes of a header."""
-    head = _CHECKED_PART.pack(
-        type, flags, sequence, length, request, segment, offset, payload_check
-    )
-    return head + _CHECK.pack(zlib.crc32(head))
+    head = _pack(type, flags, sequence, length, request, segment, offset, payload_check)
+    return head + _pack_check(_crc32(head))
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:
@@ -170,26 +178,26 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
         UnexpectedFrame: The type is unknown.
         FrameTooLarge: The type does not allow this length.
     """
-    header = Header(*_LAYOUT.unpack_from(data))
-    if zlib.crc32(data[:_CHECKED_BYTES]) != header.header_check:
+    header = Header(*_unpack(data))
+    if _crc32(data) != _INTACT:
         raise MalformedFrame("KVW-HD-01", "header check does not match its bytes")
-    bounds = _BODY_BYTES.get(header.type)
-    if bounds is None:
+    allowed = _ALLOWED.get(header.type)
+    if allowed is None:
         raise UnexpectedFrame("KVW-HD-02", f"unknown frame type 0x{header.type:02x}")
-    other = 0 if header.type >= FIRST_PAYLOAD_TYPE else _SEALED
-    if header.flags not in (_CHECKED, other):
-        raise MalformedFrame(
-            "KVW-HD-03",
-            f"{FrameType(header.type).name} with flags 0x{header.flags:02x}; "
-            f"0x{_CHECKED:02x} and 0x{other:02x} are allowed",
-        )
-    low, high = bounds
+    low, high, other = allowed
+    if header.flags != _CHECKED:
+        if header.flags != other:
+            raise MalformedFrame(
+                "KVW-HD-03",
+                f"{FrameType(header.type).name} with flags 0x{header.flags:02x}; "
+                f"0x{_CHECKED:02x} and 0x{other:02x} are allowed",
+            )
+        if header.payload_check:
+            raise MalformedFrame("KVW-HD-06", "a payload check without the flag for it")
     if not low <= header.length <= high:
         raise FrameTooLarge(
             "KVW-HD-04",
             f"{FrameType(header.type).name} of {header.length} bytes; {low} to {high} "
             f"are allowed",
         )
-    if header.payload_check and header.flags != _CHECKED:
-        raise MalformedFrame("KVW-HD-06", "a payload check without the flag for it")
     return header
