@@ -46,12 +46,11 @@ class SendCredit:
 class ReceiveCredit:
     """Counts what has arrived, and what is due back to the sender."""
 
-    __slots__ = ("_half_bytes", "_half_messages", "due_bytes", "due_messages", "left")
+    __slots__ = ("_messages", "_nbytes", "due_bytes", "due_messages", "left")
 
     def __init__(self, messages: int, nbytes: int) -> None:
-        # Credit for this much is given back at once.
-        self._half_messages = -(-messages // 2)
-        self._half_bytes = -(-nbytes // 2)
+        self._messages = messages
+        self._nbytes = nbytes
         self.left: SendCredit = SendCredit(messages, nbytes)
         self.due_messages: int = 0
         self.due_bytes: int = 0
@@ -71,8 +70,8 @@ class ReceiveCredit:
         self.due_messages += 1
         self.due_bytes += nbytes
         return (
-            self.due_messages >= self._half_messages
-            or self.due_bytes >= self._half_bytes
+            2 * self.due_messages >= self._messages
+            or 2 * self.due_bytes >= self._nbytes
         )
 
     def give_back(self) -> tuple[int, int]:

@@ -43,6 +43,7 @@ from kvwire.wire.header import FrameType, Header
 
 # What each message needs: a member of an enum takes several times as long to look up.
 _MESSAGE = int(FrameType.MESSAGE)
+_BUFFER = ChunkPlace.BUFFER
 _GO = RequestInput.GO
 _MOVED = RequestInput.MOVED
 
@@ -89,7 +90,8 @@ class Messages:
         self._waiting: dict[int, OrderedDict[UnreceivedMessage, None]] = {}
         self._posted: dict[int, deque[RequestRecord]] = {}
         self._announced: dict[int, tuple[int, UnreceivedMessage]] = {}
-        self._arriving: dict[ChunkArrival, UnreceivedMessage] = {}
+        # Not whole yet: what is held, and None for what goes straight into a receive.
+        self._arriving: dict[ChunkArrival, UnreceivedMessage | None] = {}
         # Tags whose messages nobody wants; a receive takes its tag out.
         self._unwanted: OrderedDict[int, None] = OrderedDict()
         self._refusing = False
@@ -220,21 +222,23 @@ class Messages:
                     del self._posted[tag]
                 request.nbytes = length
                 request.advance(_GO)
-                return self._chunks.land(header, buffer, request.base, request)
+                self._holds.take(buffer)
+                arrival = ChunkArrival(_BUFFER, header, buffer, request.base, request)
+                self._arriving[arrival] = None  # bounded: EAGER_WINDOW_MESSAGES
+                return arrival
         buffer = self._holds.new()
         self._holds.take(buffer)
         waiting = UnreceivedMessage(nbytes=length, buffer=buffer, whole=False)
         self._queue(tag, waiting)
-        arrival = ChunkArrival(ChunkPlace.HOLD, header, buffer=waiting.buffer)
+        arrival = ChunkArrival(ChunkPlace.HOLD, header, buffer)
         self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
         return arrival
 
     def message_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         """Note an eager message that is all here."""
         error = None if intact else IntegrityError("the message arrived damaged")
-        request = arrival.request
-        if request is None:
-            waiting = self._arriving.pop(arrival)
+        waiting = self._arriving.pop(arrival)
+        if waiting is not None:
             waiting.whole, waiting.error = True, error
             self._let_go(waiting)
             tag = arrival.header.offset
@@ -243,7 +247,10 @@ class Messages:
             else:
                 self._meet(tag)
             return
-        self._chunks.release(arrival)
+        request, buffer = arrival.request, arrival.buffer
+        assert request is not None
+        assert buffer is not None
+        self._holds.drop(buffer)
         # Credit goes back for every message that arrived, also for an ended receive:
         # the sender has spent it, and would run dry.
         if self._credit.taken(arrival.header.length):
@@ -306,6 +313,10 @@ class Messages:
     def link_gone(self) -> None:
         """Forget messages that will never be whole; those that are stay."""
         for arrival, waiting in self._arriving.items():
+            if waiting is None:
+                assert arrival.buffer is not None
+                self._holds.drop(arrival.buffer)
+                continue
             tag = arrival.header.offset
             del self._waiting[tag][waiting]
             self._trim(tag)

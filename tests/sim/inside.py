@@ -63,10 +63,7 @@ def _held(box: messages.Messages) -> int:
 
 def _landing(box: messages.Messages) -> int:
     """Messages that are landing in memory of the receive they have met."""
-    return sum(
-        arrival.request is not None and not arrival.request.wire_id
-        for arrival in box._chunks._landing
-    )
+    return sum(waiting is None for waiting in box._arriving.values())
 
 
 def landed_messages(endpoint: Endpoint) -> int:
