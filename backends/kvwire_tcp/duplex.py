@@ -9,8 +9,8 @@
     socket closed, no callback                            ENDED: `_closed`, then none
 
 *Receiving* is level-triggered: each wake-up receives until the kernel has no more, or
-its share of bytes or calls is spent, and the loop wakes us again for the rest. An error
-of the socket must be asked for each time, since loops differ there.
+its share of bytes or calls is spent, and the loop wakes us again for the rest. For an
+error of the socket too, on asyncio's own loops; on others it is asked for each time.
 
 *Sending* happens in ``flush``, at once. Only what the kernel did not take waits for a
 wake-up; until then further flushes leave the socket alone, since it is full.
@@ -55,6 +55,10 @@ from kvwire_tcp.writer import SendQueue
 # Bytes alone do not bound a wake-up: 4 MiB of 64-byte messages are 40,000 callbacks.
 # 16 calls read at most 128 KiB of small frames, 1,400 of them, in some milliseconds.
 CALLS_PER_WAKEUP: Final = 16
+# Loops that tell of a socket's error again and again, until it is received.
+TELLING_LOOPS: tuple[type[asyncio.AbstractEventLoop], ...] = (
+    asyncio.SelectorEventLoop,
+)
 # How long a closing link waits for the peer without sending one byte more. Then the
 # peer is gone or stuck, and the link ends with an error.
 LINGER_S: Final = CLOSE_TIMEOUT_S
@@ -82,6 +86,7 @@ class Duplex(ABC):
         self._sock = wire.sock
         self._remote = remote
         self._loop = loop
+        self._asks_for_errors = not isinstance(loop, TELLING_LOOPS)
         self._queue = SendQueue() if queue is None else queue
         self._started = False
         # Paused links look away, or the loop would wake us for what may not be read.
@@ -174,7 +179,7 @@ class Duplex(ABC):
         self._receive()
         if self._ended or self._failure is not None:
             return
-        if error := self._error():
+        if self._asks_for_errors and (error := self._error()):
             self._socket_failed(error)
             return
         if self._plain:

@@ -68,9 +68,10 @@ class BufferTable:
 
     def collect(self) -> None:
         """Let go of what has drained, and tell those who wait."""
-        drained = self.holds.drained
+        drained, waiting = self.holds.drained, self._waiting
         while drained:
             buffer = drained.pop()
             self._payloads.pop(buffer, None)
-            for call in self._waiting.pop(buffer, ()):
-                call()
+            if waiting:
+                for call in waiting.pop(buffer, ()):
+                    call()

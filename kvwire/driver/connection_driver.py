@@ -442,13 +442,13 @@ class ConnectionDriver(LinkHandler):
         return chunk.length
 
     def _destination(self, arrival: ChunkArrival) -> Payload | None:
-        length = arrival.header.length
+        length, buffer = arrival.header.length, arrival.buffer
         if arrival.place is not _BUFFER:
             if arrival.place is ChunkPlace.NOWHERE:
                 return None
             return memoryview(bytearray(length))
-        assert arrival.buffer is not None
-        part = self._buffers.part(arrival.buffer, arrival.offset, length)
+        assert buffer is not None
+        part = self._buffers.part(buffer, arrival.offset, length)
         if not isinstance(part, Fragments) or part.device is None:
             return part
         if arrival.lane and self._scheduler.takes(arrival.lane, part.device.kind):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from threading import get_ident
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -138,9 +139,11 @@ class RequestState(Generic[T]):
         if not self.over:
             owner = self._owner
             assert owner is not None
-            loop = asyncio.get_running_loop()
-            if loop is not owner.thread.loop:
-                owner.thread.check("await Request")
+            thread = owner.thread
+            loop = thread.loop
+            # Not by asking which loop runs: Python 3.11 then asks for the process too.
+            if get_ident() != thread.ident or not loop.is_running():
+                thread.check("await Request")
             if self.core is None:
                 owner.repost(self)
             # Posting it again may have completed it.

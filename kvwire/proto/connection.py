@@ -45,6 +45,7 @@ from kvwire.proto.regions import GrantRow, Grants, RegionRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
 from kvwire.proto.state import (
     CLOSE_TRANSITIONS,
+    FIRST_STATE,
     CloseInput,
     CloseState,
     RequestKind,
@@ -76,6 +77,7 @@ _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
 _OPEN = CloseState.OPEN
 _NOWHERE = ChunkPlace.NOWHERE
 _RECV = RequestKind.RECV
+_POSTED = FIRST_STATE[_RECV]
 
 
 class ConnectionCore:
@@ -363,7 +365,12 @@ class ConnectionCore:
             self._check_open()
         self._requests.check_room()
         request = RequestRecord(
-            kind=_RECV, buffer=buffer, nbytes=nbytes, tag=tag, deadline=deadline
+            kind=_RECV,
+            buffer=buffer,
+            nbytes=nbytes,
+            tag=tag,
+            deadline=deadline,
+            state=_POSTED,
         )
         self.messages.post(request)
         return request
@@ -548,6 +555,7 @@ class ConnectionCore:
             nbytes=nbytes,
             tag=tag,
             deadline=deadline,
+            state=FIRST_STATE[kind],
         )
 
     def _check_open(self) -> None:

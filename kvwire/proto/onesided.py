@@ -72,6 +72,7 @@ class OneSided:
             base=row.offset + body.offset,
             nbytes=body.nbytes,
             region=row.region.id,
+            state=RequestStage.MOVING,
         )
         self._requests.serve(request)
         if put:

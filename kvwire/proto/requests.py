@@ -26,7 +26,6 @@ from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
 from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.holds import Holds
 from kvwire.proto.state import (
-    FIRST_STATE,
     REQUEST_TRANSITIONS,
     TERMINAL,
     RequestInput,
@@ -95,6 +94,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         base: Where in the buffer its bytes begin.
         nbytes: How many; for a posted RECV, how many it could take.
         region: The region it works on, for SERVE_PUT and SERVE_GET.
+        state: How far it is; of a new one, FIRST_STATE of its kind.
         moved: Bytes handed to the link (sending) or verified (receiving).
         in_flight: Frames handed to the link that it still works on.
         arrived: Receiving: the chunks whose headers were seen.
@@ -112,7 +112,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     base: int = 0
     region: RegionId | None = None
     deadline: float | None = None
-    state: RequestStage = RequestStage.POSTED
+    state: RequestStage
     moved: int = 0
     in_flight: int = 0
     arrived: ChunkSet | None = None
@@ -120,9 +120,6 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     over: bool = False
     turn_bytes: int = 0
     context: object = None
-
-    def __post_init__(self) -> None:
-        self.state = FIRST_STATE[self.kind]
 
     def advance(self, event: RequestInput) -> None:
         """Take one step of the table."""

@@ -158,6 +158,7 @@ class Transfers:
             wire_id=wire_id,
             buffer=None,
             nbytes=0,
+            state=RequestStage.POSTED,
         )
         self._requests.serve(request)
         transfer = TransferRecord(id=body.id, priority=body.priority)

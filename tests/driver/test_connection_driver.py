@@ -19,7 +19,7 @@ from kvwire.limits import (
 )
 from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestKind
+from kvwire.proto.state import RequestKind, RequestStage
 from tests.scenarios.world import LAYERS, Memory
 from tests.support.pairs import Pair, connected, until
 
@@ -76,7 +76,9 @@ class CountedLink:
 
 def _nothing_new() -> TransferAgreed:
     """An event of which nobody knows what to do."""
-    nobody = RequestRecord(kind=RequestKind.INCOMING, buffer=None, nbytes=0)
+    nobody = RequestRecord(
+        kind=RequestKind.INCOMING, buffer=None, nbytes=0, state=RequestStage.POSTED
+    )
     return TransferAgreed(request=nobody, description=b"")
 
 

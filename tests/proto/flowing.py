@@ -10,7 +10,7 @@ from kvwire.proto.framing import Framing
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import RequestInput, RequestKind
+from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind
 from kvwire.types import Role
 from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
 
@@ -40,6 +40,7 @@ class Side:
     ) -> RequestRecord:
         request = RequestRecord(
             kind=kind,
+            state=FIRST_STATE[kind],
             buffer=self.holds.new(),
             nbytes=nbytes,
             base=base,
@@ -52,6 +53,7 @@ class Side:
         """A request that the peer has started."""
         request = RequestRecord(
             kind=RequestKind.SERVE_GET,
+            state=FIRST_STATE[RequestKind.SERVE_GET],
             wire_id=self.requests.admit(wire_id),
             buffer=self.holds.new(),
             nbytes=5,

@@ -14,7 +14,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
 from kvwire.proto.requests import ChunkSet, RequestRecord
-from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind
+from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestStage
 from kvwire.types import RequestId, Role
 from tests.proto.flowing import Side
 
@@ -91,7 +91,9 @@ def test_how_many_this_side_may_have_open() -> None:
     """Its own, numbered or waiting for a message; what it serves does not count."""
     side = Side()
     side.served(2)
-    waiting = RequestRecord(kind=RequestKind.RECV, buffer=None, nbytes=5)
+    waiting = RequestRecord(
+        kind=RequestKind.RECV, buffer=None, nbytes=5, state=RequestStage.POSTED
+    )
     side.requests.post(waiting)
     for _ in range(REQUESTS_MAX - 2):
         side.request(RequestKind.PUT)
@@ -118,7 +120,13 @@ def test_numbers_are_used_up_some_day() -> None:
 def test_a_step_that_does_not_exist() -> None:
     """It names the request, its state and what came."""
     for kind in RequestKind:
-        request = RequestRecord(kind=kind, wire_id=RequestId(7), buffer=None, nbytes=1)
+        request = RequestRecord(
+            kind=kind,
+            wire_id=RequestId(7),
+            buffer=None,
+            nbytes=1,
+            state=FIRST_STATE[kind],
+        )
         assert request.state is FIRST_STATE[kind]
         with pytest.raises(
             UnexpectedFrame, match=r"request 7: confirmed while"

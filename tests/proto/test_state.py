@@ -27,8 +27,7 @@ def test_every_state_with_every_input() -> None:
     for kind, state, event in itertools.product(
         RequestKind, RequestStage, RequestInput
     ):
-        made = RequestRecord(kind=kind, buffer=None, nbytes=1)
-        made.state = state
+        made = RequestRecord(kind=kind, buffer=None, nbytes=1, state=state)
         target = REQUEST_TRANSITIONS.get((kind, state, event))
         if target is None:
             with pytest.raises(UnexpectedFrame):

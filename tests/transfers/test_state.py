@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 import kvwire
 from kvwire.errors import WireCode
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestInput, RequestKind
+from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.transfers.base import Attempt, recoverable
 from kvwire.transfers.state import (
     ATTEMPT_TRANSITIONS,
@@ -90,7 +90,9 @@ class Link:
         origin = b"peer"
 
     def __init__(self) -> None:
-        self.request = RequestRecord(kind=RequestKind.OUTGOING, buffer=None, nbytes=0)
+        self.request = RequestRecord(
+            kind=RequestKind.OUTGOING, buffer=None, nbytes=0, state=RequestStage.POSTED
+        )
         self.transfers = self
         self.full = False
         self.forgotten = False

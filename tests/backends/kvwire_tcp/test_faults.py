@@ -22,7 +22,7 @@ from kvwire.errors import ConnectionLost
 from kvwire.limits import KIB
 from kvwire.memory.iovec import readv, writev
 from kvwire.types import Address
-from kvwire_tcp import TcpBackend, wire
+from kvwire_tcp import TcpBackend, duplex, wire
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import (
@@ -204,6 +204,7 @@ async def test_what_is_no_fault_changes_nothing(
 async def test_a_fault_ends_both_links_once_and_corrupts_nothing(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(duplex, "TELLING_LOOPS", ())
     faults = itertools.cycle(FATAL)
     for at in itertools.count(1):
         fault = next(faults)
