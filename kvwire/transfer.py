@@ -89,7 +89,7 @@ class _Transfer:
         """
         if get_ident() != self._state.thread.ident:
             self._state.thread.check(f"{type(self).__name__}.drained")
-        await self._state.free.wait()
+        await self._state.drained()
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""

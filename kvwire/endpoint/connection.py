@@ -79,6 +79,14 @@ _MESSAGES: Final = {
     RequestKind.RECV: "a message",
 }
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
+# Events of an attempt of a transfer: of one of its segments, and the others.
+_OF_SEGMENTS: Final = (SegmentMarked, SegmentLanded)
+_OF_ATTEMPTS: Final = (
+    RequestDone,
+    TransferAgreed,
+    SegmentsAcknowledged,
+    TransferSettled,
+)
 
 
 class ConnectionState:
@@ -461,19 +469,13 @@ class ConnectionState:
         if type(event) is RequestDone and event.request.kind not in _TRANSFERS:
             self._request_done(event)
             return
-        match event:
-            case SegmentMarked() | SegmentLanded():
-                attempt = event.segment.request.context
-            case (
-                TransferAgreed()
-                | SegmentsAcknowledged()
-                | TransferSettled()
-                | RequestDone()
-            ):
-                attempt = event.request.context
-            case _:
-                self._other_event(event)
-                return
+        if isinstance(event, _OF_SEGMENTS):
+            attempt = event.segment.request.context
+        elif isinstance(event, _OF_ATTEMPTS):
+            attempt = event.request.context
+        else:
+            self._other_event(event)
+            return
         if not isinstance(attempt, Attempt):
             if isinstance(event, RequestDone):
                 self.communicator.registry.request_over(event.request, self)

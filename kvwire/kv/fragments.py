@@ -30,6 +30,7 @@ class Fragments:
         starts: Shape (n + 1,), uint64: where each fragment begins in the stream; the
             last entry is the total.
         nbytes: Total bytes.
+        piece_bytes: The length of each fragment, where all are known to have one; or 0.
         owner: Whatever must stay alive while the addresses are used.
         writable: Whether the memory may be written to.
         device: What the addresses belong to; None for host memory. No host code may
@@ -42,6 +43,7 @@ class Fragments:
         "lengths",
         "nbytes",
         "owner",
+        "piece_bytes",
         "starts",
         "writable",
     )
@@ -55,6 +57,7 @@ class Fragments:
         writable: bool,
         device: Device | None = None,
         starts: Array | None = None,
+        piece_bytes: int = 0,
     ) -> None:
         """Check both arrays; not if ``starts`` says that they are known to be right."""
         if starts is None:
@@ -64,6 +67,7 @@ class Fragments:
         self.addresses: Array = addresses
         self.lengths: Array = lengths
         self.starts: Array = starts
+        self.piece_bytes: int = piece_bytes
         self.nbytes: int = starts.item(-1)
         self.owner: object = owner
         self.writable: bool = writable
@@ -90,6 +94,7 @@ class Fragments:
             writable=writable,
             device=device,
             starts=np.arange(0, count * length + 1, length, dtype=np.uint64),
+            piece_bytes=length,
         )
         return made.merged()
 
@@ -126,12 +131,13 @@ class Fragments:
             lengths[-1] -= np.uint64(after)
             starts[1:] -= np.uint64(before)
             starts[-1] -= np.uint64(after)
-        return self._part(addresses, lengths, starts)
+            return self._part(addresses, lengths, starts)
+        return self._part(addresses, lengths, starts, self.piece_bytes)
 
     def shifted(self, distance: int) -> Fragments:
         """Return the same fragments ``distance`` bytes on; shares lengths."""
         addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
-        return self._part(addresses, self.lengths, self.starts)
+        return self._part(addresses, self.lengths, self.starts, self.piece_bytes)
 
     def selected(self, which: Ids | Bits) -> Fragments:
         """Return the fragments by position or by a mask, as a stream of their own."""
@@ -148,7 +154,11 @@ class Fragments:
         return self._part(self.addresses[heads], np.add.reduceat(self.lengths, heads))
 
     def _part(
-        self, addresses: Array, lengths: Array, starts: Array | None = None
+        self,
+        addresses: Array,
+        lengths: Array,
+        starts: Array | None = None,
+        piece_bytes: int = 0,
     ) -> Fragments:
         """Return other fragments of the same memory."""
         return Fragments(
@@ -158,6 +168,7 @@ class Fragments:
             writable=self.writable,
             device=self.device,
             starts=starts,
+            piece_bytes=piece_bytes,
         )
 
 

@@ -102,7 +102,8 @@ def copy(
     if isinstance(source, memoryview) and isinstance(destination, memoryview):
         destination[:] = source
         return
-    _copy_pieces(source, destination, turn)
+    if turn is not None or not _copy_alike(source, destination):
+        _copy_pieces(source, destination, turn)
 
 
 def gathered(addresses: Array, length: int) -> Iterator[Items]:
@@ -184,6 +185,28 @@ def _copy_pieces(
             move(origin[part], target[part], lengths[part])
             turn()
         first = end
+
+
+def _copy_alike(source: Payload, destination: Payload) -> bool:
+    """Copy between memory side by side and pieces that are known to be alike.
+
+    False if it is another case, or a loop is faster.
+    """
+    pieces, side_by_side = source, destination
+    if isinstance(source, memoryview):
+        pieces, side_by_side = destination, source
+    if not isinstance(pieces, Fragments) or not isinstance(side_by_side, memoryview):
+        return False
+    length = pieces.piece_bytes
+    if not 0 < length < _RELEASE_GIL_BYTES or pieces.lengths.size <= _FEW_PIECES:
+        return False
+    items, places = _items(pieces.addresses, length)
+    line = np.frombuffer(side_by_side, items.dtype)
+    if pieces is source:
+        _move_items(items, places, line, None)
+    else:
+        _move_items(line, None, items, places)
+    return True
 
 
 def _runs(addresses: Array, lengths: Array) -> list[int]:
@@ -272,10 +295,18 @@ def _gather_and_scatter(origin: Array, target: Array, length: int) -> None:
     """Copy pieces of one length from the addresses ``origin`` to ``target``."""
     source, read = _items(origin, length)
     destination, written = _items(target, length)
+    _move_items(source, read, destination, written)
+
+
+def _move_items(
+    source: Items, read: Places | None, destination: Items, written: Places | None
+) -> None:
+    """Copy items of one array into another: those at certain places, or all."""
+    length, count = source.itemsize, (source if read is None else read).size
     batch = max(1, _BATCH_BYTES // length)
     if read is None or (written is None and source.flags.c_contiguous):
-        batch = origin.size  # nothing is gathered before it is where it belongs
-    for i in range(0, origin.size, batch):
+        batch = count  # nothing is gathered before it is where it belongs
+    for i in range(0, count, batch):
         part = slice(i, i + batch)
         if written is None and read is not None:
             _take(source, read[part], destination[part])
@@ -294,14 +325,17 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
     first = np.minimum.reduce(addresses)
     stride, places = length, None
     count = addresses.size
-    if np.logical_or.reduce(addresses[1:] - addresses[:-1] != length):
+    if (
+        addresses.item(-1) - addresses.item(0) != (count - 1) * length
+        or np.logical_or.reduce(addresses[1:] - addresses[:-1] != length)
+    ):
         distances = addresses - first
-        places = distances // np.uint64(length)
-        if np.logical_or.reduce(places * np.uint64(length) != distances):
+        places, beside = np.divmod(distances, np.uint64(length))
+        if np.logical_or.reduce(beside):
             places, stride = distances, 1
         count = int(np.maximum.reduce(places)) + 1
     items = np.asarray(_ArrayView(int(first), count, length, stride))
-    return items, None if places is None else places.astype(np.intp)
+    return items, None if places is None else places.view(np.intp)
 
 
 def _taken(source: Items, places: Places, length: int) -> Items:

@@ -142,7 +142,7 @@ class Messages:
             self._unwanted.pop(tag, None)
         posted = self._posted.get(tag)
         if posted is None:
-            self._posted[tag] = deque((request,))
+            self._posted[tag] = deque((request,))  # bounded: REQUESTS_MAX
         else:
             posted.append(request)  # bounded: REQUESTS_MAX
         if tag in self._waiting:

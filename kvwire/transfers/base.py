@@ -246,6 +246,9 @@ class KVTransfer:
     trace: bytes = b""
     peer_trace: bytes = b""
     _own_trace = False
+    # Who waits for the outcome, and what is set when it is drained, if anybody waits.
+    _waiters: tuple[asyncio.Future[None], ...] = ()
+    _free: asyncio.Event | None = None
     # It was open at the last look, and the log has named it.
     seen_open = False
     named_in_log = False
@@ -300,9 +303,6 @@ class KVTransfer:
         self._ends: KVWireError | None = None
         # None while it is not known.
         self.outcome: Outcome | None = None
-        self._done: asyncio.Future[Outcome] = self.loop.create_future()
-        # Set when it is drained.
-        self.free: asyncio.Event = asyncio.Event()
         self._busy = 0
         self._lease: asyncio.TimerHandle | None = None
         self._lease_until: float | None = None
@@ -314,14 +314,24 @@ class KVTransfer:
         self.trace = self.trace or new_trace()
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
-        if self.outcome is not None and not self.outcome.complete:
-            return self._in_a_turn().__await__()
-        # The shield keeps a cancelled waiter from cancelling the record.
-        return asyncio.shield(self._done).__await__()
+        if self.outcome is None:
+            waiter: asyncio.Future[None] = self.loop.create_future()
+            self._waiters += (waiter,)
+            try:
+                yield from waiter
+            finally:
+                self._waiters = tuple(w for w in self._waiters if w is not waiter)
+            assert self.outcome is not None
+        elif not self.outcome.complete:
+            yield  # one turn of the loop: see kvwire.clock
+        return self.outcome
 
-    async def _in_a_turn(self) -> Outcome:
-        await asyncio.sleep(0)  # see kvwire.clock
-        return self._done.result()
+    async def drained(self) -> None:
+        """Wait until nothing of kvwire can touch the transfer's blocks any more."""
+        if not self.is_drained:
+            if self._free is None:
+                self._free = asyncio.Event()
+            await self._free.wait()
 
     @property
     def is_drained(self) -> bool:
@@ -485,7 +495,9 @@ class KVTransfer:
         self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.RECORD]
         self.outcome = outcome
         self.communicator.counters.transfer_ended(outcome, received=self.receives)
-        self._done.set_result(outcome)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         if self._lease is not None:
             self.stop_lease()
         if self._expiry is not None:
@@ -527,7 +539,8 @@ class KVTransfer:
         self._busy -= 1
         if not self._busy and self.state is TransferState.ENDED:
             self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.DRAIN]
-            self.free.set()
+            if self._free is not None:
+                self._free.set()
 
     def _expired(self) -> None:
         if self.outcome is None:
