@@ -325,10 +325,9 @@ def _items(addresses: Array, length: int) -> tuple[Items, Places | None]:
     first = np.minimum.reduce(addresses)
     stride, places = length, None
     count = addresses.size
-    if (
-        addresses.item(-1) - addresses.item(0) != (count - 1) * length
-        or np.logical_or.reduce(addresses[1:] - addresses[:-1] != length)
-    ):
+    if addresses.item(-1) - addresses.item(0) != (
+        count - 1
+    ) * length or np.logical_or.reduce(addresses[1:] - addresses[:-1] != length):
         distances = addresses - first
         places, beside = np.divmod(distances, np.uint64(length))
         if np.logical_or.reduce(beside):
