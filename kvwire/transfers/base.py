@@ -327,7 +327,10 @@ class KVTransfer:
         return self.outcome
 
     async def drained(self) -> None:
-        """Wait until nothing of kvwire can touch the transfer's blocks any more."""
+        """Wait until nothing of kvwire can touch the transfer's blocks any more.
+
+        Cancel safety: safe, it only watches.
+        """
         if not self.is_drained:
             if self._free is None:
                 self._free = asyncio.Event()
