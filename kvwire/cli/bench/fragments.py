@@ -164,9 +164,11 @@ def fragments(
             for name, reason in reasons.items()
             if reason
         ],
-        notes=[
+        notes=[]
+        if peer
+        else [
             "CPU seconds are of both sides. Of these only kvwire checks what it moves.",
-            *["memcpy is one copy of bytes side by side."] * (not peer),
+            "memcpy is one copy of bytes side by side.",
         ],
     )
     memcpy = Contender(MEMCPY, MemcpySide, alone=True)

@@ -58,6 +58,7 @@ def command(
         ours=[ours],
         beside=[] if peer else [streams],
         tail=True,
+        group=peer and f"to {peer}",
     )
     rates = [
         Case(
@@ -71,6 +72,7 @@ def command(
             unit=GIGABYTES_PER_SECOND,
             ours=[ours],
             beside=[] if peer else [sockets],
+            group=peer and f"to {peer}",
         )
         for nbytes in SIZES
         for verb in (SEND, PUT, GET)

@@ -14,8 +14,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +25,7 @@ from kvwire.cli.bench.side import (
     HOST,
     BenchSide,
     Bytes,
+    Positive,
     W,
     Work,
     digest,
@@ -31,6 +33,7 @@ from kvwire.cli.bench.side import (
     fill,
 )
 from kvwire.kv.fragments import Fragments
+from kvwire.limits import KV_LAYERS_MAX
 from kvwire.memory.arena import Arena
 from kvwire.observe.page import in_bytes
 
@@ -74,12 +77,12 @@ class OpsWork(Work):
     """
 
     # Of the cache; 0 where there is none.
-    layers: int = 0
+    layers: Annotated[int, msgspec.Meta(ge=0, le=KV_LAYERS_MAX)] = 0
     # That travel in an operation.
-    blocks: int = 1
+    blocks: Positive = 1
     # Every other block of the pool, so that none that travel are neighbours. With 1 all
     # of them travel, as they lie side by side.
-    spread: int = 2
+    spread: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
     # A block has all layers side by side, so that it is one fragment; otherwise each
     # layer of a block is one.
     cross_layer: bool = False

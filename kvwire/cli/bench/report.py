@@ -134,7 +134,7 @@ def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
     for group in dict.fromkeys(f.case.group for f in findings):
         rows = [f for f in findings if f.case.group == group and f.samples]
         title = " ".join(filter(None, ("kvwire bench", benchmark.name, group)))
-        for columns in _columns(rows):
+        for columns in _columns(rows) if rows else ():
             parts += [Text(title), _table(rows, columns), Text()]
     head = "Medians; behind a rate CPU s/GiB of both sides, behind a time its p99."
     return Group(*parts, Text(head))

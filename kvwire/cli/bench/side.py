@@ -17,16 +17,20 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.limits import BENCH_IN_FLIGHT_MAX
+
 HOST: Final = "127.0.0.1"
 _DIGEST_BYTES: Final = 16
 
 Bytes = npt.NDArray[np.uint8]
+# Checked where a work comes from another process.
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +41,9 @@ class Work:
     """
 
     verb: str
-    nbytes: int
-    count: int
-    in_flight: int = 1
+    nbytes: Positive
+    count: Positive
+    in_flight: Annotated[int, msgspec.Meta(ge=1, le=BENCH_IN_FLIGHT_MAX)] = 1
 
     @property
     def moved_bytes(self) -> int:

@@ -27,6 +27,7 @@ from kvwire.cli.bench.peer import PROFILE, PeerSide, ServedSide, attend
 from kvwire.cli.keygen import keygen
 from kvwire.cli.main import CALLED_WRONG, INTERRUPTED, main
 from kvwire.limits import (
+    BENCH_CALL_BYTES_MAX,
     BENCH_FRAGMENTS_MAX,
     BENCH_IN_FLIGHT_MAX,
     KIB,
@@ -265,3 +266,19 @@ async def test_only_calls_of_a_right_side_are_done() -> None:
         said = await side.connection.recv(peer.ANSWER_TAG)
         assert b"DecodeError" in said
         assert await side.cpu() > 0
+
+
+async def test_who_sends_too_much_or_nothing_is_shown_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served() as (address, ended):
+        async with connected(address) as side:
+            with pytest.raises(kvwire.KVWireError):
+                await side.call("cpu", more="x" * BENCH_CALL_BYTES_MAX)
+            await side.connection.wait_closed()
+        assert "MessageTooLarge" in caplog.text
+        monkeypatch.setattr(peer, "PATIENCE_S", 0)
+        async with connected(address) as side:
+            await side.connection.wait_closed()
+        assert "TimeoutError" in caplog.text
+    assert len(ended) == 2
