@@ -88,7 +88,7 @@ class UsageError(KVWireError, ValueError):
 
 
 class BackendUnavailable(KVWireError):
-    """Reports a transport that is not here, or lacks a library; names the remedy."""
+    """Reports a transport or tier that lacks a library or is absent, and the remedy."""
 
 
 class _AtAddress(OSError):

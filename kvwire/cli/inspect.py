@@ -24,6 +24,7 @@ from kvwire.observe.trace import document
 
 # A link with nothing to say says so as often.
 _PING_S: Final = 2.0
+_NOBODY: Final = "no process answers: are they started with KVWIRE_INSPECT?"
 
 
 def top(
@@ -76,7 +77,7 @@ def trace(folder: Path | None = None, /, *, to: Path = Path("trace.json")) -> No
     for said in silent:
         print(said, file=sys.stderr)
     if not found:
-        raise KVWireError("no process answers: are they started with KVWIRE_INSPECT?")
+        raise KVWireError(_NOBODY)
     to.write_bytes(msgspec.json.encode(document(found)))
     events = sum(len(one.events) for one in found)
     print(
@@ -92,7 +93,8 @@ def screen(
     tables = (_connections(found), _transfers(found), _stores(found))
     parts += [part for table in tables if table.row_count for part in (Text(), table)]
     asked = [f"{s.name}: asked for {a!r}, unnamed" for s in found for a in s.asked]
-    parts += [_plain(said) for said in (*asked, *silent)]
+    nobody = () if found else (_NOBODY,)
+    parts += [_plain(said) for said in (*asked, *silent, *nobody)]
     return Group(*parts)
 
 

@@ -118,6 +118,7 @@ class BlockStore(StoreManagement):
 
         Raises:
             UsageError: A tier or tenant is not written like one, or cannot be used.
+            BackendUnavailable: The library of a tier or of its codec is missing.
         """
         return OpeningStore(tiers, write, tenants)
 

@@ -118,6 +118,8 @@ class Tenants:
     __slots__ = ("_numbers", "listed")
 
     def __init__(self, tenants: Iterable[str | Tenant] = ()) -> None:
+        if isinstance(tenants, str):
+            raise UsageError('tenants: a list, such as ["acme?quota=16GiB"]')
         read = (
             one if isinstance(one, Tenant) else Tenant.parse(one) for one in tenants
         )

@@ -51,6 +51,8 @@ def test_a_look_at_a_process(
         inc.wait(10)
     assert main(["trace", str(folder)]) == 1
     assert "KVWIRE_INSPECT" in capsys.readouterr().err
+    assert main(["top", str(folder), "--once"]) == 0
+    assert "no process answers" in capsys.readouterr().out
 
 
 def test_rates_and_trouble_are_on_the_screen() -> None:

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvwire.clock import Backoff
 from kvwire.errors import UsageError
-from kvwire.extras import install_command
+from kvwire.extras import needed_by
 from kvwire.limits import (
     REASON_CHARS_MAX,
     STORE_OBJECT_ABSENT_S,
@@ -350,13 +350,9 @@ class ObjectTier(CodedTier):
 
 def bucket_of(address: TierAddress, timeout_s: float) -> Any:
     """Return where the objects of a tier are."""
-    try:
+    with needed_by("a tier in an object store", extra="store"):
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
         from obstore.store import from_url  # noqa: PLC0415
-    except ImportError:
-        raise UsageError(
-            f"tier {address.text!r} needs obstore: {install_command('store')}"
-        ) from None
     settings = {k: v for k, v in address.options.items() if k not in _OWN}
     for name in settings:
         if any(word in name.lower() for word in _SECRETS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-from kvwire.errors import UsageError
+from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.store.address import TierAddress
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Tier
@@ -54,6 +54,13 @@ async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:
 
     Cancel safety: nothing stays open.
     """
+    try:
+        return await _open(address, tenants)
+    except ModuleNotFoundError as exc:
+        raise BackendUnavailable(f"tier {address.text!r}: {exc}") from exc
+
+
+async def _open(address: TierAddress, tenants: Tenants) -> Tier:
     codec = codec_of(address)
     if codec is not None:
         codec.require()

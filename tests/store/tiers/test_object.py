@@ -17,7 +17,7 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
 
-from kvwire import BlockStore, UsageError
+from kvwire import BackendUnavailable, BlockStore
 from kvwire.clock import Backoff
 from kvwire.extras import install_command
 from kvwire.store.images import images_in
@@ -377,5 +377,5 @@ async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> N
 
 async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(UsageError, match=re.escape(install_command("store"))):
+    with pytest.raises(BackendUnavailable, match=re.escape(install_command("store"))):
         await BlockStore.open(["object:memory:///"])
