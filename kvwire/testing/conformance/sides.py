@@ -436,9 +436,9 @@ class LaneSide(Side, LaneHandler):
             self.across.take()
         return tokens
 
-    def take(self, count: int | None = None) -> None:
-        """Receive the first ``count`` payloads of the inbox, or all, and flush."""
-        for _ in range(len(self.inbox) if count is None else count):
+    def take(self) -> None:
+        """Receive the payloads of the inbox, and flush."""
+        for _ in range(len(self.inbox)):
             self.receive()
         self.flush()
 

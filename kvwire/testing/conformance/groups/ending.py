@@ -150,17 +150,6 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.closes_cleanly(right)
 
 
-@close.lanes("again", "Backends of a lane that closed make the next one")
-async def _(rig: LaneRig) -> None:
-    for _ in range(3):
-        left, right = await rig.pair()
-        left.send(300_000)
-        await rig.arrives(right, 1)
-        left.close()
-        right.close()
-        await rig.closes_cleanly(left, right)
-
-
 # --- abort ----------------------------------------------------------------------------
 
 
@@ -253,17 +242,6 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide, stage: Stage) -> None
     await rig.closes(left)
 
 
-@abort.both("twice", "abort a second time does no harm, nor does close")
-async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    left.abort()
-    left.abort()
-    left.close()
-    await rig.closes(left)
-    await rig.rests(right)
-    left.abort()
-    await rig.settle()
-
-
 @abort.both("others-live", "Aborting one leaves the others alone")
 async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left, right = await rig.pair()
@@ -285,7 +263,7 @@ async def _(rig: LinkRig) -> None:
     await rig.closes(right)
 
 
-@abort.both("send-after", "Calls after abort do nothing")
+@abort.both("send-after", "Calls after abort do nothing, another abort among them")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.holding = True
     right.send(100_000)
@@ -293,7 +271,10 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     left.queue(100_000)
     left.take()
     left.flush()
+    left.abort()
+    left.close()
     await rig.closes(left)
+    left.abort()
     await rig.settle()
     require(not right.arrived, "what was sent after abort arrived")
 

@@ -67,18 +67,6 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.moved(left, right, 32)
 
 
-@memory.both("reused", "One memory is sent from, and one landed in, again and again")
-async def _(rig: AnyRig, left: Any, right: Any) -> None:
-    source, target = Memory(300_000, CUTS["pages"]), Memory(300_000, CUTS["uneven"])
-    right.land = lambda item: target
-    for number in range(20):
-        source.fill(pattern(number, 300_000))
-        left.queue(300_000, number=number, memory=source)
-        left.flush()
-        right.take()
-        await rig.moved(left, right, number + 1)
-
-
 @memory.both("destination", "Memory of {} is not written after it was filled", CUTS)
 async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     landed = right.keep_landings(cut)

@@ -214,16 +214,6 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
     await rig.moved(left, right, 3)
 
 
-@payload.lanes("late", "Arrivals may be queued long after everything was sent")
-async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
-    right.holding = True
-    left.send_many(24, MIB, CUTS["pages"])
-    await rig.settle()
-    for _ in range(24):
-        right.take(1)
-    await rig.moved(left, right, 24)
-
-
 # --- order ----------------------------------------------------------------------------
 
 _MIXES: Final[dict[str, list[int]]] = {
@@ -268,17 +258,6 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     right.take()
     await rig.moved(left, right, 8)
     await rig.moved(right, left, 8)
-
-
-@order.links("both-ways-full", "The same when neither reads at first")
-async def _(rig: LinkRig) -> None:
-    left, right = await rig.pair(start_left=False, start_right=False)
-    left.start()
-    left.send_many(20, MIB)
-    right.start()
-    right.send_many(20, MIB)
-    await rig.moved(left, right, 20)
-    await rig.moved(right, left, 20)
 
 
 @order.links("echo", "Frames sent from within body_received come in order")

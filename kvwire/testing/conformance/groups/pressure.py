@@ -289,10 +289,6 @@ async def _abort_in_body(rig: LinkRig, right: LinkSide) -> None:
     await rig.closes(right)
 
 
-async def _never_start(rig: LinkRig, right: LinkSide) -> None:
-    await rig.settle()
-
-
 @threads.links("echo", "Frames go to and fro between two threads")
 async def _(rig: LinkRig) -> None:
     async with _connected(rig, _echo_until_closed) as left:
@@ -321,11 +317,3 @@ async def _(rig: LinkRig) -> None:
     async with _connected(rig, _abort_in_body) as left:
         left.send_many(32, MIB)
         await rig.closes(left)
-
-
-@threads.links("unstarted", "The other thread ends and has not started its link")
-async def _(rig: LinkRig) -> None:
-    async with _connected(rig, _never_start) as left:
-        await rig.closes(left)
-    left.queue(100, token=False)
-    left.flush()
