@@ -42,6 +42,7 @@ from kvwire.limits import (
 
 logger: logging.Logger = logging.getLogger("kvwire")
 
+# Another with every change of a call, and of what a work means.
 PROFILE: Final = {"kvwire.bench": "1"}
 # Of a call and its answer; those of works are smaller.
 CALL_TAG: Final = 100
