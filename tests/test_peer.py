@@ -171,7 +171,7 @@ async def test_a_deadline_counts_while_a_peer_is_dialled() -> None:
     async with kvwire.open() as comm:
         peer = comm.peer(f"127.0.0.1:{free_port()}")
         late = timedelta(seconds=0.1)
-        with pytest.raises(DeadlineExceeded, match="no connection"):
+        with pytest.raises(DeadlineExceeded, match=r"to peer '127.*refused"):
             await peer.send(1, b"x", deadline=late)
         outcome = await peer.pull("a", cache(), [0], deadline=late)
         assert not outcome.complete

@@ -52,6 +52,8 @@ def ls(
         Console(width=max(80, _width(members)), highlight=False, markup=False).print(
             table
         )
+    else:
+        print(f"no member is {selector or 'there'}", file=sys.stderr)
     if directory.ignored:
         print(f"{directory.ignored} entries are no records", file=sys.stderr)
 

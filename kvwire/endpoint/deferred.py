@@ -23,6 +23,7 @@ class DeferredRequest:
     """Owns an outer request until its inner one is over.
 
     Args:
+        waits_for: Says to whom there is no connection, and why.
         deadline: An instant of the loop's clock, or None.
         receives: Whether it is taken back while nobody waits for it.
 
@@ -38,12 +39,14 @@ class DeferredRequest:
         connect: Callable[[], Awaitable[ConnectionState]],
         call: Callable[[ConnectionState], RequestState[Any]],
         *,
+        waits_for: Callable[[], str],
         deadline: float | None,
         receives: bool,
     ) -> None:
         self.thread: LoopThread = thread
         self._connect: Final = connect
         self._call: Final = call
+        self._waits_for: Final = waits_for
         self._deadline: Final = deadline
         self._receives: Final = receives
         self._inner: RequestState[Any] | None = None
@@ -57,7 +60,7 @@ class DeferredRequest:
         """Serve a request, as RequestOwner says."""
         if self._inner is not None and not self._inner.over:
             return f"in {self._inner!r}"
-        return "waits for a connection to the peer"
+        return f"waits for a connection to {self._waits_for()}"
 
     def cancel_request(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""
@@ -114,7 +117,9 @@ class DeferredRequest:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                raise DeadlineExceeded("no connection to the peer in time") from None
+                raise DeadlineExceeded(
+                    f"no connection in time to {self._waits_for()}"
+                ) from None
             self._inner = self._call(connection)
             self._watch_inner()
         return await _over(self._inner)

@@ -117,6 +117,7 @@ class PeerState:
             self.thread,
             self.connect,
             partial(_flipped, call, at),
+            waits_for=lambda: f"peer {self.where!r}: {self._trouble}",
             deadline=at,
             receives=receives,
         )
@@ -166,16 +167,21 @@ class PeerState:
             async with asyncio.timeout(patience_s):
                 return await asyncio.shield(found)
         except TimeoutError:
-            trouble = self._selector and self.communicator.membership.trouble
             raise ConnectError(
-                f"peer {self.where!r}: none in {patience_s:g} s; "
-                f"{self._reason or trouble or 'no member is meant by that'}",
+                f"peer {self.where!r}: none in {patience_s:g} s; {self._trouble}",
                 address=self.where,
             ) from None
         finally:
             self._waiting -= 1
             if not self._waiting:
                 self._end_dialling()
+
+    @property
+    def _trouble(self) -> str:
+        """Say why there is no connection."""
+        if self._reason or self._selector is None:
+            return self._reason or "it has not answered"
+        return self.communicator.membership.trouble or "no member is meant by that"
 
     def _end_dialling(self) -> None:
         if self._dialling is not None:

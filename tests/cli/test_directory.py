@@ -61,6 +61,7 @@ def test_nobody_and_nonsense(
     assert main(["directory", "ls", *where]) == 0
     out, err = capsys.readouterr()
     assert out == ""
+    assert "no member is there" in err
     assert "1 entries are no records" in err
     assert main(["directory", "ls", "decode", *where]) == 2
     assert "no term" in capsys.readouterr().err

@@ -19,7 +19,7 @@ async def test_an_error_that_is_not_ours_ends_it_too() -> None:
         raise AssertionError("there is no connection")
 
     deferred = DeferredRequest(
-        LoopThread(), connect, call, deadline=None, receives=False
+        LoopThread(), connect, call, waits_for=str, deadline=None, receives=False
     )
     with pytest.raises(KVWireError, match="a directory's bug") as caught:
         await Request(deferred.outer)

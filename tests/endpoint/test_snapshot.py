@@ -117,7 +117,7 @@ async def test_requests_say_what_they_wait_for(w: World) -> None:
     receive.cancel()
     assert repr(receive).startswith("<Request failed: ")
     deferred = w.d.peer(str(w.address)).recv(9)
-    assert "waits for a connection to the peer" in repr(deferred)
+    assert "waits for a connection to peer" in repr(deferred)
     large.cancel()
     deferred.cancel()
     await region.close()
