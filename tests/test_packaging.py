@@ -42,9 +42,7 @@ def test_every_package_is_marked_as_typed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "point",
-    DISTRIBUTION.entry_points,
-    ids=lambda point: f"{point.group}:{point.name}",
+    "point", DISTRIBUTION.entry_points, ids=lambda point: f"{point.group}:{point.name}"
 )
 def test_every_entry_point_resolves(point: metadata.EntryPoint) -> None:
     """The command, each backend and the pytest plugin are where the metadata says."""

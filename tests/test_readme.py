@@ -24,8 +24,7 @@ import kvwire
 from tests.support.tree import Source, sources
 
 _FENCE = re.compile(
-    r"^ *```(?P<language>[^\n`]*)\n(?P<text>.*?)^ *```$",
-    re.MULTILINE | re.DOTALL,
+    r"^ *```(?P<language>[^\n`]*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL
 )
 _MARK = "<!-- fragment -->\n"
 # What asyncio's debug mode says of a callback on a busy machine: time, no warning.
@@ -132,7 +131,4 @@ def test_python_is_marked_as_python() -> None:
 
 def test_names_that_kvwire_does_not_have() -> None:
     wrong = "from kvwire.types import Addres\nawait kvwire.oppen(kvwire.Config())"
-    assert sorted(unknown_names(wrong)) == [
-        "kvwire.oppen",
-        "kvwire.types.Addres",
-    ]
+    assert sorted(unknown_names(wrong)) == ["kvwire.oppen", "kvwire.types.Addres"]

@@ -85,10 +85,7 @@ ONE_LOOP = {
     "local-cma": Lanes(LocalBackend, lambda: {"way": "cma"}, every=0),
     "local-arena": Lanes(LocalBackend, lambda: {"way": "arena"}, every=0),
     "nixl": Lanes(
-        NixlBackend,
-        every=8,
-        marks=(needs_nixl, pytest.mark.timeout(120)),
-        timeout_s=30,
+        NixlBackend, every=8, marks=(needs_nixl, pytest.mark.timeout(120)), timeout_s=30
     ),
 }
 

@@ -57,8 +57,7 @@ def test_how_many_are_checked(mode: CheckMode, short: int, long: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "long"),
-    [("auto", MANY // SAMPLED_ONE_IN), ("on", MANY), ("off", 0)],
+    ("mode", "long"), [("auto", MANY // SAMPLED_ONE_IN), ("on", MANY), ("off", 0)]
 )
 def test_how_many_are_checked_from_memory_to_memory(mode: CheckMode, long: int) -> None:
     checks = ChecksumPolicy(mode)

@@ -110,10 +110,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 @pytest.mark.parametrize("target_layout", list(LAYOUTS))
 @pytest.mark.parametrize("source_layout", list(LAYOUTS))
 async def test_from_device_to_device(
-    source_layout: str,
-    target_layout: str,
-    near: SimulatedDevice,
-    far: SimulatedDevice,
+    source_layout: str, target_layout: str, near: SimulatedDevice, far: SimulatedDevice
 ) -> None:
     source, target = Cache(near, source_layout), Cache(far, target_layout, None)
     async with connected("tcp", chunk_bytes=64 * KIB) as pair:

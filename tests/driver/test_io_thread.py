@@ -139,9 +139,7 @@ def _call_until_closed(thread: IOThread) -> Exception:
             return exc
 
 
-def test_an_end_that_fails_leaves_no_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_end_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is the thread's own, which Python reports as any thread's."""
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)

@@ -22,12 +22,7 @@ from typing import Self
 import pytest
 
 import kvwire
-from kvwire import (
-    Address,
-    Connection,
-    ConnectionLost,
-    PeerUnresponsive,
-)
+from kvwire import Address, Connection, ConnectionLost, PeerUnresponsive
 from kvwire.driver import connection_driver
 from kvwire.endpoint import acceptor
 from kvwire.limits import (

@@ -9,20 +9,9 @@ import sys
 import pytest
 
 from tests.fuzz.corpus import INPUT_BYTES_MAX, TARGETS, inputs, mutations, target
-from tests.fuzz.guard import (
-    FORBIDDEN,
-    Ran,
-    allowed_bytes,
-    nothing_runs,
-    peak_bytes,
-)
+from tests.fuzz.guard import FORBIDDEN, Ran, allowed_bytes, nothing_runs, peak_bytes
 
-MUTATIONS = {
-    "frames": 1000,
-    "handshake": 1000,
-    "connection": 400,
-    "plans": 500,
-}
+MUTATIONS = {"frames": 1000, "handshake": 1000, "connection": 400, "plans": 500}
 FILES_MAX = 150
 
 every_target = pytest.mark.parametrize("name", TARGETS)

@@ -34,11 +34,7 @@ class Coded:
     def plan(self, peer: Coded, side: PlanSide) -> TransferPlan:
         """What it does with a peer."""
         return TransferPlan(
-            self.coded.cache,
-            self.coded.lists,
-            peer.geometry,
-            side,
-            tokens=self.tokens,
+            self.coded.cache, self.coded.lists, peer.geometry, side, tokens=self.tokens
         )
 
 
@@ -132,10 +128,7 @@ def test_groups_without_floats_keep_their_bytes() -> None:
     coded.encode("mamba", range(1), range(1), copy)
     before, values[1] = values[1].copy(), 0
     plan = TransferPlan(
-        coded.cache,
-        coded.lists,
-        describe(coded.cache, coded.lists),
-        PlanSide.CONSUMER,
+        coded.cache, coded.lists, describe(coded.cache, coded.lists), PlanSide.CONSUMER
     )
     coded.decode(plan.groups[1], range(1), slice(0, 1), np.ones(1, np.bool_), copy)
     np.testing.assert_array_equal(values[1], before)

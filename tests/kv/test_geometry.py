@@ -92,10 +92,7 @@ GOOD = ("kv", SPEC.to_pairs(), " ".join(AXES), 2, None)
         (((7, *GOOD[1:]),), "a group's name is not a short text"),
         ((("", *GOOD[1:]),), "a group's name is not a short text"),
         ((("x" * 999, *GOOD[1:]),), "a group's name is not a short text"),
-        (
-            ((*GOOD[:2], "x" * 999, *GOOD[3:]),),
-            "the order of group 'kv' is",
-        ),
+        (((*GOOD[:2], "x" * 999, *GOOD[3:]),), "the order of group 'kv' is"),
         (((*GOOD[:2], None, *GOOD[3:]),), "the order of group 'kv' is"),
         (((*GOOD[:2], "block dim", *GOOD[3:]),), "is not one of"),
         (((*GOOD[:3], 2.0, None),), "the counts of group 'kv' are not numbers"),

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
 from kvwire.kv.landed import Landed
-from kvwire.kv.outcome import (
-    Outcome,
-    join_outcomes,
-    nothing_landed,
-    outcome_of,
-)
+from kvwire.kv.outcome import Outcome, join_outcomes, nothing_landed, outcome_of
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment
 from kvwire.kv.spec import KVSpec

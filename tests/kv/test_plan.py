@@ -20,13 +20,7 @@ from kvwire.kv.geometry import Geometry, GroupGeometry, describe, geometry_of
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import PlanSide, Segment, TransferPlan
 from kvwire.kv.spec import KVSpec
-from tests.kv.reference import (
-    LAYOUTS,
-    Shape,
-    Store,
-    read_walk,
-    walk_elements,
-)
+from tests.kv.reference import LAYOUTS, Shape, Store, read_walk, walk_elements
 from tests.kv.scenarios import End, Scenario, scenarios
 from tests.memory.fragments import content, fill
 from tests.support.depth import examples

@@ -17,12 +17,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory import copy as copy_module
-from kvwire.memory.copy import (
-    MID_PAGE_BYTES,
-    as_fragments,
-    copy,
-    mid_page_memory,
-)
+from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments, copy, mid_page_memory
 from tests.memory.fragments import content, fill, scattered
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,9 +8,7 @@ from typing import TypeVar
 import pytest
 
 from kvwire.errors import KVWireError
-from kvwire.proto.events import (
-    TransferOpened,
-)
+from kvwire.proto.events import TransferOpened
 from kvwire.proto.records import SegmentRecord, TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.types import BufferId
@@ -134,11 +132,7 @@ class Moved:
 
 
 def ask(
-    peer: Peer,
-    *,
-    pull: bool = False,
-    priority: int = 0,
-    deadline: float | None = None,
+    peer: Peer, *, pull: bool = False, priority: int = 0, deadline: float | None = None
 ) -> RequestRecord:
     transfer = TransferRecord(id=b"name", priority=priority)
     request = peer.core.open_transfer(

@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.errors import (
-    ConnectionLost,
-    MalformedFrame,
-    UnexpectedFrame,
-)
+from kvwire.errors import ConnectionLost, MalformedFrame, UnexpectedFrame
 from kvwire.limits import LINK_CHUNKS_MAX
 from kvwire.proto.chunks import ChunkPlace
 from kvwire.proto.state import RequestKind, RequestStage

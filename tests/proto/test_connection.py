@@ -64,10 +64,7 @@ def everything(
     Those of the client have the deadline.
     """
     begun = []
-    for end, other in (
-        (pair.client, pair.server),
-        (pair.server, pair.client),
-    ):
+    for end, other in ((pair.client, pair.server), (pair.server, pair.client)):
         grant = other.grant(other.expose(100))
         until = deadline if end is pair.client else None
         message = end.send(TAG, LARGE, deadline=until)

@@ -21,16 +21,8 @@ from kvwire.limits import HANDSHAKE_BODY_BYTES
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import Handshake, HandshakeState, Identity, accepted_digest
 from kvwire.types import Role, TrustMode
-from kvwire.wire.control import (
-    HandshakeVerdict,
-    TransportChoice,
-    encode_body,
-)
-from kvwire.wire.handshake_messages import (
-    Accept,
-    ConnectionParameters,
-    Refuse,
-)
+from kvwire.wire.control import HandshakeVerdict, TransportChoice, encode_body
+from kvwire.wire.handshake_messages import Accept, ConnectionParameters, Refuse
 from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.proto.shaking import (
     at_frame,

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvwire.errors import (
-    AuthenticationFailed,
-    HandshakeError,
-    ProtocolError,
-)
+from kvwire.errors import AuthenticationFailed, HandshakeError, ProtocolError
 from kvwire.proto.framing import Framing
 from kvwire.proto.handshake import HandshakeState
 from kvwire.types import Role, TrustMode

@@ -6,11 +6,7 @@ import pytest
 
 from kvwire.limits import CHUNK_BYTES_MIN, LANE_PAYLOADS_MAX, LANES_MAX
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.events import (
-    LaneAsked,
-    LaneBootstrapped,
-    LaneOpened,
-)
+from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneOpened
 from kvwire.proto.lanes import LaneStage
 from kvwire.proto.requests import RequestRecord
 from kvwire.types import Role

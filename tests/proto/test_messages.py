@@ -17,11 +17,7 @@ from kvwire.proto import messages as module
 from kvwire.proto.requests import RequestRecord
 from kvwire.wire.control import Announce, Ready
 from kvwire.wire.header import FrameType
-from tests.proto.moving import (
-    expect_broken,
-    expect_error,
-    expect_fine,
-)
+from tests.proto.moving import expect_broken, expect_error, expect_fine
 from tests.support.core_pair.peer import ConnectionPair
 
 TAG = 7

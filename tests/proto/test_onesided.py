@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvwire.errors import (
-    AccessDenied,
-    IntegrityError,
-    StaleRegion,
-)
+from kvwire.errors import AccessDenied, IntegrityError, StaleRegion
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import RequestRecord

@@ -15,11 +15,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import (
-    LAST_WORD_DELAY_S,
-    LAST_WORDS_MAX,
-    TRANSFERS_WAITING_MAX,
-)
+from kvwire.limits import LAST_WORD_DELAY_S, LAST_WORDS_MAX, TRANSFERS_WAITING_MAX
 from kvwire.proto import transfers as module
 from kvwire.proto.events import (
     SegmentLanded,

@@ -115,10 +115,7 @@ async def test_r31_block_ids_of_two_groups_are_told_apart(w: World) -> None:
         group[0].stamp(range(32), salt=1 + (group is window))
     source, target = (
         kvwire.PagedCache.grouped(
-            {
-                "full": (SPEC, full[side].tensors),
-                "window": (SPEC, window[side].tensors),
-            }
+            {"full": (SPEC, full[side].tensors), "window": (SPEC, window[side].tensors)}
         )
         for side in (0, 1)
     )

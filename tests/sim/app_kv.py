@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvwire.errors import (
-    ConnectionClosed,
-    RequestCancelled,
-    UsageError,
-    WireCode,
-)
+from kvwire.errors import ConnectionClosed, RequestCancelled, UsageError, WireCode
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,

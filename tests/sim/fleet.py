@@ -358,11 +358,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     rows = virtual_time.run(
         simulate(
-            options.nodes,
-            options.proxies,
-            options.rate,
-            options.load_s,
-            options.seed,
+            options.nodes, options.proxies, options.rate, options.load_s, options.seed
         )
     )
     if options.json:

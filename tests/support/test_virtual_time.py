@@ -7,13 +7,7 @@ import time
 
 import pytest
 
-from tests.support.virtual_time import (
-    LONGEST_S,
-    START_S,
-    Deadlock,
-    pass_time,
-    run,
-)
+from tests.support.virtual_time import LONGEST_S, START_S, Deadlock, pass_time, run
 
 
 def _now() -> float:

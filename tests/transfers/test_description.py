@@ -80,12 +80,7 @@ def test_what_the_consumer_has_comes_back_bit_by_bit(bits: list[bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    "have",
-    [
-        (("kv", b""),),
-        (("kv", b"\x01\x00"),),
-        (("other", b"\x01"),),
-    ],
+    "have", [(("kv", b""),), (("kv", b"\x01\x00"),), (("other", b"\x01"),)]
 )
 def test_a_bitmap_that_does_not_fit(have: Any) -> None:
     said = Fields(8).made(have=have)

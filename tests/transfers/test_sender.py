@@ -388,9 +388,7 @@ async def test_damage_is_named_on_both_sides(w: World) -> None:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_what_the_consumer_had_counts_once_it_knows_of_us(
-    agreed: bool,
-) -> None:
+def test_what_the_consumer_had_counts_once_it_knows_of_us(agreed: bool) -> None:
     """The producer lists no block as landed that the consumer does not."""
     hashes = [b"%d" % n for n in range(len(LIST))]
 

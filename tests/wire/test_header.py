@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.errors import (
-    FrameTooLarge,
-    MalformedFrame,
-    ProtocolError,
-    UnexpectedFrame,
-)
+from kvwire.errors import FrameTooLarge, MalformedFrame, ProtocolError, UnexpectedFrame
 from kvwire.limits import (
     CHUNK_BYTES_MAX,
     CONTROL_BODY_BYTES_MAX,
@@ -222,9 +217,7 @@ def test_a_check_where_the_flag_says_so() -> None:
 
 
 @given(
-    st.sampled_from(FrameType),
-    st.integers(0, 3),
-    st.binary(min_size=30, max_size=30),
+    st.sampled_from(FrameType), st.integers(0, 3), st.binary(min_size=30, max_size=30)
 )
 def test_any_bytes_are_a_header_or_break_a_rule(
     frame_type: FrameType, flags: int, rest: bytes

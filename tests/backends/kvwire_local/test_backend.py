@@ -50,11 +50,7 @@ def test_this_machine_is_looked_at() -> None:
     ],
 )
 def test_each_scope_is_explained(
-    scope: str,
-    state: str,
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    scope: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "ptrace_scope"
     file.write_text(scope)

@@ -20,10 +20,11 @@ from kvwire_local.lane import LocalLane
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 
+Ends = tuple[Communicator, Connection, Communicator, Connection]
+
+
 @pytest.fixture
-async def ends(
-    request: pytest.FixtureRequest,
-) -> AsyncIterator[tuple[Communicator, Connection, Communicator, Connection]]:
+async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
     config = kvwire.Config(
         backends={"local": {"way": getattr(request, "param", "auto")}}
     )
@@ -40,9 +41,7 @@ async def ends(
 @pytest.mark.parametrize(
     ("ends", "said"), [("auto", "cma"), ("arena", "arena")], indirect=["ends"]
 )
-async def test_both_sides_report_how_bytes_move(
-    ends: tuple[Communicator, Connection, Communicator, Connection], said: str
-) -> None:
+async def test_both_sides_report_how_bytes_move(ends: Ends, said: str) -> None:
     _, here, _, there = ends
     for connection in (here, there):
         (taken,) = (c for c in connection.transport_report if c.taken)
@@ -51,9 +50,7 @@ async def test_both_sides_report_how_bytes_move(
 
 
 @one_loop
-async def test_a_cache_in_an_arena_is_pulled(
-    ends: tuple[Communicator, Connection, Communicator, Connection],
-) -> None:
+async def test_a_cache_in_an_arena_is_pulled(ends: Ends) -> None:
     left, _, _, there = ends
     arena = Arena(16 * MIB)
     await _pull(left, there, arena)
@@ -88,8 +85,7 @@ async def _pull(left: Communicator, there: Connection, arena: Arena) -> None:
 
 @one_loop
 async def test_small_fragments_travel_many_at_once(
-    ends: tuple[Communicator, Connection, Communicator, Connection],
-    monkeypatch: pytest.MonkeyPatch,
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A descriptor names each, so they are counted as well as their bytes.
 

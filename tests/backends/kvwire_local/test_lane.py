@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.backend import Landing
-from kvwire.errors import (
-    BackendUnavailable,
-    ConnectionLost,
-    UsageError,
-)
+from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.limits import MIB
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.testing.conformance.rig import open_descriptors
@@ -21,11 +17,7 @@ from kvwire_local.backend import LocalBackend
 from kvwire_local.lane import LocalLane
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.wire import LocalWire
-from tests.backends.kvwire_local.child import (
-    Child,
-    child,
-    open_lane,
-)
+from tests.backends.kvwire_local.child import Child, child, open_lane
 from tests.backends.lane_recorder import LaneRecorder
 
 # A child takes a third of a second to start.

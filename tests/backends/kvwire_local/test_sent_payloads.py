@@ -29,8 +29,11 @@ from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
 BOTH = ReadMethod.MEMORY | ReadMethod.ARENA
 
 
+Ends = tuple[LocalWire, LocalWire]
+
+
 @pytest.fixture
-def ends() -> Iterator[tuple[LocalWire, LocalWire]]:
+def ends() -> Iterator[Ends]:
     socks = socket.socketpair()
     for sock in socks:
         sock.setblocking(False)
@@ -77,7 +80,7 @@ def every_other(
     ],
 )
 def test_each_payload_gets_the_descriptor_that_suits_it(
-    ends: tuple[LocalWire, LocalWire],
+    ends: Ends,
     outgoing: SentPayloads,
     methods: ReadMethod,
     size: int,
@@ -104,7 +107,7 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
 
 
 def test_beyond_so_many_arenas_memory_is_ordinary(
-    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads
+    ends: Ends, outgoing: SentPayloads
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     arenas = [Arena(4096) for _ in range(ARENAS_MAX + 1)]
@@ -117,7 +120,7 @@ def test_beyond_so_many_arenas_memory_is_ordinary(
 
 
 def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
-    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads
+    ends: Ends, outgoing: SentPayloads
 ) -> None:
     payload = every_other(np.zeros(2 * MIB, np.uint8), 1 * KIB)
     room = STAGING_BYTES // MIB
@@ -143,7 +146,7 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
 
 @pytest.mark.parametrize("count", [0, 3, 2**64 - 1])
 def test_what_cannot_have_been_read_is_refused(
-    ends: tuple[LocalWire, LocalWire], outgoing: SentPayloads, count: int
+    ends: Ends, outgoing: SentPayloads, count: int
 ) -> None:
     outgoing.come_up(ends[0], BOTH)
     for number in range(2):

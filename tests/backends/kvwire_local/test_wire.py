@@ -13,9 +13,11 @@ from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.testing.conformance.rig import open_descriptors
 from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire, peer_pid
 
+Ends = tuple[LocalWire, LocalWire, socket.socket]
+
 
 @pytest.fixture
-def ends() -> Iterator[tuple[LocalWire, LocalWire, socket.socket]]:
+def ends() -> Iterator[Ends]:
     """Two ends, and the socket of the first one for what no lane says."""
     left, right = socket.socketpair()
     for sock in (left, right):
@@ -26,9 +28,7 @@ def ends() -> Iterator[tuple[LocalWire, LocalWire, socket.socket]]:
         wire.close()
 
 
-def test_records_come_whole_and_in_order(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
+def test_records_come_whole_and_in_order(ends: Ends) -> None:
     left, right, _ = ends
     assert right.hear() == ([], True)
     bodies = [b"", b"x", bytes(DESCRIPTOR_BYTES_MAX)]
@@ -43,9 +43,7 @@ def test_records_come_whole_and_in_order(
     ]
 
 
-def test_who_takes_some_hears_of_the_end_the_next_time(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
+def test_who_takes_some_hears_of_the_end_the_next_time(ends: Ends) -> None:
     left, right, _ = ends
     left.say(LocalMessageType.READ, b"12345678")
     left.close()
@@ -55,9 +53,7 @@ def test_who_takes_some_hears_of_the_end_the_next_time(
     assert right.hear(all_of_it=False) == ([], False)
 
 
-def test_a_full_socket_keeps_the_rest(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
+def test_a_full_socket_keeps_the_rest(ends: Ends) -> None:
     left, right, _ = ends
     count = 100
     for number in range(count):
@@ -73,9 +69,7 @@ def test_a_full_socket_keeps_the_rest(
     assert heard == [number.to_bytes(2, "little") for number in range(count)]
 
 
-def test_descriptors_come_with_their_records(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
+def test_descriptors_come_with_their_records(ends: Ends) -> None:
     left, right, _ = ends
     files = [os.memfd_create(f"arena {number}") for number in range(3)]
     for number, file in enumerate(files):
@@ -93,9 +87,7 @@ def test_descriptors_come_with_their_records(
         right.take_fd()
 
 
-def test_descriptors_that_nobody_takes_are_closed(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
+def test_descriptors_that_nobody_takes_are_closed(ends: Ends) -> None:
     left, right, _ = ends
     before = len(open_descriptors())
     file = os.memfd_create("arena")
@@ -107,9 +99,7 @@ def test_descriptors_that_nobody_takes_are_closed(
     assert len(open_descriptors()) < before + 1
 
 
-def test_an_end_with_unread_records_is_an_end(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
+def test_an_end_with_unread_records_is_an_end(ends: Ends) -> None:
     left, right, _ = ends
     right.say(LocalMessageType.READ, b"never read")
     left.close()
@@ -124,18 +114,14 @@ def test_an_end_with_unread_records_is_an_end(
         b"\x01\x00\x00\x00" + (DESCRIPTOR_BYTES_MAX + 1).to_bytes(4, "little"),
     ],
 )
-def test_what_no_lane_says_is_refused(
-    ends: tuple[LocalWire, LocalWire, socket.socket], said: bytes
-) -> None:
+def test_what_no_lane_says_is_refused(ends: Ends, said: bytes) -> None:
     _, right, raw = ends
     raw.send(said)
     with pytest.raises(ProtocolError, match=r"record \d"):
         right.hear()
 
 
-def test_more_descriptors_than_arenas_are_refused(
-    ends: tuple[LocalWire, LocalWire, socket.socket],
-) -> None:
+def test_more_descriptors_than_arenas_are_refused(ends: Ends) -> None:
     left, right, _ = ends
     file = os.memfd_create("arena")
     for _ in range(ARENAS_MAX + 1):

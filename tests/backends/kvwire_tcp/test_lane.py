@@ -19,12 +19,7 @@ from kvwire.testing.conformance.sides import LaneSide, Parcel
 from kvwire.types import Address, Role
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import BOOTSTRAP, PendingLanes, TcpLane
-from kvwire_tcp.preamble import (
-    ANSWER_BYTES,
-    NONCE_BYTES,
-    answer_to,
-    make_preamble,
-)
+from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
 from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder
 

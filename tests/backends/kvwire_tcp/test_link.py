@@ -51,7 +51,7 @@ async def test_a_small_frame_sent_now_leaves_nothing_in_the_queue() -> None:
         assert pair.at_near.sent == ["token"], "behind what was queued before it"
         await pair.at_far.received(5)
         assert [body for _, body in pair.at_far.frames] == [
-            *(b"12345", b"", large, b"3", b"4"),
+            *(b"12345", b"", large, b"3", b"4")
         ]
 
 

@@ -94,8 +94,7 @@ def test_a_status_has_one_byte() -> None:
     seen: list[int] = []
     callback = binding.SendCallback(lambda _request, status, _data: seen.append(status))
     as_c_calls_it = ctypes.cast(
-        callback,
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
+        callback, ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     )
     as_c_calls_it(None, 0x1234_56F0, None)
     assert seen == [ERR_CANCELED]

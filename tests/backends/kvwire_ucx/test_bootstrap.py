@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
-from kvwire_ucx.bootstrap import (
-    MESSAGES,
-    UcxBootstrap,
-    parse,
-)
+from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap, parse
 from kvwire_ucx.library import Version
 
 SAMPLE = UcxBootstrap(lane=7, version=Version(1, 22, 0), address=b"an address")

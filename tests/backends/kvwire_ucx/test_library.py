@@ -13,14 +13,7 @@ import pytest
 from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
 from kvwire_ucx import UcxBackend, diagnosis, library
-from kvwire_ucx.library import (
-    ENVIRONMENT,
-    VERSION_MIN,
-    answer,
-    copies,
-    find,
-    load,
-)
+from kvwire_ucx.library import ENVIRONMENT, VERSION_MIN, answer, copies, find, load
 from tests.backends.kvwire_ucx.support import needs_ucx
 
 

@@ -127,9 +127,7 @@ def test_what_breaks_before_the_first_choice_is_counted_once() -> None:
     virtually(scenario)
 
 
-def test_what_is_said_is_said_a_moment_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_is_said_is_said_a_moment_later(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         active = Ends().active
         active.log("one")

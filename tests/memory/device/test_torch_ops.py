@@ -160,12 +160,7 @@ def pieces(memory: npt.NDArray[Any], pairs: list[tuple[int, int]]) -> Fragments:
 )
 @example(rows=[(0, 2), (1, 2)], unit=8, shift=0, even=False)
 def test_gather_and_scatter(
-    torch: FakeTorch,
-    rows: list[tuple[int, int]],
-    unit: int,
-    shift: int,
-    *,
-    even: bool,
+    torch: FakeTorch, rows: list[tuple[int, int]], unit: int, shift: int, *, even: bool
 ) -> None:
     """Whatever the lengths and their alignment, the same bytes are moved."""
     memory = np.random.default_rng(0).integers(0, 256, 2000, np.uint8)

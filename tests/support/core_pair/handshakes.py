@@ -33,10 +33,7 @@ BINDING: Final = bytes([0xCC]) * 32 + bytes([0x55]) * 32
 
 # As small as they may be, so that a few bytes show what megabytes would.
 SMALL: Final = ConnectionParameters(
-    chunk_bytes=CHUNK_BYTES_MIN,
-    eager_bytes=64,
-    window_bytes=1 * KIB,
-    window_messages=8,
+    chunk_bytes=CHUNK_BYTES_MIN, eager_bytes=64, window_bytes=1 * KIB, window_messages=8
 )
 
 
