@@ -99,3 +99,27 @@ def test_a_piece_is_told_as_a_list_of_one() -> None:
     descriptor = encode(PlaceKind.ARENA, 5, said)
     assert descriptor == encode_piece(PlaceKind.ARENA, 5, 1 << 45, 1 << 20)
     assert assert_is_read_back(PlaceKind.ARENA, 5, said) == descriptor
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (0, 3, "kind 3"),
+        (1, 2, "form 2"),
+        (2, 64, "shift 64"),
+        (3, 1, "must be 0"),
+        (4, 1, "must be 0"),
+        (16, 2, "for 2 fragments"),
+        (16, 0, "for 0 fragments"),
+        (15, 0x80, "beyond the end"),
+        (28, 99, "not told as one"),
+        (20, 99, "not told as one"),
+        (32, 1, "not told as one"),
+    ],
+)
+def test_each_field_is_checked(place: int, value: int, said: str) -> None:
+    descriptor = bytearray(encode(PlaceKind.MEMORY, 0, fragments([4096], [100])) or b"")
+    descriptor[place] = value
+    with pytest.raises(ProtocolError, match=said) as caught:
+        decode(bytes(descriptor), 100)
+    assert caught.value.rule == "KVW-LN-07"
