@@ -263,3 +263,24 @@ async def test_a_consumer_that_settles_and_goes_on() -> None:
         assert (await out).complete
         assert theirs.values() == stamps()
         await asyncio.gather(w.connection.send(5, b""), out.drained())
+
+
+@pytest.mark.parametrize("produces", [False, True])
+async def test_an_answer_with_another_plan(produces: bool) -> None:
+    """Of the same bytes in another order: it fails before one of them moves."""
+    async with world() as w:
+        ours = Ours()
+        ours.fill()
+        verb = w.connection.pull if produces else w.connection.push
+        end = verb("x", ours.cache, ours.ids, tokens=TOKENS)
+        side = Theirs().side(producer=produces)
+        asked = await w.link.receive()
+        assert asked.type == OPEN
+        side.meet(asked.fields[3])
+        side.groups[0].order = side.groups[0].order[::-1]
+        w.link.send(AGREE, side.description(), request=asked.request)
+        outcome = await end
+        assert not outcome.landed
+        (reason,) = outcome.missing.reasons
+        assert "in different orders" in reason
+        await end.drained()

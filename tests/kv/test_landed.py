@@ -201,8 +201,10 @@ def test_granules_land_in_every_layer() -> None:
     assert landed.blocks(0).tolist() == [True, False, True]
     assert not landed.blocks(1).any()
     assert landed.left == 2 * SPEC.layers
+    assert not landed.layer(0, "a")
     landed.mark_granules(0, np.array([False, True, False]))
     assert landed.layer(0, "a")
+    assert not landed.layer(0, "b")
     assert not landed.complete
 
 
