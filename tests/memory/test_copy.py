@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import random
 import tracemalloc
 
 import numpy as np
@@ -80,6 +81,39 @@ def test_equal_pieces(way: str, piece: int) -> None:
     destination, _ = scattered([piece] * count, 2)
     copy(source, destination)
     assert content(destination) == content(source)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 700),
+    st.integers(0, 700),
+    st.randoms(use_true_random=False),
+    st.data(),
+)
+def test_pieces_that_are_alike(
+    count: int, length: int, gap: int, order: random.Random, data: st.DataObject
+) -> None:
+    """In any order, at any distance, whole or a part: gathered, and scattered."""
+    places = np.arange(count) * (length + gap)
+    order.shuffle(places)
+    memory = random_bytes(count * (length + gap))
+    first = memory.ctypes.data
+    whole = Fragments.uniform(
+        (first + places).astype(np.uint64), length, owner=memory, writable=True
+    )
+    begin = data.draw(st.integers(0, whole.nbytes - 1))
+    part = whole.slice(begin, data.draw(st.integers(1, whole.nbytes - begin)))
+    if part.piece_bytes:
+        assert part.lengths.tolist() == [part.piece_bytes] * len(part)
+    rows = (places[:, None] + np.arange(length)).ravel()
+    rows = rows[begin : begin + part.nbytes]
+    gathered = bytearray(part.nbytes)
+    copy(part, memoryview(gathered))
+    assert bytes(gathered) == memory[rows].tobytes()
+    expected, sent = memory.copy(), random_bytes(part.nbytes, seed=2)
+    expected[rows] = sent
+    copy(sent.data, part)
+    assert memory.tobytes() == expected.tobytes()
 
 
 def test_nothing_beside_the_destination_is_touched(way: str) -> None:
