@@ -94,8 +94,9 @@ def test_pieces_that_are_alike(
     count: int, length: int, gap: int, order: random.Random, data: st.DataObject
 ) -> None:
     """In any order, at any distance, whole or a part: gathered, and scattered."""
-    places = np.arange(count) * (length + gap)
-    order.shuffle(places)
+    steps = list(range(count))
+    order.shuffle(steps)
+    places = np.array(steps) * (length + gap)
     memory = random_bytes(count * (length + gap))
     first = memory.ctypes.data
     whole = Fragments.uniform(
