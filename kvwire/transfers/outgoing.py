@@ -363,3 +363,4 @@ class OutgoingState(KVTransfer):
         outcome = join_outcomes(outcomes)
         self.registry.over(self, cause)
         self.record(outcome, self.attempts)
+        self.ready_log.close()

@@ -197,6 +197,10 @@ class ReadyLog:
             # runs need not know.
             assert self._loop.is_closed()
 
+    def close(self) -> None:
+        """Wake nobody any more: the transfer is over."""
+        self._wake = _nobody
+
     def _look(self) -> None:
         self._woken = False
         self._wake()
@@ -289,6 +293,10 @@ def _by_layer(made: list[ReadyRange]) -> Iterator[ReadyRange]:
     for mark in made:
         for layer in mark.layers:
             yield mark._replace(layers=range(layer, layer + 1))
+
+
+def _nobody() -> None:
+    """Stand for the transfer that a closed log would wake."""
 
 
 def _range(which: Which, held: range, what: str, group: str) -> range:

@@ -25,7 +25,7 @@ from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
 from kvwire.transfers.base import UNMARKED, Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
-from kvwire.transfers.state import AttemptInput
+from kvwire.transfers.state import AttemptInput, AttemptState
 
 if TYPE_CHECKING:
     from kvwire.transfers.incoming import IncomingState
@@ -83,6 +83,9 @@ class ReceiveAttempt(Attempt):
         if self.incoming.outcome is None:
             self._note_parts()
         self.incoming.attempt_ended(error)
+        if self.state is AttemptState.OVER:
+            # Each names the other; else only the garbage collector would end both.
+            del self.incoming
 
     @property
     def marked_layers(self) -> int:

@@ -234,6 +234,9 @@ class SendAttempt(Attempt):
             damaged = self.connection.transfers.transfer(self.core).damaged
             self._damaged = [self._sent[number] for number in damaged]
         self.outgoing.attempt_ended(self, error)
+        if self.state is AttemptState.OVER:
+            # Each names the other; else only the garbage collector would end both.
+            del self.outgoing
 
     def resume(self, connection: ConnectionPort) -> None:
         """Go on with another link: what was not acknowledged is sent again."""

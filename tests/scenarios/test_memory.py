@@ -171,3 +171,22 @@ async def test_r49_the_producer_frees_while_its_last_layers_are_queued(
     await w.until(lambda: not w.p._state.registry.live)
     gc.collect()
     assert alive() is None, "and are held no longer than that"
+
+
+@scenario()
+async def test_ends_that_are_over_are_freed_without_the_garbage_collector(
+    w: World,
+) -> None:
+    gc.disable()
+    try:
+        out, inc = w.begin()
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        assert (await out).complete
+        await asyncio.gather(out.drained(), inc.drained())
+        ends = [weakref.ref(out._state), weakref.ref(inc._state)]
+        del out, inc
+        await w.until(lambda: not any(end() for end in ends))
+    finally:
+        gc.enable()
