@@ -185,6 +185,7 @@ async def test_ends_that_are_over_are_freed_without_the_garbage_collector(
         assert (await inc).complete
         assert (await out).complete
         await asyncio.gather(out.drained(), inc.drained())
+        ends: list[weakref.ref[object]]
         ends = [weakref.ref(out._state), weakref.ref(inc._state)]
         del out, inc
         await w.until(lambda: not any(end() for end in ends))
