@@ -171,7 +171,8 @@ class Address:
             return cls("inproc", full.removeprefix("inproc://").rstrip("/"))
         if port is None:
             raise UsageError(
-                f'address {text!r} has no port; write "host:0" for any free one'
+                f'address {text!r} has no port: write "host:7400"; to listen, '
+                f'"host:0" takes any free one'
             )
         return cls(parts.scheme, parts.hostname or "", port)
 

@@ -78,7 +78,11 @@ def written(report: PeerReport) -> RenderableType:
         title = f"the side that listened, {report.address}"
         hosts += [Text(), Text(title, style="bold"), host(report.there)]
     trials = [part for trial in report.trials for part in (Text(), negotiated(trial))]
-    said = "in order" if report.well else "NOT in order: see damaged, or the errors"
+    said = (
+        "in order"
+        if report.well
+        else "NOT in order: see what is damaged or stopped above"
+    )
     return Group(*hosts, *trials, Text(), Text(said, style="bold"))
 
 
