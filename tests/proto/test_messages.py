@@ -6,6 +6,7 @@ import pytest
 
 from kvwire.errors import (
     ClosedOK,
+    ConnectionLost,
     IntegrityError,
     MessageTooLarge,
     PeerCancelled,
@@ -288,6 +289,20 @@ def test_a_link_that_ends_within_a_message(behind: bool) -> None:
         receive = pair.server.recv(TAG, 100)
         assert pair.server.received(receive) == b"whole"
     assert not pair.server.core.messages.waits(TAG, whole=False)
+    assert len(pair.server.core.holds) == 0
+
+
+def test_a_link_that_ends_within_a_message_for_one_of_two_receives() -> None:
+    """Both fail, and the memory of the first is free once its link is gone."""
+    pair = ConnectionPair()
+    receives = [pair.server.recv(TAG, 100) for _ in range(2)]
+    pair.client.send(TAG, SMALL)
+    header, _ = pair.client.wire.popleft()
+    assert pair.server.header(header) is not None
+    pair.server.lose()
+    for receive in receives:
+        expect_error(pair.server, receive, ConnectionLost)
+        assert receive.buffer in pair.server.freed
     assert len(pair.server.core.holds) == 0
 
 
