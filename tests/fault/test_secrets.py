@@ -22,6 +22,7 @@ from kvwire import Connection, Grant, KVWireError, Request
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.proto.auth import Keys, key_id
 from kvwire.proto.handshake import Agreement, Identity
+from kvwire.proto.regions import GrantRow
 from kvwire.security.keys import read_key_file, write_key_file
 from tests.fault.stranger import TERMS, dial
 from tests.support.core_pair.handshakes import identity
@@ -84,12 +85,15 @@ class Notes:
 
 
 def keys_alive() -> list[bytes]:
-    """Every key that was derived and is still in use."""
+    """Every key that was derived and is still in use, and what is derived of them."""
     found = []
     for item in gc.get_objects():
         if isinstance(item, Keys):
-            found += [item.accept, item.confirm, *item.seal.values()]
-            found += item.grant.values()
+            found += [item.accept, item.confirm, item.lane]
+            found += [*item.seal.values(), *item.grant.values()]
+        elif isinstance(item, Agreement):
+            # Its beginning names the connection, in a grant too.
+            found.append(item.digest[16:])
     return found
 
 
@@ -102,12 +106,14 @@ async def test_nothing_secret_is_written_down(
     path = str(tmp_path / "key")
     notes = Notes()
     async with connected(scheme, trust="psk", psk_file=path) as pair:
+        grant = pair.far.register(bytearray(8)).grant(pair.right)
+        notes.show(grant, *(i for i in gc.get_objects() if isinstance(i, GrantRow)))
         await use(pair.left, pair.right, notes)
         await misuse(pair.left, pair.right, notes)
-        for holder in (Connection, ConnectionDriver, Identity, Agreement, Keys):
-            notes.show(*(i for i in gc.get_objects() if isinstance(i, holder)))
+        holders = (Connection, ConnectionDriver, Identity, Agreement, Keys)
+        notes.show(*(i for i in gc.get_objects() if isinstance(i, holders)))
         notes.show(pair, pair.near.config, pair.near._state.identity)
-        secrets = [CANARY, read_key_file(path), *keys_alive()]
+        secrets = [CANARY, read_key_file(path), grant.token, *keys_alive()]
         assert len(secrets) > 6
     notes.show(*(record.__dict__ for record in caplog.records))
     expect_absent(secrets, notes.text + caplog.text)
