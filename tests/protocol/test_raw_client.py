@@ -13,10 +13,10 @@ from kvwire.security.keys import read_key_file, write_key_file
 from tests.protocol.raw_client import (
     AGREE,
     AUTHENTICATION,
+    CANCELLED,
     COMMIT_ACK,
     FAIL,
     OPEN,
-    OTHER,
     PROFILE,
     RawLink,
     Refused,
@@ -248,7 +248,7 @@ async def test_too_late() -> None:
         out.abort("not needed")
         with pytest.raises(Refused, match="not needed") as refused:
             await ask(w.link, theirs.side(producer=False), 1)
-        assert refused.value.code == OTHER
+        assert refused.value.code == CANCELLED
 
 
 @pytest.mark.parametrize("produces", [False, True])
