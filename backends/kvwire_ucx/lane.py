@@ -31,8 +31,8 @@ and the peer may be reading our memory at this moment. So a side that ends with 
 under way waits for the peer's own bye: after that, the peer takes nothing for received.
 A peer that does not answer, because it is stopped, is not waited for. Should it go on
 one day, it may find that it has read memory which had other contents by then: then the
-payload's checksum is wrong, and it knows. Memory that it was lent for reading is waited
-for, however long that takes: it stays in quarantine until the peer goes on, or dies.
+payload's checksum is wrong, and it knows. A one-sided lane waits for it, however long
+that takes: what it may be reading stays in quarantine until it goes on, or dies.
 """
 
 from __future__ import annotations
@@ -264,6 +264,11 @@ class UcxLane(Lane):
     # --- payloads ---------------------------------------------------------------------
 
     @property
+    def intact(self) -> bool:
+        """See :class:`~kvwire.backend.Lane`; with a sender that waits for who reads."""
+        return self._one_sided is not None and self._one_sided.in_memory
+
+    @property
     def queued_bytes(self) -> int:
         """See :class:`~kvwire.backend.Lane`: UCX takes everything at once."""
         return 0
@@ -470,7 +475,7 @@ class UcxLane(Lane):
         """Wait no longer for the peer, unless it may be reading memory of ours."""
         # A peer that has said bye reads nothing any more.
         one_sided = None if self._peer_has_left else self._one_sided
-        if one_sided is not None and one_sided.must_wait:
+        if self._sends and one_sided is not None and one_sided.must_wait:
             _log.warning(
                 "ucx: the peer does not answer and may be reading memory that it was "
                 "lent; that stays in quarantine until it goes on or ends"

@@ -14,7 +14,8 @@ its own worker, and is quiet when that is destroyed. The sender's memory is quie
 its receipt has come, when the peer has said bye, or when its keys are dead, which ends
 all reading but one kind: a process of this host reads another's memory without asking
 it (cma). Then only the peer's own word counts, or its death; see
-:attr:`OneSidedPayloads.must_wait`.
+:attr:`OneSidedPayloads.must_wait`. So is it with messages of such a lane, which UCX may
+have the peer read likewise.
 
 Only what reads by itself is used, a network card or the kernel. Over TCP and plain
 shared memory UCX emulates a get with messages, and ends the *lender's* process when one
@@ -56,6 +57,7 @@ GETS_MAX: Final = 2 * PIECES_MAX
 # Transports of UCX that read memory of the peer without its help: the kernel within
 # this host, network cards elsewhere.
 _KERNEL: Final = re.compile(r"(cma|knem|xpmem)(/|$)")
+_MEMORY: Final = re.compile(r"(cma|knem|xpmem|sysv|posix|self)(/|$)")
 _CARD: Final = re.compile(r"(rc|dc|srd)(_|/|$)")
 # UCX reads keys without a length. A malicious one then leads into zeros: at most 64
 # domains of 255 bytes.
@@ -82,7 +84,6 @@ class OneSidedPayloads:
         self._endpoint = endpoint
         context = worker.context
         self._ranges = Registrations(context, context.settings.registrations)
-        self.unread = 0
         self._process: int | None = None
         # A byte for all receipts: that one has come is all there is to know.
         self._receipt = MemoryHandles(memoryview(bytearray(1)))
@@ -98,8 +99,13 @@ class OneSidedPayloads:
 
     @property
     def must_wait(self) -> bool:
-        """Tell whether the peer may be reading and nothing here would end that."""
-        return self.unread > 0 and any(map(_KERNEL.match, self._transports))
+        """Tell whether the peer may read what is under way whatever ends here."""
+        return any(map(_KERNEL.match, self._transports))
+
+    @property
+    def in_memory(self) -> bool:
+        """Tell whether payload goes from memory to memory, and never on a wire."""
+        return self.reads and all(map(_MEMORY.match, self._transports))
 
     def when_reader_dies(self, call: Callable[[], None]) -> None:
         """Call once the peer's process, which is of this host, has ended.
@@ -162,13 +168,11 @@ class OneSidedPayloads:
     ) -> None:
         def done(status: int, _nbytes: int) -> None:
             if status == OK:
-                self.unread -= 1
                 self._ranges.give_back(lent)
                 assert payload is not None  # it has lived until here
             on_read(status)
 
         self._worker.receive(self._receipt, self._own.tag(number | RECEIPT), done)
-        self.unread += 1
 
     def read(
         self, number: int, lent: list[LentFragment], payload: Payload, on_read: OnRead

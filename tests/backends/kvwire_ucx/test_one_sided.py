@@ -71,6 +71,8 @@ async def test_every_byte_of_a_put_or_get_is_read_where_it_lies(
 async def test_one_side_alone_is_not_one_sided() -> None:
     async with pair("ucx", settings(), settings(one_sided="no")) as both:
         assert "one-sided" not in str(both.ab.transport_report)
+        lane = both.ab._state.driver.lanes.open[0].lane
+        assert not lane.intact
         request = both.ab.send(1, bytes(MIB))
         assert await both.ba.recv(1) == bytes(MIB)
         await request
@@ -148,6 +150,7 @@ async def test_what_ucx_would_read_by_messages_is_sent() -> None:
     left, right = await rig.pair()
     right.holding = True
     left.send(MIB)
+    assert not left.lane.intact
     assert not is_lent(right.inbox[0].descriptor)
     right.take()
     await rig.moved(left, right, 1)
@@ -186,14 +189,19 @@ async def test_a_range_may_stay_registered() -> None:
     await rig.aclose()
 
 
+@pytest.mark.parametrize("nbytes", [MIB, 64 * KIB], ids=["lent", "a message"])
 async def test_a_stopped_reader_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nbytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Memory that it may be reading stays in quarantine until it goes on."""
+    """Memory that it may be reading stays in quarantine until it goes on.
+
+    UCX reads messages likewise, so what arrives over such a lane is never stale.
+    """
     monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
     rig = LaneRig(UcxBackend, settings(), 10)
     left, right = await rig.held_pair()
-    left.send(MIB)
+    left.send(nbytes)
+    assert left.lane.intact
     stopped: Any = right.lane
     stopped._worker._turning = True  # takes no turn, as a process that is stopped
     left.abort()
