@@ -87,17 +87,14 @@ class Coded:
         self.sizes = [self.encode(at) for at in rows]
 
     def encode(self, at: int) -> int:
-        """Encode an image; bytes of its entry."""
         return encode_entry(self._codec, self.images[at], self.form, self._entries[at])
 
     def decode(self, at: int) -> int:
-        """Decode an image."""
         entry = self._entries[at, : self.sizes[at]]
         decode_entry(entry, self.form, self.decoded[at], self._name)
         return self.form.nbytes
 
     def copy(self, at: int) -> int:
-        """Copy an image."""
         np.copyto(self.decoded[at], self.images[at])
         return self.form.nbytes
 
@@ -114,7 +111,6 @@ class Loss:
 
 
 def loss(codec: str, images: str) -> Loss:
-    """Find out what a codec saves and loses."""
     coded = Coded(codec, images)
     for at, size in enumerate(coded.sizes):
         (coded.decode if size else coded.copy)(at)

@@ -58,7 +58,6 @@ class Cost:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def median(self, measure: str, key: str) -> list[float]:
-        """Of all rounds, at the left and at the right side; empty if it failed."""
         sides = zip(*self.answers[measure], strict=True)
         return [median(one[key] for one in side) for side in sides]
 
@@ -74,7 +73,6 @@ def cost(
     rounds: int,
     progress: Callable[[str], None],
 ) -> list[Cost]:
-    """Measure every transport, in a new pair of processes in each round."""
     work = work_of("pull", LAYER_BYTES, cross_layer=False, round_bytes=round_bytes)
     found = [Cost(f"kvwire {name}", work) for name in transports]
     for _ in range(rounds):

@@ -64,7 +64,6 @@ def works() -> Mapping[str, Work]:
 
 
 async def count(work: Work, transport: str) -> Counts:
-    """Count one operation."""
     options = {"transport": transport}
     both: JoinedSide[Any] = JoinedSide(OpsSide(options), OpsSide(options))
     if work in store_operations().values():

@@ -34,7 +34,6 @@ def missing() -> Missing | None:
 
 
 def contender() -> Contender:
-    """One stream of bytes."""
     return Contender("iperf3", Iperf3Side, alone=True)
 
 
@@ -79,7 +78,6 @@ class Iperf3Side(BenchSide[OpsWork]):
         return [seconds * work.moved_bytes]
 
     async def cpu(self) -> float:
-        """Of both of its processes."""
         return self._cpu_s
 
     async def close(self) -> None:

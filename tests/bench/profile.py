@@ -51,7 +51,6 @@ class ProfiledSide(OpsSide):
 
 
 def costs() -> list[float]:
-    """Return what this process has used so far, as :data:`COSTS` names it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = time.perf_counter(), used.ru_utime, used.ru_stime
     return [*(1e3 * s for s in seconds), used.ru_nvcsw, used.ru_minflt]

@@ -32,13 +32,10 @@ _CPU: Final = ("used_cpu_sys", "used_cpu_user")
 
 
 def missing() -> Missing | None:
-    """What to do if redis-server is not installed; None if it is."""
     return None if shutil.which(PROGRAM) else Missing(PROGRAM, INSTALL)
 
 
 class RedisSide(PeerSide):
-    """A server, and one connection to it."""
-
     _socket: socket.socket
 
     def __init__(self, options: Mapping[str, str]) -> None:

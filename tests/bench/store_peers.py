@@ -51,7 +51,6 @@ class FlatSet:
         return self.sets[-1]
 
     def block(self, at: int) -> tuple[Bytes, Bytes]:
-        """A block that is there, and where it is wanted."""
         part = slice(self.blocks[at], self.blocks[at] + self._nbytes)
         return self.have[part], self.want[part]
 
@@ -83,7 +82,6 @@ class PeerSide(BlocksSide):
         """Get ready for a round."""
 
     def flat(self, work: StoreWork) -> FlatSet:
-        """The set of this size."""
         if work.nbytes not in self._sets:
             self._sets[work.nbytes] = FlatSet(work)
         return self._sets[work.nbytes]

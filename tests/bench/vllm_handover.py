@@ -47,8 +47,6 @@ FETCHED: Final = "vllm:external_prefix_cache_hits_total"
 
 @dataclass(slots=True)
 class Found:
-    """What was measured of one model."""
-
     # Of the model.
     shape: str
     # By contender and by ``length x concurrency``.
@@ -57,12 +55,10 @@ class Found:
     fetched: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, column: str, *samples: Sample) -> None:
-        """Keep samples of a contender."""
         self.samples.setdefault(name, {}).setdefault(column, []).extend(samples)
 
 
 def main() -> int:
-    """Measure and print; the exit status."""
     options = _options()
     began = time.monotonic()
     about = {

@@ -25,8 +25,6 @@ CLIENT: Final = httpx.Client(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request."""
-
     # Until prefill had answered.
     prefill_s: float
     # From there to decode's first token.
@@ -36,7 +34,6 @@ class Sample:
 
 
 def ask_alone(engine: Engine, ids: list[int]) -> Sample:
-    """Have one engine compute a prompt."""
     return Sample(_prefill(engine, ids, None)[0])
 
 
@@ -81,7 +78,6 @@ def _prefill(
 
 
 def _decode(engine: Engine, ids: list[int], params: Any) -> list[float]:
-    """When each token came."""
     body = _body(ids, DECODE_STEPS, params) | {"stream": True}
     with CLIENT.stream("POST", f"{engine.url}/v1/completions", json=body) as said:
         said.raise_for_status()

@@ -50,8 +50,6 @@ Connector = Callable[[str, str], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which processes and cores an engine has."""
-
     # The server's processes run on one core. If not, only what computes in parallel
     # does, and only if vLLM binds it.
     bound: bool
@@ -113,7 +111,6 @@ def server(
     placement: Placement,
     host: Host = HERE,
 ) -> Engine:
-    """A server of a model, not started."""
     port, kv = free_port(), free_port()
     core %= os.cpu_count() or 1
     bound = ("taskset", "-c", str(core)) if placement.bound else ()

@@ -51,8 +51,6 @@ _COMPUTED: Final = "computed, without a store"
 
 @dataclass(slots=True)
 class Found:
-    """What was measured."""
-
     # Seconds to the first token, by what kept the prompt and its length.
     first_s: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -60,7 +58,6 @@ class Found:
     wrong: int = 0
 
     def ask(self, row: str, engine: Engine, prompts: list[list[int]]) -> None:
-        """Ask for each prompt, one after the other."""
         print(f"{row} ...", flush=True)
         for ids in prompts:
             seconds, answer = _ask(engine, ids)
@@ -72,7 +69,6 @@ class Found:
 
 
 def main() -> int:
-    """Measure and print; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="prompts of each length")
     parser.add_argument("--json", type=Path, help="where every sample goes")
@@ -117,7 +113,6 @@ class _Starter:
         )
 
     def on(self, *tiers: str) -> Engine:
-        """An engine on a store of these tiers."""
         extra = {"tiers": tiers, "lookup_timeout_s": 60.0}
         return self(
             {
@@ -224,7 +219,6 @@ def _forget(engine: Engine) -> None:
 
 
 def _ask(engine: Engine, ids: list[int]) -> tuple[float, list[int]]:
-    """Seconds to the first token, and the whole answer."""
     body = {
         "model": "m",
         "prompt": ids,

@@ -23,8 +23,6 @@ _BURST: Final = "256k"
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a server runs."""
-
     # Its address for requests.
     http: str
     # Its address for KV.
@@ -51,7 +49,6 @@ HERE: Final = Host("127.0.0.1", "127.0.0.1")
 
 @contextmanager
 def two_hosts(rate: str, folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by a wire, until the end of the block."""
     key = folder / "key"
     write_key_file(key)
     names = [f"kvwire-{os.getpid()}-{side}" for side in "lr"]

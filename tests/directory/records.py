@@ -15,7 +15,6 @@ from kvwire.directory.file import FileDirectory
 
 
 def record(number: int = 1, **fields: Any) -> Record:
-    """The record of a member, told from others by its number."""
     fields = {
         "name": f"n{number}",
         "address": f"tcp://127.0.0.1:{7000 + number}",

@@ -22,7 +22,6 @@ from tests.support.servers import nats_server, redis_server
 def url(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Where a directory of each kind is."""
     match request.param:
         case "file":
             yield f"file:{tmp_path_factory.mktemp('fleet')}?interval_s=0.05"
@@ -43,8 +42,6 @@ async def test_directory(url: str, check: Check) -> None:
 
 
 class Forgetful(FileDirectory):
-    """Erases nothing."""
-
     async def erase(self, key: str) -> None:
         pass
 

@@ -55,8 +55,6 @@ class ApiServer:
 
 
 class Watch:
-    """One watch that is open."""
-
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
 
@@ -71,7 +69,6 @@ class Watch:
 
 
 def pods(name: str, *hosts: str, ready: bool | None = True) -> Slice:
-    """A slice with an endpoint for each address."""
     return {
         "metadata": {"name": name, "resourceVersion": "8"},
         "addressType": "IPv4",

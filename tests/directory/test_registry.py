@@ -14,7 +14,6 @@ from kvwire.directory.registry import without_password
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
-    """These are the directories called "mine"."""
     points = metadata.EntryPoints(
         metadata.EntryPoint("mine", value, "kvwire.directories") for value in values
     )

@@ -39,14 +39,11 @@ ONE_REQUEST = -(-(len(PROMPT) + NEW) // 16)
 
 
 class Server:
-    """A role of the example, and the line in which it says where it is."""
-
     def __init__(self, process: asyncio.subprocess.Process, line: str) -> None:
         self.process = process
         self.address = line.rpartition(" ")[2]
 
     async def says(self, line: str) -> None:
-        """Wait until it prints a line."""
         assert self.process.stdout is not None
         while (said := await self.process.stdout.readline()).decode().strip() != line:
             assert said, f"it ended without {line!r}"
@@ -71,7 +68,6 @@ async def server(folder: Path, *arguments: str) -> AsyncIterator[Server]:
 
 @contextlib.asynccontextmanager
 async def both(folder: Path, *options: str) -> AsyncIterator[tuple[Server, Server]]:
-    """Both roles, connected."""
     async with server(folder, "prefill", "--listen", "127.0.0.1:0") as prefill:
         where = ("--prefill", prefill.address, "--http", "127.0.0.1:0")
         async with server(folder, "decode", *where, *options) as decode:

@@ -32,8 +32,6 @@ def pieces(array: object, indices: npt.ArrayLike, nbytes: int) -> Fragments:
 
 
 class Gpu:
-    """Device 0 through one library."""
-
     def __init__(self, library: str) -> None:
         self.library = library
         try:

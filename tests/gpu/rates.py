@@ -75,7 +75,6 @@ def gather_ratio(ops: TorchOps, fragment_bytes: int) -> float:
 
 
 def interleaved(one: Callable[[], None], other: Callable[[], None]) -> list[float]:
-    """Median seconds of both."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
         for function, seen in zip((one, other), times, strict=True):

@@ -35,7 +35,6 @@ def tensors() -> dict[str, Any]:
 
 
 def side(stack: ExitStack, caches: dict[str, Any], **settings: Any) -> WorkerSide:
-    """A worker with these caches."""
     shape = CacheShape(
         block_tokens=BLOCK_TOKENS, kv_heads=HEADS, total_kv_heads=HEADS, head_dim=DIM
     )

@@ -110,7 +110,6 @@ def registered(backend: Any, pool: HostPool) -> None:
 
 
 def tokens(*pages: int) -> Any:
-    """The indices of some pages' tokens."""
     return torch.tensor([page * PAGE + at for page in pages for at in range(PAGE)])
 
 

@@ -107,7 +107,6 @@ def _kept(asked: object, written: Any) -> object:
 
 
 def query_of(panel: dict[str, Any]) -> str:
-    """Its query, as Grafana sends it."""
     query: str = panel["targets"][0]["expr"]
     return query.replace("$__rate_interval", _WINDOW)
 
@@ -127,7 +126,6 @@ class Prometheus:
         return found["data"]
 
     def answers(self, query: str) -> bool:
-        """Whether a query has a value now."""
         with suppress(OSError):  # it is starting
             return bool(self.ask("query", query=query)["result"])
         return False

@@ -52,8 +52,6 @@ async def test_peers_are_bounded() -> None:
         outcome = await inc
 
         class Named:
-            """A connection with another peer."""
-
             def __init__(self, name: str) -> None:
                 self.peer = replace(pair.ab.peer, name=name)
 

@@ -71,7 +71,6 @@ def test_sizes(count: int, said: str) -> None:
 
 
 def browser() -> str:
-    """A browser without a screen, if there is one."""
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
     for name in (os.environ.get("FLEET_TEST_BROWSER", ""), *names):
         if name and (found := shutil.which(name)):

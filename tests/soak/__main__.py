@@ -33,7 +33,6 @@ from tests.soak.stamps import Tally
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if every byte was right."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak")
     parser.add_argument("--gib", type=float, default=1.0, help="GiB to check")
     parser.add_argument("--seed", type=int, default=0)

@@ -234,7 +234,6 @@ class Fleet:
 
 @contextlib.contextmanager
 def directory(kind: str) -> Iterator[tuple[str, Server | None]]:
-    """A directory of a kind, and its server if it has one."""
     if kind == "file":
         with tempfile.TemporaryDirectory() as folder:
             yield f"file:{folder}?interval_s=0.1", None

@@ -64,7 +64,6 @@ class StampedCache:
         generation: int,
         positions: range,
     ) -> None:
-        """Stamp one layer of the blocks at some positions of a transfer's list."""
         for position in positions:
             block = blocks[position]
             self.words[layer][block] = self.stamp(transfer, layer, position, generation)
@@ -88,7 +87,6 @@ class StampedCache:
             words[blocks] = POISON
 
     def poisoned(self, blocks: list[int]) -> int:
-        """Bytes of free blocks that somebody has written to."""
         return sum(
             int(np.count_nonzero(words[blocks] != POISON)) * 8 for words in self.words
         )
@@ -96,8 +94,6 @@ class StampedCache:
 
 @dataclass
 class Tally:
-    """What a soak has seen."""
-
     nbytes: int = 0
     wrong_bytes: int = 0
     late_bytes: int = 0

@@ -22,14 +22,11 @@ LARGE = KVSpec(layers=4, kv_heads=4, head_dim=64, block_tokens=16, dtype="float1
 
 
 def chain(count: int, name: str = "") -> list[bytes]:
-    """Hashes of a chain; each name makes another one."""
     return [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(count)]
 
 
 @dataclass
 class Filled:
-    """A cache with one tensor for each layer, filled with bytes of a seed."""
-
     blocks: int = 16
     spec: KVSpec = SPEC
     layout: Layout = "NHD"
@@ -61,7 +58,6 @@ class Filled:
 
     @property
     def cache(self) -> PagedCache:
-        """It, as kvwire sees it."""
         return PagedCache(self.spec, self.tensors, self.layout)
 
     def tokens(self, blocks: list[int]) -> Array:

@@ -18,7 +18,6 @@ T = TypeVar("T", bound=Tier)
 
 
 def tier_of(store: BlockStore, kind: type[T]) -> T:
-    """The tier below memory."""
     (tier,) = store._tiers.below
     assert isinstance(tier, kind)
     return tier

@@ -18,8 +18,6 @@ Hook = Callable[[str, "Scripted", Views | None, int], None]
 
 
 class Scripted(File):
-    """Asks a hook before each system call."""
-
     hook: Hook
 
     def preadv(self, views: Views, offset: int) -> int:
@@ -47,7 +45,6 @@ class Scripted(File):
 
 
 def scripted(hook: Hook) -> type[Scripted]:
-    """A kind of file with a hook."""
     return type("Hooked", (Scripted,), {"hook": staticmethod(hook)})
 
 
@@ -73,7 +70,6 @@ class Faults:
             raise OSError(code, os.strerror(code))
 
     def full(self) -> None:
-        """From now on there is no room on the disk."""
         self.failing["pwritev"] = errno.ENOSPC
 
     def torn(self, call: str, code: int) -> None:
@@ -82,19 +78,16 @@ class Faults:
         self.tearing.add(call)
 
     def broken(self) -> None:
-        """From now on nothing can be read or written."""
         self.failing |= dict.fromkeys(("preadv", "pwritev", "sync"), errno.EIO)
 
 
 async def disk(path: Any, size: str = "1MiB", hook: Hook | None = None) -> DiskTier:
-    """A disk tier of its own."""
     address = TierAddress.parse(f"disk:{path}?size={size}")
     file_type = File if hook is None else scripted(hook)
     return await DiskTier.open(address, file_type=file_type)
 
 
 def store_on(*below: Tier, memory: str = "memory:128KiB", **how: Any) -> BlockStore:
-    """A store with tiers that are open already."""
     return BlockStore(
         TierAddress.parse(memory),
         below,

@@ -8,7 +8,6 @@ from mooncake.store import MooncakeDistributedStore
 
 
 def main(master: str, nbytes: int) -> None:
-    """Join, say so, and stay."""
     store = MooncakeDistributedStore()
     joined = store.setup(
         "127.0.0.1", "P2PHANDSHAKE", nbytes, 16 << 20, "tcp", "", master

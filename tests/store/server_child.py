@@ -13,8 +13,6 @@ from tests.support.tree import ROOT
 
 
 class ServerProcess:
-    """The parent's side of it."""
-
     def __init__(
         self, process: asyncio.subprocess.Process, port: int, said: str
     ) -> None:
@@ -25,20 +23,16 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its number."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
         return self._process.returncode is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Kill, stop or continue it."""
         os.kill(self._process.pid, number)
 
     async def wait(self) -> int:
-        """Its exit status."""
         return await self._process.wait()
 
 

@@ -38,7 +38,6 @@ class OnDevice:
         self.cache = PagedCache(LARGE, self.arrays, layout=layout)
 
     def blocks(self, ids: list[int]) -> Any:
-        """Its blocks in one order of axes."""
         values = _bits([array.read() for array in self.arrays])[:, ids]
         return (
             values if self.host.layout == "NHD" else values.transpose(0, 1, 2, 4, 3, 5)

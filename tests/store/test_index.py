@@ -246,7 +246,6 @@ def use(index: Index, keys: Keys) -> None:
 
 
 def steps_of(call: Callable[[], None]) -> int:
-    """The bytecodes of a call, those of kvwire's functions only."""
     steps = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -26,7 +26,6 @@ _LIBRARIES = {"object": "obstore", "redis": "redis", "mooncake": "mooncake"}
 
 
 def same(a: Filled, blocks: list[int], b: Filled, others: list[int]) -> bool:
-    """Whether blocks of two caches hold the same tokens."""
     return np.array_equal(a.tokens(blocks), b.tokens(others))
 
 

@@ -54,8 +54,6 @@ def test_tenants_are_numbered_named_once_and_bounded() -> None:
 
 
 class Clock:
-    """The time, as a test says it."""
-
     now = 1000.0
 
     def __call__(self) -> float:

@@ -29,7 +29,6 @@ OTHER = Namespace("kv", replace(SPEC, layers=1))
 
 @asynccontextmanager
 async def hierarchy(*below: FakeTier, through: bool = True) -> AsyncIterator[TierStack]:
-    """Sixteen slots of memory, and what is below."""
     threads = Threads()
     tiers = TierStack(
         Index(Slabs(1, 64 * KIB)), below, through=through, threads=threads
@@ -56,7 +55,6 @@ async def fill(tiers: TierStack, keys: Keys, order: int = 0) -> Ids:
 
 
 def batch(tiers: TierStack, keys: Keys) -> Batch:
-    """Images somewhere in memory; nobody reads them."""
     images = tiers.memory.images(np.arange(keys.size), NAMESPACE.image_bytes)
     return Batch(keys, np.zeros(keys.size, np.uint8), images)
 

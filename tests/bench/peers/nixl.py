@@ -23,8 +23,6 @@ _OPERATIONS: Final = {"push": "WRITE", "pull": "READ"}
 
 
 class Program(Peer):
-    """One agent; the left one reads and writes the right one's memory."""
-
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
         self._agent = nixl_agent(f"bench-{os.getpid()}", nixl_agent_config())

@@ -87,7 +87,6 @@ class Peer:
         words[:] = np.random.default_rng().integers(0, 2**63, words.size, np.uint64)
 
     def digest(self, work: dict[str, Any]) -> str:
-        """Of the fragments' bytes, in their order."""
         travelling = self.fragments()[self.rows].data
         return hashlib.blake2b(travelling, digest_size=_DIGEST_BYTES).hexdigest()
 
@@ -108,7 +107,6 @@ class Peer:
         """Left: nothing."""
 
     def cpu(self) -> float:
-        """CPU seconds of this process and all of its threads."""
         return time.process_time()
 
     def fragments(self) -> npt.NDArray[np.uint8]:
@@ -118,12 +116,10 @@ class Peer:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """Which of these rows travel."""
         rows: npt.NDArray[np.int64] = self.offsets // self.nbytes
         return rows
 
     def _take(self, work: dict[str, Any], side: int) -> bool:
-        """Whether it is another one."""
         if work == self.work:
             return False
         self.work, self.offsets = work, offsets(work, side)
@@ -151,7 +147,6 @@ def main() -> None:
 
 
 def serve(program: type[Peer], options: dict[str, str]) -> None:
-    """Answer call after call until the input ends."""
     # Ctrl-C reaches every process of a terminal; this one ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Libraries print what they like: the answers have a descriptor of their own.

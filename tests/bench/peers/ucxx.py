@@ -21,8 +21,6 @@ _IN_FLIGHT: Final = 64
 
 
 class Program(Peer):
-    """One endpoint; its loop runs while a call is answered."""
-
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__(options)
         self._loop = asyncio.new_event_loop()

@@ -73,7 +73,6 @@ class Host:
         return [self.free.pop() for _ in range(count)]
 
     def start(self, arrival: Arrival) -> None:
-        """Keep what has come."""
         self.on_start()
         self.arrived.append(arrival)
 

@@ -154,8 +154,6 @@ class Worker:
 
 
 class AsyncWorker:
-    """Does several things at a time."""
-
     @through_kvwire  # type: ignore[untyped-decorator]
     async def make(self, what: Any) -> Any:
         return what
@@ -165,8 +163,6 @@ class AsyncWorker:
 
 
 class Gate:
-    """Is what others wait at."""
-
     def __init__(self) -> None:
         self._entered, self._open = asyncio.Event(), asyncio.Event()
 

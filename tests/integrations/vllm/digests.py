@@ -18,8 +18,6 @@ class HasCaches(Protocol):
 
 
 class CacheDigests:
-    """Digests of blocks."""
-
     def block_digests(self: HasCaches) -> list[list[str]]:
         """Of each block that was ever written to, layer by layer."""
         return [

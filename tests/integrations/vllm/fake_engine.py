@@ -35,13 +35,11 @@ vllm:external_prefix_cache_hits_total{model_name="m"} 90.0
 
 
 def tokens_of(prompt: Any, count: int) -> list[int]:
-    """What every engine makes of a prompt."""
     text = json.dumps(prompt)
     return [hashlib.sha256(f"{text}{i}".encode()).digest()[0] for i in range(count)]
 
 
 def record(port: int, role: str, incarnation: str, **fields: Any) -> Record:
-    """What an engine says of itself."""
     labels = {
         "http": f"http://127.0.0.1:{port}",
         "slots": "8",
@@ -81,12 +79,10 @@ async def complete(request: Request) -> Response:
 
 
 async def health(_: Request) -> Response:
-    """Nothing, as vLLM's."""
     return Response()
 
 
 async def metrics(_: Request) -> Response:
-    """A few lines of vLLM's."""
     return PlainTextResponse(METRICS)
 
 

@@ -47,8 +47,6 @@ class Feature:
 
 @dataclass
 class Request:
-    """A request of vLLM."""
-
     request_id: str
     prompt_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
@@ -66,8 +64,6 @@ class Request:
 
 @dataclass
 class New:
-    """A request that is scheduled for the first time."""
-
     req_id: str
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int = 0
@@ -75,8 +71,6 @@ class New:
 
 @dataclass
 class Cached:
-    """Requests that were scheduled before."""
-
     req_ids: list[str] = field(default_factory=list)
     new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
@@ -84,8 +78,6 @@ class Cached:
 
 @dataclass
 class Output:
-    """A step of the scheduler."""
-
     num_scheduled_tokens: dict[str, int]
     scheduled_new_reqs: list[New] = field(default_factory=list)
     scheduled_cached_reqs: Cached = field(default_factory=Cached)
@@ -141,7 +133,6 @@ def in_order(order: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def chunk(request_id: str, blocks: list[int], computed: int, tokens: int) -> Output:
-    """A later step of one request."""
     cached = Cached([request_id], [(blocks,) if blocks else None], [computed])
     return Output({request_id: tokens}, scheduled_cached_reqs=cached)
 
@@ -197,7 +188,6 @@ class Worker:
         self.side.register(self.arrays or self.tensors)
 
     def close(self) -> None:
-        """End its transfers, and its kernels."""
         self.side.close()
         if self.compute is not None:
             with suppress(RuntimeError):  # a test had the device fail

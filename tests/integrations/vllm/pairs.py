@@ -23,8 +23,6 @@ from tests.support.waiting import eventually
 
 
 class Pair:
-    """A prefill and a decode engine, asked at once."""
-
     def __init__(
         self, prefill: Engine, decode: Engine, *, references: References = UNSIGNED
     ) -> None:
@@ -53,7 +51,6 @@ class Pair:
         assert eventually(lambda: self.idle)
 
     def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
-        """What the two make of a prompt."""
         name = secrets.token_hex(8)
         sends = {
             "do_remote_decode": True,
@@ -77,7 +74,6 @@ class Pair:
 
 @contextmanager
 def running(*engines: Process) -> Iterator[None]:
-    """Engines that serve, until the end of the block."""
     try:
         for one in engines:
             one.start()

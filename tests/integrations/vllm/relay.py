@@ -47,7 +47,6 @@ class Relay:
         return list(range(prompt * self._blocks, (prompt + 1) * self._blocks))
 
     async def take(self, engine: Engine, name: str, prompt: int = 0) -> None:
-        """Fetch what an engine has computed."""
         link = await self._communicator.connect(engine.kv)
         tokens = self._blocks * BLOCK_TOKENS
         part = link.pull(name, self._cache, self._of(prompt), tokens=tokens)

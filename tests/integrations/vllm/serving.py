@@ -43,7 +43,6 @@ class Process:
     running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; ``wait`` says when it is up."""
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
                 self.command,
@@ -54,7 +53,6 @@ class Process:
             )
 
     def wait(self) -> None:
-        """Wait until it serves."""
         assert self.running is not None
         end = time.monotonic() + STARTS_WITHIN_S
         while time.monotonic() < end:
@@ -77,30 +75,24 @@ class Process:
             self.running = None
 
     def tail(self) -> str:
-        """The end of its output."""
         return self.log.read_text(errors="replace")[-4000:]
 
 
 @dataclass
 class Engine(Process):
-    """A vLLM server with the connector."""
-
     kv: str = ""  # where each of its ranks listens for KV, with commas
     stages: int = 1  # of pipeline parallelism
 
     def generate(self, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
-        """Ask it alone; the whole answer."""
         return complete(self.url, prompt, tokens, **more)
 
     def metric(self, name: str) -> float:
-        """One of its metrics, over all labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     @property
     def idle(self) -> bool:
-        """Whether no request and no block is in use."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         return not any(self.metric(f"vllm:{name}") for name in names)
 
@@ -116,7 +108,6 @@ def engine(
     stages: int = 1,
     beside: Sequence[dict[str, Any]] = (),
 ) -> Engine:
-    """A server of a model, not started."""
     kv_port = free_port()
     workers = ranks * stages
     listen = [f"127.0.0.1:{kv_port + worker}" for worker in range(workers)]
@@ -157,7 +148,6 @@ def engine(
 
 
 def kvwire_config(listen: str, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``kv-transfer-config`` of our connector."""
     return {
         "kv_connector": "KvwireConnector",
         "kv_connector_module_path": "kvwire.integrations.vllm",
@@ -190,13 +180,10 @@ def server(
 
 
 class Front(Process):
-    """The proxy."""
-
     def post(self, path: str, **asked: Any) -> Any:
         return httpx.post(f"{self.url}{path}", json=asked, timeout=ANSWERS_WITHIN_S)
 
     def engines(self, gauge: str) -> set[str]:
-        """URLs of the engines of which a gauge is not 0."""
         text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
         return engines_of(text, gauge)
 
@@ -208,7 +195,6 @@ def engines_of(metrics: str, gauge: str) -> set[str]:
 
 
 def front(folder: Path, *arguments: str) -> Front:
-    """The proxy, not started."""
     port = free_port()
     command = [sys.executable, "-m", "kvwire.integrations.vllm.proxy"]
     command += ["--port", str(port), *arguments]
@@ -216,7 +202,6 @@ def front(folder: Path, *arguments: str) -> Front:
 
 
 def before(prefill: Engine, decode: Engine) -> list[str]:
-    """Arguments of a proxy before two engines."""
     said = [f"{e.url}={e.kv},stages={e.stages}" for e in (prefill, decode)]
     return ["--prefill", said[0], "--decode", said[1]]
 
@@ -240,7 +225,6 @@ def complete(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> 
 
 
 def tokens_of(answer: Any) -> list[int]:
-    """The token ids of a completion."""
     found: list[int] = answer["choices"][0]["token_ids"]
     return found
 

@@ -22,14 +22,12 @@ FROM, INTO = [3, 1, 4], [9, 2, 6]
 
 
 def addresses(group: list[Worker]) -> tuple[str, ...]:
-    """Where the ranks of an engine listen."""
     return tuple(worker.side.address for worker in group)
 
 
 def sending(
     blocks: list[int], stop: int, remote: tuple[str, ...] = (), stages: int = 1
 ) -> WorkerStep:
-    """A step that prefills the prompt up to a token, and sends it."""
     send = SendPrompt(
         request_id="p",
         transfer_id="t",
@@ -50,7 +48,6 @@ def written(blocks: list[int], stop: int) -> ComputedTokens:
 
 
 def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerStep:
-    """A step that fetches the prompt for decode."""
     load = LoadPrompt(
         request_id="d",
         transfer_id="t",
@@ -66,7 +63,6 @@ def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerSte
 
 
 def fetch(worker: Worker, step: WorkerStep) -> None:
-    """Begin a step that fetches."""
     worker.side.begin_step(step)
     worker.side.start_loads()
 
@@ -83,7 +79,6 @@ def freed(worker: Worker) -> bool:
 
 
 def write_layers(worker: Worker, blocks: list[int], names: Sequence[str]) -> None:
-    """Some layers of a step, with the hook behind each."""
     for name in names:
         worker.write(name, blocks)
         worker.side.layer_written(name)
@@ -96,7 +91,6 @@ def drained(worker: Worker) -> bool:
 
 
 def prefill(worker: Worker, step: WorkerStep, blocks: list[int] = FROM) -> None:
-    """A step that computes some blocks of the prompt."""
     worker.side.begin_step(step)
     worker.forward(blocks)
 

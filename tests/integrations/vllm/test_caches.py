@@ -89,18 +89,15 @@ def test_a_cache_of_fp8_is_one_of_bytes() -> None:
 
 
 def spec(kind: str = "AttentionSpec", **fields: Any) -> Any:
-    """What vLLM says of the cache of one group."""
     usual = {"num_kv_heads": 2, "head_size": 64, "block_size": 16}
     return type(kind, (), usual | fields)()
 
 
 def windowed() -> Any:
-    """Of layers with a window."""
     return spec("SlidingWindowSpec", sliding_window=100)
 
 
 def state(speculative: int = 0) -> Any:
-    """Of layers with a recurrent state."""
     shapes, dtypes = ((3, 8), (4, 5)), (np.dtype("f4"), np.dtype("f2"))
     more = {"block_size": 1024, "num_speculative_blocks": speculative}
     return spec("MambaSpec", shapes=shapes, dtypes=dtypes, **more)

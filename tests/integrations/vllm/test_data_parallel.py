@@ -17,7 +17,6 @@ pytestmark = [NEEDS_VLLM, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two engines behind one address, and one."""
     folder = tmp_path_factory.mktemp("vllm")
     model = make_model("gqa", folder)
     transfer = {"lease_s": 60.0, "require": ["tcp"]}

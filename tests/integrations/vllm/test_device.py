@@ -45,17 +45,14 @@ class Gpus:
         self._stack = stack
 
     def worker(self, **settings: Any) -> Worker:
-        """A worker on a device."""
         device = SimulatedDevice()
         self._stack.callback(device.close)
         return self.host_worker(device=device, **settings)
 
     def host_worker(self, **settings: Any) -> Worker:
-        """A worker in host memory."""
         return self._stack.enter_context(closing(Worker(**settings)))
 
     def of(self, worker: Worker) -> SimulatedDevice:
-        """The device of a worker."""
         assert worker.device is not None
         return worker.device
 
@@ -104,8 +101,6 @@ def void(_: object) -> None:
 
 
 def copying(worker: Worker) -> bool:
-    """Whether one of its copies is queued on the device."""
-
     async def look(communicator: Communicator) -> bool:
         return any(not c._state.staging.quiet for c in communicator.live_connections)
 
@@ -113,7 +108,6 @@ def copying(worker: Worker) -> bool:
 
 
 def untouched(worker: Worker) -> bool:
-    """Whether no block was ever written to."""
     return all((worker.read(name) == FREE).all() for name in NAMES)
 
 
@@ -205,7 +199,6 @@ def test_a_step_that_sends_nothing_records_nothing(
 
 
 def counted(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The events that are recorded on the caller's stream from now on."""
     recorded: list[object] = []
     record = device.record_current
 

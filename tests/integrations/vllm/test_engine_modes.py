@@ -35,8 +35,6 @@ pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run two engines."""
-
     kind: str  # of the model
     # Keys of kv_connector_extra_config.
     transfer: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +64,6 @@ WAYS: dict[str, Way] = {
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Two engines."""
     folder = tmp_path_factory.mktemp("vllm")
     way = WAYS[request.param]
     model = make_model(way.kind, folder)
@@ -127,7 +124,6 @@ def test_encoded_rows(model: Path, tmp_path: Path) -> None:
 
 
 def files(folder: Path) -> dict[str, Any]:
-    """vLLM's own connector that keeps KV in files."""
     return {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

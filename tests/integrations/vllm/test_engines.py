@@ -44,13 +44,10 @@ LEASE_S = 3.0
 
 
 class Found(Pair):
-    """A pair behind a proxy; where decode says again what it has published."""
-
     proxy: Process
     events: str
 
     def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
-        """What the two make of a prompt, asked by the proxy."""
         return tokens_of(complete(self.proxy.url, ids))
 
 
@@ -86,7 +83,6 @@ def collector() -> Iterator[Collector]:
 def pair(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Found]:
-    """Two engines of a model with grouped queries, and the proxy."""
     folder = tmp_path_factory.mktemp("vllm")
     model = make_model("gqa", folder)
     transfer = {"lease_s": LEASE_S, "require": ["tcp"]}
@@ -284,7 +280,6 @@ AFFECTED = re.compile(r"request\(s\) rescheduled \((\d+) tokens affected\)")
 
 
 def affected(pair: Found) -> int:
-    """Tokens that decode has computed again so far, as vLLM says."""
     found = AFFECTED.findall(pair.decode.log.read_text(errors="replace"))
     return sum(map(int, found))
 

@@ -34,8 +34,6 @@ FETCHED = "vllm:external_prefix_cache_hits_total"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An engine that prefills, two that decode, and the proxy that has found them."""
-
     prefill: Engine
     first: Engine
     second: Engine
@@ -47,7 +45,6 @@ class Found:
         return eventually(lambda: self.proxy.engines("up") == wanted)
 
     def right(self, seed: int, alone: Engine) -> None:
-        """Check that an answer is that of one engine alone."""
         ids = prompt(900, seed)
         want = tokens_of(alone.generate(ids, cache_salt=f"alone {seed}"))
         assert tokens_of(complete(self.proxy.url, ids)) == want

@@ -36,8 +36,6 @@ TOKENS = 400
 
 @dataclass(slots=True)
 class Stream:
-    """A client's stream: its tokens, and when each came."""
-
     id: str = ""
     tokens: list[int] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
@@ -97,20 +95,16 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Two:
-    """Two engines that decode, and the proxy before them."""
-
     engines: tuple[Engine, Engine]
     proxy: Front
 
     def at_work(self) -> Engine:
-        """The engine that has the one request."""
         busy = self.proxy.engines("running")
         return next(one for one in self.engines if one.url in busy)
 
     def right(
         self, ids: list[int], at: int, then: Callable[[], None], *, chat: bool = False
     ) -> Stream:
-        """Check that a stream is that of one engine alone, whatever is done."""
         one = Stream(chat=chat)
         one.read(self.proxy.url, ids, at, then)
         alone = next(one for one in self.engines if one.running is not None)
@@ -125,7 +119,6 @@ class Two:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    """Both of them, started."""
     folder = tmp_path_factory.mktemp("two")
     model = make_model("gqa", folder)
     shared = {"lease_s": 3.0, "require": ["tcp"]}

@@ -14,7 +14,6 @@ from tests.integrations.vllm.faults.arena import Tally
 
 
 def answer(*tokens: int, best: tuple[float, float] = (9.0, 5.0)) -> Any:
-    """A completion, and the two best logits of each of its tokens."""
     logits = [{f"token_id:{one}": best[0], "token_id:7": best[1]} for one in tokens]
     return {
         "choices": [{"token_ids": list(tokens), "logprobs": {"top_logprobs": logits}}]

@@ -58,7 +58,6 @@ HERE = AllowedHosts()
 
 
 def member(port: int = 1, role: str = DECODE, start: int = 1, **fields: Any) -> Any:
-    """A rank of an engine, under its key."""
     said = record(port, role, f"{start:032x}", **fields)
     return said.key, read_member(said, HERE)
 
@@ -113,8 +112,6 @@ def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
 
 
 class First(Policy):
-    """A policy of somebody else's."""
-
     def choose(
         self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
     ) -> VllmEngine:

@@ -36,8 +36,6 @@ STUCK_S = 60.0
 
 @dataclass
 class FakeFleet:
-    """A proxy before engines, each a process."""
-
     proxy: Process
     engines: list[Process]
     server: Server | None
@@ -63,11 +61,9 @@ class FakeFleet:
         return "right" if whole else "wrong"
 
     async def up(self) -> set[str]:
-        """URLs of the engines that the proxy would send a request to."""
         return engines_of((await self.client.get("/metrics")).text, "up")
 
     async def until(self, condition: Callable[[set[str]], bool]) -> float:
-        """Wait until the engines that are up are so; how long that took."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         async with asyncio.timeout(STUCK_S):
@@ -76,7 +72,6 @@ class FakeFleet:
         return loop.time() - began
 
     async def all_up(self) -> None:
-        """Wait until all are."""
         await self.until(lambda up: up == {engine.url for engine in self.engines})
 
     async def load(self, work: Callable[[], Awaitable[None]], least: int) -> list[str]:
@@ -121,7 +116,6 @@ async def fleet(kind: str, folder: Path) -> AsyncIterator[FakeFleet]:
 
 
 async def stop(process: Process) -> None:
-    """End an engine as an orchestrator does."""
     assert process.running is not None
     process.running.send_signal(signal.SIGTERM)
     await asyncio.to_thread(process.running.wait, STUCK_S)

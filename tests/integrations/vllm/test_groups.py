@@ -71,7 +71,6 @@ class Hybrid:
         )
 
     def parts(self, blocks: dict[str, list[int]]) -> dict[str, Any]:
-        """What lies in the blocks of each group."""
         state = self.memory[0].view(np.uint8)[blocks["2 state"], :100]
         found = {name: self.memory[:, ids] for name, ids in blocks.items()}
         return found | {"2 state": state}
@@ -79,7 +78,6 @@ class Hybrid:
 
 @contextmanager
 def pair(**settings: Any) -> Iterator[tuple[Hybrid, Hybrid]]:
-    """A prefill and a decode worker."""
     made = Hybrid(**settings), Hybrid(**settings)
     rng = np.random.default_rng(3)
     made[0].memory[:] = rng.random(made[0].memory.shape, np.float32)

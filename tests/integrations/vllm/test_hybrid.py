@@ -41,7 +41,6 @@ WAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Two engines."""
     folder = tmp_path_factory.mktemp("vllm")
     kind, more, arguments = WAYS[request.param]
     model = make_model(kind, folder)

@@ -64,7 +64,6 @@ class Cache:
         )
 
     def say(self, *events: Any, raw: bytes | None = None, skip: int = 0) -> None:
-        """Publish."""
         self._number += 1 + skip
         raw = raw or msgspec.msgpack.encode([1.0, events, 0])
         self._socket.send_multipart([b"", self._number.to_bytes(8), raw])

@@ -42,7 +42,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def blocks_of(engine: Engine) -> list[set[str]]:
-    """What each layer's blocks hold, by digest."""
     said = httpx.post(
         f"{engine.url}/collective_rpc",
         json={"method": "block_digests"},

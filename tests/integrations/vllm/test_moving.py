@@ -118,15 +118,12 @@ class Decoder:
 
 
 class Client:
-    """Reads a stream, event by event."""
-
     def __init__(self, application: Starlette, **more: Any) -> None:
         self.parts = streamed(application, **{"max_tokens": COUNT} | more)
         self.events: list[dict[str, Any]] = []
         self.done = False
 
     async def read(self, events: int = 1000) -> None:
-        """Read so many events, or to the end."""
         async for part in self.parts:
             for event in part.decode().strip().split("\n\n"):
                 said = event.removeprefix("data: ")
@@ -143,7 +140,6 @@ class Client:
         return str(self.events[0]["id"])
 
     def right(self) -> None:
-        """Check that it is what one engine alone says, as of one engine."""
         assert self.done
         assert len({(one["id"], one.get("object")) for one in self.events}) == 1
         choices = [c for one in self.events for c in one["choices"]]
@@ -250,7 +246,6 @@ async def test_an_answer_that_is_no_stream_moves(
 
 
 async def events(parts: AsyncIterator[bytes], count: int) -> AsyncIterator[bytes]:
-    """The first events of a stream, which comes to no end."""
     for _ in range(2 * count):
         yield await anext(parts)
 

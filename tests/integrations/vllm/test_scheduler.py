@@ -46,7 +46,6 @@ def side(**keys: Any) -> SchedulerSide:
 
 
 def prefilling(blocks: list[int], **keys: Any) -> tuple[SchedulerSide, Request]:
-    """A request that got its first blocks."""
     scheduler, request = side(**keys), Request("r", TOKENS, dict(SENDS))
     scheduler.allocated(request, [blocks], 0)
     return scheduler, request

@@ -14,8 +14,6 @@ from kvwire.integrations.vllm.sending import ForwardPass, PromptBlocks, PromptSe
 
 
 class Heard:
-    """A departure that keeps what it is told."""
-
     def __init__(self) -> None:
         self.layers: list[list[int]] = []
         self.blocks: set[tuple[int, int]] = set()

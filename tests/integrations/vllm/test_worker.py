@@ -42,7 +42,6 @@ from tests.support.waiting import eventually
 def workers(
     producers: int = 1, consumers: int = 1, **settings: Any
 ) -> Iterator[tuple[list[Worker], list[Worker]]]:
-    """The ranks of a prefill and of a decode engine."""
     with engines((producers, 1), (consumers, 1), **settings) as (there, here):
         yield there, here
 

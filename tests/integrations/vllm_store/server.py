@@ -15,8 +15,6 @@ from tests.support.waiting import eventually
 
 
 class StoreServer:
-    """Runs ``kvwire store serve`` over memory and a disk."""
-
     def __init__(
         self, folder: Path, memory: str = "64MiB", disk: str = "256MiB"
     ) -> None:
@@ -33,7 +31,6 @@ class StoreServer:
         self.restart()
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
 
     def restart(self) -> None:
@@ -49,6 +46,5 @@ class StoreServer:
             return False
 
     def blocks(self) -> int:
-        """How many blocks are on its disk."""
         report = asyncio.run(ask_report(self.address, Config()))
         return report.tiers[-1].stats.blocks

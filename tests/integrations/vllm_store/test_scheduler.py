@@ -26,8 +26,6 @@ class Request(fakes.Request):
 
 
 class Store:
-    """Answers when it is told to."""
-
     def __init__(self) -> None:
         # What it was asked, and the answers.
         self.asked: list[tuple[list[bytes], Future[int]]] = []
@@ -58,7 +56,6 @@ def matched(
 
 
 def first(ids: list[int], computed: int, tokens: int) -> Output:
-    """The step in which the request is scheduled first."""
     return Output({"r": tokens}, [New("r", (ids,), computed)])
 
 

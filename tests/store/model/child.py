@@ -28,13 +28,11 @@ _Told = list[list[tuple[int, int]]]
 
 
 def told(shadow: Shadow) -> bytes:
-    """A shadow as one line of text."""
     sets = (getattr(shadow, field.name) for field in fields(shadow))
     return msgspec.json.encode([sorted(one) for one in sets]) + b"\n"
 
 
 def heard(line: bytes) -> Shadow:
-    """The shadow that a line of text is of."""
     sets = msgspec.json.decode(line, type=_Told)
     return Shadow(*({Block(*pair) for pair in one} for one in sets))
 
@@ -59,7 +57,6 @@ def _die(shadow: Shadow) -> None:
 
 
 def main() -> None:
-    """Live a round."""
     seed, directory, room = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     shadow = heard(sys.stdin.buffer.readline())
     this = Round(seed, directory, events=EVENTS, room=room, kill=_die, shadow=shadow)

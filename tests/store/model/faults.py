@@ -84,13 +84,11 @@ class Points:
         return plan.short
 
     def forget(self) -> None:
-        """Nothing is watched any more."""
         self.disarm()
         self._watched.clear()
         self._synced.clear()
 
     def watch(self, directory: Path) -> None:
-        """From now on what is synced in a directory is kept in mind."""
         self._watched.add(directory)
 
     def synced(self, path: Path) -> None:
@@ -119,7 +117,6 @@ POINTS: Final = Points()
 
 
 def files(directory: Path) -> list[Path]:
-    """The files of a directory, in the order of their names."""
     return sorted(directory.iterdir())
 
 

@@ -32,23 +32,19 @@ class Block(NamedTuple):
 
     @property
     def hash(self) -> bytes:
-        """The name it is put under."""
         named = self.kind % len(HEAD_DIMS), self.number
         return hashlib.sha256(repr(named).encode()).digest()
 
     @property
     def key(self) -> bytes:
-        """Its key in a tier."""
         return namespace_of_kind(self.kind).digest + self.hash
 
 
 def tenant_of(kind: int) -> str:
-    """Whose blocks of one kind are."""
     return TENANTS[kind // len(HEAD_DIMS)]
 
 
 def spec_of(kind: int) -> KVSpec:
-    """The spec of one kind of blocks."""
     kind %= len(HEAD_DIMS)
     return KVSpec(
         layers=1,
@@ -62,7 +58,6 @@ def spec_of(kind: int) -> KVSpec:
 
 @cache
 def namespace_of_kind(kind: int) -> Namespace:
-    """The namespace of one kind of blocks."""
     return Namespace("kv", spec_of(kind), tenant_of(kind))
 
 
@@ -75,18 +70,15 @@ class Cache:
 
     @classmethod
     def empty(cls, kind: int, blocks: int) -> Cache:
-        """A cache of zeros."""
         return cls(kind, np.zeros((blocks, spec_of(kind).block_bytes // 8), np.uint64))
 
     @classmethod
     def of(cls, kind: int, blocks: Iterable[Block]) -> Cache:
-        """A cache that holds some blocks, in this order."""
         numbers = np.array([block.number for block in blocks], np.uint64)
         return cls(kind, contents(kind, numbers))
 
     @property
     def paged(self) -> PagedCache:
-        """It, as kvwire sees it."""
         shape = (len(self.rows), 2, _TOKENS, 1, spec_of(self.kind).head_dim)
         return PagedCache(spec_of(self.kind), [self.rows.view(np.uint8).reshape(shape)])
 

@@ -29,7 +29,6 @@ class Clock:
     ahead_s = 0
 
     def __call__(self) -> float:
-        """Seconds since 1970."""
         return time.time() + self.ahead_s
 
 
@@ -105,7 +104,6 @@ class Life:
         self._store: BlockStore | None = None
 
     async def open(self) -> None:
-        """Open the store."""
         address = TierAddress.parse(f"disk:{self.directory}?{self.room.disk}")
         POINTS.watch(self.directory)
         self._tier = None
@@ -119,11 +117,9 @@ class Life:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is between its opening and its end."""
         return self._store is not None
 
     async def close(self) -> None:
-        """Close the store in order, if it is open."""
         if self._store is None:
             return
         before, evicted = set(self.shadow.sure), self._evicted
@@ -186,7 +182,6 @@ class Life:
             )
 
     async def delete(self, blocks: Sequence[Block]) -> None:
-        """Delete blocks of one kind."""
         self.shadow.forget(set(blocks))
         hashes, cache = [one.hash for one in blocks], Cache.empty(blocks[0].kind, 1)
         assert self._store is not None
@@ -217,7 +212,6 @@ class Life:
                 await self.get(blocks[first : first + 256])
 
     async def flush(self) -> None:
-        """Flush the store."""
         assert self._store is not None
         await self._store.flush()
         self.shadow.flushed |= self.shadow.sure

@@ -90,7 +90,6 @@ class Round:
         self.life.room = replace(self.life.room, disk=disk)
 
     async def run(self) -> None:
-        """Live several lives, and look at everything after each."""
         try:
             await self.life.open()
             await self.life.get_all()

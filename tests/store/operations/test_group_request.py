@@ -31,7 +31,6 @@ def image_bytes(request: GroupRequest, positions: list[int], order: int) -> byte
 
 
 def slow_image(store: Store, ids: Sequence[int], tokens: range, order: int) -> bytes:
-    """One image, one element after the other."""
     steps = {
         "layer": store.spec.layer_indices,
         "kv": range(store.spec.components),

@@ -43,7 +43,6 @@ NAMES = Names.of(as_keys(NAMESPACE.digest + one for one in chain(3)))
 
 
 def moving(kind: type[Put | Get], **changes: Any) -> Put | Get:
-    """A request to move three blocks, with some fields changed."""
     fields: dict[str, Any] = {
         "number": 7,
         "namespace": NamespaceText.of(NAMESPACE),

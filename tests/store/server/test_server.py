@@ -59,8 +59,6 @@ APART = Namespace("kv", LARGE)
 
 
 class Client:
-    """A client that does whatever a test wants."""
-
     def __init__(self, communicator: Communicator, connection: Connection) -> None:
         self.communicator = communicator
         self.connection = connection
@@ -74,7 +72,6 @@ class Client:
         return decode_reply(await self.connection.recv(TAG))
 
     async def dropped(self) -> bool:
-        """Whether the server ends the connection without an answer."""
         try:
             await self.connection.recv(TAG)
         except kvwire.ConnectionClosed:
@@ -96,7 +93,6 @@ async def client(server: StoreServer, *, hello: bool = True) -> AsyncIterator[Cl
 async def serving(
     *tiers: str, **arguments: Any
 ) -> AsyncIterator[tuple[BlockStore, StoreServer]]:
-    """A store, and a server of it."""
     async with (
         BlockStore.open(tiers or ["memory:1MiB"]) as store,
         StoreServer(store, "127.0.0.1:0", **arguments) as server,
@@ -105,7 +101,6 @@ async def serving(
 
 
 def where(server: StoreServer, options: str = "") -> str:
-    """The tier that a server is."""
     return f"kvwire://{server.address.host}:{server.address.port}{options}"
 
 
@@ -119,7 +114,6 @@ def moving(
     of: Namespace = NAMESPACE,
     **changes: Any,
 ) -> Put | Get:
-    """A request to move some blocks."""
     fields: dict[str, Any] = {
         "number": 1,
         "namespace": NamespaceText.of(of),
@@ -145,7 +139,6 @@ async def works(server: StoreServer, seed: int = 9) -> bool:
 
 
 async def nothing_is_taken(store: BlockStore, server: StoreServer) -> None:
-    """Wait until no slot is: the answer goes before that, so nobody is told."""
     slabs, served = store._tiers.memory.index.slabs, server._served
     await until(lambda: slabs.used_bytes == 0 and served.lent_bytes == 0)
 
@@ -396,7 +389,6 @@ async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> No
 
 
 def _damage(path: Path, part: bytes) -> None:
-    """Change one byte where some bytes stand in a file."""
     raw = bytearray(path.read_bytes())
     raw[raw.index(part)] ^= 1
     path.write_bytes(raw)

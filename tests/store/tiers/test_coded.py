@@ -44,7 +44,6 @@ def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> Tiers:
 
 
 def kv(seed: int = 1) -> Filled:
-    """A cache of normal numbers, whose exponents are close together."""
     filled = Filled(16, SPEC)
     rng = np.random.default_rng(seed)
     for tensor in filled.tensors:
@@ -69,7 +68,6 @@ async def put(tiers: list[str], source: Filled, name: str = "") -> tuple[int, in
 
 
 async def get(tiers: list[str], name: str = "") -> tuple[Filled, set[str]]:
-    """Get them by another store, into a cache of another layout."""
     async with BlockStore.open(tiers) as store:
         into = Filled(16, SPEC)
         outcome = await store.get(chain(len(IDS), name), into.cache, IDS)

@@ -292,7 +292,6 @@ async def expect_whole(path: Path, chosen: Chosen, which: range, found: int) -> 
 
 
 def change(path: Path, statement: str) -> None:
-    """What somebody else does to an index."""
     with closing(sqlite3.connect(path / "index.sqlite", isolation_level=None)) as db:
         db.execute(statement)
 

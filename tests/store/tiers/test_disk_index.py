@@ -40,7 +40,6 @@ def slots_in(index: DiskIndex) -> list[int]:
 
 
 def change(path: Path, statement: str, *values: object) -> None:
-    """What somebody else does to an index."""
     with closing(sqlite3.connect(path / "index", isolation_level=None)) as db:
         db.execute(statement, values)
 

@@ -50,7 +50,6 @@ def below() -> Below:
 
 @pytest.fixture
 def memory(below: Below) -> Iterator[MemoryTier]:
-    """Sixteen slots in one slab, above a tier."""
     made = MemoryTier(Index(Slabs(1, SLOTS * GRAIN_BYTES)), below.demote)
     yield made
     made.close()
@@ -62,7 +61,6 @@ def name(memory: MemoryTier, keys: Keys, slots: Ids) -> None:
 
 
 async def full(memory: MemoryTier) -> Keys:
-    """Every slot has a block that nobody uses."""
     keys = as_keys(chain(SLOTS))
     slots = memory.index.take(BYTES, SLOTS)
     assert slots.size == SLOTS

@@ -74,7 +74,6 @@ async def mooncake_nodes(
 
 @pytest.fixture(scope="module", params=[store_nodes, redis_nodes, mooncake_nodes])
 def nodes(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """What makes the nodes."""
     with ExitStack() as stack:
         if request.param is mooncake_nodes:
             stack.enter_context(mooncake_store())

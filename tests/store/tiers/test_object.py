@@ -36,7 +36,6 @@ obstore.put(obstore.store.MemoryStore(), "first", b"")
 
 
 def objects_in(folder: Path) -> list[Path]:
-    """Every file below a folder."""
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
@@ -57,7 +56,6 @@ async def test_what_is_deleted_has_no_object(tmp_path: Path) -> None:
 
 
 def file_of(folder: Path, one: bytes) -> Path:
-    """Where the object of a hash is."""
     return folder / path_of(NAMESPACE.digest + one)
 
 

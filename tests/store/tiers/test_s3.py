@@ -40,7 +40,6 @@ obstore.put(obstore.store.MemoryStore(), "first", b"")
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A server of S3 with one bucket."""
     with s3_server() as running:
         url = f"http://127.0.0.1:{running.port}"
         assert httpx.put(f"{url}/cache", content=b"").status_code == 200

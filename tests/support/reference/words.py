@@ -13,7 +13,6 @@ _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*)$")
 
 
 def purpose(thing: object) -> str:
-    """The first paragraph of a docstring, in one line."""
     text = inspect.getdoc(thing)
     assert text is not None, f"{thing!r} has no docstring"
     return markdown(text.split("\n\n")[0])

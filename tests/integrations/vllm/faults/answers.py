@@ -12,8 +12,6 @@ BF16: Final = 2.0**-8
 
 
 class Outcome(enum.Enum):
-    """What became of a request."""
-
     RIGHT = "right"
     NEAR = "near tie"
     WRONG = "wrong"

@@ -62,8 +62,6 @@ class Contender:
 
 @dataclass
 class Tally:
-    """What became of the requests of one fault."""
-
     outcomes: Counter[str] = field(default_factory=Counter)  # how many of each
     slowest_s: float = 0.0  # the longest that one took
     crashes: int = 0  # engines that ended, or had to be, without being killed
@@ -107,7 +105,6 @@ class Arena:
             self._known.append(Reference.of(ids, said))
 
     def known(self, number: int) -> Reference:
-        """A prompt whose answer is known."""
         return self._known[number % len(self._known)]
 
     def alone(self, number: int) -> None:
@@ -185,7 +182,6 @@ class Arena:
     # --- what is done to them -----------------------------------------------------
 
     def restart(self, engine: Engine) -> None:
-        """Kill an engine and start it on the same ports."""
         if engine is self.decode:
             self.killing = True
             self._decode_is_up.clear()
@@ -284,7 +280,6 @@ def arena(contender: Contender, kind: str) -> Iterator[Arena]:
 
 
 def _folder(contender: Contender, kind: str) -> Path:
-    """Where the logs of engines are kept."""
     path = Path("build", "faults", f"{contender.name}-{kind}").resolve()
     path.mkdir(parents=True, exist_ok=True)
     (path / "key").unlink(missing_ok=True)

@@ -113,8 +113,6 @@ def harmed(harm: Callable[[Arena], None]) -> Case:
 
 
 def during(fault: Callable[[Arena], AbstractContextManager[None]], s: float) -> Case:
-    """Have a fault for so many seconds."""
-
     def case(arena: Arena, count: int) -> None:
         def harm() -> None:
             with fault(arena):
@@ -152,7 +150,6 @@ CASES: Final[dict[str, Case]] = {
 
 
 def _references(arena: Arena) -> list[tuple[Reference, Params | None]]:
-    """References that nobody uses yet."""
     known = [arena.known(number) for number in range(HELD)]
     return [(one, arena.prefilled(one)) for one in known]
 
