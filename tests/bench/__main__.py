@@ -13,18 +13,8 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from kvwire.cli.bench import fragments as ours
-from kvwire.cli.bench import messages
+from kvwire.cli.bench import messages, report
 from kvwire.cli.bench import store as stores
-from kvwire.cli.bench.report import (
-    COMMON,
-    Common,
-    Loop,
-    Mebibytes,
-    Output,
-    Rounds,
-    progress_bar,
-    show,
-)
 from kvwire.cli.main import main
 from kvwire.limits import KIB, MIB
 from tests.bench import cost as costs
@@ -46,7 +36,7 @@ def _beside(run: Callable[..., int], join: Beside) -> Callable[..., int]:
     """A command of kvwire with others who stand beside it."""
 
     @functools.wraps(run)
-    def command(*, common: Common = COMMON, **options: Any) -> int:
+    def command(*, common: report.Common = report.COMMON, **options: Any) -> int:
         return run(**options, common=replace(common, beside=join))
 
     return command
@@ -65,9 +55,9 @@ def fragments(
     sizes_kib: ours.Kibibytes = ours.SIZES_KIB,
     verb: Literal["push", "pull", "both"] = "both",
     layout: Literal["per-layer", "cross-layer", "both"] = "both",
-    rounds: Rounds = 5,
-    round_mib: Mebibytes = 64,
-    common: Common = COMMON,
+    rounds: report.Rounds = 5,
+    round_mib: report.Mebibytes = 64,
+    common: report.Common = report.COMMON,
 ) -> int:
     """``kvwire bench fragments`` beside other libraries; see there for its options.
 
@@ -99,9 +89,9 @@ def fragments(
 def cost(
     *,
     transport: str = "tcp",
-    rounds: Rounds = 3,
-    round_mib: Mebibytes = 64,
-    json: Output = None,
+    rounds: report.Rounds = 3,
+    round_mib: report.Mebibytes = 64,
+    json: report.Output = None,
 ) -> int:
     """Memory of connections and transfers, CPU of both sides, stalls of the loop.
 
@@ -116,9 +106,9 @@ def cost(
     """
     transports = transport.split(",")
     settings = {"transport": transports, "rounds": rounds, "round_mib": round_mib}
-    with progress_bar(costs.steps(transports, rounds)) as progress:
+    with report.progress_bar(costs.steps(transports, rounds)) as progress:
         found = costs.cost(transports, round_mib * MIB, rounds, progress)
-    show(costs.render(found), lambda: costs.document(found, settings), json=json)
+    report.show(costs.render(found), lambda: costs.document(found, settings), json=json)
     return int(any(result.failure for result in found))
 
 
@@ -128,12 +118,12 @@ def profile(
     transport: str = "ucx",
     wire: Literal["tcp", "shm"] = "tcp",
     kib: int = 1024,
-    mib: Mebibytes = 512,
+    mib: report.Mebibytes = 512,
     verb: Literal["push", "pull"] = "push",
     cross_layer: bool = False,
-    rounds: Rounds = 5,
+    rounds: report.Rounds = 5,
     top: int = 15,
-    loop: Loop = "uvloop",
+    loop: report.Loop = "uvloop",
 ) -> None:
     """Where the time of a KV transfer goes, by function, on both sides.
 

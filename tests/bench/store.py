@@ -13,15 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvwire.cli.bench import store_side
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.store_side import (
-    COLD_GET,
-    DISK,
-    FLUSHED_PUT,
-    MATCH,
-    MEMORY,
-    OBJECT,
-)
 from kvwire.cli.bench.turns import Benchmark, Case
 from tests.bench import redis
 from tests.bench.store_pairs import BlockSocketsSide, TransferSide
@@ -45,16 +38,16 @@ def beside(benchmark: Benchmark) -> Benchmark:
         return Contender(name, role, alone=alone, options=options)
 
     def peers(case: Case) -> Sequence[Contender]:
-        ours, match = case.ours[0].options, case.work.verb == MATCH
+        ours, match = case.ours[0].options, case.work.verb == store_side.MATCH
         memcpy, place = made("memcpy", MemorySide), Path(str(ours["place"]))
-        if case.group == MEMORY:
+        if case.group == store_side.MEMORY:
             return [made("dict", MemorySide) if match else memcpy]
-        if case.group == DISK:
+        if case.group == store_side.DISK:
             file = made("file", FileSide, place=place.parent)
             # A copy has nothing to flush, and never finds anything cold.
-            copies = case.work.verb not in (FLUSHED_PUT, COLD_GET)
+            copies = case.work.verb not in (store_side.FLUSHED_PUT, store_side.COLD_GET)
             return [] if match else [*[memcpy] * copies, file]
-        if case.group == OBJECT:
+        if case.group == store_side.OBJECT:
             return [made("obstore", ObjectSide, place=place.parent / "bare")]
         transport = case.group.rpartition(" ")[2]
         transfer = made(

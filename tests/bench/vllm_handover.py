@@ -24,19 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from tests.bench import vllm_servers
 from tests.bench.vllm_requests import Sample
-from tests.bench.vllm_servers import (
-    CHUNK_TOKENS,
-    FIRST,
-    OFF,
-    PLACEMENTS,
-    SHAPES,
-    Contender,
-    Turn,
-    chosen,
-    layer_bytes,
-    running,
-)
 from tests.integrations.vllm.serving import prompt
 
 # An engine still frees blocks when it has answered, and would take turns on a core with
@@ -69,7 +58,7 @@ def main() -> int:
     for shape in options.shapes.split(","):
         found = Found(shape)
         every.append(found)
-        for group in chosen(options.only):
+        for group in vllm_servers.chosen(options.only):
             _run(group, found, options, lambda: _save(options.json, about, every))
         about["load after"] = os.getloadavg()
         _print(found, options)
@@ -80,26 +69,26 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default=",".join(vllm_servers.SHAPES))
     parser.add_argument("--lengths", default="300x12,1500x6,4000x3", help="one by one")
     parser.add_argument("--concurrent", default="300x8,1500x8,4000x8", help="together")
     parser.add_argument("--rounds", type=int, default=3, help="of those together")
     parser.add_argument("--only", action="append", help="contenders, by parts of names")
     parser.add_argument("--wire", default="", help="a rate between two hosts: 1gbit")
-    parser.add_argument("--placement", choices=PLACEMENTS, default="bound")
+    parser.add_argument("--placement", choices=vllm_servers.PLACEMENTS, default="bound")
     parser.add_argument("--json", type=Path, help="where every sample goes")
     return parser.parse_args()
 
 
 def _run(
-    group: Sequence[Contender],
+    group: Sequence[vllm_servers.Contender],
     found: Found,
     options: argparse.Namespace,
     save: Callable[[], None],
 ) -> None:
     """Start the servers of a group, measure, and end them."""
-    placement = PLACEMENTS[options.placement]
-    with running(group, found.shape, options.wire, placement) as turns:
+    placement = vllm_servers.PLACEMENTS[options.placement]
+    with vllm_servers.running(group, found.shape, options.wire, placement) as turns:
         asked = _measure(turns, found, options, save)
         for one, turn in zip(group, turns, strict=False):
             # Of all contenders that share the server.
@@ -109,7 +98,7 @@ def _run(
 
 
 def _measure(
-    turns: Sequence[Turn],
+    turns: Sequence[vllm_servers.Turn],
     found: Found,
     options: argparse.Namespace,
     save: Callable[[], None],
@@ -118,12 +107,12 @@ def _measure(
     seeds = itertools.count(1)
     asked = {turn.name: 0 for turn in turns}
 
-    def ids(turn: Turn, length: int) -> list[int]:
+    def ids(turn: vllm_servers.Turn, length: int) -> list[int]:
         asked[turn.name] += length
         return prompt(length, next(seeds))
 
     for turn in turns:
-        for length in FIRST:
+        for length in vllm_servers.FIRST:
             turn.ask(ids(turn, length))
     for length, repeats in counts(options.lengths):
         for _ in range(repeats):
@@ -133,7 +122,7 @@ def _measure(
             save()
     for length, together in counts(options.concurrent):
         for turn in itertools.chain.from_iterable([turns] * options.rounds):
-            if turn.name.startswith(OFF):
+            if turn.name.startswith(vllm_servers.OFF):
                 continue
             time.sleep(SETTLES_WITHIN_S)
             prompts = [ids(turn, length) for _ in range(together)]
@@ -153,7 +142,7 @@ def _print(found: Found, options: argparse.Namespace) -> None:
     head += "|---|" + "---|" * len(columns)
     print(f"\n{found.shape}: handover in ms, p50 / p99\n\n{head}")
     for name, of in found.samples.items():
-        if not name.startswith(OFF):
+        if not name.startswith(vllm_servers.OFF):
             print(f"| {name} |", " | ".join(_cell(of[c]) for c in columns), "|")
     print(f"\n{found.shape}: prefill until its answer in ms, median\n\n{head}")
     for name, of in found.samples.items():
@@ -167,7 +156,7 @@ def _print(found: Found, options: argparse.Namespace) -> None:
         )
     print()
     for name, of in found.samples.items():
-        if not name.startswith(OFF):
+        if not name.startswith(vllm_servers.OFF):
             step = _median([s for samples in of.values() for s in samples], "step_s")
             share = found.fetched[name]
             print(f"{name}: a decode step {step * 1000:.1f} ms, fetched {share:.1%}")
@@ -179,10 +168,10 @@ def _print_bounds(found: Found, options: argparse.Namespace) -> None:
     """What a handover over a slow wire cannot be shorter than, and may be."""
     bytes_per_s = float(options.wire.removesuffix("gbit")) * 1e9 / 8
     for length, _ in counts(options.lengths):
-        last = length % CHUNK_TOKENS or CHUNK_TOKENS
-        layer_s = layer_bytes(found.shape, last) / bytes_per_s
-        layers: int = SHAPES[found.shape]["num_hidden_layers"]
-        whole_s = layers * layer_bytes(found.shape, length) / bytes_per_s
+        last = length % vllm_servers.CHUNK_TOKENS or vllm_servers.CHUNK_TOKENS
+        layer_s = vllm_servers.layer_bytes(found.shape, last) / bytes_per_s
+        layers: int = vllm_servers.SHAPES[found.shape]["num_hidden_layers"]
+        whole_s = layers * vllm_servers.layer_bytes(found.shape, length) / bytes_per_s
         print(
             f"{length} tokens at {options.wire}: one layer of the last chunk takes "
             f"{layer_s * 1000:.0f} ms, everything {whole_s * 1000:.0f} ms"

@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvwire.observe.distributions import (
-    OTHER,
-    PEERS_MAX,
-    Distribution,
-    TransferDistributions,
-)
+from kvwire.observe import distributions
 from kvwire.testing import loopback
 from tests.scenarios.world import Memory
 
 
 def test_buckets_count_what_is_at_most_their_bound() -> None:
-    found = Distribution((1.0, 2.0))
+    found = distributions.Distribution((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 3.0):
         found.add(value)
     assert found.buckets == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
@@ -26,7 +21,7 @@ def test_buckets_count_what_is_at_most_their_bound() -> None:
 
 
 async def test_an_end_is_in_each_of_them_once() -> None:
-    seen = TransferDistributions()
+    seen = distributions.TransferDistributions()
     async with loopback() as pair:
         pair.a.watchers.add(seen)
         out = pair.b.publish("x", Memory().cache, [0, 1])
@@ -45,7 +40,7 @@ async def test_an_end_is_in_each_of_them_once() -> None:
 
 
 async def test_peers_are_bounded() -> None:
-    seen = TransferDistributions()
+    seen = distributions.TransferDistributions()
     async with loopback() as pair:
         inc = pair.ab.pull("x", Memory().cache, [2, 3])
         inc.abort()
@@ -55,8 +50,8 @@ async def test_peers_are_bounded() -> None:
             def __init__(self, name: str) -> None:
                 self.peer = replace(pair.ab.peer, name=name)
 
-        for number in range(PEERS_MAX + 3):
+        for number in range(distributions.PEERS_MAX + 3):
             one: Any = Named(f"peer-{number}")
             seen.ended(inc, outcome, (one, one))
-    assert len(seen.peers) == PEERS_MAX + 1
-    assert seen.peers[OTHER, "consumer", "failed"] == (6, 0)
+    assert len(seen.peers) == distributions.PEERS_MAX + 1
+    assert seen.peers[distributions.OTHER, "consumer", "failed"] == (6, 0)

@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 from kvwire import KVSpec, PagedCache, UsageError
 from kvwire.kv.layout import AxisOrder
-from kvwire.store.namespace import (
-    ABSENT,
-    DIGEST_BYTES,
-    ORDERS,
-    Namespace,
-    namespace_of,
-    order_of,
-)
+from kvwire.store import namespace
 from tests.store.caches import SPEC
 
-NAMESPACE = Namespace("kv", SPEC)
+NAMESPACE = namespace.Namespace("kv", SPEC)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +35,7 @@ NAMESPACE = Namespace("kv", SPEC)
     ids=str,
 )
 def test_whatever_differs_makes_another_space(change: dict[str, Any]) -> None:
-    other = Namespace("kv", replace(SPEC, **change))
+    other = namespace.Namespace("kv", replace(SPEC, **change))
     assert other.digest != NAMESPACE.digest
     assert other != NAMESPACE
     assert NAMESPACE.differing(other) == other.differing(NAMESPACE)
@@ -51,10 +44,10 @@ def test_whatever_differs_makes_another_space(change: dict[str, Any]) -> None:
 
 
 def test_the_group_is_a_part_of_it() -> None:
-    other = Namespace("window", SPEC)
+    other = namespace.Namespace("window", SPEC)
     assert other.digest != NAMESPACE.digest
     assert NAMESPACE.differing(other) == ("group",)
-    both = Namespace("window", replace(SPEC, layers=1))
+    both = namespace.Namespace("window", replace(SPEC, layers=1))
     assert NAMESPACE.differing(both)[0] == "group"
     assert NAMESPACE.differing(NAMESPACE) == ()
 
@@ -62,26 +55,26 @@ def test_the_group_is_a_part_of_it() -> None:
 def test_a_digest_is_the_same_everywhere_and_for_ever() -> None:
     """It is on disks and in the names of objects."""
     assert NAMESPACE.digest.hex() == "583a701094f9b00b0095591c8ceb279d"
-    assert len(NAMESPACE.digest) == DIGEST_BYTES
+    assert len(NAMESPACE.digest) == namespace.DIGEST_BYTES
 
 
 @given(st.text(max_size=5), st.text(max_size=5), st.text(max_size=5))
 @settings(max_examples=100)
 def test_no_text_runs_over_into_the_next(group: str, other: str, more: str) -> None:
     """A group that ends where a fingerprint begins is not another group's."""
-    one = Namespace(group + more, replace(SPEC, fingerprint=other))
-    two = Namespace(group, replace(SPEC, fingerprint=more + other))
+    one = namespace.Namespace(group + more, replace(SPEC, fingerprint=other))
+    two = namespace.Namespace(group, replace(SPEC, fingerprint=more + other))
     same = (group + more, other) == (group, more + other)
     assert (one.digest == two.digest) == same
 
 
 def test_an_order_is_a_number_for_ever() -> None:
     """The first and the last of them, and none that stands for no block."""
-    assert len(set(ORDERS)) == len(ORDERS) == 120
-    assert ORDERS[0] == ("layer", "kv", "token", "head", "dim")
-    assert ORDERS[7] == ("layer", "token", "kv", "dim", "head")
-    assert ORDERS[119] == ("dim", "head", "token", "kv", "layer")
-    assert len(ORDERS) <= ABSENT
+    assert len(set(namespace.ORDERS)) == len(namespace.ORDERS) == 120
+    assert namespace.ORDERS[0] == ("layer", "kv", "token", "head", "dim")
+    assert namespace.ORDERS[7] == ("layer", "token", "kv", "dim", "head")
+    assert namespace.ORDERS[119] == ("dim", "head", "token", "kv", "layer")
+    assert len(namespace.ORDERS) <= namespace.ABSENT
 
 
 @pytest.mark.parametrize(
@@ -97,10 +90,10 @@ def test_images_have_the_order_of_their_cache(layout: str, order: str) -> None:
     array = np.zeros([extents[axis] for axis in layout.split()], np.float16)
     cache = PagedCache(SPEC, array, AxisOrder(layout))
     (group,) = cache.groups.values()
-    assert ORDERS[order_of(group)] == tuple(order.split())
-    assert namespace_of(group, None) == NAMESPACE
-    assert namespace_of(group, 4) == NAMESPACE
-    assert namespace_of(group, 8) == Namespace(
+    assert namespace.ORDERS[namespace.order_of(group)] == tuple(order.split())
+    assert namespace.namespace_of(group, None) == NAMESPACE
+    assert namespace.namespace_of(group, 4) == NAMESPACE
+    assert namespace.namespace_of(group, 8) == namespace.Namespace(
         group.name, replace(SPEC, block_tokens=8)
     )
 
@@ -112,7 +105,7 @@ def test_tokens_of_a_hash_out_of_range(tokens: Any) -> None:
     )
     (group,) = cache.groups.values()
     with pytest.raises(UsageError, match="tokens of one hash"):
-        namespace_of(group, tokens)
+        namespace.namespace_of(group, tokens)
 
 
 _LAYOUT = "layer block kv token head dim"
@@ -124,4 +117,4 @@ def test_a_spec_that_is_written_otherwise_is_the_same_space() -> None:
         layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype="float16",
         model_layers=2, model_kv_heads=2,
     )  # fmt: skip
-    assert Namespace("kv", spec).digest == NAMESPACE.digest
+    assert namespace.Namespace("kv", spec).digest == NAMESPACE.digest

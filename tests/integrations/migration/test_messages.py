@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvwire import limits
 from kvwire.integrations.migration.messages import (
     Handover,
     Message,
@@ -15,12 +16,6 @@ from kvwire.integrations.migration.messages import (
     decode,
     encode,
     transfer_id,
-)
-from kvwire.limits import (
-    KV_BLOCKS_MAX,
-    MIGRATION_ROUNDS_MAX,
-    MIGRATION_STATE_BYTES_MAX,
-    NAME_CHARS_MAX,
 )
 
 MOVE = bytes(range(16))
@@ -46,11 +41,11 @@ def test_they_come_back(message: Message) -> None:
     ("field", "value"),
     [
         ("move", MOVE[1:]),
-        ("request", "x" * (NAME_CHARS_MAX + 1)),
+        ("request", "x" * (limits.NAME_CHARS_MAX + 1)),
         ("reply", -1),
-        ("index", MIGRATION_ROUNDS_MAX),
+        ("index", limits.MIGRATION_ROUNDS_MAX),
         ("blocks", 0),
-        ("blocks", KV_BLOCKS_MAX + 1),
+        ("blocks", limits.KV_BLOCKS_MAX + 1),
         ("tokens", 0),
         ("block_tokens", 0),
     ],
@@ -62,9 +57,9 @@ def test_what_is_out_of_range_is_none(field: str, value: Any) -> None:
 
 def test_a_state_is_bounded() -> None:
     with pytest.raises(msgspec.ValidationError):
-        decode(encode(Handover(MOVE, bytes(MIGRATION_STATE_BYTES_MAX + 1))))
+        decode(encode(Handover(MOVE, bytes(limits.MIGRATION_STATE_BYTES_MAX + 1))))
 
 
 def test_each_round_has_a_transfer_of_its_own() -> None:
-    names = {transfer_id(MOVE, index) for index in range(MIGRATION_ROUNDS_MAX)}
-    assert len(names) == MIGRATION_ROUNDS_MAX
+    names = {transfer_id(MOVE, index) for index in range(limits.MIGRATION_ROUNDS_MAX)}
+    assert len(names) == limits.MIGRATION_ROUNDS_MAX

@@ -12,42 +12,33 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.integrations.vllm import serving
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import (
-    NEEDS_VLLM,
-    Engine,
-    Front,
-    complete,
-    engine,
-    front,
-    prompt,
-    tokens_of,
-)
 from tests.integrations.vllm.test_engines_move import TOKENS, Stream
 from tests.support.servers import redis_server
 from tests.support.waiting import eventually
 
-pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [serving.NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(900)]
 FETCHED = "vllm:external_prefix_cache_hits_total"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    prefill: Engine
-    first: Engine
-    second: Engine
-    proxy: Front
+    prefill: serving.Engine
+    first: serving.Engine
+    second: serving.Engine
+    proxy: serving.Front
 
-    def is_up(self, *engines: Engine) -> bool:
+    def is_up(self, *engines: serving.Engine) -> bool:
         """Whether these get requests in the end, and no others."""
         wanted = {one.url for one in engines}
         return eventually(lambda: self.proxy.engines("up") == wanted)
 
-    def right(self, seed: int, alone: Engine) -> None:
-        ids = prompt(900, seed)
-        want = tokens_of(alone.generate(ids, cache_salt=f"alone {seed}"))
-        assert tokens_of(complete(self.proxy.url, ids)) == want
+    def right(self, seed: int, alone: serving.Engine) -> None:
+        ids = serving.prompt(900, seed)
+        want = serving.tokens_of(alone.generate(ids, cache_salt=f"alone {seed}"))
+        assert serving.tokens_of(serving.complete(self.proxy.url, ids)) == want
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +52,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
         shared = {"lease_s": 3.0, "require": ["tcp"], "directory": url}
         roles = ("prefill", "decode", "decode")
         prefill, first, second = engines = [
-            engine(model, folder, f"{role}-{core}", core, {**shared, "role": role})
+            serving.engine(
+                model, folder, f"{role}-{core}", core, {**shared, "role": role}
+            )
             for core, role in enumerate(roles)
         ]
-        proxy = front(folder, "--directory", url, "--migrate")
+        proxy = serving.front(folder, "--directory", url, "--migrate")
         stack.enter_context(running(*engines, proxy))
         made = Found(prefill, first, second, proxy)
         assert made.is_up(*engines)
@@ -98,7 +91,7 @@ def test_an_engine_is_drained_and_ends(found: Found) -> None:
 
     # The other one is drained first, so that the request is at this one.
     found.proxy.post("/drain", engine=found.second.url)
-    ids, stream = prompt(900, 9), Stream()
+    ids, stream = serving.prompt(900, 9), Stream()
 
     def back_and_drain() -> None:
         found.proxy.post("/drain", engine=found.second.url, drain=False)
@@ -106,7 +99,7 @@ def test_an_engine_is_drained_and_ends(found: Found) -> None:
 
     stream.read(found.proxy.url, ids, 12, back_and_drain)
     want = found.prefill.generate(ids, TOKENS, cache_salt="alone 9")
-    assert stream.tokens == tokens_of(want)
+    assert stream.tokens == serving.tokens_of(want)
     print(f"longest pause {stream.pause}")
     before = found.first.metric(FETCHED)
     found.right(10, found.prefill)

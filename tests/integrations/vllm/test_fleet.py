@@ -12,13 +12,8 @@ import pytest
 from kvwire import UsageError
 from kvwire.directory import Record, open_directory
 from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
+from kvwire.integrations.vllm.proxy import client
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull, RetryBudget
-from kvwire.integrations.vllm.proxy.client import (
-    PROBE_S,
-    SILENT_S,
-    SLOW_S,
-    Prober,
-)
 from kvwire.integrations.vllm.proxy.discovery import (
     AllowedHosts,
     Discovery,
@@ -382,23 +377,23 @@ def test_death_is_noticed_within_a_second() -> None:
         clock = asyncio.get_running_loop().time
         fleet = fleet_in_turns([P1, P2], [D1, D2], clock=clock)
         network = Engines()
-        prober = Prober(fleet, network)
+        prober = client.Prober(fleet, network)
         probing = asyncio.create_task(prober.run())
 
         def states() -> list[str]:
             return [engine.state(clock()) for engine in fleet.engines]
 
-        await virtual_time.pass_time(PROBE_S)
+        await virtual_time.pass_time(client.PROBE_S)
         assert states() == ["up"] * 4
         network.handlers |= {"p1": refused, "p2": when(silent), "d1": sick}
         given_up = asyncio.create_task(waits(fleet.engines[1]))
         await virtual_time.pass_time(1.0)
         assert states() == ["down", "up", "down", "up"]
         assert fleet.lives(DECODE)
-        await virtual_time.pass_time(SLOW_S)
+        await virtual_time.pass_time(client.SLOW_S)
         assert states() == ["down", "slow", "down", "up"]
         assert not given_up.done()
-        await virtual_time.pass_time(SILENT_S)
+        await virtual_time.pass_time(client.SILENT_S)
         with pytest.raises(TimeoutError):
             given_up.result()
         silent.set()

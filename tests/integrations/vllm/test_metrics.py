@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.integrations.vllm.metrics import (
-    FIELDS,
-    Observed,
-    added,
-    buckets,
-    observe_received,
-    observe_sent,
-    summary,
-)
+from kvwire.integrations.vllm import metrics
 from kvwire.kv.blocks import BlockSet, MissingBlocks
 
 OUTCOME = kvwire.Outcome(
@@ -31,10 +23,10 @@ OUTCOME = kvwire.Outcome(
 
 
 def test_what_is_noted_is_in_the_log_line() -> None:
-    observed: Observed = {}
-    observe_sent(observed, [OUTCOME, OUTCOME])
-    observe_received(observed, [OUTCOME], 2)
-    assert summary(observed) == {
+    observed: metrics.Observed = {}
+    metrics.observe_sent(observed, [OUTCOME, OUTCOME])
+    metrics.observe_received(observed, [OUTCOME], 2)
+    assert metrics.summary(observed) == {
         "prompts sent": 2,
         "prompts fetched": 1,
         "MB sent": 6.0,
@@ -46,13 +38,13 @@ def test_what_is_noted_is_in_the_log_line() -> None:
 
 
 def test_workers_add_up() -> None:
-    first: Observed = {"sent_bytes": [1.0]}
-    second: Observed = {"sent_bytes": [2.0], "wire_s": [3.0]}
-    assert added(first, second) == {"sent_bytes": [1.0, 2.0], "wire_s": [3.0]}
+    first: metrics.Observed = {"sent_bytes": [1.0]}
+    second: metrics.Observed = {"sent_bytes": [2.0], "wire_s": [3.0]}
+    assert metrics.added(first, second) == {"sent_bytes": [1.0, 2.0], "wire_s": [3.0]}
     assert first == {"sent_bytes": [1.0]}
-    assert summary({})["prompts sent"] == 0
+    assert metrics.summary({})["prompts sent"] == 0
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", metrics.FIELDS)
 def test_every_field_has_buckets(name: str) -> None:
-    assert list(buckets(name)) == sorted(set(buckets(name)))
+    assert list(metrics.buckets(name)) == sorted(set(metrics.buckets(name)))

@@ -13,19 +13,14 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.integrations.vllm import serving
 from tests.integrations.vllm.digests import CacheDigests
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, pair_of
-from tests.integrations.vllm.serving import (
-    ANSWERS_WITHIN_S,
-    NEEDS_VLLM,
-    Engine,
-    prompt,
-)
 
 BLOCK_TOKENS = 16
 LAYERS = 4
-pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
+pytestmark = [serving.NEEDS_VLLM, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +36,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield made
 
 
-def blocks_of(engine: Engine) -> list[set[str]]:
+def blocks_of(engine: serving.Engine) -> list[set[str]]:
     said = httpx.post(
         f"{engine.url}/collective_rpc",
         json={"method": "block_digests"},
-        timeout=ANSWERS_WITHIN_S,
+        timeout=serving.ANSWERS_WITHIN_S,
     )
     said.raise_for_status()
     (layers,) = said.json()["results"]
@@ -55,7 +50,7 @@ def blocks_of(engine: Engine) -> list[set[str]]:
 
 @pytest.mark.parametrize("length", [17, 129, 300, 1500, 3001])
 def test_decode_has_the_blocks_that_prefill_computed(pair: Pair, length: int) -> None:
-    ids = prompt(length, seed=1)
+    ids = serving.prompt(length, seed=1)
     hits = pair.fetched
     before = [blocks_of(one) for one in (pair.prefill, pair.decode)]
     pair.both(ids)
@@ -71,7 +66,7 @@ def test_decode_has_the_blocks_that_prefill_computed(pair: Pair, length: int) ->
 
 def test_blocks_of_another_prompt_are_others(pair: Pair) -> None:
     """Or two engines that compute nothing would pass."""
-    ids = prompt(300, seed=2)
+    ids = serving.prompt(300, seed=2)
     pair.both(ids)
     one = blocks_of(pair.prefill)
     pair.both([ids[0] % 500 + 5, *ids[1:]])

@@ -18,64 +18,49 @@ from kvwire.limits import (
 )
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
-from kvwire.store.server.messages import (
-    AnyRequest,
-    Delete,
-    Find,
-    Flush,
-    Get,
-    Names,
-    NamespaceText,
-    Pin,
-    Put,
-    Stats,
-    StoreDone,
-    StoreHello,
-    Touch,
-    decode_reply,
-    decode_request,
-    encode,
-)
+from kvwire.store.server import messages
 from tests.store.caches import SPEC, chain
 
 NAMESPACE = Namespace("kv", SPEC)
-NAMES = Names.of(as_keys(NAMESPACE.digest + one for one in chain(3)))
+NAMES = messages.Names.of(as_keys(NAMESPACE.digest + one for one in chain(3)))
 
 
-def moving(kind: type[Put | Get], **changes: Any) -> Put | Get:
+def moving(
+    kind: type[messages.Put | messages.Get], **changes: Any
+) -> messages.Put | messages.Get:
     fields: dict[str, Any] = {
         "number": 7,
-        "namespace": NamespaceText.of(NAMESPACE),
+        "namespace": messages.NamespaceText.of(NAMESPACE),
         "names": NAMES,
         "timeout_ms": 1000,
     }
-    if kind is Put:
+    if kind is messages.Put:
         fields["order"] = 3
     return kind(**fields | changes)
 
 
-REQUESTS: list[AnyRequest] = [
-    StoreHello(1),
-    Find(1, NAMES),
-    Touch(NAMES),
-    moving(Put),
-    moving(Get),
-    Flush(2),
-    Stats(3),
-    Delete(4, NAMES),
-    Delete(5, None, NAMESPACE.digest, "x"),
-    Pin(6, NAMES, pinned=True),
+REQUESTS: list[messages.AnyRequest] = [
+    messages.StoreHello(1),
+    messages.Find(1, NAMES),
+    messages.Touch(NAMES),
+    moving(messages.Put),
+    moving(messages.Get),
+    messages.Flush(2),
+    messages.Stats(3),
+    messages.Delete(4, NAMES),
+    messages.Delete(5, None, NAMESPACE.digest, "x"),
+    messages.Pin(6, NAMES, pinned=True),
 ]
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: type(r).__name__)
-def test_a_request_is_read_as_it_was_written(request_: AnyRequest) -> None:
-    assert decode_request(encode(request_)) == request_
+def test_a_request_is_read_as_it_was_written(request_: messages.AnyRequest) -> None:
+    assert messages.decode_request(messages.encode(request_)) == request_
 
 
 def test_keys_and_space_come_through() -> None:
-    put = decode_request(encode(moving(Put)))
-    assert isinstance(put, Put)
+    put = messages.decode_request(messages.encode(moving(messages.Put)))
+    assert isinstance(put, messages.Put)
     assert [key[DIGEST_BYTES:] for key in put.names.keys] == chain(3)
     assert put.namespace.namespace() == NAMESPACE
     assert put.names.all_in(NAMESPACE)
@@ -83,7 +68,7 @@ def test_keys_and_space_come_through() -> None:
 
 def test_keys_with_zeros_at_their_ends_keep_them() -> None:
     keys = [NAMESPACE.digest + bytes(4), NAMESPACE.digest + b"a\0\0\0"]
-    assert Names.of(as_keys(keys)).keys.tolist() == keys
+    assert messages.Names.of(as_keys(keys)).keys.tolist() == keys
 
 
 @pytest.mark.parametrize(
@@ -109,12 +94,12 @@ def test_keys_with_zeros_at_their_ends_keep_them() -> None:
     ids=str,
 )
 def test_a_field_out_of_range_is_refused(changes: dict[str, Any]) -> None:
-    fields = msgspec.to_builtins(moving(Put), builtin_types=(bytes,))
-    names = ["tag", *Put.__struct_fields__]
+    fields = msgspec.to_builtins(moving(messages.Put), builtin_types=(bytes,))
+    names = ["tag", *messages.Put.__struct_fields__]
     for name, value in changes.items():
         fields[names.index(name)] = value
     with pytest.raises(UsageError, match="not a request"):
-        decode_request(msgspec.msgpack.encode(fields))
+        messages.decode_request(msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize(
@@ -132,65 +117,71 @@ def test_a_field_out_of_range_is_refused(changes: dict[str, Any]) -> None:
 )
 def test_a_reply_out_of_range_is_refused(fields: list[Any]) -> None:
     with pytest.raises(UsageError, match="not a reply"):
-        decode_reply(msgspec.msgpack.encode(fields))
+        messages.decode_reply(msgspec.msgpack.encode(fields))
 
 
 def test_the_largest_request_fits_its_limit() -> None:
     longest = bytes(DIGEST_BYTES + STORE_HASH_BYTES_MAX)
     text = tuple((f"{i:0128d}", "x" * 128) for i in range(64))
     put = moving(
-        Put,
-        names=Names(len(longest), longest * STORE_KEYS_MAX),
-        namespace=NamespaceText("x" * 128, text),
+        messages.Put,
+        names=messages.Names(len(longest), longest * STORE_KEYS_MAX),
+        namespace=messages.NamespaceText("x" * 128, text),
         number=2**63 - 1,
     )
-    assert len(encode(put)) <= STORE_REQUEST_BYTES_MAX
+    assert len(messages.encode(put)) <= STORE_REQUEST_BYTES_MAX
 
 
 def test_a_long_reason_is_cut() -> None:
-    assert len(StoreDone.of(1, np.zeros(1, np.uint8), "x" * 1000).reason) == 200
+    assert (
+        len(messages.StoreDone.of(1, np.zeros(1, np.uint8), "x" * 1000).reason) == 200
+    )
 
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_request_or_are_refused(body: bytes) -> None:
     """Nothing but the documented error comes out, and what comes out is in range."""
     try:
-        request = decode_request(body)
+        request = messages.decode_request(body)
     except UsageError:
         return
-    assert decode_request(encode(request)) == request
+    assert messages.decode_request(messages.encode(request)) == request
 
 
 @given(st.sampled_from(REQUESTS), st.data())
 def test_a_damaged_request_is_in_range_or_refused(
-    request_: AnyRequest, data: st.DataObject
+    request_: messages.AnyRequest, data: st.DataObject
 ) -> None:
-    body = bytearray(encode(request_))
+    body = bytearray(messages.encode(request_))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(body) - 1))
         body[at] = data.draw(st.integers(0, 255))
     try:
-        read = decode_request(body)
+        read = messages.decode_request(body)
     except UsageError:
         return
-    if isinstance(read, Put):
+    if isinstance(read, messages.Put):
         assert 0 <= read.order < len(ORDERS)
-    if isinstance(read, Put | Get):
+    if isinstance(read, messages.Put | messages.Get):
         assert 0 < len(read.names) <= STORE_KEYS_MAX
         assert {len(key) for key in read.names.keys} == {read.names.width}
 
 
 def test_a_text_that_is_no_text_is_refused() -> None:
-    body = encode(moving(Put)).replace(b"layers", b"l\xffyers")
+    body = messages.encode(moving(messages.Put)).replace(b"layers", b"l\xffyers")
     with pytest.raises(UsageError, match="not a request"):
-        decode_request(body)
+        messages.decode_request(body)
     with pytest.raises(UsageError, match="not a reply"):
-        decode_reply(encode(StoreDone(1, b"\1", "why")).replace(b"why", b"\xffhy"))
+        messages.decode_reply(
+            messages.encode(messages.StoreDone(1, b"\1", "why")).replace(
+                b"why", b"\xffhy"
+            )
+        )
 
 
 def test_what_a_newer_version_has_more_is_skipped_unless_it_is_too_deep() -> None:
-    newer = [*msgspec.to_builtins(Flush(2)), "more"]
-    assert decode_request(msgspec.msgpack.encode(newer)) == Flush(2)
+    newer = [*msgspec.to_builtins(messages.Flush(2)), "more"]
+    assert messages.decode_request(msgspec.msgpack.encode(newer)) == messages.Flush(2)
     deep = b"\x93\x06\x02" + b"\x91" * 100_000
     with pytest.raises(UsageError, match="not a request"):
-        decode_request(deep)
+        messages.decode_request(deep)

@@ -14,40 +14,12 @@ import pytest
 
 import kvwire
 import kvwire.store.server.session
-from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError
-from kvwire.limits import (
-    STORE_INLINE_BYTES,
-    STORE_KEYS_MAX,
-    STORE_LENT_SHARE,
-    STORE_REQUEST_BYTES_MAX,
-    STORE_REQUESTS_MAX,
-)
+from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError, limits
 from kvwire.security.keys import write_key_file
 from kvwire.store.index import as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.operations import base
-from kvwire.store.server.messages import (
-    TAG,
-    VERSION,
-    ClientMessage,
-    Delete,
-    Find,
-    Flush,
-    Found,
-    Get,
-    Names,
-    NamespaceText,
-    NumberedReply,
-    Pin,
-    Put,
-    StoreDone,
-    StoreHello,
-    Touch,
-    Welcome,
-    decode_reply,
-    encode,
-    payload_tag,
-)
+from kvwire.store.server import messages
 from kvwire.store.tiers.base import BlockResult
 from kvwire.store.tiers.slabs import rounded
 from tests.store.caches import LARGE, SPEC, Filled, chain
@@ -63,17 +35,17 @@ class Client:
         self.communicator = communicator
         self.connection = connection
 
-    async def say(self, message: ClientMessage | bytes) -> None:
-        body = message if isinstance(message, bytes) else encode(message)
-        await self.connection.send(TAG, body)
+    async def say(self, message: messages.ClientMessage | bytes) -> None:
+        body = message if isinstance(message, bytes) else messages.encode(message)
+        await self.connection.send(messages.TAG, body)
 
-    async def ask(self, request: ClientMessage) -> Any:
+    async def ask(self, request: messages.ClientMessage) -> Any:
         await self.say(request)
-        return decode_reply(await self.connection.recv(TAG))
+        return messages.decode_reply(await self.connection.recv(messages.TAG))
 
     async def dropped(self) -> bool:
         try:
-            await self.connection.recv(TAG)
+            await self.connection.recv(messages.TAG)
         except kvwire.ConnectionClosed:
             return True
         return False
@@ -85,7 +57,9 @@ async def client(server: StoreServer, *, hello: bool = True) -> AsyncIterator[Cl
     async with kvwire.open(resume=False) as communicator:
         one = Client(communicator, await communicator.connect(server.address))
         if hello:
-            assert isinstance(await one.ask(StoreHello(VERSION)), Welcome)
+            assert isinstance(
+                await one.ask(messages.StoreHello(messages.VERSION)), messages.Welcome
+            )
         yield one
 
 
@@ -104,26 +78,26 @@ def where(server: StoreServer, options: str = "") -> str:
     return f"kvwire://{server.address.host}:{server.address.port}{options}"
 
 
-def names(hashes: list[bytes], namespace: Namespace = NAMESPACE) -> Names:
-    return Names.of(as_keys(namespace.digest + one for one in hashes))
+def names(hashes: list[bytes], namespace: Namespace = NAMESPACE) -> messages.Names:
+    return messages.Names.of(as_keys(namespace.digest + one for one in hashes))
 
 
 def moving(
-    kind: type[Put | Get],
+    kind: type[messages.Put | messages.Get],
     hashes: list[bytes],
     of: Namespace = NAMESPACE,
     **changes: Any,
-) -> Put | Get:
+) -> messages.Put | messages.Get:
     fields: dict[str, Any] = {
         "number": 1,
-        "namespace": NamespaceText.of(of),
+        "namespace": messages.NamespaceText.of(of),
         "names": names(hashes, of),
         "timeout_ms": 10_000,
     }
-    if kind is Put:
+    if kind is messages.Put:
         nbytes = len(hashes) * of.image_bytes
         fields["order"] = 0
-        fields["images"] = bytes(nbytes) if nbytes <= STORE_INLINE_BYTES else b""
+        fields["images"] = bytes(nbytes) if nbytes <= limits.STORE_INLINE_BYTES else b""
     return kind(**fields | changes)
 
 
@@ -152,8 +126,8 @@ async def nothing_is_taken(store: BlockStore, server: StoreServer) -> None:
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
         bytes(1000),
-        encode(StoreDone(1)),
-        encode(Find(1, names(chain(1)))),
+        messages.encode(messages.StoreDone(1)),
+        messages.encode(messages.Find(1, names(chain(1)))),
     ],
     ids=["nothing", "another protocol", "zeros", "a reply", "no hello"],
 )
@@ -185,7 +159,7 @@ async def test_a_bug_of_ours_costs_one_client(
     async with serving() as (store, server), client(server) as one:
         with monkeypatch.context() as patch:
             patch.setattr(store._tiers, "touch", broken)
-            await one.say(Touch(names(chain(1))))
+            await one.say(messages.Touch(names(chain(1))))
             assert await one.dropped()
         await until(lambda: not server.clients())
         assert server.dropped == 1
@@ -197,12 +171,16 @@ async def test_a_bug_of_ours_costs_one_client(
     "message",
     [
         b"\x95",
-        encode(StoreHello(VERSION)),
-        encode(moving(Put, chain(1)))[:-1],
-        encode(
-            moving(Put, chain(1), namespace=NamespaceText("kv", (("layers", "0"),)))
+        messages.encode(messages.StoreHello(messages.VERSION)),
+        messages.encode(moving(messages.Put, chain(1)))[:-1],
+        messages.encode(
+            moving(
+                messages.Put,
+                chain(1),
+                namespace=messages.NamespaceText("kv", (("layers", "0"),)),
+            )
         ),
-        bytes(STORE_REQUEST_BYTES_MAX + 1),
+        bytes(limits.STORE_REQUEST_BYTES_MAX + 1),
     ],
     ids=["cut", "hello again", "no end", "no spec", "too long"],
 )
@@ -221,9 +199,9 @@ async def test_who_breaks_a_rule_later_is_dropped(message: bytes) -> None:
 
 async def test_more_requests_than_allowed_end_the_connection() -> None:
     async with serving() as (_, server), client(server) as liar:
-        for number in range(STORE_REQUESTS_MAX + 1):
+        for number in range(limits.STORE_REQUESTS_MAX + 1):
             # Nobody sends these, so they stay open.
-            put = moving(Put, chain(2), APART, number=number)
+            put = moving(messages.Put, chain(2), APART, number=number)
             await liar.say(put)
         assert await liar.dropped()
         assert await works(server)
@@ -233,7 +211,7 @@ async def test_keys_of_another_space_are_refused() -> None:
     """The spec says one thing and the keys another: neither is believed."""
     other = Namespace("other", SPEC)
     async with serving() as (store, server), client(server) as liar:
-        for kind in (Put, Get):
+        for kind in (messages.Put, messages.Get):
             request = moving(kind, chain(2), names=names(chain(2), other))
             done = await liar.ask(request)
             assert done.table.tolist() == [BlockResult.REFUSED, BlockResult.REFUSED]
@@ -245,7 +223,7 @@ async def test_keys_of_another_space_are_refused() -> None:
 async def test_more_bytes_than_a_berth_are_refused() -> None:
     berth = 4 * SPEC.block_bytes
     async with serving(berth_bytes=berth) as (_, server), client(server) as liar:
-        for kind in (Put, Get):
+        for kind in (messages.Put, messages.Get):
             done = await liar.ask(moving(kind, chain(5)))
             assert set(done.table.tolist()) == {BlockResult.REFUSED}
             assert str(berth) in done.reason
@@ -254,11 +232,11 @@ async def test_more_bytes_than_a_berth_are_refused() -> None:
 
 async def test_blocks_that_nobody_sends_fail_by_their_deadline() -> None:
     async with serving(berths=1) as (store, server), client(server) as liar:
-        done = await liar.ask(moving(Put, chain(2), APART, timeout_ms=50))
+        done = await liar.ask(moving(messages.Put, chain(2), APART, timeout_ms=50))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "deadline" in done.reason
         # The only berth is free again.
-        assert (await liar.ask(moving(Get, chain(2)))).table.tolist() == [1, 1]
+        assert (await liar.ask(moving(messages.Get, chain(2)))).table.tolist() == [1, 1]
         assert not len(store._tiers.memory.index)
         await nothing_is_taken(store, server)
 
@@ -270,22 +248,24 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
     async with serving() as (store, server), client(server) as one:
         async with client(server) as other:
             late = chain(2)
-            await one.say(moving(Put, late, APART, timeout_ms=600_000))
+            await one.say(moving(messages.Put, late, APART, timeout_ms=600_000))
             await until(lambda: server._served.lent_bytes > 0)
             images = [bytes([n]) * LARGE.block_bytes for n in range(2)]
-            sent = other.connection.send(payload_tag(1), b"".join(images))
-            done = await other.ask(moving(Put, late, APART))
+            sent = other.connection.send(messages.payload_tag(1), b"".join(images))
+            done = await other.ask(moving(messages.Put, late, APART))
             assert done.table.tolist() == [BlockResult.LANDED] * 2
             await sent
             # The same again, which the server has by now.
-            await one.connection.send(payload_tag(1), b"".join(images))
-            done = decode_reply(await one.connection.recv(TAG))
-            assert isinstance(done, StoreDone)
+            await one.connection.send(messages.payload_tag(1), b"".join(images))
+            done = messages.decode_reply(await one.connection.recv(messages.TAG))
+            assert isinstance(done, messages.StoreDone)
             assert done.table.tolist() == [BlockResult.LANDED] * 2
-            got = await other.ask(moving(Get, late, APART, number=2))
+            got = await other.ask(moving(messages.Get, late, APART, number=2))
             assert got.table.tolist() == [0, 0]
             assert not got.images
-            assert await other.connection.recv(payload_tag(2)) == b"".join(images)
+            assert await other.connection.recv(messages.payload_tag(2)) == b"".join(
+                images
+            )
         assert not copies
         used_bytes = store._tiers.memory.index.slabs.used_bytes
         assert used_bytes == 2 * rounded(LARGE.block_bytes)
@@ -295,7 +275,7 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_who_dies_in_a_put_takes_no_slots_along() -> None:
     async with serving() as (store, server):
         async with client(server) as one:
-            await one.say(moving(Put, chain(2), APART, timeout_ms=600_000))
+            await one.say(moving(messages.Put, chain(2), APART, timeout_ms=600_000))
             await until(lambda: server._served.lent_bytes > 0)
             one.connection.abort("it dies")
         await nothing_is_taken(store, server)
@@ -305,8 +285,8 @@ async def test_who_dies_in_a_put_takes_no_slots_along() -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 2 * LARGE.block_bytes - 1, 10**6])
 async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> None:
     async with serving() as (store, server), client(server) as liar:
-        sent = liar.connection.send(payload_tag(1), bytes(nbytes))
-        done = await liar.ask(moving(Put, chain(2), APART, timeout_ms=300))
+        sent = liar.connection.send(messages.payload_tag(1), bytes(nbytes))
+        done = await liar.ask(moving(messages.Put, chain(2), APART, timeout_ms=300))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "bytes" in done.reason
         assert not len(store._tiers.memory.index)
@@ -322,7 +302,7 @@ async def test_who_sends_other_bytes_with_a_put_is_dropped(
     count: int, nbytes: int
 ) -> None:
     async with serving() as (store, server), client(server) as liar:
-        await liar.say(moving(Put, chain(count), APART, images=bytes(nbytes)))
+        await liar.say(moving(messages.Put, chain(count), APART, images=bytes(nbytes)))
         assert await liar.dropped()
         await nothing_is_taken(store, server)
         assert await works(server)
@@ -332,12 +312,12 @@ async def test_small_blocks_go_with_the_request_and_come_with_the_answer() -> No
     """Of those that are there, without holding a berth or a slot for the client."""
     images = np.arange(2 * SPEC.block_bytes).astype(np.uint8).tobytes()
     async with serving(berths=1) as (store, server), client(server) as one:
-        put = await one.ask(moving(Put, chain(2), images=images))
+        put = await one.ask(moving(messages.Put, chain(2), images=images))
         assert put.table.tolist() == [BlockResult.LANDED] * 2
-        got = await one.ask(moving(Get, chain(2)[::-1]))
+        got = await one.ask(moving(messages.Get, chain(2)[::-1]))
         assert got.table.tolist() == [BlockResult.LANDED] * 2
         assert got.images == images[SPEC.block_bytes :] + images[: SPEC.block_bytes]
-        part = await one.ask(moving(Get, chain(3)))
+        part = await one.ask(moving(messages.Get, chain(3)))
         assert part.table.tolist() == [0, 0, BlockResult.MISSING]
         assert part.images == images
         await store._tiers.memory.empty()
@@ -348,10 +328,10 @@ async def test_small_blocks_go_with_the_request_and_come_with_the_answer() -> No
 
 async def test_a_client_of_the_first_version_is_told_and_dropped() -> None:
     async with serving() as (_, server), client(server, hello=False) as old:
-        welcome = await old.ask(StoreHello(1))
-        assert isinstance(welcome, Welcome)
+        welcome = await old.ask(messages.StoreHello(1))
+        assert isinstance(welcome, messages.Welcome)
         # Which is not what it speaks: it says so to its user.
-        assert welcome.version == VERSION
+        assert welcome.version == messages.VERSION
         assert await old.dropped()
         assert await works(server)
 
@@ -359,13 +339,17 @@ async def test_a_client_of_the_first_version_is_told_and_dropped() -> None:
 async def test_slow_clients_pin_a_part_of_memory_and_no_more() -> None:
     """What is beyond it is copied to them: the rest of memory stays usable."""
     hashes, source = chain(64), Filled(64, LARGE, seed=3)
-    namespace, share = Namespace("kv", LARGE), 64 // STORE_LENT_SHARE
+    namespace, share = Namespace("kv", LARGE), 64 // limits.STORE_LENT_SHARE
     async with serving("memory:4MiB") as (store, server), client(server) as idle:
         assert (await store.put(hashes, source.cache, range(64))).complete
         # More than goes at once, and nobody receives it.
         for number, count in enumerate((share - 1, 2)):
             wanted = moving(
-                Get, hashes[:count], namespace, number=number, timeout_ms=600_000
+                messages.Get,
+                hashes[:count],
+                namespace,
+                number=number,
+                timeout_ms=600_000,
             )
             assert not any((await idle.ask(wanted)).table)
         index = store._tiers.memory.index
@@ -382,7 +366,7 @@ async def test_what_is_damaged_is_told_from_what_is_absent(tmp_path: Path) -> No
         await store._tiers.memory.empty()
         _damage(tmp_path / "images", source.tensors[0][2].tobytes())
         async with client(server) as one:
-            done = await one.ask(moving(Get, hashes))
+            done = await one.ask(moving(messages.Get, hashes))
             results = [BlockResult.LANDED, BlockResult.MISSING, BlockResult.FAILED]
             assert done.table.tolist() == results
             assert "damaged" in done.reason
@@ -396,9 +380,9 @@ def _damage(path: Path, part: bytes) -> None:
 
 async def test_touches_of_what_is_not_there_do_nothing() -> None:
     async with serving() as (_, server), client(server) as one:
-        await one.say(Touch(names(chain(STORE_KEYS_MAX))))
-        found = await one.ask(Find(1, names(chain(1))))
-        assert isinstance(found, Found)
+        await one.say(messages.Touch(names(chain(limits.STORE_KEYS_MAX))))
+        found = await one.ask(messages.Find(1, names(chain(1))))
+        assert isinstance(found, messages.Found)
         assert await works(server)
 
 
@@ -409,7 +393,7 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
     async with serving(berths=1) as (store, server), client(server) as idle:
         source, hashes = Filled(8, LARGE, seed=3), chain(2)
         await store.put(hashes, source.cache, [0, 1])
-        answer = await idle.ask(moving(Get, hashes, APART, timeout_ms=300))
+        answer = await idle.ask(moving(messages.Get, hashes, APART, timeout_ms=300))
         assert answer.table.tolist() == [0, 0]
         # It does not expect what is pushed. Others are served meanwhile.
         assert await works(server)
@@ -417,7 +401,7 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         await until(lambda: server._served.lent_bytes == 0)
         await store._tiers.memory.empty()
         assert not len(store._tiers.memory.index)
-        again = await idle.ask(moving(Get, hashes, APART, number=2))
+        again = await idle.ask(moving(messages.Get, hashes, APART, number=2))
         assert again.number == 2
         assert again.table.tolist() == [BlockResult.MISSING, BlockResult.MISSING]
 
@@ -425,8 +409,8 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
 async def test_a_client_that_takes_no_answers_is_one_of_many() -> None:
     async with serving() as (_, server), client(server) as deaf:
         # As much as the server may send unasked, and more.
-        find = encode(Find(1, names(chain(STORE_KEYS_MAX))))
-        for _ in range(STORE_REQUESTS_MAX):
+        find = messages.encode(messages.Find(1, names(chain(limits.STORE_KEYS_MAX))))
+        for _ in range(limits.STORE_REQUESTS_MAX):
             await deaf.say(find)
         assert await works(server)
 
@@ -440,20 +424,20 @@ async def test_read_only() -> None:
         await store.put(hashes, source.cache, [0, 1])
         async with StoreServer(store, "127.0.0.1:0", read_only=True) as server:
             async with client(server) as liar:
-                done = await liar.ask(moving(Put, chain(1)))
+                done = await liar.ask(moving(messages.Put, chain(1)))
                 assert done.table.tolist() == [BlockResult.REFUSED]
                 assert "read-only" in done.reason
                 for request in (
-                    Delete(2, names(hashes)),
-                    Delete(3, None, NAMESPACE.digest),
-                    Delete(4, None),
-                    Pin(5, names(hashes), pinned=True),
+                    messages.Delete(2, names(hashes)),
+                    messages.Delete(3, None, NAMESPACE.digest),
+                    messages.Delete(4, None),
+                    messages.Pin(5, names(hashes), pinned=True),
                 ):
                     done = await liar.ask(request)
                     assert done.number == request.number
                     assert "read-only" in done.reason
                 # Nothing was put here, so all of it is safe.
-                assert not (await liar.ask(Flush(6))).reason
+                assert not (await liar.ask(messages.Flush(6))).reason
             tier, target = where(server), Filled()
             async with BlockStore.open([tier]) as other:
                 assert "read-only" in other.report[tier]
@@ -494,7 +478,9 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert await works(server)
         await until(lambda: len(server.clients()) == 1)
         report = server._served.report(5, "")
-        assert isinstance(decode_reply(encode(report)), NumberedReply)
+        assert isinstance(
+            messages.decode_reply(messages.encode(report)), messages.NumberedReply
+        )
         assert [row.name for row in report.tiers] == list(tiers)
         assert [row.stats.blocks for row in report.tiers] == [4, 4]
         (row,) = report.clients
@@ -548,7 +534,7 @@ async def test_a_cancelled_close_of_a_server_is_gone_on_with(
 
     monkeypatch.setattr(BlockStore, "flush", slow)
     async with serving() as (_, server), client(server) as one:
-        await one.say(Flush(1))
+        await one.say(messages.Flush(1))
         await reached.wait()
         closing = asyncio.create_task(server.close())
         assert await one.dropped()

@@ -6,35 +6,30 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from tests.support.house.check import (
-    AnyFunction,
-    Check,
-    Finding,
-    dotted,
-    each,
-    functions,
-)
+from tests.support.house import check
 from tests.support.tree import Source
 
 
-def cancel_safety(source: Source) -> Iterator[Finding]:
+def cancel_safety(source: Source) -> Iterator[check.Finding]:
     """Everything public that is awaited says what cancelling the await does.
 
     That is every coroutine, and every function that returns a ``Request``. An
     ``@override`` inherits the promise of what it overrides, and an ``@overload`` has
     that of the function below it.
     """
-    for name, node in functions(source.syntax):
+    for name, node in check.functions(source.syntax):
         if not _is_awaited(node) or not _is_public(name):
             continue
-        marks = {dotted(d).rpartition(".")[2] for d in node.decorator_list}
+        marks = {check.dotted(d).rpartition(".")[2] for d in node.decorator_list}
         if marks & {"override", "overload"}:
             continue
         if "Cancel safety:" not in (ast.get_docstring(node) or ""):
-            yield Finding(source.path, node.lineno, name, 'no "Cancel safety:" section')
+            yield check.Finding(
+                source.path, node.lineno, name, 'no "Cancel safety:" section'
+            )
 
 
-def _is_awaited(node: AnyFunction) -> bool:
+def _is_awaited(node: check.AnyFunction) -> bool:
     if isinstance(node, ast.AsyncFunctionDef):
         return True
     match node.returns:
@@ -56,17 +51,17 @@ _NO_VERB = re.compile(
 )
 
 
-def begins_with_a_verb(source: Source) -> Iterator[Finding]:
+def begins_with_a_verb(source: Source) -> Iterator[check.Finding]:
     """The docstring of a class or function begins with no word that is no verb."""
     for node in ast.walk(source.syntax):
-        if not isinstance(node, ast.ClassDef | AnyFunction):
+        if not isinstance(node, ast.ClassDef | check.AnyFunction):
             continue
         if found := _NO_VERB.match(ast.get_docstring(node) or ""):
             text = f"its docstring begins with {found[0]!r}"
-            yield Finding(source.path, node.lineno, node.name, text)
+            yield check.Finding(source.path, node.lineno, node.name, text)
 
 
-def classes_of_one_name(files: Sequence[Source]) -> Iterator[Finding]:
+def classes_of_one_name(files: Sequence[Source]) -> Iterator[check.Finding]:
     """A public class that is called as another one is, wherever that stands."""
     seen: dict[str, str] = {}
     for source in files:
@@ -75,7 +70,7 @@ def classes_of_one_name(files: Sequence[Source]) -> Iterator[Finding]:
                 continue
             if node.name in seen:
                 text = f"{seen[node.name]} has a class of this name"
-                yield Finding(source.path, node.lineno, node.name, text)
+                yield check.Finding(source.path, node.lineno, node.name, text)
             seen[node.name] = source.path
 
 
@@ -83,10 +78,10 @@ _TIERS = ("coded", "disk", "mooncake", "object", "redis", "remote", "sharded")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 
 CHECKS = (
-    Check(
+    check.Check(
         name="docstrings begin with a verb",
         over=("kvwire/", "backends/"),
-        find=each(begins_with_a_verb),
+        find=check.each(begins_with_a_verb),
         bad=[
             ("kvwire/a.py", 'def f():\n    """Whether it is over."""'),
             ("kvwire/a.py", 'class A:\n    """The state of a lane."""'),
@@ -97,14 +92,14 @@ CHECKS = (
             ("kvwire/a.py", '"""What a module is about."""'),
         ],
     ),
-    Check(
+    check.Check(
         name="no two classes are called the same",
         over=("kvwire/", "backends/"),
         find=classes_of_one_name,
         bad=[("kvwire/a.py", "class A: ...\nclass B:\n    class A: ...")],
         good=[("kvwire/a.py", "class A: ...\nclass _A: ...\nclass B: ...")],
     ),
-    Check(
+    check.Check(
         name="public coroutines state their cancel safety",
         over=("kvwire/",),
         # Commands are run, not awaited, and only the kit itself awaits its checks. The
@@ -117,7 +112,7 @@ CHECKS = (
             "kvwire/testing/conformance/",
             *(f"kvwire/store/tiers/{name}.py" for name in _TIERS),
         ),
-        find=each(cancel_safety),
+        find=check.each(cancel_safety),
         bad=[
             ("kvwire/a.py", 'async def send():\n    """Send it."""'),
             ("kvwire/a.py", "class A:\n    async def send(self): ..."),

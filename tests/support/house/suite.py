@@ -5,14 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from tests.support.house.check import (
-    AnyFunction,
-    Check,
-    Finding,
-    dotted,
-    each,
-    functions,
-)
+from tests.support.house import check
 from tests.support.tree import Source
 
 # Helpers that assert for the test that calls them are named so.
@@ -20,15 +13,15 @@ ASSERTING = ("assert_", "check", "expect", "fnmatch_lines", "no_fnmatch", "run_s
 _PYTEST_ASKS = {"pytest.raises", "pytest.warns", "pytest.fail", "pytest.skip"}
 
 
-def sleeps(source: Source) -> Iterator[Finding]:
+def sleeps(source: Source) -> Iterator[check.Finding]:
     """Waiting for time to pass. ``sleep(0)`` only gives other tasks a turn."""
-    for name, function in functions(source.syntax):
+    for name, function in check.functions(source.syntax):
         for node in ast.walk(function):
             if not isinstance(node, ast.Call) or _is_zero(node.args):
                 continue
-            if dotted(node.func).rpartition(".")[2] == "sleep":
+            if check.dotted(node.func).rpartition(".")[2] == "sleep":
                 text = "wait for an event, not for time"
-                yield Finding(source.path, node.lineno, name, text)
+                yield check.Finding(source.path, node.lineno, name, text)
 
 
 def _is_zero(arguments: list[ast.expr]) -> bool:
@@ -39,20 +32,20 @@ def _is_zero(arguments: list[ast.expr]) -> bool:
             return False
 
 
-def idle_tests(source: Source) -> Iterator[Finding]:
+def idle_tests(source: Source) -> Iterator[check.Finding]:
     """A test that asserts nothing, neither itself nor through a named helper."""
-    for name, function in functions(source.syntax):
+    for name, function in check.functions(source.syntax):
         bare = name.rpartition(".")[2]
         if bare.startswith("test_") and "<locals>" not in name and not _asks(function):
-            yield Finding(source.path, function.lineno, name, "asserts nothing")
+            yield check.Finding(source.path, function.lineno, name, "asserts nothing")
 
 
-def _asks(function: AnyFunction) -> bool:
+def _asks(function: check.AnyFunction) -> bool:
     for node in ast.walk(function):
         if isinstance(node, ast.Assert):
             return True
         if isinstance(node, ast.Call):
-            called = dotted(node.func)
+            called = check.dotted(node.func)
             last = called.rpartition(".")[2] or getattr(node.func, "attr", "")
             if called in _PYTEST_ASKS or last.lstrip("_").startswith(ASSERTING):
                 return True
@@ -62,7 +55,7 @@ def _asks(function: AnyFunction) -> bool:
 _TESTS = ("tests/",)
 
 CHECKS = (
-    Check(
+    check.Check(
         name="tests do not sleep",
         over=_TESTS,
         # Programs that people run: a benchmark pauses between its measurements, and a
@@ -71,7 +64,7 @@ CHECKS = (
             *("tests/bench/", "tests/soak/", "tests/store/torture/"),
             "tests/support/proxy.py",
         ),
-        find=each(sleeps),
+        find=check.each(sleeps),
         bad=[
             ("tests/a.py", "async def test_a():\n    await asyncio.sleep(0.1)"),
             ("tests/a.py", "def test_a():\n    time.sleep(1)"),
@@ -87,10 +80,10 @@ CHECKS = (
             "is a stream of such tokens",
         },
     ),
-    Check(
+    check.Check(
         name="tests assert something",
         over=_TESTS,
-        find=each(idle_tests),
+        find=check.each(idle_tests),
         bad=[
             ("tests/a.py", "def test_a():\n    run()"),
             ("tests/a.py", "class TestA:\n    async def test_a(self):\n        ..."),
