@@ -43,18 +43,15 @@ def test_what_it_prints_is_what_the_config_needs(
     assert config.psk_file == str(tmp_path / key)
 
 
-def test_a_file_is_never_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("key", "never overwritten"), ("no/key", "No such file or directory")],
+)
+def test_what_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
 ) -> None:
     file = tmp_path / "key"
     file.write_text("mine")
-    assert main(["keygen", str(file)]) == CALLED_WRONG
+    assert main(["keygen", str(tmp_path / name)]) == CALLED_WRONG
     assert file.read_text() == "mine"
-    assert "never overwritten" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_not_there_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["keygen", str(tmp_path / "no" / "key")]) == CALLED_WRONG
-    assert "No such file or directory" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

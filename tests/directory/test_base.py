@@ -14,10 +14,6 @@ from tests.directory.memory import MemoryDirectory
 from tests.directory.records import a_lease_has_ended, record
 
 
-async def test_a_directory_is_shown_without_its_password() -> None:
-    assert str(MemoryDirectory()) == "memory://host:1/path"
-
-
 async def test_members_that_a_lost_directory_forgot_have_a_lease_to_come_back() -> None:
     here = MemoryDirectory()
     one, another = record(1, lease_s=0.5), record(2, lease_s=0.5)

@@ -52,20 +52,6 @@ async def test_both_ends_of_a_transfer() -> None:
     assert said(receive)["kvwire.wire_s"] == outcome.timings.wire_s
 
 
-async def test_a_span_lies_below_the_request_that_it_is_of() -> None:
-    traces = Traces()
-    async with loopback() as pair:
-        with TransferTracer(pair.a, traces.provider):
-            tracer = traces.provider.get_tracer("server")
-            with tracer.start_as_current_span("request") as request:
-                inc = pair.ab.pull("never", Memory().cache, [0])
-            inc.abort()
-            await inc
-    parent = traces.spans()["kvwire receive"].parent
-    assert parent is not None
-    assert parent.span_id == request.get_span_context().span_id
-
-
 async def test_the_context_of_another_thread_comes_along() -> None:
     traces = Traces()
     with kvwire.Engine() as engine:

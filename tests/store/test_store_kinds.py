@@ -139,36 +139,6 @@ async def test_groups_are_kept_apart() -> None:
     assert np.array_equal(window.tokens([7, 8]), to_window.tokens([1, 0]))
 
 
-async def test_groups_of_several_sizes_share_the_room(tmp_path: Path) -> None:
-    small, large = spec(), spec(layers=17, head_dim=64)
-    tiers = ["memory:512KiB", f"disk:{tmp_path}?size=2MiB"]
-    for _ in range(2):
-        async with BlockStore.open(tiers) as store:
-            for kind in (small, large, small, large):
-                for seed in range(3):
-                    source, hashes = Filled(4, kind, seed=seed), chain(4, f"{seed}")
-                    await store.put(hashes, source.cache, [0, 1, 2, 3])
-                    target = Filled(4, kind)
-                    outcome = await store.get(hashes, target.cache, [0, 1, 2, 3])
-                    assert outcome.complete
-                    assert np.array_equal(
-                        source.tokens([0, 1, 2, 3]), target.tokens([0, 1, 2, 3])
-                    )
-
-
-async def test_a_slab_that_has_changed_its_size(tmp_path: Path) -> None:
-    """What its entries said of the other size is not taken up at a restart."""
-    small, large = Filled(12, seed=1), Filled(1, spec(layers=16, head_dim=16), seed=2)
-    tiers = ["memory:16KiB", f"disk:{tmp_path}?size=68KiB&slab=64KiB"]
-    async with BlockStore.open(tiers) as store:
-        await store.put(chain(12), small.cache, list(range(12)))
-        assert (await store.put(chain(1, "large"), large.cache, [0])).complete
-    async with BlockStore.open(tiers) as store:
-        assert store.stats()[tiers[1]].blocks == 1
-        assert await store.match(chain(12), small.cache) == 0
-        assert await store.match(chain(1, "large"), large.cache) == 1
-
-
 async def test_the_same_hash_twice_in_one_call() -> None:
     source, target, hashes = Filled(seed=1), Filled(), chain(3)
     twice = [hashes[0], hashes[1], hashes[0]]

@@ -267,14 +267,3 @@ async def test_blocks_of_two_spaces_leave_in_two_batches() -> None:
         await tiers.memory.empty()
     assert sorted(map(len, tier.written)) == [2, 2]
     assert all(len({key[:16] for key in keys}) == 1 for keys in tier.written)
-
-
-async def test_what_nobody_takes_is_forgotten() -> None:
-    tier = FakeTier()
-    tier.refusing = True
-    async with hierarchy(tier, through=False) as tiers:
-        tiers.namespaces[NAMESPACE.digest] = NAMESPACE
-        await fill(tiers, keys_of(4))
-        await tiers.memory.empty()
-        assert len(tiers.memory.index) == 0
-    assert not tier.written

@@ -106,14 +106,6 @@ async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
         assert not report.well
 
 
-async def test_nobody_there() -> None:
-    async with kvwire.open() as here, kvwire.open() as there:
-        address = await there.listen("127.0.0.1:0")
-        await there.close()
-        trial, _ = await try_out(here, address, (MIB,))
-    assert trial.error.startswith("ConnectError")
-
-
 async def test_a_transport_that_is_not_there_is_the_reason() -> None:
     async with kvwire.open() as here:
         address = Address("tcp", "127.0.0.1", 1)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
@@ -77,8 +75,6 @@ def test_engines_are_found(found: Found) -> None:
         assert text in page()
     # Of the connections that the transfers were on, said within a second.
     assert eventually(lambda: "tcp:" in page())
-    folder = Path(os.environ.get("FLEET_TEST_PICTURES", found.proxy.log.parent))
-    (folder / "fleet.html").write_text(page())
 
 
 def test_an_engine_is_drained_and_ends(found: Found) -> None:

@@ -18,16 +18,17 @@ def test_an_answer_is_what_decode_reads() -> None:
     wanted.check()
 
 
-@pytest.mark.parametrize("params", [None, {}, {"other": 1}])
-def test_a_request_for_this_engine_alone(params: dict[str, Any] | None) -> None:
-    assert TransferParams.read(params) == TransferParams()
-
-
-def test_addresses_as_one_text() -> None:
-    assert TransferParams.read({"remote": "a:1,b:2"}).remote == (
-        "tcp://a:1",
-        "tcp://b:2",
-    )
+@pytest.mark.parametrize(
+    ("params", "remote"),
+    [
+        *((alone, ()) for alone in (None, {}, {"other": 1})),
+        ({"remote": "a:1,b:2"}, ("tcp://a:1", "tcp://b:2")),
+    ],
+)
+def test_what_is_not_said_is_usual(
+    params: dict[str, Any] | None, remote: tuple[str, ...]
+) -> None:
+    assert TransferParams.read(params) == TransferParams(remote=remote)
 
 
 @pytest.mark.parametrize(

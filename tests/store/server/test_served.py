@@ -6,17 +6,7 @@ import asyncio
 
 import pytest
 
-from kvwire.limits import MIB
 from kvwire.store.server.served import Berth, TransferBuffers
-
-
-async def test_a_berth_that_was_given_back_is_used_again() -> None:
-    berths = TransferBuffers(2, MIB)
-    async with berths.one() as first, berths.one() as second:
-        assert first.nbytes == second.nbytes == MIB
-        assert first is not second
-    async with berths.one() as again:
-        assert any(again is one for one in (first, second))
 
 
 async def test_so_many_at_once_and_no_more() -> None:

@@ -130,22 +130,6 @@ def test_what_is_cut_off_is_not_there_when_it_grows_again(tmp_path: Path) -> Non
         assert slots_in(directory) == [0, 15]
 
 
-def test_images_that_somebody_has_cut_are_not_taken_at_their_word(
-    tmp_path: Path,
-) -> None:
-    with opened(tmp_path) as directory:
-        assert not directory.whole
-    with opened(tmp_path) as directory:
-        assert directory.whole
-    os.truncate(tmp_path / "images", SLAB)
-    with opened(tmp_path) as directory:
-        assert not directory.whole
-        assert directory.file.nbytes == SIZE
-    (tmp_path / "images").unlink()
-    with opened(tmp_path) as directory:
-        assert not directory.whole
-
-
 FILE_BYTES = 10_000
 
 

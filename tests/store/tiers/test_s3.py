@@ -107,10 +107,6 @@ async def put_and_get(address: str, name: str) -> tuple[int, int, bool]:
     return len(put.landed), len(landed), right
 
 
-async def test_blocks_come_back_from_s3(server: str) -> None:
-    assert await put_and_get(tier(server), "plain") == (BLOCKS, BLOCKS, True)
-
-
 @pytest.mark.parametrize(
     ("refused", "status", "times", "lands"),
     [
