@@ -200,17 +200,6 @@ def test_decode_reads_no_other_blocks() -> None:
             "^prefill_context_parallel_size=4",
         ),
     ],
-    ids=[
-        "other",
-        "encoder",
-        "speculative",
-        "stages of several kinds",
-        "stages that were moved",
-        "scales in blocks",
-        "scales of its own",
-        "decode context",
-        "prefill context",
-    ],
 )
 def test_what_is_not_supported_is_refused(said: tuple[Any, Any], match: str) -> None:
     with pytest.raises(UsageError, match=match):

@@ -178,15 +178,6 @@ async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
         (SPEC, b"\xff\0\0", 3, "3 orders of 3 blocks"),
         (LARGE, b"\xfe\0\0", 3, "3 orders of 3 blocks"),
     ],
-    ids=[
-        "less",
-        "more",
-        "less, apart",
-        "more, apart",
-        "too few orders",
-        "an order of nothing",
-        "an unknown order",
-    ],
 )
 async def test_a_server_that_sends_other_blocks_than_it_says(
     spec: KVSpec, orders: bytes, blocks: int, said: str
