@@ -13,14 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvwire import UsageError
-from kvwire.cli.bench.fragments import (
-    MEMCPY,
-    SAME_HOST,
-    TCP,
-    VERBS,
-    Member,
-    joined,
-)
+from kvwire.cli.bench import fragments
 from kvwire.cli.bench.report import new_table, short
 from kvwire.cli.bench.turns import Benchmark, Findings
 from kvwire.limits import KIB, MIB
@@ -35,13 +28,13 @@ Beside = Callable[[Benchmark], Benchmark]
 def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
     """Let each of these take part that is installed in one of the interpreters."""
     for name in names:
-        if name not in (*ALL_PEERS, MEMCPY):
+        if name not in (*ALL_PEERS, fragments.MEMCPY):
             raise UsageError(f"--peers {name}: there are {', '.join(ALL_PEERS)}")
 
     def join(benchmark: Benchmark) -> Benchmark:
         pool_bytes = max(case.work.memory_bytes for case in benchmark.cases)
-        team: list[Member] = []
-        streams: list[Member] = []
+        team: list[fragments.Member] = []
+        streams: list[fragments.Member] = []
         notes = list(benchmark.notes)
         missing = list(benchmark.missing)
         for name in names:
@@ -49,7 +42,7 @@ def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
                 if absent := iperf3.missing():
                     missing.append(absent)
                 else:
-                    streams.append((TCP, iperf3.contender()))
+                    streams.append((fragments.TCP, iperf3.contender()))
                     notes.append("iperf3 moves a stream of bytes, not fragments.")
             elif name in PEERS:
                 peer = PEERS[name]
@@ -57,11 +50,11 @@ def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
                 if found is None:
                     missing.append(peer.missing)
                 for setting in peer.settings if found else ():
-                    wire = SAME_HOST if setting == "shm" else TCP
+                    wire = fragments.SAME_HOST if setting == "shm" else fragments.TCP
                     one = peer.contender(setting, str(found), pool_bytes)
                     team.append((wire, one))
         return replace(
-            joined(benchmark, team, streams),
+            fragments.joined(benchmark, team, streams),
             missing=missing,
             notes=notes,
             below=lambda found: list(targets(judge(found))),
@@ -141,7 +134,7 @@ def judge(findings: Findings) -> Iterator[Verdict]:
     }
     for claim in CLAIMS:
         size = claim.others_bytes or claim.layer_bytes
-        for verb in VERBS:
+        for verb in fragments.VERBS:
             ours = measured.get((claim.ours, verb, claim.layer_bytes))
             others = [n for n in claim.others if (n, verb, size) in measured]
             if ours is None or not others:

@@ -32,17 +32,7 @@ import uvloop
 from rich.progress import Progress
 
 import kvwire
-from tests.soak.stamps import (
-    BLOCKS_EACH_MAX,
-    NUM_BLOCKS,
-    ROUND_TIMEOUT_S,
-    SPEC,
-    TRANSFERS_AT_ONCE,
-    StampedCache,
-    Tally,
-    prefill,
-    take_blocks,
-)
+from tests.soak import stamps
 
 ASK_TAG: Final = 1
 CLAIM_TAG: Final = 2
@@ -62,7 +52,7 @@ class Way(NamedTuple):
 
     transport: str
     settings: Mapping[str, str] = MappingProxyType({})
-    spec: kvwire.KVSpec = SPEC
+    spec: kvwire.KVSpec = stamps.SPEC
 
 
 WAYS: Final = {
@@ -71,7 +61,7 @@ WAYS: Final = {
     "ucx-one-sided": Way(
         "ucx",
         {"one_sided": "yes"},
-        dataclasses.replace(SPEC, block_tokens=2 * SPEC.block_tokens),
+        dataclasses.replace(stamps.SPEC, block_tokens=2 * stamps.SPEC.block_tokens),
     ),
 }
 
@@ -100,8 +90,8 @@ class Producer:
     def __init__(self, comm: kvwire.Communicator, way: Way, seed: int) -> None:
         self._comm = comm
         self._random = random.Random(seed)
-        self._stamped = StampedCache(way.spec)
-        self._free = list(range(NUM_BLOCKS))
+        self._stamped = stamps.StampedCache(way.spec)
+        self._free = list(range(stamps.NUM_BLOCKS))
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, address: str) -> None:
@@ -119,7 +109,7 @@ class Producer:
             while True:
                 ask = Ask(*json.loads(await connection.recv(ASK_TAG)))
                 if ask.blocks <= len(self._free):
-                    source = take_blocks(self._free, ask.blocks, self._random)
+                    source = stamps.take_blocks(self._free, ask.blocks, self._random)
                     self._start(self._produce(connection, ask, source))
 
     async def _produce(
@@ -131,7 +121,7 @@ class Producer:
         except kvwire.ConnectionClosed:
             self._free += source
             return
-        if await prefill(out, self._stamped, ask.number, source, self._random):
+        if await stamps.prefill(out, self._stamped, ask.number, source, self._random):
             say({"in several chunks": 1})
         outcome = await out
         await out.drained()
@@ -161,8 +151,8 @@ class Consumer:
         self._random = random.Random(seed)
         self._transport = way.transport
         self._number = seed * NUMBERS_EACH
-        self._stamped = StampedCache(way.spec)
-        self._free = list(range(NUM_BLOCKS))
+        self._stamped = stamps.StampedCache(way.spec)
+        self._free = list(range(stamps.NUM_BLOCKS))
         # Of each transfer that is over on one side: whether it was complete there.
         self._outcomes: dict[int, bool] = {}
         self._claims: dict[int, bool] = {}
@@ -178,7 +168,7 @@ class Consumer:
                 break
             claims = asyncio.create_task(self._hear(connection))
             async with asyncio.TaskGroup() as group:
-                for _ in range(TRANSFERS_AT_ONCE):
+                for _ in range(stamps.TRANSFERS_AT_ONCE):
                     group.create_task(self._transfers(connection, stop))
             claims.cancel()
             await asyncio.wait([claims])
@@ -207,10 +197,10 @@ class Consumer:
         self._number += 1
         ask = Ask(
             self._number,
-            self._random.randint(1, BLOCKS_EACH_MAX),
+            self._random.randint(1, stamps.BLOCKS_EACH_MAX),
             self._random.random() < 0.5,
         )
-        target = take_blocks(self._free, ask.blocks, self._random)
+        target = stamps.take_blocks(self._free, ask.blocks, self._random)
         late = self._stamped.poisoned(target)
         try:
             verb = self._comm.expect if ask.push else connection.pull
@@ -223,7 +213,7 @@ class Consumer:
         except kvwire.ConnectionClosed:
             inc.abort("soak: not asked for")
         outcome = await inc
-        tally = Tally()
+        tally = stamps.Tally()
         self._stamped.check(ask.number, target, outcome, tally)
         await inc.drained()
         self._stamped.poison(target)
@@ -298,7 +288,7 @@ class ProcessSoak:
         way: str,
         psk_file: str = "",
     ) -> None:
-        self.tally = Tally()
+        self.tally = stamps.Tally()
         self._random = random.Random(seed)
         self._seed = seed
         self._goal_bytes = goal_bytes
@@ -311,7 +301,7 @@ class ProcessSoak:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             self._address = f"127.0.0.1:{taken.getsockname()[1]}"
 
-    async def run(self, progress: Progress | None = None) -> Tally:
+    async def run(self, progress: Progress | None = None) -> stamps.Tally:
         """Run to the goal.
 
         Cancel safety: safe, the processes are killed.
@@ -354,7 +344,7 @@ class ProcessSoak:
     async def _fault(self, role: str) -> None:
         if not self._fault_s:
             self._moved.clear()
-            async with asyncio.timeout(ROUND_TIMEOUT_S):
+            async with asyncio.timeout(stamps.ROUND_TIMEOUT_S):
                 await self._moved.wait()
             return
         before = self.tally.nbytes
@@ -371,7 +361,7 @@ class ProcessSoak:
         else:
             await life.kill()
             life = self._lives[role] = await _Life.begin(self, role)
-        async with asyncio.timeout(ROUND_TIMEOUT_S):
+        async with asyncio.timeout(stamps.ROUND_TIMEOUT_S):
             while self.tally.nbytes == before and not self.tally.failed:
                 self._moved.clear()
                 await self._moved.wait()

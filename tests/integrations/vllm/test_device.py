@@ -17,21 +17,8 @@ import pytest
 from kvwire import BackendUnavailable, Communicator, UsageError
 from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.limits import MIB
+from tests.integrations.vllm import steps
 from tests.integrations.vllm.fakes import FREE, NAMES, Worker
-from tests.integrations.vllm.steps import (
-    FROM,
-    INTO,
-    addresses,
-    arrives,
-    drained,
-    fetch,
-    fetching,
-    freed,
-    prefill,
-    received,
-    sending,
-    written,
-)
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import eventually
 
@@ -119,18 +106,20 @@ def test_a_layer_is_read_once_the_gpu_has_written_it(gpus: Gpus, stream: str) ->
     """The forward pass returns before its first kernel has run."""
     p = gpus.worker(stream=stream)
     d = gpus.worker()
-    fetch(d, fetching(addresses([p])))
-    prefill(p, sending(FROM[:1], 4, addresses([d])), FROM[:1])
-    assert eventually(lambda: d.holds(INTO[:1]))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.prefill(
+        p, steps.sending(steps.FROM[:1], 4, steps.addresses([d])), steps.FROM[:1]
+    )
+    assert eventually(lambda: d.holds(steps.INTO[:1]))
     # There is a link now, and the plan is made: nothing else is left to wait for.
     gate = gpus.blocked(p)
-    prefill(p, WorkerStep(written=[written(FROM[1:], 10)]))
+    steps.prefill(p, WorkerStep(written=[steps.written(steps.FROM[1:], 10)]))
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
-    assert arrives(d)
+    assert steps.arrives(d)
     assert d.side.take_errors() == set()
-    assert drained(p)
+    assert steps.drained(p)
 
 
 @pytest.mark.parametrize("stream", ["layer", "chunk"])
@@ -138,13 +127,13 @@ def test_an_event_is_recorded_where_the_hook_is_called(gpus: Gpus, stream: str) 
     """Not when the transfer begins, on another thread and behind other work."""
     p, d = gpus.worker(stream=stream), gpus.worker()
     loop, gate = gpus.stalled(p), gpus.blocked(p)
-    prefill(p, sending(FROM, 10))
+    steps.prefill(p, steps.sending(steps.FROM, 10))
     loop.set()
-    fetch(d, fetching(addresses([p])))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
-    assert arrives(d)
+    assert steps.arrives(d)
 
 
 @pytest.mark.parametrize(
@@ -174,17 +163,17 @@ def test_as_few_events_as_there_are_orders(
     p, d = gpus.worker(**settings), gpus.worker()
     recorded = counted(gpus.of(p), monkeypatch)
     gate = gpus.blocked(p)
-    p.side.begin_step(sending(FROM, 10))
+    p.side.begin_step(steps.sending(steps.FROM, 10))
     for name in NAMES:
-        p.write(name, FROM)
+        p.write(name, steps.FROM)
         if name in NAMES[:hooks]:
             p.side.layer_written(name)
             p.side.layer_written(f"{name}.indexer")  # has no cache that is moved
     p.side.step_written()
     assert len(recorded) == events
     gate.set()
-    fetch(d, fetching(addresses([p])))
-    assert arrives(d)
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    assert steps.arrives(d)
 
 
 def test_a_step_that_sends_nothing_records_nothing(
@@ -194,7 +183,7 @@ def test_a_step_that_sends_nothing_records_nothing(
     recorded = counted(gpus.of(p), monkeypatch)
     p.side.begin_step(WorkerStep())
     p.side.start_loads()
-    p.forward(FROM)
+    p.forward(steps.FROM)
     assert recorded == []
 
 
@@ -220,39 +209,39 @@ def test_blocks_are_written_once_the_gpu_no_longer_uses_them(gpus: Gpus) -> None
     gate = gpus.blocked(d)
     assert d.compute is not None
     d.compute.call(lambda: seen.append(untouched(d)))
-    fetch(d, fetching(addresses([p])))
-    prefill(p, sending(FROM, 10, addresses([d])))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.prefill(p, steps.sending(steps.FROM, 10, steps.addresses([d])))
     let_run(p, d)
     assert d.side.finished(()) == (set(), set())
     gate.set()
-    assert eventually(lambda: received(d))
+    assert eventually(lambda: steps.received(d))
     assert seen == [True]
-    assert d.holds(INTO[:2])
+    assert d.holds(steps.INTO[:2])
 
 
 def test_a_request_that_ends_before_its_blocks_were_free(gpus: Gpus) -> None:
     """Nothing was written to them, and prefill hears of it."""
     p, d = gpus.host_worker(), gpus.worker()
     gate = gpus.blocked(d)
-    fetch(d, fetching(addresses([p])))
-    prefill(p, sending(FROM, 10, addresses([d])))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.prefill(p, steps.sending(steps.FROM, 10, steps.addresses([d])))
     let_run(p, d)
     d.side.finished(("d",))
     gate.set()
-    assert eventually(lambda: received(d))
+    assert eventually(lambda: steps.received(d))
     assert untouched(d)
-    assert drained(p)
+    assert steps.drained(p)
 
 
 def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
     """Every block is an error, and none is in quarantine: none was touched."""
     p, d = gpus.host_worker(), gpus.worker()
     gate = gpus.blocked(d)
-    fetch(d, fetching(addresses([p])))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
     gpus.of(d).fail(FAILURE)
     gate.set()
-    assert eventually(lambda: received(d))
-    assert d.side.take_errors() == set(INTO)
+    assert eventually(lambda: steps.received(d))
+    assert d.side.take_errors() == set(steps.INTO)
     assert untouched(d)
 
 
@@ -262,7 +251,7 @@ def test_a_gpu_that_fails_before_the_blocks_were_free(gpus: Gpus) -> None:
 def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     """A prompt's first block on its way, its copy queued on prefill's held device."""
     p, d = gpus.worker(**settings), gpus.host_worker()
-    prefill(p, sending(FROM[:1], 4), FROM[:1])
+    steps.prefill(p, steps.sending(steps.FROM[:1], 4), steps.FROM[:1])
     (departure,) = p.side._departures.values()
     assert eventually(
         lambda: (
@@ -271,7 +260,7 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
         )
     )
     gpus.of(p).hold()
-    fetch(d, fetching(addresses([p])))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
     assert eventually(lambda: copying(p))
     return p, d
 
@@ -279,11 +268,11 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
 def test_blocks_are_not_free_while_a_copy_of_them_is_queued(gpus: Gpus) -> None:
     p, d = being_copied(gpus)
     p.side.finished(("p",))
-    assert eventually(lambda: received(d))
+    assert eventually(lambda: steps.received(d))
     let_run(p)
-    assert not freed(p)
+    assert not steps.freed(p)
     gpus.of(p).release()
-    assert eventually(lambda: freed(p))
+    assert eventually(lambda: steps.freed(p))
 
 
 @pytest.mark.parametrize("fence_s", [30.0, 0.01])
@@ -292,7 +281,7 @@ def test_a_fence_waits_for_a_copy_that_is_queued(gpus: Gpus, fence_s: float) -> 
     p, d = being_copied(gpus, fence_s=fence_s)
     fence = threading.Thread(target=p.side.fence, args=(WorkerStep(fenced={"p"}),))
     fence.start()
-    assert eventually(lambda: received(d))
+    assert eventually(lambda: steps.received(d))
     let_run(p)
     assert fence.is_alive()
     gpus.of(p).release()
@@ -306,15 +295,17 @@ def test_a_gpu_that_fails_under_a_copy_keeps_the_blocks(
     p, d = being_copied(gpus, fence_s=0.01)
     gpus.of(p).fail(FAILURE)
     gpus.of(p).release()
-    assert eventually(lambda: received(d))
-    assert INTO[0] in d.side.take_errors()
+    assert eventually(lambda: steps.received(d))
+    assert steps.INTO[0] in d.side.take_errors()
     p.side.finished(("p",))
-    assert eventually(lambda: not freed(p) and "stay in quarantine" in caplog.text)
+    assert eventually(
+        lambda: not steps.freed(p) and "stay in quarantine" in caplog.text
+    )
     (said,) = [r for r in caplog.records if "stay in quarantine" in r.message]
     assert FAILURE in said.message
     assert "request p" in said.message
     # Once, and not in every step.
-    assert not freed(p)
+    assert not steps.freed(p)
     assert len([r for r in caplog.records if "stay in quarantine" in r.message]) == 1
     with pytest.raises(BackendUnavailable, match="request p: they stay in quarantine"):
         p.side.fence(WorkerStep(fenced={"p"}))
@@ -326,8 +317,8 @@ def test_a_gpu_that_fails_under_what_arrives_keeps_the_blocks(
     """The scheduler would let another request write to them."""
     p, d = gpus.host_worker(), gpus.worker()
     gpus.of(d).hold()
-    fetch(d, fetching(addresses([p])))
-    prefill(p, sending(FROM, 10))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
+    steps.prefill(p, steps.sending(steps.FROM, 10))
     assert eventually(lambda: copying(d))
     gpus.of(d).fail(FAILURE)
     gpus.of(d).release()
@@ -343,15 +334,15 @@ def test_a_gpu_that_fails_under_what_arrives_keeps_the_blocks(
 def test_a_forward_pass_that_fails_sends_nothing(gpus: Gpus) -> None:
     """Its blocks were not copied, so they are free."""
     p, d = gpus.worker(), gpus.host_worker()
-    fetch(d, fetching(addresses([p])))
+    steps.fetch(d, steps.fetching(steps.addresses([p])))
     gate = gpus.blocked(p)
-    prefill(p, sending(FROM, 10))
+    steps.prefill(p, steps.sending(steps.FROM, 10))
     gpus.of(p).fail(FAILURE)
     gate.set()
-    assert eventually(lambda: received(d))
-    assert d.side.take_errors() == set(INTO)
+    assert eventually(lambda: steps.received(d))
+    assert d.side.take_errors() == set(steps.INTO)
     assert untouched(d)
-    assert drained(p)
+    assert steps.drained(p)
 
 
 def test_a_device_that_does_not_work_is_known_at_the_start(gpus: Gpus) -> None:

@@ -96,16 +96,6 @@ def prompts(number: int) -> Iterator[list[int]]:
         yield list(chat)
 
 
-class Random(Policy):
-    """What the others are compared with."""
-
-    def __init__(self) -> None:
-        self._chance = random.Random(1)
-
-    def choose(self, engines: Any, body: Any) -> VllmEngine:
-        return self._chance.choice(engines)  # type: ignore[no-any-return]
-
-
 async def met(policy: kv_events.ByKvEvents, cache: Cache) -> None:
     """Return when the policy hears a cache; what was said before is lost."""
     known = policy._blocks(cache.engine)
@@ -140,13 +130,12 @@ async def share(caches: list[Cache], policy: Policy) -> float:
     return sum(c.hits for c in caches) / sum(c.looked_for for c in caches)
 
 
-@pytest.mark.parametrize("route", ["random", LEAST_LOADED, BY_KV_EVENTS])
+@pytest.mark.parametrize("route", [LEAST_LOADED, BY_KV_EVENTS])
 async def test_the_share_of_hits(
     caches: list[Cache], route: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By chance it is 57 %, always the same; by events 91 %."""
-    policy = Random() if route == "random" else make_policy(route)
-    found = await share(caches, policy)
+    found = await share(caches, make_policy(route))
     with capsys.disabled():
         print(f" {found:.0%} of blocks", end="")
     assert found > (0.8 if route == BY_KV_EVENTS else 0.5)

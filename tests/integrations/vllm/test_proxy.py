@@ -15,16 +15,10 @@ import pytest
 from starlette.applications import Starlette
 
 from kvwire import UsageError
+from kvwire.integrations.vllm.proxy import dispatch
 from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.client import EngineClient
-from kvwire.integrations.vllm.proxy.dispatch import (
-    AT_ONCE,
-    IN_SEQUENCE,
-    for_decode,
-    for_prefill,
-    is_for_two,
-)
 from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
 from kvwire.integrations.vllm.references import UNSIGNED
 from tests.integrations.vllm.turns import fleet_in_turns
@@ -158,7 +152,7 @@ async def turns_until(condition: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-def app(engines: Engines, order: str = AT_ONCE) -> Starlette:
+def app(engines: Engines, order: str = dispatch.AT_ONCE) -> Starlette:
     return make_app(fleet_in_turns([P1, P2], [D1, D2]), order=order, client=engines)
 
 
@@ -223,7 +217,7 @@ async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() 
         return answer(200, {"kv_transfer_params": where})
 
     engines = Engines(p1=when(may_answer, computed))
-    asking = asyncio.ensure_future(post(app(engines, IN_SEQUENCE)))
+    asking = asyncio.ensure_future(post(app(engines, dispatch.IN_SEQUENCE)))
     await turns_until(lambda: bool(engines.asked))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -272,7 +266,7 @@ async def test_another_prefill_engine_takes_over(failing: Handler) -> None:
 
 async def test_without_prefill_engines_decode_computes() -> None:
     engines = Engines(p1=refused, p2=broken)
-    assert (await post(app(engines, IN_SEQUENCE))).json() == {"tokens": 9}
+    assert (await post(app(engines, dispatch.IN_SEQUENCE))).json() == {"tokens": 9}
     host, body = engines.asked[-1]
     assert host.startswith("d")
     assert "kv_transfer_params" not in body
@@ -283,7 +277,7 @@ async def test_a_prompt_that_prefill_rejects_is_for_decode_to_answer() -> None:
         return answer(400, {"error": "too long"})
 
     engines = Engines(p1=rejects, p2=rejects, d1=rejects, d2=rejects)
-    said = await post(app(engines, IN_SEQUENCE))
+    said = await post(app(engines, dispatch.IN_SEQUENCE))
     assert (said.status_code, said.json()) == (400, {"error": "too long"})
 
 
@@ -317,7 +311,7 @@ async def test_no_decode_engine_answers(
     assert (error["code"], error["message"]) == (status, why)
 
 
-@pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
+@pytest.mark.parametrize("order", [dispatch.AT_ONCE, dispatch.IN_SEQUENCE])
 async def test_engines_hear_who_asks(order: str) -> None:
     """Keys of engines that want one, and what traces and logs go by; nothing else."""
     sent = {
@@ -380,9 +374,9 @@ async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
 @pytest.mark.parametrize(
     ("order", "scope", "engines"),
     [
-        (AT_ONCE, SCOPE, 2),
-        (IN_SEQUENCE, SCOPE, 1),
-        (AT_ONCE, SCOPE | {"method": "GET", "path": "/v1/models"}, 1),
+        (dispatch.AT_ONCE, SCOPE, 2),
+        (dispatch.IN_SEQUENCE, SCOPE, 1),
+        (dispatch.AT_ONCE, SCOPE | {"method": "GET", "path": "/v1/models"}, 1),
     ],
 )
 async def test_a_client_that_goes_away_before_the_first_token(
@@ -474,7 +468,7 @@ async def test_models_are_those_of_any_decode_engine() -> None:
     ],
 )
 def test_what_two_engines_can_share(body: dict[str, Any], shared: bool) -> None:
-    assert is_for_two(body) is shared
+    assert dispatch.is_for_two(body) is shared
 
 
 NO_ENGINES = ["http://a", "a=b:1", "http://a=", "http://a=b"]
@@ -493,7 +487,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     )
     staged = parse_engine("http://a:1=b:2,c:3,stages=2")
     assert staged == VllmServer("http://a:1", ("b:2", "c:3"), 2)
-    for asked in (for_prefill, for_decode):
+    for asked in (dispatch.for_prefill, dispatch.for_decode):
         told = asked(ASK, staged, "t", UNSIGNED)["kv_transfer_params"]
         assert (told["remote"], told["stages"]) == (["b:2", "c:3"], 2)
     with pytest.raises(SystemExit):
