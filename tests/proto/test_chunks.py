@@ -68,11 +68,12 @@ def test_a_link_that_reports_nothing_gets_no_more() -> None:
 # --- chunks on lanes that break
 
 
-def test_a_span_that_was_lost_goes_as_chunks() -> None:
-    """What carries it now may take no more at once."""
+@pytest.mark.parametrize("room", [30, 40])
+def test_a_span_that_was_lost_goes_as_chunks(room: int) -> None:
+    """What carries it now may take no more at once; the last ends where it ended."""
     side = Side()
     request = side.put(35)
-    burst = side.chunks.next_chunk(lambda buffer: 30)
+    burst = side.chunks.next_chunk(lambda buffer: room)
     assert burst is not None
     side.chunks.chunk_missed(burst)
     again = [side.chunk() for _ in range(4)]
@@ -94,6 +95,16 @@ def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
     assert side.chunks.next_chunk() is None
     assert side.holds.drained == [request.buffer]
     assert request.in_flight == 0
+
+
+def test_a_lost_chunk_of_a_request_that_is_over_does_not_stop_the_next() -> None:
+    side = Side()
+    over, lives = side.put(5), side.put(5)
+    for chunk in [side.chunk(), side.chunk()]:
+        side.chunks.chunk_missed(chunk)
+    side.requests.fail(over, ConnectionLost("x"), tell=None)
+    assert side.chunk().request is lives
+    assert side.holds.drained == [over.buffer]
 
 
 def test_a_span_arrives_as_its_chunks() -> None:

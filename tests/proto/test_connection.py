@@ -20,7 +20,7 @@ from kvwire.errors import (
 from kvwire.proto.events import Ended
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import CloseState
-from kvwire.wire.control import AccessBody, Announce, Close, Ping
+from kvwire.wire.control import AccessBody, Announce, Close, Credit, Ping
 from kvwire.wire.header import FrameType
 from tests.proto.moving import (
     ask,
@@ -340,6 +340,9 @@ def test_nothing_is_sent_after_the_end() -> None:
     core.fail(ConnectionLost("test"))
     sending.append(core.sending)
     assert sending == [True, False]
+    core.outbox.frames.clear()
+    core.outbox.send(FrameType.CREDIT, Credit(1, 1))
+    assert not core.outbox.frames
     assert core.next_chunk() is None
     assert core.due_bytes == 0
 

@@ -69,6 +69,15 @@ def test_more_back_than_was_spent(back: tuple[int, int]) -> None:
     assert (sender.messages, sender.nbytes) == (5, 50)
 
 
+@pytest.mark.rule("KVW-CR-01", "keeps")
+def test_all_credit_can_be_spent() -> None:
+    """To the last byte, and to the last message."""
+    sender = SendCredit(2, 50)
+    assert [sender.spend(size) for size in (51, 50, 1, 0, 0)] == [
+        *(False, True, False, True, False)
+    ]
+
+
 def test_credit_goes_back_in_lumps() -> None:
     """Half a window at a time, in messages or in bytes, whatever is first."""
     many, large = ReceiveCredit(8, 1000), ReceiveCredit(8, 1000)

@@ -19,7 +19,7 @@ from kvwire.wire.control import (
     LaneReady,
     decode_body,
 )
-from kvwire.wire.header import FrameType, decode_header
+from kvwire.wire.header import Flag, FrameType, decode_header
 from tests.proto.moving import expect_broken
 from tests.support.core_pair.pair_lanes import BACKEND, Half, PairLanes
 from tests.support.core_pair.peer import ConnectionPair, Peer
@@ -260,6 +260,22 @@ def announced(scene: Scene, chunk: Chunk, check: int | None) -> tuple[bytes, byt
     return scene.client.core.lanes.announce(chunk, 1, descriptor, check)
 
 
+@pytest.mark.parametrize("check", [None, 0, 5])
+def test_what_is_announced_is_what_is_checked(check: int | None) -> None:
+    """The receiving half hears whether the payload has a checksum, and which."""
+    scene = Scene(chunks=1)
+    scene.up()
+    scene.client.aside = lambda peer, chunk, _: announced(scene, chunk, check)
+    scene.put()
+    scene.pair.run()
+    (arrival,) = scene.half(SERVER).arriving.values()
+    assert bool(arrival.header.flags & Flag.CHECKED) is (check is not None)
+    assert arrival.header.payload_check == (check or 0)
+    assert scene.server.core.lanes.expects(arrival)
+    scene.lanes.end(scene.half(SERVER))
+    assert not scene.server.core.lanes.expects(arrival), "it was missed"
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_payload_of_a_request_that_is_over_goes_nowhere(cut: bool) -> None:
     """It is received all the same, and the sender's memory held until it is."""
@@ -309,6 +325,9 @@ def test_a_lane_takes_no_more_payloads_than_the_receiver_allows() -> None:
     assert not scene.client.core.lanes.room(1, 2**30)
     scene.lanes.rest()
     assert scene.client.core.lanes.room(1, 2**30)
+    scene.client.put(b"x", small)
+    scene.pair.run()
+    assert len(scene.descriptors(SERVER)) == 1, "those before have made room"
     assert scene.server.broken is None
 
 

@@ -111,6 +111,17 @@ def test_a_message_that_came_damaged(posted: bool) -> None:
 # --- credit
 
 
+def test_damaged_messages_give_their_credit_back() -> None:
+    """Twice as many as the server holds at once."""
+    pair = ConnectionPair()
+    for _ in range(16):
+        assert pair.client.send(TAG, SMALL) is None, "there was no credit for it"
+        pair.server.receive((pair.client.wire.popleft()[0], b"smell"))
+        receive = pair.server.recv(TAG, 100)
+        expect_error(pair.server, receive, IntegrityError)
+        pair.run()
+
+
 @pytest.mark.rule("KVW-CR-01", "keeps")
 @pytest.mark.rule("KVW-CR-02", "keeps")
 def test_credit_runs_out_and_comes_back() -> None:

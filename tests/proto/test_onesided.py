@@ -11,6 +11,7 @@ from kvwire.errors import AccessDenied, IntegrityError, StaleRegion
 from kvwire.limits import REQUEST_BYTES_MAX
 from kvwire.memory.checksum import checksum
 from kvwire.proto.requests import RequestRecord
+from kvwire.types import Access
 from kvwire.wire.control import AccessBody, Announce, Fin
 from kvwire.wire.header import FrameType
 from tests.proto.moving import expect_broken, expect_error, expect_fine
@@ -94,6 +95,30 @@ def test_access_that_was_not_granted(verb: Verb) -> None:
     """FAIL with ACCESS; nothing is read, nothing is written, payload goes nowhere."""
     for forged in FORGED.values():
         expect_refused(forged, verb, AccessDenied)
+
+
+@pytest.mark.rule("KVW-OS-03", "breaks")
+@pytest.mark.parametrize(("verb", "granted"), [(put, Access.READ), (get, Access.WRITE)])
+def test_a_grant_for_the_other_direction(verb: Verb, granted: Access) -> None:
+    """A put into memory that may be read, and a get of memory that may be written."""
+    pair = ConnectionPair()
+    region = pair.server.expose(BEFORE)
+    request = verb(pair.client, pair.server.grant(region, access=granted))
+    expect_fine(pair)
+    expect_error(pair.client, request, AccessDenied)
+    assert pair.server.content(region.buffer) == BEFORE
+
+
+@pytest.mark.rule("KVW-DT-04", "breaks")
+def test_a_put_that_arrives_damaged() -> None:
+    """The side that has put hears why it failed."""
+    pair = ConnectionPair()
+    request = put_of(pair)
+    pair.deliver(pair.client)
+    header, body = pair.client.wire.popleft()
+    pair.server.receive((header, b"\x01" + body[1:]))
+    expect_fine(pair)
+    expect_error(pair.client, request, IntegrityError)
 
 
 @pytest.mark.rule("KVW-OS-01", "breaks")

@@ -219,6 +219,53 @@ def test_what_breaks_a_rule() -> None:
     expect_broken(m.pair, m.producer, "KVW-TR-08")
 
 
+@pytest.mark.rule("KVW-TR-03", "breaks")
+@pytest.mark.rule("KVW-TR-04", "breaks")
+@pytest.mark.parametrize(
+    ("rule", "frame_type", "body"),
+    [
+        ("KVW-TR-03", FrameType.SEGMENT, SegmentBody(3, BOX, 5)),
+        ("KVW-TR-04", FrameType.COMMIT, Commit(2, True)),
+    ],
+)
+def test_after_its_commit_a_transfer_grows_no_more(
+    rule: str, frame_type: FrameType, body: Body
+) -> None:
+    """While a segment is under way, so the transfer still moves."""
+    m = one_landed(sent=False)
+    m.commit()
+    m.producer.forge(frame_type, body, request=1)
+    expect_broken(m.pair, m.consumer, rule)
+
+
+@pytest.mark.rule("KVW-TR-06", "breaks")
+def test_settled_before_the_commit() -> None:
+    """Though all that was marked has landed."""
+    m = moved()
+    m.mark(b"x")
+    m.pair.run()
+    m.consumer.forge(FrameType.COMMIT_ACK, CommitAck(()), request=1)
+    expect_broken(m.pair, m.producer, "KVW-TR-06")
+
+
+@both_ways
+def test_a_transfer_that_is_over_is_forgotten(pull: bool) -> None:
+    """Or each would stay for as long as the connection; also one without an answer."""
+    m = moved(pull=pull)
+    unanswered = ask(m.pair.client, pull=pull)
+    expect_fine(m.pair)
+    m.mark(b"x")
+    m.commit()
+    m.pair.client.cancel(unanswered)
+    expect_fine(m.pair)
+    for peer in (m.pair.client, m.pair.server):
+        table = peer.core.transfers
+        for request in peer.done:
+            table.forget(request)
+        assert table._transfers == table._asked == table._unanswered == {}
+        assert table.unacknowledged == table.unhurried == {}
+
+
 @pytest.mark.rule("KVW-TR-02", "breaks")
 def test_agreeing_with_oneself() -> None:
     """The asker does not answer."""
