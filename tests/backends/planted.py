@@ -38,7 +38,7 @@ class Plants:
         def register(bug: Callable[..., Any]) -> Plant:
             def plant(patch: pytest.MonkeyPatch) -> None:
                 owner = getattr(sys.modules[right.__module__], owner_name)
-                patch.setattr(owner, name, lambda *arguments: bug(right, *arguments))
+                patch.setattr(owner, name, lambda *a, **named: bug(right, *a, **named))
 
             plant.__name__ = bug.__name__
             return self.caught_by(*checks)(plant)

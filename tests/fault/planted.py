@@ -1,122 +1,133 @@
-"""Runs the simulator on a core with one bug planted, to show that it is found (Q6).
+"""Bugs that free memory too early or reach a wrong place, planted in the core (Q6).
 
-The bugs are in planted.txt, each as a name, the module with what the simulator says of
-it, and the change as a diff. The core, the wire format and the simulator are imported
-anew, and one module of them with the change. What the rest of the process has imported
-stays as it is.
+Each changes one method of the core, for the time of one test, and the simulator has to
+find it. Small changes of every line are `make mutants`, which asks the tests of these
+rooms alone; what is here are the mistakes that only a whole connection shows.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any, Final, Self
+from dataclasses import replace
+from typing import Any, Final
+
+from kvwire.errors import StaleRegion, WireCode
+from kvwire.proto.chunks import ChunkMover
+from kvwire.proto.connection import ConnectionCore
+from kvwire.proto.holds import Holds
+from kvwire.proto.lanes import LaneTable
+from kvwire.proto.messages import Messages
+from kvwire.proto.onesided import OneSided
+from kvwire.proto.regions import Grants
+from kvwire.proto.state import RequestInput, RequestStage
+from tests.backends.planted import Plants
+
+PLANTS: Final = Plants()
+"""Each with the rules that a seed which finds it may fail with."""
 
 SEEDS: Final = 3000
 """Every bug is found within so many seeds from 0, most within 1000."""
-_AGAIN = ("kvwire.proto", "kvwire.wire", "tests.sim", "tests.support.core_pair")
+
+_REACH = ("access", "memory-range", "place", "stale")
+_FREED = ("AssertionError", "KeyError", "drained", "memory-reuse")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planted:
-    """One bug: what is wrong, where, the source before and after, and how it is found.
-
-    ``rules`` are what a seed that finds it may fail with.
-    """
-
-    name: str
-    module: str
-    before: str
-    after: str
-    rules: frozenset[str]
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Read one entry of planted.txt."""
-        name, found, *diff = text.splitlines()
-        module, _, rules = found.partition(": ")
-        return cls(
-            name=name,
-            module=f"kvwire.proto.{module}",
-            before="".join(f"{line[1:]}\n" for line in diff if line[0] != "+"),
-            after="".join(f"{line[1:]}\n" for line in diff if line[0] != "-"),
-            rules=frozenset(rules.split()),
-        )
+@PLANTS.instead_of(Grants.check, *_REACH)
+def a_grant_begins_at_the_beginning_of_its_region(
+    check: Any, grants: Any, **asked: Any
+) -> Any:
+    return replace(check(grants, **asked), offset=0)
 
 
-_, *_entries = Path(__file__).with_suffix(".txt").read_text().split("\n\n")
-BUGS: Final = tuple(map(Planted.read, _entries))
-
-
-@contextmanager
-def planted(bug: Planted) -> Iterator[ModuleType]:
-    """``tests.sim.run``, running a core that has the bug."""
-    finder = _Finder(bug)
-    before = _take_out()
-    sys.meta_path.insert(0, finder)
+@PLANTS.instead_of(Grants.check, "KeyError", *_REACH)
+def a_closed_region_can_still_be_reached(check: Any, grants: Any, **asked: Any) -> Any:
     try:
-        run = importlib.import_module("tests.sim.run")
-        assert finder.used, f"{bug.module} is not imported by the simulator"
-        yield run
-    finally:
-        sys.meta_path.remove(finder)
-        _take_out()
-        _put_back(before)
+        return check(grants, **asked)
+    except StaleRegion:
+        return grants._rows[asked["grant"]]
 
 
-def _take_out() -> dict[str, ModuleType]:
-    names = [name for name in sys.modules if name.startswith(_AGAIN)]
-    return {name: sys.modules.pop(name) for name in names}
+@PLANTS.instead_of(OneSided.region_revoked, "stale", *_FREED)
+def a_closed_region_goes_on_being_written_and_read(*_: Any) -> None:
+    pass
 
 
-def _put_back(modules: dict[str, ModuleType]) -> None:
-    sys.modules.update(modules)
-    for name, module in modules.items():
-        parent, _, last = name.rpartition(".")
-        if parent in sys.modules:
-            setattr(sys.modules[parent], last, module)
+@PLANTS.instead_of(Holds.retire, *_FREED)
+def retired_memory_drains_although_it_is_held(
+    retire: Any, holds: Any, buffer: Any
+) -> None:
+    if holds.held(buffer):
+        holds._counts[buffer] = 0
+    retire(holds, buffer)
 
 
-class _Finder(MetaPathFinder):
-    def __init__(self, bug: Planted) -> None:
-        self.used = False
-        self._bug = bug
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
-        if fullname != self._bug.module:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        assert spec is not None
-        assert spec.origin is not None
-        spec.loader = _Loader(fullname, spec.origin, self._bug)
-        self.used = True
-        return spec
+@PLANTS.instead_of(ChunkMover.land, *_FREED)
+def memory_is_not_held_while_a_payload_lands_in_it(
+    land: Any, chunks: Any, header: Any, buffer: Any, *args: Any, **named: Any
+) -> Any:
+    arrival = land(chunks, header, buffer, *args, **named)
+    chunks._holds.drop(buffer)
+    return arrival
 
 
-class _Loader(SourceFileLoader):
-    def __init__(self, name: str, path: str, bug: Planted) -> None:
-        super().__init__(name, path)
-        self._bug = bug
+@PLANTS.instead_of(ChunkMover._hold, *_FREED)
+def memory_is_not_held_while_the_link_reads_it(
+    hold: Any, chunks: Any, chunk: Any
+) -> Any:
+    chunks._holds.drop(hold(chunks, chunk).buffer)
+    return chunk
 
-    def get_code(self, fullname: str) -> CodeType:
-        bug = self._bug
-        source = self.get_data(self.path).decode()
-        found = source.count(bug.before)
-        assert found == 1, f"{bug.name}: its place occurs {found} times in {fullname}"
-        code: Any = self.source_to_code(
-            source.replace(bug.before, bug.after).encode(), self.path
-        )
-        assert isinstance(code, CodeType)
-        return code
+
+@PLANTS.instead_of(ConnectionCore._end, *_FREED)
+def an_abort_frees_memory_without_waiting_for_the_link(
+    end: Any, core: Any, *args: Any, **named: Any
+) -> None:
+    end(core, *args, **named)
+    core.chunks.link_gone()
+
+
+@PLANTS.instead_of(ConnectionCore._abandon, *_FREED)
+def a_timeout_frees_the_memory_of_its_request(
+    abandon: Any, core: Any, request: Any, error: Any, tell: Any
+) -> None:
+    abandon(core, request, error, tell)
+    while tell is WireCode.DEADLINE and core.holds.held(request.buffer):
+        core.holds.drop(request.buffer)
+
+
+@PLANTS.instead_of(LaneTable._release, "drained", "KeyError", "memory-reuse")
+def memory_goes_back_when_the_peer_has_it_and_the_lane_still_reads_it(
+    release: Any, lanes: Any, lane: Any, chunk: Any
+) -> Any:
+    chunk.quiet = chunk.quiet or chunk.taken is not None
+    return release(lanes, lane, chunk)
+
+
+@PLANTS.instead_of(LaneTable.link_gone, "KeyError", "memory-reuse")
+def with_the_control_link_the_memory_on_lanes_is_given_back(
+    link_gone: Any, lanes: Any
+) -> None:
+    for lane in lanes._lanes.values():
+        for chunk in lane.waiting.values():
+            chunk.quiet = True
+    link_gone(lanes)
+
+
+@PLANTS.instead_of(
+    OneSided.done_received, "UnexpectedFrame", "completion", "memory-reuse"
+)
+def a_put_confirmed_early_ends_before_the_link_is_through_with_it(
+    done_received: Any, puts: Any, header: Any, body: Any
+) -> None:
+    request = puts._requests.find(header.request)
+    if request and request.state is RequestStage.MOVING:
+        request.advance(RequestInput.MOVED)
+    done_received(puts, header, body)
+
+
+@PLANTS.instead_of(Messages._meet, "KeyError", "completion", "memory-reuse")
+def an_eager_message_is_handed_over_before_all_of_it_is_here(
+    meet: Any, messages: Any, tag: int
+) -> None:
+    for waiting in messages._waiting.get(tag, ()):
+        waiting.whole = True
+    meet(messages, tag)

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 
-from tests.fault.planted import BUGS, SEEDS, planted
-
-# The base of a grant is left out, so a put goes beside its place.
-_BUG = next(bug for bug in BUGS if "beginning of its region" in bug.name)
+from tests.fault.planted import SEEDS, a_grant_begins_at_the_beginning_of_its_region
+from tests.sim import run
+from tests.sim.__main__ import main
 
 
 @pytest.fixture
-def run() -> Iterator[ModuleType]:
-    """The simulator, with a bug in the core that it runs."""
-    with planted(_BUG) as module:
-        yield module
+def bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the core that the simulator runs: a put goes beside its place."""
+    a_grant_begins_at_the_beginning_of_its_region(monkeypatch)
 
 
-def first_failure(run: ModuleType) -> int:
+def first_failure() -> int:
     return next(seed for seed in range(SEEDS) if run.run_seed(seed).error)
 
 
-def test_the_smallest_plan_fails_by_the_same_rule(run: ModuleType) -> None:
+@pytest.mark.usefixtures("bug")
+def test_the_smallest_plan_fails_by_the_same_rule() -> None:
     """And no step of it can be left out."""
-    shrinking = importlib.import_module("tests.sim.run")
-    failed = run.run_seed(first_failure(run))
-    small = shrinking.shrink(failed)
+    failed = run.run_seed(first_failure())
+    small = run.shrink(failed)
     assert small.result.rule == failed.rule
     assert len(small.keep) < len(failed.plan.steps) / 3
     plan = small.result.plan
@@ -42,11 +37,11 @@ def test_the_smallest_plan_fails_by_the_same_rule(run: ModuleType) -> None:
         assert run.run_plan(replace(plan, steps=steps)).rule != failed.rule
 
 
+@pytest.mark.usefixtures("bug")
 def test_a_failure_is_told_with_the_command_that_repeats_it(
-    run: ModuleType, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main = importlib.import_module("tests.sim.__main__").main
-    seed = first_failure(run)
+    seed = first_failure()
     assert main(["--seeds", "1", "--start", str(seed)]) == 1
     told = capsys.readouterr().out
     assert "1 failed" in told
@@ -61,7 +56,6 @@ def test_a_failure_is_told_with_the_command_that_repeats_it(
 
 @pytest.mark.slow
 def test_seeds_that_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    main = importlib.import_module("tests.sim.__main__").main
     assert main(["--seeds", "60", "--jobs", "2"]) == 0
     side_by_side = capsys.readouterr().out
     assert main(["--seeds", "60"]) == 0
