@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Text that people read or machines run; pictures and golden bytes are neither.
 _TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".txt", ".svg"}
 _TEXT_NAMES = {"Makefile", "run", ".gitignore"}
-_BUILD_DIRS = {"dist", "build"}
+_BUILD_DIRS = {"dist", "build", "mutants"}
 
 
 @dataclass(frozen=True, slots=True)
