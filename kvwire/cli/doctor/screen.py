@@ -67,7 +67,7 @@ def negotiated(trial: Trial) -> RenderableType:
         mark = Text("taken", style="green") if candidate.taken else Text("refused")
         table.add_row(mark, *map(_line, (candidate.name, candidate.reason)))
     title = f"require {trial.asked}" if trial.asked else "what both sides choose"
-    return Group(Text(title, style="bold"), table, *_measured(trial))
+    return Group(_line(title, "bold"), table, *_measured(trial))
 
 
 def written(report: PeerReport) -> RenderableType:
@@ -76,7 +76,7 @@ def written(report: PeerReport) -> RenderableType:
     hosts.append(host(report.here))
     if report.there is not None:
         title = f"the side that listened, {report.address}"
-        hosts += [Text(), Text(title, style="bold"), host(report.there)]
+        hosts += [Text(), _line(title, "bold"), host(report.there)]
     trials = [part for trial in report.trials for part in (Text(), negotiated(trial))]
     said = (
         "in order"
@@ -134,7 +134,7 @@ def _verdict(examination: Examination) -> Text:
     if not missing:
         return Text("everything that the configuration asks for is here", "green")
     names = ", ".join(finding.name for finding in missing)
-    return Text(f"missing, and the configuration asks for it: {names}", "bold red")
+    return _line(f"missing, and the configuration asks for it: {names}", "bold red")
 
 
 def _measured(trial: Trial) -> Iterator[RenderableType]:

@@ -165,6 +165,14 @@ def test_the_words_of_a_peer_steer_no_terminal() -> None:
     assert not any("\x1b[2J" in line for line in found)
     assert "?[2J" in found[1]
     assert "a?b" in found[1]
+    evil = "\x1b[2J"
+    lacks = Finding(name=evil, state="missing", text="", remedy="")
+    there = examination(asked=(lacks,))
+    trials = (Trial(asked=evil),)
+    report = PeerReport(address=evil, here=there, there=there, trials=trials)
+    found = lines(written(report))
+    assert not any(evil in line for line in found)
+    assert sum("?[2J" in line for line in found) >= 4
 
 
 def test_a_report_has_both_hosts_in_full() -> None:
