@@ -18,6 +18,14 @@ from kvwire.types import Address
 EXTRA_CONFIG: Final = "kv_connector_extra_config"
 S = TypeVar("S", bound=msgspec.Struct)
 
+_ALL_LAYERS: Final = "a prompt begins when all layers are here; leave it out"
+# Keys of earlier builds, of either connector, and what is so without them.
+_GONE: Final[Mapping[str, str]] = {
+    "mode": "decode always pulls; leave it out",
+    "gate_layers": _ALL_LAYERS,
+    "parts": _ALL_LAYERS,
+}
+
 LAYER: Final = "layer"
 CHUNK: Final = "chunk"
 REQUEST: Final = "request"
@@ -117,6 +125,8 @@ def read_keys(extra: Mapping[str, Any], kind: type[S], others: Iterable[str] = (
     """Read settings from ``kv_connector_extra_config``; it may have other keys."""
     known = {*kind.__struct_fields__, *others}
     for name in extra.keys() - known:
+        if name in _GONE:
+            raise UsageError(f"{EXTRA_CONFIG}: {name!r} is gone: {_GONE[name]}")
         hint = nearest(name, known)
         raise UsageError(f"{EXTRA_CONFIG}: no key {name!r}; {hint}")
     return checked_values(extra, kind, {}, EXTRA_CONFIG)
