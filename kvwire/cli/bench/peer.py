@@ -226,7 +226,7 @@ def serve(
     Args:
         listen: Where; other hosts than this one need a key.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
-        memory_mib: MiB that each peer may have used here.
+        memory_mib: MiB that a work of each connection may have here.
         loop: The event loop of this side.
     """
     made = partial(ServedSide, memory_bytes_max=memory_mib * MIB)
