@@ -20,6 +20,7 @@ from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
 from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
+from kvwire.store.cleanup import error_text
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -119,18 +120,24 @@ class StoreWorker:
         cache = self._cache
 
         async def run(_: Communicator) -> list[int]:
-            request = self._store.get(wanted.hashes, cache, wanted.ids, after=after)
-            missing = (await request).missing
-            lost: list[int] = missing.ids().tolist()
-            # Never, if a GPU has failed that may still write to them.
-            await request.drained()
+            request = None
+            lost, why = list(wanted.ids), ""
+            try:
+                request = self._store.get(wanted.hashes, cache, wanted.ids, after=after)
+                missing = (await request).missing
+                lost, why = missing.ids().tolist(), "; ".join(missing.reasons)
+            except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
+                why = error_text(exc)
+            if request is not None:
+                # Never, if a GPU has failed that may still write to them.
+                await request.drained()
             if lost:
                 logger.warning(
                     "request %s: %d of %d blocks were not loaded: %s",
                     wanted.request_id,
                     len(lost),
                     len(wanted.ids),
-                    "; ".join(missing.reasons),
+                    why,
                 )
             return lost
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire.errors import UsageError
+from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
@@ -111,6 +111,19 @@ def test_blocks_that_are_lost_since_the_look_up_are_told(tmp_path: Path) -> None
         assert made.freed()
         store, cache = made.side._store, made.side._cache
         made.side._engine.start(lambda _: store.delete_all(cache)).result()
+        made.load()
+        assert made.loaded()
+        assert made.side.take_errors() == set(INTO)
+
+
+def test_a_load_that_fails_is_told_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BackendUnavailable("the device does not work")
+
+    with worker(tmp_path) as made:
+        monkeypatch.setattr("kvwire.BlockStore.get", fail)
         made.load()
         assert made.loaded()
         assert made.side.take_errors() == set(INTO)
