@@ -94,9 +94,13 @@ def held(
         test = have
     else:
         # One hash is a collection as well: of numbers or letters.
-        if isinstance(have, str | bytes) or not isinstance(have, Iterable):
-            raise UsageError("have=: a collection of hashes, or a predicate")
-        test = frozenset(have).__contains__
+        alone = isinstance(have, str | bytes | bytearray)
+        try:
+            if alone or not isinstance(have, Iterable):
+                raise TypeError
+            test = frozenset(have).__contains__
+        except TypeError:
+            raise UsageError("have=: a collection of hashes, or a predicate") from None
     found: dict[str, Bits] = {}
     for group, ids in lists.items():
         named = hashes[group]

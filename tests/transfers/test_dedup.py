@@ -92,3 +92,9 @@ def test_what_is_here_by_collection_or_predicate(have: Any) -> None:
     assert found["kv"].tolist() == [False, True, False, False]
     assert found["kv"].dtype == np.bool_
     assert held(None, {}, lists) == {}
+
+
+@pytest.mark.parametrize("have", [b"b", bytearray(b"b"), "b", [[b"b"]], 5])
+def test_what_is_no_collection_of_hashes_is_refused(have: Any) -> None:
+    with pytest.raises(UsageError, match="have=: a collection of hashes"):
+        held(have, {"kv": [b"b"]}, {"kv": np.arange(1)})
