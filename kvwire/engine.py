@@ -71,7 +71,15 @@ class Engine:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
 
     def listen(self, address: str | Address) -> Address:
-        """See :meth:`kvwire.Communicator.listen`."""
+        """Accept connections on an address; they come out of :meth:`accept`.
+
+        Returns:
+            The bound address, with the real port.
+
+        Raises:
+            ClosedOK: The engine is closed.
+            KVWireError: As :meth:`kvwire.Communicator.listen`.
+        """
         return self._thread.call(self._communicator.listen(address))
 
     def connect(
@@ -81,7 +89,18 @@ class Engine:
         transport: str | Iterable[str] | None = None,
         timeout_s: float | None = None,
     ) -> EngineConnection:
-        """See :meth:`kvwire.Communicator.connect`."""
+        """Connect to a communicator or engine that listens, and wait for that.
+
+        Args:
+            address: Where it listens.
+            transport: Require one, or one of several in order of preference.
+            timeout_s: Until the connection is usable; None for the configured
+                ``handshake_timeout_s``.
+
+        Raises:
+            ClosedOK: The engine is closed.
+            KVWireError: As :meth:`kvwire.Communicator.connect`.
+        """
         connection = self._thread.call(
             self._communicator.connect(
                 address, transport=transport, timeout_s=timeout_s
@@ -104,7 +123,7 @@ class Engine:
         return EngineConnection(self, connection)
 
     def snapshot(self) -> Snapshot:
-        """See :meth:`kvwire.Communicator.snapshot`."""
+        """Show what is open now, as plain values."""
         return self._thread.run(self._communicator.snapshot)
 
     def publish(
@@ -114,7 +133,10 @@ class Engine:
         blocks: Blocks,
         **options: Unpack[PublishOptions],
     ) -> EngineOutgoing:
-        """See :meth:`kvwire.Communicator.publish`."""
+        """Offer a transfer to whoever pulls it by its id; does not wait for a peer.
+
+        Arguments, options and errors are those of :meth:`kvwire.Communicator.publish`.
+        """
         return EngineOutgoing(
             self,
             self._thread.run(
@@ -129,7 +151,10 @@ class Engine:
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
-        """See :meth:`kvwire.Communicator.expect`."""
+        """Give memory to a transfer that a peer pushes; does not wait for it.
+
+        Arguments, options and errors are those of :meth:`kvwire.Communicator.expect`.
+        """
         return EngineIncoming(
             self,
             self._thread.run(
@@ -217,7 +242,10 @@ class EngineConnection:
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
-        """See :meth:`kvwire.Connection.pull`."""
+        """Ask the peer for a transfer that it publishes; does not wait for it.
+
+        Arguments, options and errors are those of :meth:`kvwire.Connection.pull`.
+        """
         pull = self._connection.pull
         return EngineIncoming(
             self._engine,
@@ -231,7 +259,10 @@ class EngineConnection:
         blocks: Blocks,
         **options: Unpack[SendOptions],
     ) -> EngineOutgoing:
-        """See :meth:`kvwire.Connection.push`."""
+        """Send the peer a transfer that it expects; does not wait for it.
+
+        Arguments, options and errors are those of :meth:`kvwire.Connection.push`.
+        """
         push = self._connection.push
         return EngineOutgoing(
             self._engine,
@@ -239,11 +270,11 @@ class EngineConnection:
         )
 
     def close(self) -> None:
-        """See :meth:`kvwire.Connection.close`."""
+        """End the connection gracefully, and wait for that."""
         self._thread.call(self._connection.close())
 
     def abort(self, reason: str = "aborted by this side") -> None:
-        """See :meth:`kvwire.Connection.abort`."""
+        """End the connection now; does not wait."""
         self._thread.post(lambda: self._connection.abort(reason))
 
 
@@ -306,7 +337,7 @@ class EngineOutgoing(_EngineTransfer):
         group: str | None = None,
         after: Any = None,
     ) -> None:
-        """See :meth:`kvwire.Outgoing.ready`; does not wait.
+        """Mark parts as ready, as :meth:`kvwire.Outgoing.ready`; never waits.
 
         Once the transfer is over, or the engine closed, a mark has no effect: a forward
         pass need not know.
@@ -314,11 +345,11 @@ class EngineOutgoing(_EngineTransfer):
         self._end.ready(layers, blocks, group=group, after=after)
 
     def extend(self, blocks: Blocks) -> None:
-        """See :meth:`kvwire.Outgoing.extend`; does not wait."""
+        """Name more blocks, as :meth:`kvwire.Outgoing.extend`; never waits."""
         self._end.extend(blocks)
 
     def finish(self, *, partial: bool = False) -> None:
-        """See :meth:`kvwire.Outgoing.finish`; does not wait."""
+        """Commit, as :meth:`kvwire.Outgoing.finish`; never waits."""
         self._end.finish(partial=partial)
 
 

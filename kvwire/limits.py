@@ -215,9 +215,10 @@ STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
 # Blocks that one request names: 64 KiB blocks fill a berth with 256, and what is looked
 # up for a prompt of 64 thousand tokens at 16 a block still fits.
 STORE_KEYS_MAX: Final = 4096
-# With keys of 80 bytes each, a description, numbers, and what goes with them:
+# With keys of 80 bytes each, a description, numbers, and images:
 STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
-# Up to here the images of a request are in it, and those of an answer in that.
+# Up to here images are in the request or the answer itself. Not less than what goes at
+# once: a put that is refused would leave such a message behind, and the credit for it.
 STORE_INLINE_BYTES: Final = EAGER_BYTES_MAX
 # Requests of one client at once: they are small, and its transfers wait for a berth.
 STORE_REQUESTS_MAX: Final = 64

@@ -350,7 +350,7 @@ class Joined:
 
 
 def join(*parts: Incoming) -> Joined:
-    """See several incoming transfers of the same blocks as one.
+    """Follow several incoming transfers of the same blocks as one.
 
     Raises:
         UsageError: There is none, or their block lists differ.

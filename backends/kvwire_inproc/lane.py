@@ -70,7 +70,7 @@ class InprocLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See Lane: the number of this endpoint."""
+        """Return the number of this endpoint."""
         return _PREFIX + self._number.to_bytes(_NUMBER_BYTES, "little")
 
     @property
@@ -78,7 +78,7 @@ class InprocLane(Lane):
         return "a copy within the process"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See Lane.
+        """Join the endpoint of the other side.
 
         Cancel safety: safe, it never waits.
         """

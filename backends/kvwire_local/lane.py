@@ -105,12 +105,12 @@ class LocalLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See Lane: which host this is."""
+        """Return which host this is."""
         return self._host.encode()
 
     @property
     def description(self) -> str:
-        """See Lane: how this side reads the other one."""
+        """Say how this side reads the other one."""
         return self._rendezvous.description
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
@@ -193,7 +193,7 @@ class LocalLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """See Lane: of payloads that the peer has not been told the place of."""
+        """Return the bytes of payloads whose places the peer has not been told."""
         return self._outgoing.queued_bytes
 
     @property
@@ -274,7 +274,7 @@ class LocalLane(Lane):
             handler.lane_writable(self)
 
     def _go_on(self) -> None:
-        """See to what comes next: another batch, a full socket, the end."""
+        """Do what comes next: another batch, a full socket, the end."""
         wire = self._wire
         if wire is not None:
             if self._incoming.can_read and not self._scheduled:

@@ -41,7 +41,7 @@ class NcclBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """See :class:`~kvwire.backend.Backend`; looks, and loads nothing."""
+        """Tell whether NCCL can run here; looks, and loads nothing."""
         missing = next((why for there, why in _NEEDS if not there()), "")
         if missing:
             return Availability(available=False, reason=missing, remedy=_remedy())

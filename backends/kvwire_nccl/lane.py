@@ -135,7 +135,7 @@ class NcclLane(Lane):
         return self._received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`; the communicators come up behind it.
+        """Begin to make the communicators; they come up behind it.
 
         Cancel safety: safe, it does not wait.
         """

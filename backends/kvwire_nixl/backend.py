@@ -39,7 +39,7 @@ class NixlBackend(Backend):
 
     @classmethod
     def check_settings(cls, given: Mapping[str, str]) -> None:
-        """See :class:`~kvwire.backend.Backend`; a plug-in knows its parameters."""
+        """Check what is known here; a plug-in knows its parameters."""
         parse(given)
 
     @classmethod
@@ -48,7 +48,7 @@ class NixlBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """See :class:`~kvwire.backend.Backend`; looks, and loads nothing."""
+        """Tell whether NIXL can run here; looks, and loads nothing."""
         if not library.installed():
             return Availability(
                 available=False,
@@ -59,7 +59,7 @@ class NixlBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """See :class:`~kvwire.backend.Backend`: what its plug-ins are."""
+        """Find out which plug-ins there are."""
         found = cls.availability()
         if not found.available:
             return (
@@ -82,7 +82,7 @@ class NixlBackend(Backend):
         return lane
 
     async def aclose(self) -> None:
-        """See :class:`~kvwire.backend.Backend`; waits until reads are over.
+        """End the lanes, and wait until their reads are over.
 
         Cancel safety: safe.
         """

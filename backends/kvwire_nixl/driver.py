@@ -309,7 +309,7 @@ class NixlDriver:
         return moved
 
     def _confirm(self) -> bool:
-        """See to it that the peer was alive when its payloads had been read."""
+        """Make sure that the peer was alive when its payloads had been read."""
         if self._word_posted:
             if not self._word_is_there():
                 return False

@@ -115,7 +115,7 @@ class NixlLane(Lane):
 
     @property
     def bootstrap(self) -> bytes:
-        """See :class:`~kvwire.backend.lane.Lane`; who asks is about to use the lane."""
+        """Return the agent's metadata; who asks is about to use the lane."""
         self._start()
         return self._bootstrap
 
@@ -130,7 +130,7 @@ class NixlLane(Lane):
         return f"NIXL {self._own.version}: {self._own.plugin}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See :class:`~kvwire.backend.lane.Lane`; a client reads the server's word.
+        """Exchange a first word with the peer; a client reads the server's.
 
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
@@ -174,7 +174,7 @@ class NixlLane(Lane):
 
     @property
     def queued_bytes(self) -> int:
-        """See :class:`~kvwire.backend.lane.Lane`: everything is offered at once."""
+        """Return 0: everything is offered at once."""
         return 0
 
     @property

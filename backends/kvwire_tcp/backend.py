@@ -71,13 +71,13 @@ class TcpBackend(Backend):
 
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
-        """See :class:`~kvwire.backend.Backend`: the kernel's socket buffers."""
+        """Show the kernel's socket buffers."""
         return findings()
 
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
     ) -> Listener:
-        """See :class:`~kvwire.backend.Backend`; the first address of a name is bound.
+        """Listen on an address; the first one of a name is bound.
 
         Cancel safety: safe, nothing stays bound.
         """
@@ -102,7 +102,7 @@ class TcpBackend(Backend):
         return listener
 
     async def connect(self, address: Address) -> Link:
-        """See :class:`~kvwire.backend.Backend`; the first address of a name is tried.
+        """Connect to an address; the first one of a name is tried.
 
         Cancel safety: safe, a half-made connection is closed.
         """

@@ -192,7 +192,7 @@ class Duplex(ABC):
             self._receive_more()
 
     def _receive_more(self) -> None:
-        """See to it that what the wire holds is received, in a turn of its own."""
+        """Receive what the wire still holds, in a turn of its own."""
         if self._wire.more and self._again is None and self._listens:
             self._again = self._loop.call_soon(self._on_more)
 

@@ -95,7 +95,7 @@ class TcpLane(Lane):
         return self.reader.received_bytes
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See Lane. The listener's side does not wait for the client's socket.
+        """Bring up the lane. The listener's side does not wait for the client's socket.
 
         Cancel safety: safe, a half-made lane is closed.
         """

@@ -71,7 +71,7 @@ class TcpLink(Duplex, Link):
             self._queue.push(header, payload, token)
 
     def send_now(self, header: bytes, payload: Payload | None = None) -> None:
-        """See :class:`~kvwire.backend.Link`; what the kernel takes meets no queue."""
+        """Send a frame at once; what the kernel takes meets no queue."""
         queue = self._queue
         if (
             queue.nbytes

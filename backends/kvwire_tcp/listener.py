@@ -59,7 +59,7 @@ class TcpListener(Listener):
         return self._address
 
     async def close(self) -> None:
-        """See :class:`~kvwire.backend.Listener`.
+        """Stop listening; what was accepted goes on.
 
         Cancel safety: safe, it never waits.
         """

@@ -44,10 +44,10 @@ class FrameHandler(Protocol):
     """Takes the frames that come in; the part of a LinkHandler for that."""
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        """See LinkHandler."""
+        """Take a header, and say where its body goes; as LinkHandler."""
 
     def body_received(self, link: Link, landing: Landing) -> None:
-        """See LinkHandler."""
+        """Take note of a body that is in its place; as LinkHandler."""
 
 
 class FrameReader:

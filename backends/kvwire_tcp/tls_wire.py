@@ -150,7 +150,7 @@ class TlsWire:
             self._fail(self._failure)
 
     def _meet_peer(self) -> None:
-        """See who the peer is.
+        """Find out who the peer is.
 
         A client that does not accept its server leaves before it has shown its own
         certificate. A server goes on, so that the protocol above can say why not.
@@ -173,7 +173,7 @@ class TlsWire:
         return count
 
     def sendmsg(self, views: Sequence[Bytes], /) -> int:
-        """See Wire: small views make one record together."""
+        """Encrypt views; small ones make one record together."""
         if len(views[0]) >= PIECE_BYTES:
             return self.send(views[0])
         payload, filled = self._buffers.payload, 0
@@ -227,7 +227,7 @@ class TlsWire:
         return count
 
     def recv_two(self, target: memoryview, behind: memoryview) -> int:
-        """See Wire: what comes behind is left for the next call."""
+        """Receive into ``target``; what comes behind is left for the next call."""
         return self.recv_into(target)
 
     def recv_list(self, part: Iovecs, behind: tuple[int, int] | None = None) -> int:
@@ -302,7 +302,7 @@ class TlsWire:
         self._incoming.write(received[:count])
 
     def _check_first(self, byte: int) -> None:
-        """See from its first byte whether the peer speaks TLS."""
+        """Tell from its first byte whether the peer speaks TLS."""
         if byte in (_HANDSHAKE, _ALERT):
             return
         if self._role is Role.SERVER:

@@ -108,7 +108,7 @@ class PlainWire:
         return None
 
     def shake_hands(self) -> None:
-        """See Wire: there is nothing to do."""
+        """Do nothing: there is no handshake."""
 
     def send_list(self, part: Iovecs) -> int:
         return writev(self.sock.fileno(), part.window(WAKEUP_BYTES))
@@ -123,7 +123,7 @@ class PlainWire:
         return bool(self.sock.recv(1, socket.MSG_PEEK))
 
     def flush(self) -> None:
-        """See Wire."""
+        """Do nothing: nothing is held back."""
 
     def say_end(self) -> None:
-        """See Wire: the end of the stream says it."""
+        """Do nothing: the end of the stream says it."""

@@ -40,7 +40,7 @@ class UcxBackend(Backend):
 
     @classmethod
     def check_settings(cls, given: Mapping[str, str]) -> None:
-        """See :class:`~kvwire.backend.Backend`; UCX itself knows which it has."""
+        """Check what is known here; UCX itself knows which it has."""
         parse(given, OLD)
 
     @classmethod
@@ -50,7 +50,7 @@ class UcxBackend(Backend):
 
     @classmethod
     def availability(cls) -> Availability:
-        """See :class:`~kvwire.backend.Backend`; loads the library, once."""
+        """Tell whether UCX can run here; loads the library, once."""
         return diagnosis.availability()
 
     @classmethod
@@ -69,7 +69,7 @@ class UcxBackend(Backend):
         return lane
 
     async def aclose(self) -> None:
-        """See :class:`~kvwire.backend.Backend`; what UCX still had ends with it.
+        """End the context, and what UCX still had under way with it.
 
         Cancel safety: safe.
         """

@@ -35,7 +35,7 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
 
 @functools.cache
 def availability() -> Availability:
-    """See :meth:`kvwire.backend.Backend.availability`.
+    """Tell whether UCX can run here.
 
     Found out once for the process: every handshake asks, and to look was a tenth of
     what one costs.

@@ -163,7 +163,7 @@ class UcxLane(Lane):
 
     @property
     def description(self) -> str:
-        """See :class:`~kvwire.backend.Lane`: the transports that UCX has chosen."""
+        """Name the transports that UCX has chosen."""
         if self._endpoint is None or not self._endpoint.transports:
             return f"UCX {self._own.version}"
         reads = self._one_sided is not None and self._one_sided.reads
@@ -171,7 +171,7 @@ class UcxLane(Lane):
         return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}{how}"
 
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        """See :class:`~kvwire.backend.Lane`; a client returns when the server answers.
+        """Connect the endpoint; a client returns when the server answers.
 
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
@@ -264,13 +264,13 @@ class UcxLane(Lane):
     # --- payloads ---------------------------------------------------------------------
 
     @property
-    def intact(self) -> bool:
-        """See :class:`~kvwire.backend.Lane`; with a sender that waits for who reads."""
+    def intact(self) -> bool:  # type: ignore[override]  # known once it is up
+        """Tell whether payload meets memory alone, and no cable or socket."""
         return self._one_sided is not None and self._one_sided.in_memory
 
     @property
     def queued_bytes(self) -> int:
-        """See :class:`~kvwire.backend.Lane`: UCX takes everything at once."""
+        """Return 0: UCX takes everything at once."""
         return 0
 
     @property
@@ -361,7 +361,7 @@ class UcxLane(Lane):
             raise MalformedFrame(RULE, text)
 
     def flush(self) -> None:
-        """See :class:`~kvwire.backend.Lane`: what UCX can send at once, it has sent."""
+        """Wake the worker; what UCX can send at once, it has sent."""
         self._worker.wake()
 
     def _post_receive(self, parts: _MessageParts, piece: Payload, message: int) -> None:

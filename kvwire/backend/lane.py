@@ -107,6 +107,8 @@ class Lane(ABC):
 
     bytes_min: int = 1
     """Smaller payloads travel on the control link: there they are faster."""
+    intact: bool = False
+    """Nothing but memory is on the payload's way: no cable, no switch, no socket."""
     span_bytes: int = 0
     """Payload that may come in one ``send`` where it lies in large pieces.
 
@@ -124,11 +126,6 @@ class Lane(ABC):
     To a lane that does not name its kind, device memory comes by way of the host. Host
     memory goes on the control link where this has no HOST.
     """
-
-    @property
-    def intact(self) -> bool:
-        """Tell whether payload meets nothing but memory: no cable, switch or socket."""
-        return False
 
     @property
     @abstractmethod

@@ -55,7 +55,7 @@ class DnsDirectory(Directory):
         """
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """See :meth:`Directory.follow`.
+        """Yield the members, and then each change.
 
         Cancel safety: safe, it only looks.
         """

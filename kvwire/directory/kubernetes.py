@@ -103,7 +103,7 @@ class KubernetesDirectory(DnsDirectory):
         self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """See :meth:`Directory.follow`.
+        """Yield what the endpoint slices have, and then each change.
 
         Cancel safety: safe, it only looks.
         """

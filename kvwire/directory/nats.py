@@ -53,7 +53,7 @@ class NatsDirectory(Directory):
         self._opening = asyncio.Lock()
 
     def check(self, record: Record) -> None:
-        """See :meth:`Directory.check`."""
+        """Refuse a lease that is longer than the bucket keeps entries."""
         super().check(record)
         if record.lease_s > self._lease_s:
             raise UsageError(
@@ -62,7 +62,7 @@ class NatsDirectory(Directory):
             )
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """See :meth:`Directory.write`.
+        """Write a value to the bucket.
 
         Cancel safety: it may have been written.
         """
@@ -70,7 +70,7 @@ class NatsDirectory(Directory):
             await (await self._opened()).put(_name(key), value)
 
     async def erase(self, key: str) -> None:
-        """See :meth:`Directory.erase`.
+        """Erase a value from the bucket.
 
         Cancel safety: it may have been erased.
         """
@@ -78,7 +78,7 @@ class NatsDirectory(Directory):
             await (await self._opened()).delete(_name(key))
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """See :meth:`Directory.follow`.
+        """Yield the members, and then each change.
 
         Cancel safety: safe, it only looks.
         """
@@ -98,7 +98,7 @@ class NatsDirectory(Directory):
                 await client.close()
 
     async def disconnect(self) -> None:
-        """See :meth:`Directory.disconnect`.
+        """Close the connection to NATS.
 
         Cancel safety: what is held is let go of in any case.
         """

@@ -130,7 +130,7 @@ class RayDirectory(Directory):
         self._table: Any = None
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """See :meth:`Directory.write`.
+        """Write a value to the actor.
 
         Cancel safety: it may have been written.
         """
@@ -141,14 +141,14 @@ class RayDirectory(Directory):
             raise ConnectError(f"directory {self}: {refusal}", address=str(self))
 
     async def erase(self, key: str) -> None:
-        """See :meth:`Directory.erase`.
+        """Erase a value from the actor.
 
         Cancel safety: it may have been erased.
         """
         await self._call(lambda table: table.erase.remote(key))
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """See :meth:`Directory.follow`.
+        """Yield the members, and then each change.
 
         Cancel safety: safe, it only looks.
         """

@@ -62,7 +62,7 @@ class RedisDirectory(Directory):
             raise UsageError(f"directory {self}: {exc}") from None
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """See :meth:`Directory.write`.
+        """Write a value that expires with its lease.
 
         Cancel safety: it may have been written.
         """
@@ -73,7 +73,7 @@ class RedisDirectory(Directory):
                 await batch.execute()
 
     async def erase(self, key: str) -> None:
-        """See :meth:`Directory.erase`.
+        """Erase a value.
 
         Cancel safety: it may have been erased.
         """
@@ -84,7 +84,7 @@ class RedisDirectory(Directory):
                 await batch.execute()
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """See :meth:`Directory.follow`.
+        """Yield the members, and then each change.
 
         Cancel safety: safe, it only looks.
         """
@@ -102,7 +102,7 @@ class RedisDirectory(Directory):
                         yield {key.decode(errors="replace"): value or None}
 
     async def disconnect(self) -> None:
-        """See :meth:`Directory.disconnect`.
+        """Close the connections to Redis.
 
         Cancel safety: what is held is let go of in any case.
         """

@@ -168,10 +168,10 @@ class HandshakeDriver(LinkHandler, Generic[T]):
             self.done.set_result(self._agreed(self, self.handshake.agreement))
 
     def frame_sent(self, link: Link, token: object) -> None:
-        """See LinkHandler; no frame of the handshake has a token."""
+        """Do nothing: no frame of the handshake has a token."""
 
     def link_writable(self, link: Link) -> None:
-        """See LinkHandler; the handshake answers, it never waits for room."""
+        """Do nothing: the handshake answers, it never waits for room."""
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
         self.ended.set_result(None)
@@ -257,7 +257,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
 
 
 def _check_first(header: bytes) -> None:
-    """See whether the first bytes of a stranger are a frame of kvwire at all."""
+    """Tell whether the first bytes of a stranger are a frame of kvwire at all."""
     if header[:2] in _TLS:
         raise AuthenticationFailed(
             'the peer speaks TLS, as trust "mtls" does, and this side does not: set '

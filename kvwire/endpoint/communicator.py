@@ -190,7 +190,7 @@ class CommunicatorState:
 
     @yields_before_raising
     async def listen(self, address: str | Address) -> Address:
-        """See :meth:`kvwire.Communicator.listen`."""
+        """Accept connections on an address."""
         self.check_open()
         where = Address.parse(address)
         backend = self._backend(where.scheme, self.config)
@@ -222,7 +222,7 @@ class CommunicatorState:
         transport: str | Iterable[str] | None,
         timeout_s: float | None,
     ) -> ConnectionState:
-        """See :meth:`kvwire.Communicator.connect`."""
+        """Connect to a communicator that listens."""
         self.check_open()
         connection = await self._connect(address, transport, timeout_s)
         self.registry.reattach(connection)
@@ -313,16 +313,16 @@ class CommunicatorState:
         return tuple(self._connections)
 
     def connections(self) -> AsyncIterator[Any]:
-        """See :meth:`kvwire.Communicator.connections`."""
+        """Iterate inbound connections."""
         return self._reception.inbound
 
     @yields_before_raising
     async def accept(self) -> Any:
-        """See :meth:`kvwire.Communicator.accept`."""
+        """Wait for the next inbound connection."""
         return await self._reception.inbound.take()
 
     def peer(self, where: str) -> PeerState:
-        """See :meth:`kvwire.Communicator.peer`."""
+        """Name a peer that need not be connected."""
         self.check_open()
         if not isinstance(where, str):
             raise wrong_type("peer", where, 'a text, "host:port" or "role=prefill",')
@@ -335,7 +335,7 @@ class CommunicatorState:
         return self.peers[where]
 
     def announce(self, address: str | Address | None, **fields: Any) -> None:
-        """See :meth:`kvwire.Communicator.announce`."""
+        """Announce this communicator in its directory."""
         self.check_open()
         if address is None:
             if not self._listeners:
@@ -371,13 +371,13 @@ class CommunicatorState:
             raise
 
     def revoke_region(self, core: RegionRecord) -> None:
-        """See :meth:`kvwire.Region.revoke`."""
+        """End the grants of a region."""
         self._regions.revoke(core)
         for connection in list(self._connections):
             connection.region_revoked(core)
 
     def close_region(self, core: RegionRecord) -> None:
-        """See :meth:`kvwire.Region.close`."""
+        """End a region, and wait until nothing can touch its memory."""
         if not core.open:
             return
         self._regions.close(core)
@@ -394,11 +394,11 @@ class CommunicatorState:
         return len(self.registry.live)
 
     def transfers(self) -> tuple[TransferSnapshot, ...]:
-        """See :meth:`kvwire.Communicator.transfers`."""
+        """Show the transfers that are open."""
         return transfer_snapshots(list(self.registry.live))
 
     def snapshot(self) -> Snapshot:
-        """See :meth:`kvwire.Communicator.snapshot`."""
+        """Show what is open."""
         return snapshot_of(self)
 
     def start(self, end: IncomingState | OutgoingState) -> None:
@@ -408,7 +408,7 @@ class CommunicatorState:
 
     @yields_before_raising
     async def fired(self, event: Any) -> None:
-        """See :meth:`kvwire.Communicator.fired`."""
+        """Wait until an event of a device has fired."""
         self.check_open()
         await wait_event(event, self.devices)
 
@@ -420,7 +420,7 @@ class CommunicatorState:
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """See :meth:`kvwire.Communicator.close`."""
+        """Close every listener and connection, gracefully."""
         self._stop()
         await self.inspector.close()
         await self.membership.close()

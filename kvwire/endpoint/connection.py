@@ -186,7 +186,7 @@ class ConnectionState:
     # --- messages ---------------------------------------------------------------------
 
     def send(self, tag: int, buffer: Any, deadline: Deadline) -> RequestState[int]:
-        """See :meth:`kvwire.Connection.send`."""
+        """Send a message to the receiver of a tag."""
         payload = as_payload(buffer, writable=False)
         nbytes = payload.nbytes
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
@@ -218,7 +218,7 @@ class ConnectionState:
     def recv(
         self, tag: int, into: Any, deadline: Deadline
     ) -> RequestState[int] | RequestState[bytearray]:
-        """See :meth:`kvwire.Connection.recv`."""
+        """Receive the next message of a tag."""
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise _wrong_tag(tag)
         at = None if deadline is None else absolute(deadline)
@@ -231,11 +231,11 @@ class ConnectionState:
 
     @property
     def unreceived(self) -> dict[int, int]:
-        """See :meth:`kvwire.Connection.unreceived`."""
+        """Show the messages that nobody has received yet."""
         return self.core.messages.unreceived
 
     def discard(self, tag: int) -> int:
-        """See :meth:`kvwire.Connection.discard`."""
+        """Drop the messages of a tag."""
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             raise _wrong_tag(tag)
         dropped = self.core.messages.discard(tag)
@@ -245,12 +245,12 @@ class ConnectionState:
     # --- one-sided --------------------------------------------------------------------
 
     def put(self, buffer: Any, grant: Grant, deadline: Deadline) -> RequestState[int]:
-        """See :meth:`kvwire.Connection.put`."""
+        """Write to memory that the peer has granted."""
         payload = as_payload(buffer, writable=False)
         return self._one_sided(payload, grant, self.core.put, deadline)
 
     def get(self, grant: Grant, into: Any, deadline: Deadline) -> RequestState[int]:
-        """See :meth:`kvwire.Connection.get`."""
+        """Read memory that the peer has granted."""
         payload = as_payload(into, writable=True, what="into")
         return self._one_sided(payload, grant, self.core.get, deadline)
 
@@ -292,7 +292,7 @@ class ConnectionState:
     def make_grant(
         self, region: RegionRecord, offset: int, nbytes: int | None, access: Access
     ) -> Grant:
-        """See :meth:`kvwire.Region.grant`, which is how it is called."""
+        """Make a grant of a region for the peer."""
         row = self.core.grant(region, offset, nbytes, access)
         return Grant(
             access=access,
@@ -307,7 +307,7 @@ class ConnectionState:
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """See :meth:`kvwire.Connection.close`."""
+        """End the connection gracefully."""
         if not self.core.closed:
             self.communicator.registry.closing(self)
             timeout_s = self.communicator.config.close_timeout_s
@@ -324,7 +324,7 @@ class ConnectionState:
         self.driver.link.abort()
 
     async def wait_closed(self) -> None:
-        """See :meth:`kvwire.Connection.wait_closed`."""
+        """Wait until nothing touches the connection's memory any more."""
         await asyncio.shield(self.driver.ended)
 
     def region_revoked(self, region: RegionRecord) -> None:

@@ -108,7 +108,7 @@ class TransferLog:
     """Writes a debug line for each begin and each end of a transfer."""
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """See Observer."""
+        """Log that a transfer begins."""
         transfers_logger.debug("%r", transfer)
 
     def ended(
@@ -117,7 +117,7 @@ class TransferLog:
         outcome: Outcome,
         connections: tuple[object, ...],
     ) -> None:
-        """See Observer."""
+        """Log what became of a transfer."""
         reasons = "; ".join(outcome.missing.reasons)
         text = "%r: %d bytes in %.3f s%s; %s"
         why = f", {reasons}" if reasons else ""

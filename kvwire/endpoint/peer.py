@@ -277,7 +277,7 @@ class PeerState:
     # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
-        """See :meth:`kvwire.Peer.close`.
+        """End the peer; its connection ends with it.
 
         Cancel safety: safe, call it again.
         """

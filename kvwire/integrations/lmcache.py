@@ -90,7 +90,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """See LMCache; an object is looked for by its length."""
+        """Look objects up by their lengths."""
         number = next(self._numbers)
         asked = []
         for key in keys:
@@ -109,7 +109,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
             return self._bitmaps.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """See LMCache; nothing was locked."""
+        """Do nothing: nothing was locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         number = next(self._numbers)
@@ -131,7 +131,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         return self.query_lookup_and_lock_result(task_id)
 
     def close(self) -> None:
-        """See LMCache; what was begun is finished first."""
+        """Close the store and the notifiers; what was begun is finished first."""
         self._store.close()
         for notifier in (self._stored, self._found, self._loaded):
             notifier.close()

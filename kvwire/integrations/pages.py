@@ -33,7 +33,7 @@ class PageStore:
         return f"<PageStore {self._store!r}>"
 
     def pages(self, memory: Any) -> PagedCache:
-        """See memory of shape (pages, ...) as pages."""
+        """View memory of shape (pages, ...) as pages."""
         array: npt.NDArray[Any] = np.asarray(memory)
         bytes_ = array.reshape(len(array), -1).view(np.uint8)
         spec = KVSpec(

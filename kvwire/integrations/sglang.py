@@ -155,7 +155,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         pool_transfers: list[Any] | None = None,
         extra_info: Any = None,
     ) -> Any:
-        """See SGLang; groups of compressed blocks are refused."""
+        """Count leading pages that are here; compressed blocks are refused."""
         most = self.batch_exists(keys)
         hits = {_ANCHOR: most} if most else {}
         usable = range(1, most + 1)

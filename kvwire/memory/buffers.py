@@ -49,7 +49,7 @@ _RESIZE: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_ssiz
 
 
 def as_payload(buffer: Any, *, writable: bool, what: str = "buffer") -> Payload:
-    """See ``buffer`` as bytes; the result keeps it alive."""
+    """View ``buffer`` as bytes; the result keeps it alive."""
     kind = type(buffer)
     if kind is bytearray or (kind is bytes and not writable):
         return memoryview(buffer)

@@ -58,7 +58,7 @@ class TransferDistributions:
         self._known: dict[str, None] = {}
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """See :class:`kvwire.endpoint.observers.Observer`."""
+        """Do nothing: a transfer is counted at its end."""
 
     def ended(
         self,
@@ -66,7 +66,7 @@ class TransferDistributions:
         outcome: Outcome,
         connections: tuple[Connection, ...],
     ) -> None:
-        """See :class:`kvwire.endpoint.observers.Observer`."""
+        """Add a transfer to the distributions."""
         times = outcome.timings
         queue_s = times.queue_s + times.memory_wait_s
         self.queue.add(queue_s)

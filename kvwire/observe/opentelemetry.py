@@ -86,7 +86,7 @@ class TransferTracer:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """See :meth:`close`."""
+        """Close it; see :meth:`close`."""
         self.close()
 
     def trace_context(self) -> bytes:
@@ -98,7 +98,7 @@ class TransferTracer:
         return now.trace_id.to_bytes(16) + now.span_id.to_bytes(8) + flags
 
     def begun(self, transfer: Incoming | Outgoing) -> None:
-        """See :class:`kvwire.endpoint.observers.Observer`."""
+        """Begin the span of a transfer."""
         self._begun[transfer] = time_ns(), get_current()
 
     def ended(
@@ -107,7 +107,7 @@ class TransferTracer:
         outcome: Outcome,
         connections: tuple[Connection, ...],
     ) -> None:
-        """See :class:`kvwire.endpoint.observers.Observer`."""
+        """End the span of a transfer, with what became of it."""
         if transfer not in self._begun:  # begun before us
             return
         span = self._span(transfer)

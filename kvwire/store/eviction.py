@@ -95,23 +95,19 @@ class LruQueue(EvictionQueue):
         self._list: OrderedDict[Key, int] = OrderedDict()
 
     def hold(self, keys: Keys, slots: Ids) -> None:
-        """See EvictionQueue; what is released again is at the back."""
+        """Take blocks out; what is released again is at the back."""
         each(map(self._list.pop, keys.tolist(), repeat(None)))
 
     def release(self, keys: Keys, slots: Ids) -> None:
-        """See EvictionQueue."""
         self._list.update(zip(keys.tolist(), slots.tolist(), strict=True))
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
-        """See EvictionQueue."""
         return _popped(self._list, count)
 
     def remove(self, keys: Keys, slots: Ids) -> None:
-        """See EvictionQueue."""
         self.hold(keys, slots)
 
     def oldest(self) -> int | None:
-        """See EvictionQueue."""
         return next(iter(self._list.values()), None)
 
 
@@ -132,7 +128,7 @@ class S3FifoQueue(EvictionQueue):
         """Do nothing: what is in use keeps its place, and is passed over."""
 
     def release(self, keys: Keys, slots: Ids) -> None:
-        """See EvictionQueue; what is in a queue keeps its place."""
+        """Add what is new; what is in a queue keeps its place."""
         names = keys.tolist()
         new = ~(_among(names, self._small) | _among(names, self._main))
         if not new.any():
@@ -145,12 +141,11 @@ class S3FifoQueue(EvictionQueue):
         _append(self._small, keys, slots, ~hot)
 
     def used(self, slots: Ids) -> None:
-        """See EvictionQueue."""
         uses = self.state.uses
         uses[slots] = np.minimum(uses[slots] + 1, _USES_MAX)
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
-        """See EvictionQueue. Each block is looked at four times at most."""
+        """Take out what goes first. Each block is looked at four times at most."""
         found: list[tuple[Keys, Ids]] = []
         uses, pins = self.state.uses, self.state.pins
         while count and (self._small or self._main):
@@ -184,13 +179,11 @@ class S3FifoQueue(EvictionQueue):
         )
 
     def remove(self, keys: Keys, slots: Ids) -> None:
-        """See EvictionQueue."""
         names = keys.tolist()
         each(map(self._small.pop, names, repeat(None)))
         each(map(self._main.pop, names, repeat(None)))
 
     def oldest(self) -> int | None:
-        """See EvictionQueue."""
         return next(iter((self._small or self._main).values()), None)
 
 

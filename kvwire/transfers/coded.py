@@ -62,7 +62,6 @@ class CodedOutgoing(OutgoingState):
     _stopped = False
 
     def choose_memory(self, codec: object) -> tuple[PagedCache, BlockLists]:
-        """See KVTransfer."""
         self._lock = threading.Lock()
         self._threads = self.communicator.codec_threads
         self._coded = CodedCache(self.cache, self.lists, row_codec(codec))
@@ -70,11 +69,10 @@ class CodedOutgoing(OutgoingState):
         return self._coded.cache, self._coded.lists
 
     def encoder(self) -> Encoder:
-        """See OutgoingState."""
         return self._encode
 
     def record(self, outcome: Outcome, attempts: Iterable[Attempt]) -> None:
-        """See KVTransfer; jobs that still read blocks keep them from draining."""
+        """Record the outcome; jobs that still read blocks keep them from draining."""
         with self._lock:
             self._stopped = True
             self._busy += bool(self._jobs)
@@ -117,38 +115,35 @@ class CodedIncoming(IncomingState):
     _cause: KVWireError | None = None
 
     def choose_memory(self, codec: object) -> tuple[PagedCache, BlockLists]:
-        """See KVTransfer."""
         self._threads = self.communicator.codec_threads
         self._coded = CodedCache(self.cache, self.lists, row_codec(codec))
         _move(self._threads, self.cache)  # a device that does not work is known now
         return self._coded.cache, self._coded.lists
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
-        """See KVTransfer; nothing ends one that ends already."""
+        """End the transfer, unless it ends already."""
         if self.state not in OVER:
             self._stopped = True
             super().stop(error, code)
 
     def plan_with(self, description: TransferOffer) -> None:
-        """See IncomingState."""
         super().plan_with(description)
         if self._begun is None:
             self._begun, self._decoded = Landed(self.plan), Landed(self.plan)
             self._open_gates()
 
     def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
-        """See IncomingState."""
         super().segment_landed(core, segment)
         if not core.damaged:
             self._decode(segment)
 
     def attempt_ended(self, error: KVWireError | None) -> None:
-        """See IncomingState; parts of segments that have landed do not come again."""
+        """Take in the end of an attempt; parts that landed do not come again."""
         self._decode_landed()
         super().attempt_ended(error)
 
     def end_now(self, cause: KVWireError) -> None:
-        """See KVTransfer; the outcome waits for what is being decoded."""
+        """End the transfer; the outcome waits for what is being decoded."""
         self._decode_landed()
         if self._jobs:
             self._cause = cause

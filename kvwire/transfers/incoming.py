@@ -92,7 +92,7 @@ class IncomingState(KVTransfer):
 
     @yields_before_raising
     async def layer(self, layer: int, group: str | None = None) -> None:
-        """See :meth:`kvwire.Incoming.layer`.
+        """Wait until a layer is here.
 
         Cancel safety: safe, it only watches.
         """
@@ -114,7 +114,7 @@ class IncomingState(KVTransfer):
             raise _not_landed(layer, self.outcome, self._error) from self._error
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
-        """See :meth:`kvwire.Incoming.layer_event`."""
+        """Return an event that fires when a layer is here."""
         self._check_layer(layer, group)
         device = self.cache.device
         if device is None:
@@ -126,7 +126,7 @@ class IncomingState(KVTransfer):
         return self.communicator.devices.copy_engine(device).landed.native
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """See :meth:`kvwire.Incoming.layer_landed`."""
+        """Tell whether a layer is here."""
         self._check_layer(layer, group)
         return self._has(layer, group)
 
@@ -167,7 +167,6 @@ class IncomingState(KVTransfer):
 
     @property
     def waits_for(self) -> str:
-        """See KVTransfer."""
         if self.attempt is None:
             return "no peer has pushed it"
         peer = shown(self.attempt.connection.peer.name)
@@ -185,7 +184,6 @@ class IncomingState(KVTransfer):
 
     @property
     def progress(self) -> Progress:
-        """See KVTransfer."""
         if not self.planned or self.attempt is None:
             return Progress()
         layers = sum(len(walk.layers) for walk in self.plan.groups)
@@ -200,7 +198,6 @@ class IncomingState(KVTransfer):
 
     @property
     def connections(self) -> tuple[ConnectionPort, ...]:
-        """See KVTransfer."""
         return () if self.attempt is None else (self.attempt.connection,)
 
     def interrupted(self, origin: bytes) -> bool:
@@ -250,17 +247,14 @@ class IncomingState(KVTransfer):
         connection.run()
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
-        """See KVTransfer."""
         if self.attempt is not None:
             self.attempt.refuse(error, code)
         self.end(error)
 
     def runs_on(self, connection: ConnectionPort) -> bool:
-        """See KVTransfer."""
         return self.attempt is not None and self.attempt.connection is connection
 
     def lost(self, connection: ConnectionPort) -> None:
-        """See KVTransfer."""
         attempt = self.attempt
         if attempt is not None and attempt.connection is connection:
             self.release(attempt)
@@ -402,7 +396,6 @@ class IncomingState(KVTransfer):
                 _open(gates)
 
     def end_now(self, cause: KVWireError) -> None:
-        """See KVTransfer."""
         self._error, reason = cause, str(cause)
         attempt = self.attempt
         if attempt is None or not self.peer_id:

@@ -87,13 +87,13 @@ class OutgoingState(KVTransfer):
         return None
 
     def extend(self, blocks: Blocks) -> None:
-        """See :meth:`kvwire.Outgoing.extend`."""
+        """Name blocks that were not known before."""
         if not self.growing:
             raise UsageError("extend: this transfer was not begun with growing=True")
         self.ready_log.name(self.cache.block_lists(blocks))
 
     def listed(self, blocks: Blocks) -> BlockLists:
-        """See KVTransfer; a growing transfer has room for what its tokens need."""
+        """Return the block lists; a growing one has room for all its tokens."""
         lists = super().listed(blocks)
         if not self.growing:
             return lists
@@ -138,7 +138,6 @@ class OutgoingState(KVTransfer):
 
     @property
     def waits_for(self) -> str:
-        """See KVTransfer."""
         peers = [shown(d.connection.peer.name) for d in self._in(*OFF_LINK)]
         if peers:
             return f"the connection to {', '.join(peers)} is lost"
@@ -162,7 +161,6 @@ class OutgoingState(KVTransfer):
 
     @property
     def progress(self) -> Progress:
-        """See KVTransfer."""
         marked, layers = self.ready_log.layers
         met = [d for d in self.attempts if d.planned]
         if not met:
@@ -178,7 +176,6 @@ class OutgoingState(KVTransfer):
 
     @property
     def connections(self) -> tuple[ConnectionPort, ...]:
-        """See KVTransfer."""
         return tuple(attempt.connection for attempt in self.attempts)
 
     def interrupted(self, origin: bytes) -> bool:
@@ -246,18 +243,15 @@ class OutgoingState(KVTransfer):
         attempt.begin(settled=description.settled)
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
-        """See KVTransfer."""
         for attempt in list(self.attempts):
             attempt.refuse(error, code)
         self.end(error)
 
     @property
     def finishing(self) -> bool:
-        """See KVTransfer."""
         return self.ready_log.finished and bool(self.attempts)
 
     def runs_on(self, connection: ConnectionPort) -> bool:
-        """See KVTransfer."""
         return any(
             attempt.connection is connection
             for attempt in self.attempts
@@ -265,7 +259,6 @@ class OutgoingState(KVTransfer):
         )
 
     def lost(self, connection: ConnectionPort) -> None:
-        """See KVTransfer."""
         for attempt in self._in(*OFF_LINK):
             if attempt.connection is connection:
                 self.release(attempt)
@@ -353,7 +346,6 @@ class OutgoingState(KVTransfer):
             attempt.send_ready()
 
     def end_now(self, cause: KVWireError) -> None:
-        """See KVTransfer."""
         reason = str(cause)
         outcomes = [d.outcome(reason) for d in self.attempts if d.planned]
         if len(outcomes) < self.consumers:

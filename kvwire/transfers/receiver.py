@@ -51,7 +51,6 @@ class ReceiveAttempt(Attempt):
             self._promised.mark(segment)
 
     def agreed(self, description: TransferOffer) -> None:
-        """See Attempt."""
         incoming = self.incoming
         try:
             incoming.plan_with(description)
@@ -62,7 +61,6 @@ class ReceiveAttempt(Attempt):
         self.begin()
 
     def event(self, event: TransferEvent) -> None:
-        """See Attempt."""
         if isinstance(event, SegmentMarked):
             core = event.segment
             segment = self._check(core)
@@ -79,7 +77,6 @@ class ReceiveAttempt(Attempt):
             self.incoming.end(PeerCancelled(UNMARKED))
 
     def ended(self, error: KVWireError | None) -> None:
-        """See Attempt."""
         if self.incoming.outcome is None:
             self._note_parts()
         self.incoming.attempt_ended(error)

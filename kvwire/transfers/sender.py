@@ -73,7 +73,6 @@ class SendAttempt(Attempt):
         self._grouped = 1
 
     def agreed(self, description: TransferOffer) -> None:
-        """See Attempt."""
         try:
             self.plan_with(description)
             description.require_same_plan(self.plan.digest)
@@ -187,7 +186,6 @@ class SendAttempt(Attempt):
                 transfers.commit(self.core, complete=complete)
 
     def event(self, event: TransferEvent) -> None:
-        """See Attempt."""
         assert isinstance(event, SegmentsAcknowledged)
         self.confirmed = True
         for number in event.numbers:
@@ -227,7 +225,6 @@ class SendAttempt(Attempt):
         self.send_ready(in_turn=True)
 
     def ended(self, error: KVWireError | None) -> None:
-        """See Attempt."""
         if error is None:
             assert self.core is not None
             self.confirmed = True

@@ -59,7 +59,6 @@ class SettleAttempt(Attempt):
         connection.run()
 
     def agreed(self, description: TransferOffer) -> None:
-        """See Attempt."""
         self._settle()
 
     def _settle(self) -> None:
@@ -67,14 +66,12 @@ class SettleAttempt(Attempt):
         self.advance(AttemptInput.SETTLE)
 
     def event(self, event: TransferEvent) -> None:
-        """See Attempt."""
         if isinstance(event, SegmentMarked):
             raise ProtocolError(
                 "KVW-TR-10", "SEGMENT in a transfer that the consumer has settled"
             )
 
     def ended(self, error: KVWireError | None) -> None:
-        """See Attempt."""
         lost = recoverable(error)
         self.advance(AttemptInput.LOSE if lost else AttemptInput.END)
         self.release()

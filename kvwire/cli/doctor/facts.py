@@ -173,7 +173,7 @@ def _names(folder: Path, pattern: str) -> tuple[str, ...]:
 
 
 def _ports(folder: Path) -> Iterator[RdmaPort]:
-    """See Documentation/ABI/stable/sysfs-class-infiniband of the kernel."""
+    """Yield the ports of RDMA cards, as sysfs-class-infiniband of the kernel says."""
     for port in sorted(folder.glob("*/ports/[0-9]*")):
         # "4: ACTIVE", "200 Gb/sec (4X HDR)"
         yield RdmaPort(

@@ -87,7 +87,7 @@ class KvwireTensorTransport(TensorTransportManager):
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """See Ray: asks the actor, which opens its exchange."""
+        """Ask an actor, which opens its exchange."""
 
         def has_exchange(self: object) -> bool:
             register()  # Ray's own call may come later, where an actor is of asyncio
@@ -108,7 +108,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def extract_tensor_transport_metadata(
         self, obj_id: str, rdt_object: list[torch.Tensor]
     ) -> KvwireTensors:
-        """See Ray: offers the tensors; those on a GPU by a copy in host memory."""
+        """Offer tensors; those on a GPU by a copy in host memory."""
         kinds = {one.device.type for one in rdt_object}
         if len(kinds) > 1:
             found = " and ".join(sorted(kinds))
@@ -129,7 +129,7 @@ class KvwireTensorTransport(TensorTransportManager):
         tensor_transport_metadata: TensorTransportMetadata,
         communicator_metadata: CommunicatorMetadata,
     ) -> None:
-        """See Ray, which does not call it."""
+        """Refuse: Ray does not call it."""
         raise NotImplementedError("the receiver gets them")
 
     def garbage_collect(
@@ -138,7 +138,7 @@ class KvwireTensorTransport(TensorTransportManager):
         tensor_transport_meta: TensorTransportMetadata,
         tensors: list[torch.Tensor],
     ) -> None:
-        """See Ray: returns when nothing reads the tensors any more."""
+        """Return when nothing reads the tensors any more."""
         if tensors:
             self.exchange().withdraw(obj_id)
 
@@ -147,7 +147,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def get_communicator_metadata(
         self, src_actor: Any, dst_actor: Any, backend: str | None = None
     ) -> CommunicatorMetadata:
-        """See Ray: nothing is to be agreed."""
+        """Return empty metadata: nothing is to be agreed."""
         return CommunicatorMetadata()
 
     def recv_multiple_tensors(
@@ -170,7 +170,7 @@ class KvwireTensorTransport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[torch.Tensor] | None = None,
     ) -> KvwireFetch:
-        """See Ray: begins to get an object, into its target buffers if it has any."""
+        """Begin to get an object, into its target buffers if it has any."""
         meta = tensor_transport_metadata
         assert isinstance(meta, KvwireTensors)
         if not meta.tensor_meta:
@@ -192,7 +192,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def wait_fetch_complete(
         self, fetch_request: FetchRequest, timeout: float = -1
     ) -> list[torch.Tensor]:
-        """See Ray; what did not come in time is aborted, and its memory free."""
+        """Wait for an object; abort it, and free its memory, if it is late."""
         fetch = fetch_request
         assert isinstance(fetch, KvwireFetch)
         tensors: list[torch.Tensor] = fetch.tensors
@@ -219,7 +219,7 @@ class KvwireTensorTransport(TensorTransportManager):
     def abort_transport(
         self, obj_id: str, communicator_metadata: CommunicatorMetadata
     ) -> None:
-        """See Ray: ends what is being fetched of an object."""
+        """End what is being fetched of an object."""
         self.exchange().abort(obj_id)
 
 

@@ -276,7 +276,7 @@ _UNSUPPORTED: Final = {
 def layer_caches(
     tensors: Mapping[str, Any], shapes: Sequence[CacheShape]
 ) -> LayerCaches:
-    """See a worker's tensors as one cache."""
+    """View a worker's tensors as one cache."""
     if not tensors:
         raise UsageError("vLLM registered no KV cache; there is nothing to transfer")
     groups: dict[str, tuple[KVSpec, list[TensorView], str]] = {}
@@ -351,7 +351,7 @@ def layer_index(name: str) -> tuple[list[int], str]:
 
 
 def _layer_view(name: str, tensor: Any, shape: CacheShape) -> TensorView:
-    """See a layer's cache; recurrent states as bytes, whatever their parts are."""
+    """View a layer's cache; recurrent states as bytes, whatever their parts are."""
     if not shape.state:
         if isinstance(tensor, list | tuple):
             raise UsageError(

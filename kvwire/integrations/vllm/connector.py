@@ -97,11 +97,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         return self._scheduling.finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """See vLLM: a prompt's blocks of every group are fetched."""
+        """Name every group: a prompt's blocks of each are fetched."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
-        """See vLLM; 0.30 knows no other."""
+        """Take in the addresses of workers; vLLM 0.30 calls no other."""
         self.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): said for rank, said in metadata.items()}
         )

@@ -97,15 +97,15 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
         self._working.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See vLLM; a request is reported when all its layers are here."""
+        """Do nothing: a request is reported when all its layers are here."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """See vLLM; not every connector says what it sends layer by layer."""
+        """Do nothing; not every connector says what it sends layer by layer."""
 
     def wait_for_save(self) -> None:
-        """See vLLM; nothing is waited for, blocks are held until they have drained."""
+        """Mark the step as written; blocks are held until they have drained."""
         self._working.step_written()
 
     def get_finished(

@@ -68,7 +68,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         )
 
     def has_pending_push_work(self) -> bool:
-        """See vLLM: blocks of requests that are over become free in some step."""
+        """Tell whether blocks of requests that are over become free in some step."""
         return self._scheduling.waiting
 
     def request_finished(

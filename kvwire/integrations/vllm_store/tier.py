@@ -88,7 +88,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         self._asked.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
-        """See vLLM: nothing touches its memory when this returns."""
+        """Return when nothing touches vLLM's memory."""
         wait([moved for _, moved in self._jobs.values()])
 
     def shutdown(self) -> None:

@@ -61,7 +61,7 @@ extern "C" __global__ void scatter(const unsigned long long* table,
 
 
 class CupyOps(DeviceOps):
-    """See :class:`~kvwire.memory.device.ops.DeviceOps`."""
+    """Implements the operations of a device by CuPy."""
 
     def __init__(self, index: int) -> None:
         try:
@@ -106,7 +106,7 @@ class CupyOps(DeviceOps):
 
 
 class CupyEvent(Event):
-    """See Event. Made with ``block=True``: whoever waits for it sleeps."""
+    """Wraps an event, made with ``block=True``: whoever waits for it sleeps."""
 
     def __init__(self, native: Any) -> None:
         self.native: Any = native

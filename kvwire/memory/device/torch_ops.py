@@ -51,7 +51,7 @@ class FragmentRows:
 
 
 def as_rows(fragments: Fragments) -> FragmentRows:
-    """See fragments, at least one, as rows of one table."""
+    """View fragments, at least one, as rows of one table."""
     addresses, lengths = fragments.addresses, fragments.lengths
     base = addresses.min()
     offsets = addresses - base
@@ -68,7 +68,7 @@ def as_rows(fragments: Fragments) -> FragmentRows:
 
 
 class TorchOps(DeviceOps):
-    """See :class:`~kvwire.memory.device.ops.DeviceOps`."""
+    """Implements the operations of a device by torch."""
 
     def __init__(self, index: int) -> None:
         try:
@@ -113,7 +113,7 @@ class TorchOps(DeviceOps):
 
 
 class TorchEvent(Event):
-    """See Event. Made with ``blocking=True``: whoever waits for it sleeps."""
+    """Wraps an event, made with ``blocking=True``: whoever waits for it sleeps."""
 
     def __init__(self, native: Any) -> None:
         self.native: Any = native

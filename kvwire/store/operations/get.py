@@ -44,7 +44,6 @@ class GetOperation(Operation):
         self._next = {one: np.zeros(one.keys.size, np.int64) for one in self._requests}
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
-        """See Operation."""
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:

@@ -54,7 +54,7 @@ class ImageRequest(BlockRequest):
         self._images = images
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """See BlockRequest."""
+        """Return the images of some blocks, which are in one order."""
         self.orders[positions] = order
         return self._images.selected(positions)
 
@@ -89,7 +89,7 @@ class GroupRequest(BlockRequest):
             )
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
-        """See BlockRequest."""
+        """Return where the images of some blocks lie in the cache."""
         here, unit = self.group.spec.block_tokens, self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
         steps = self._steps(order, granule)

@@ -51,7 +51,6 @@ class PutOperation(Operation):
         self._present = 0
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
-        """See Operation."""
         counters.put_ended(
             nbytes, there=landed, blocks=self.blocks, present=self._present
         )

@@ -212,7 +212,7 @@ class DiskTier(CodedTier):
         return results
 
     async def delete(self, keys: Keys) -> None:
-        """See Tier; with ``sync=flush`` a power cut needs a ``flush`` before it."""
+        """Forget blocks; with ``sync=flush`` for good only after a ``flush``."""
         while await self._in_flight.one_ended(keys):
             continue
         # An older row of a key is of a slot that was written over, or stale already.
@@ -228,7 +228,7 @@ class DiskTier(CodedTier):
         await self.delete(np.concatenate((coming, self._index.of_namespace(digest))))
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """See Tier; a restart finds it pinned, so what it could not be told is not."""
+        """Pin blocks, on the disk as well: what that refuses is not pinned."""
         slots = self._index.find(keys)
         kept = self._index.pin_named(keys, pinned=pinned)
         told = kept if pinned else slots >= 0

@@ -177,7 +177,7 @@ class RedisTier(Tier):
         return np.fromiter(map(_order, keys.tolist(), heads), np.uint8, keys.size)
 
     def touch(self, keys: Keys) -> None:
-        """See Tier; the servers hear of it when something is looked for."""
+        """Note a use; the servers hear of it when something is looked for."""
         self._touches.add(keys)
 
     async def delete(self, keys: Keys) -> None:

@@ -133,11 +133,11 @@ class RemoteTier(Tier):
         return orders
 
     def touch(self, keys: Keys) -> None:
-        """See Tier; the server hears of it with the next request."""
+        """Note a use; the server hears of it with the next request."""
         self._touches.add(keys)
 
     async def delete(self, keys: Keys) -> None:
-        """See Tier; the server deletes what is this client's tenant's."""
+        """Delete what is this client's tenant's."""
         for which in _by_width(keys):
             await self._asked_for(Delete, Names.of(keys[which]))
 
@@ -145,7 +145,7 @@ class RemoteTier(Tier):
         await self._asked_for(Delete, None, digest)
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
-        """See Tier; nothing is pinned at a server that cannot be asked."""
+        """Pin blocks; nothing is pinned at a server that cannot be asked."""
         kept = np.zeros(keys.size, np.bool_)
         for which in _by_width(keys):
             with suppress(OSError):

@@ -149,7 +149,7 @@ class ShardedTier(Tier):
         return orders
 
     def touch(self, keys: Keys) -> None:
-        """See Tier; each node hears of its own with the next request."""
+        """Note a use; each node hears of its own with the next request."""
         for tier, which in self._shards(keys):
             tier.touch(keys[which])
 

@@ -43,9 +43,10 @@ def _is_public(name: str) -> bool:
     return not any(part.startswith(("_", "<")) for part in name.split("."))
 
 
+# "See" names another place, and says nothing of what is done here.
 _NO_VERB = re.compile(
     r"(a|all|an|as|both|bytes|each|every|for|from|how|if|in|is|its?|more|no|nobody|not|"
-    r"nothing|of|on|one|only|our|some|something|th(at|e|ere|ese|is)|to|what|when|where|"
+    r"nothing|of|on|one|only|our|see|some|something|th(at|e|ere|ese|is)|to|what|when|where|"
     r"whether|which|who|whoever|whose|why|with)\b",
     re.IGNORECASE,
 )

@@ -99,7 +99,7 @@ class ByKvEvents(Policy):
     def choose(
         self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
     ) -> VllmEngine:
-        """See :meth:`Policy.choose`."""
+        """Choose an engine that has most of the prompt's blocks, and is not busier."""
         fewest = min(engine.requests for engine in engines)
         tokens, chains = _tokens(body), dict[int, list[int]]()
         most, best = 0, list(engines)
@@ -118,7 +118,7 @@ class ByKvEvents(Policy):
         return self._idlest.choose(best, body)
 
     async def close(self) -> None:
-        """See :meth:`Policy.close`.
+        """Stop listening to the engines.
 
         Cancel safety: call it again.
         """

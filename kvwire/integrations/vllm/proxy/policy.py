@@ -55,7 +55,7 @@ class LeastLoaded(Policy):
     def choose(
         self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
     ) -> VllmEngine:
-        """See :meth:`Policy.choose`."""
+        """Choose the engine with the fewest requests."""
         counts = [engine.requests for engine in engines]
         fewest = min(counts)
         best = [e for e, count in zip(engines, counts, strict=True) if count == fewest]
