@@ -326,8 +326,8 @@ PROXY_RETRY_RESERVE: Final = 20.0
 PROXY_RETRY_MAX: Final = 200.0
 # Ranks of one engine, as records of a directory say.
 PROXY_RANKS_MAX: Final = 64
-# What an engine may say at /metrics: vLLM's has 100 KiB.
-PROXY_METRICS_BYTES_MAX: Final = 4 * MIB
+# What an engine may say at /health: vLLM says nothing but the status.
+PROXY_HEALTH_BYTES_MAX: Final = 64 * KIB
 # Of a stream's event; the first one lists the prompt's tokens, of which a million are
 # 7 MB.
 PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
@@ -339,8 +339,6 @@ PROXY_MOVES_MAX: Final = 8
 # of a GPU have some 100,000 of 16 tokens. And one message of them.
 KV_EVENT_BLOCKS_MAX: Final = 1_000_000
 KV_EVENT_BYTES_MAX: Final = 16 * MIB
-# Rows of a table that somebody reads.
-PAGE_ROWS_MAX: Final = 200
 
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128

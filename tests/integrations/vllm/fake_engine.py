@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.responses import StreamingResponse as Streaming
 from starlette.routing import Route
 
@@ -25,13 +25,6 @@ from kvwire.directory import Record, open_directory
 
 LEASE_S = 1.5
 TOKEN_S = 0.01
-METRICS = """\
-# HELP vllm:prefix_cache_hits_total ...
-vllm:prefix_cache_queries_total{model_name="m"} 200.0
-vllm:prefix_cache_hits_total{model_name="m"} 50.0
-vllm:external_prefix_cache_queries_total{model_name="m"} 100.0
-vllm:external_prefix_cache_hits_total{model_name="m"} 90.0
-"""
 
 
 def tokens_of(prompt: Any, count: int) -> list[int]:
@@ -82,10 +75,6 @@ async def health(_: Request) -> Response:
     return Response()
 
 
-async def metrics(_: Request) -> Response:
-    return PlainTextResponse(METRICS)
-
-
 def main(port: int, role: str, url: str) -> None:
     """Serve until SIGTERM."""
 
@@ -102,7 +91,6 @@ def main(port: int, role: str, url: str) -> None:
         routes=[
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/health", health),
-            Route("/metrics", metrics),
         ],
         lifespan=lifespan,
     )

@@ -63,18 +63,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
 
 
 def test_engines_are_found(found: Found) -> None:
-    """What was prefilled elsewhere was fetched, whoever decoded; the page says it."""
+    """What was prefilled elsewhere was fetched, whoever decoded; the proxy says it."""
     for seed in range(6):
         found.right(seed, found.prefill)
     assert found.first.metric(FETCHED) + found.second.metric(FETCHED) == 6 * 900
 
-    def page() -> str:
+    def said() -> str:
         return httpx.get(f"{found.proxy.url}/fleet").text
 
     for text in (found.prefill.url, found.first.url, found.second.url, "tcp"):
-        assert text in page()
+        assert text in said()
     # Of the connections that the transfers were on, said within a second.
-    assert eventually(lambda: "tcp:" in page())
+    assert eventually(lambda: "tcp:" in said())
 
 
 def test_an_engine_is_drained_and_ends(found: Found) -> None:
@@ -104,8 +104,8 @@ def test_an_engine_is_drained_and_ends(found: Found) -> None:
     found.first.running.send_signal(signal.SIGTERM)
     found.first.running.wait(60)
     assert found.is_up(found.prefill, found.second)
-    page = f"{found.proxy.url}/fleet"
-    assert eventually(lambda: found.first.url not in httpx.get(page).text)
+    fleet = f"{found.proxy.url}/fleet"
+    assert eventually(lambda: found.first.url not in httpx.get(fleet).text)
     found.first.kill()
 
 

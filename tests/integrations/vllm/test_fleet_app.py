@@ -1,9 +1,8 @@
-"""The proxy's own pages and limits: /fleet, /metrics, /health, /drain, 429."""
+"""The proxy's own routes and limits: /fleet, /metrics, /health, /drain, 429."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,12 +12,7 @@ from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.limits import (
-    PROXY_METRICS_BYTES_MAX,
-    PROXY_RETRY_RESERVE,
-    PROXY_RETRY_SHARE,
-)
-from tests.integrations.vllm.fake_engine import METRICS
+from kvwire.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
 from tests.integrations.vllm.test_fleet import member
 from tests.integrations.vllm.test_proxy import (
     D1,
@@ -26,8 +20,6 @@ from tests.integrations.vllm.test_proxy import (
     P1,
     P2,
     Engines,
-    Handler,
-    Said,
     call,
     post,
     refused,
@@ -55,9 +47,9 @@ async def test_too_many_requests() -> None:
     assert said.status_code == 429
     assert int(said.headers["retry-after"]) >= 1
     assert "1 requests wait" in said.json()["error"]["message"]
-    page = (await call(application, "GET", "/fleet")).text
-    assert "the first token" in page
-    assert "its turn" in page
+    first, second = (await call(application, "GET", "/fleet")).json()["requests"]
+    assert (first["waits_for"], second["waits_for"]) == ("the first token", "its turn")
+    assert first["engines"] == [P1.url, D1.url]
     may_answer.set()
     assert [(await one).status_code for one in asking] == [200, 200]
     text = (await call(application, "GET", "/metrics")).text
@@ -162,30 +154,12 @@ async def test_an_engine_that_is_given_up_costs_another_try(
     assert f"{D1.url}: it is silent" in caplog.text
 
 
-async def test_the_page_shows_engines_and_their_hits() -> None:
-    """What they say is escaped; one that says too much, or nothing, has no figures."""
-
-    def says(text: str) -> Handler:
-        async def handler(_: dict[str, Any]) -> Said:
-            async def parts() -> AsyncIterator[bytes]:
-                yield text.encode()
-
-            return 200, {}, parts()
-
-        return handler
-
-    fleet = fleet_in_turns([P1, P2], [D1, D2])
-    fleet.joined(*member(5, labels={"carrying": "<script>"}, load=0.25))
-    network = Engines(
-        p1=refused,
-        p2=says("x" * (PROXY_METRICS_BYTES_MAX + 1)),
-        d1=says(METRICS),
-        d2=says("vllm:prefix_cache_hits_total x"),
-    )
-    application = app(network, fleet=fleet)
-    said = await call(application, "GET", "/fleet")
-    assert said.headers["content-security-policy"].startswith("default-src 'none'")
-    for text in ("25%", "90%", "http://127.0.0.1:5", "starting", "&lt;script&gt;"):
-        assert text in said.text
-    assert "<script>" not in said.text
-    assert said.text.count("90%") == 1
+async def test_what_is_known_of_engines() -> None:
+    fleet = fleet_in_turns([P1], [D1])
+    fleet.joined(*member(5, labels={"carrying": "tcp:3"}, load=0.25))
+    said = (await call(app(Engines(), fleet=fleet), "GET", "/fleet")).json()
+    found, *others = said["engines"]
+    assert (found["url"], found["state"]) == ("http://127.0.0.1:5", "starting")
+    assert (found["load"], found["labels"]["carrying"]) == (0.25, "tcp:3")
+    assert [one["url"] for one in others] == [D1.url, P1.url]
+    assert said["requests"] == []

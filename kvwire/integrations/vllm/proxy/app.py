@@ -34,9 +34,8 @@ from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
-from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_page
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.observe.page import CONTENT_TYPE, HEADERS
 from kvwire.types import is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -89,7 +88,7 @@ def make_app(
     moves = Moves(dispatcher, fleet, state.moves) if migrate else None
     registry = CollectorRegistry()
     registry.register(ProxyCollector(state))
-    front = _Front(dispatcher, state, client, operator_key, moves, registry)
+    front = _Front(dispatcher, state, operator_key, moves, registry)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -138,7 +137,6 @@ class _Front:
 
     dispatcher: Dispatcher
     state: ProxyState
-    client: EngineClient
     operator_key: bytes
     moves: Moves | None
     registry: CollectorRegistry
@@ -173,8 +171,7 @@ class _Front:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def fleet(self, _: Request) -> Response:
-        page = await fleet_page(self.state, self.client)
-        return Response(page, media_type=CONTENT_TYPE, headers=HEADERS)
+        return JSONResponse(fleet_view(self.state))
 
     async def drain(self, request: Request) -> Response:
         """Send an engine no new request, and what it has elsewhere if that can move.

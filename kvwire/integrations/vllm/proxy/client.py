@@ -24,7 +24,7 @@ import msgspec
 
 from kvwire.directory.base import ended
 from kvwire.extras import needed_by
-from kvwire.limits import PROXY_METRICS_BYTES_MAX
+from kvwire.limits import PROXY_HEALTH_BYTES_MAX
 
 with needed_by("the proxy", extra="vllm"):
     import aiohttp
@@ -250,7 +250,7 @@ class Prober:
                 asyncio.timeout(SILENT_S),
                 self._client.ask(engine, "/health") as said,
             ):
-                await said.body(PROXY_METRICS_BYTES_MAX)
+                await said.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError) as exc:
             if isinstance(exc, EngineFailed) and not exc.silent:
                 engine.refusing = True

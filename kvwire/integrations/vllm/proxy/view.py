@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
-from kvwire.integrations.vllm.proxy.client import EngineClient, EngineFailed
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest
-from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.limits import PROXY_METRICS_BYTES_MAX
-from kvwire.observe.page import Table, render, share
 
 with needed_by("the proxy", extra="vllm"):
     from prometheus_client.core import (
@@ -24,15 +19,6 @@ with needed_by("the proxy", extra="vllm"):
         Metric,
     )
     from prometheus_client.registry import Collector
-
-# For all engines together: a page that waits for a sick one helps nobody.
-_ASK_S: Final = 1.0
-# Hits and what was looked for, of vLLM's own cache and of KV from elsewhere.
-_HITS: Final = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
-_FETCHED: Final = (
-    "vllm:external_prefix_cache_hits_total",
-    "vllm:external_prefix_cache_queries_total",
-)
 
 
 @dataclass(slots=True)
@@ -105,108 +91,31 @@ _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
 }
 
 
-async def fleet_page(state: ProxyState, client: EngineClient) -> str:
-    """Return the page about a proxy's engines and requests.
-
-    Cancel safety: safe, it only looks.
-    """
-    engines = state.fleet.engines
-    shares = await _shares(client, engines)
-    # Requests that have come meanwhile are on the page.
+def fleet_view(state: ProxyState) -> dict[str, Any]:
+    """Return what is known of each engine, and what each request waits for."""
     now = state.fleet.clock()
-    budget, admission = state.budget, state.admission
-    facts = [
-        ("running", str(admission.running)),
-        ("waiting", str(admission.waiting)),
-        ("sent away", str(admission.rejected)),
-        ("retries", f"{budget.spent}, {budget.refused} refused"),
-        ("records ignored", str(state.ignored())),
-        *((outcome, str(number)) for outcome, number in sorted(state.moves.items())),
+    engines = [
+        {
+            "url": one.url,
+            "role": one.role,
+            "state": one.state(now),
+            "model": one.model,
+            "running": one.running,
+            "answered": one.answered,
+            "failed": one.failed,
+            "load": one.load,
+            "transports": one.transports,
+            "labels": one.labels,
+        }
+        for one in sorted(state.fleet.engines, key=lambda one: (one.role, one.url))
     ]
-    rows = [
-        (
-            engine.url,
-            engine.role,
-            engine.state(now),
-            str(engine.running),
-            f"{engine.load:.0%}",
-            " ".join(engine.transports) or "-",
-            engine.labels.get("carrying", "-"),
-            *shares.get(engine, ("-", "-")),
-            f"{engine.answered}, {engine.failed} failed",
-            engine.model[:8] or "-",
-        )
-        for engine in sorted(engines, key=lambda one: (one.role, one.url))
-    ]
-    waiting = [
-        (
-            asked.path,
-            f"{now - asked.since:.1f} s",
-            asked.waits_for,
-            " → ".join(asked.engines) or "-",
-        )
+    requests = [
+        {
+            "path": asked.path,
+            "for_s": round(now - asked.since, 3),
+            "waits_for": asked.waits_for,
+            "engines": asked.engines,
+        }
         for asked in state.requests
     ]
-    return render(
-        "kvwire fleet",
-        facts,
-        [
-            Table("Engines", _ENGINE_COLUMNS, rows, "no engine has been found"),
-            Table("Requests under way", _REQUEST_COLUMNS, waiting),
-        ],
-    )
-
-
-_ENGINE_COLUMNS: Final = (
-    "engine",
-    "role",
-    "state",
-    "running",
-    "load",
-    "can carry",
-    "carrying",
-    "cache hits",
-    "KV fetched",
-    "done",
-    "model",
-)
-_REQUEST_COLUMNS: Final = ("request", "since", "waits for", "engines")
-
-
-async def _shares(
-    client: EngineClient, engines: Sequence[VllmEngine]
-) -> dict[VllmEngine, tuple[str, str]]:
-    """Ask engines for their hits; those that do not answer in time are left out."""
-    asking = {asyncio.ensure_future(_share(client, one)): one for one in engines}
-    if not asking:
-        return {}
-    try:
-        done, _ = await asyncio.wait(asking, timeout=_ASK_S)
-        return {asking[task]: found for task in done if (found := task.result())}
-    finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.wait(asking)
-
-
-async def _share(client: EngineClient, engine: VllmEngine) -> tuple[str, str] | None:
-    try:
-        async with client.ask(engine, "/metrics") as said:
-            if said.is_error:
-                return None
-            text = await said.body(PROXY_METRICS_BYTES_MAX)
-        numbers = _sums(text.decode(errors="replace"))
-    except (EngineFailed, ValueError):
-        return None
-    hits, fetched = ((numbers[a], numbers[b]) for a, b in (_HITS, _FETCHED))
-    return share(*hits), share(*fetched)
-
-
-def _sums(text: str) -> defaultdict[str, float]:
-    """Add up the samples of the metrics that are looked at."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for line in text.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in (*_HITS, *_FETCHED):
-            found[name] += float(line.rpartition(" ")[2])
-    return found
+    return {"engines": engines, "requests": requests}
