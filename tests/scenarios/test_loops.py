@@ -92,18 +92,17 @@ def test_r41_the_loop_ends_while_transfers_run(transport: str) -> None:
     kept[0].abort("late")
 
 
-def test_r42_a_request_after_idle_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario("inproc", ping_interval_s=30.0)
+async def test_r42_a_request_after_idle_hours(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over inproc only: hours pass in virtual time alone."""
     hours = 3 * 3600.0
     monkeypatch.setattr(virtual_time, "LONGEST_S", 2 * hours)
-
-    async def run(w: World) -> None:
-        await virtual_time.pass_time(hours)
-        assert not w.pull_side.closed, "pings have kept it"
-        assert await w.moves("t", LIST, DEST)
-        assert len(w.d.live_connections) == 1
-
-    play(run, "inproc", ping_interval_s=30.0)
+    await virtual_time.pass_time(hours)
+    assert not w.pull_side.closed, "pings have kept it"
+    assert await w.moves("t", LIST, DEST)
+    assert len(w.d.live_connections) == 1
 
 
 @scenario(ping_interval_s=0.2, ping_misses=2)

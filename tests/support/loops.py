@@ -3,7 +3,8 @@
 Each async test runs once on every loop of ``--loops``: on asyncio's own unless the
 option says more, on both in ``make test-all``. A test that is marked with
 ``@pytest.mark.asyncio(loop_factories=[...])`` keeps to the loop of its mark; give the
-reason beside it.
+reason beside it. ``virtual`` is only for marks: time jumps, as
+:mod:`tests.support.virtual_time` says.
 Synchronous tests, those of hypothesis included, run once.
 """
 
@@ -16,11 +17,14 @@ from typing import Final
 import pytest
 import uvloop
 
+from tests.support.virtual_time import VirtualTimeLoop
+
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 _LOOPS: Final[dict[str, LoopFactory]] = {
     "asyncio": asyncio.SelectorEventLoop,
     "uvloop": uvloop.new_event_loop,
+    "virtual": VirtualTimeLoop,
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import kvwire
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
-from tests.scenarios.world import DEST, LAYERS, LIST, World, play, scenario
+from tests.scenarios.world import DEST, LAYERS, LIST, World, scenario
 from tests.support import virtual_time
 
 
@@ -94,13 +94,13 @@ async def test_drained_waits_for_the_outcome(w: World) -> None:
     assert inc.done()
 
 
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])
 @pytest.mark.parametrize("end", ["settled", "abort", "cut", "deadline"])
 @pytest.mark.parametrize("side", [IncomingState, OutgoingState])
-def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
+@scenario(resume=False)
+async def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
+    w: World,
     side: type[IncomingState | OutgoingState],
     end: str,
-    transport: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody waits for ever, and nothing is free before it has drained."""
@@ -112,23 +112,19 @@ def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
         real(self, cause)
 
     monkeypatch.setattr(side, "end_now", short)
-
-    async def run(w: World) -> None:
-        within = 0.2 if end == "deadline" else None
-        out = w.p.publish("t", w.source.cache, LIST, deadline=within)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
-        out.ready(layers=slice(0, LAYERS - (end != "settled")))
-        if end == "settled":
-            out.finish()
-        elif end == "abort":
-            inc.abort()
-        elif end == "cut":
-            w.cut()
-        outcomes = [await inc, await out]
-        assert not refusals
-        assert all(outcome.complete == (end == "settled") for outcome in outcomes)
-        await inc.drained()
-        await out.drained()
-
-    play(run, transport, resume=False)
+    within = 0.2 if end == "deadline" else None
+    out = w.p.publish("t", w.source.cache, LIST, deadline=within)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    out.ready(layers=slice(0, LAYERS - (end != "settled")))
+    if end == "settled":
+        out.finish()
+    elif end == "abort":
+        inc.abort()
+    elif end == "cut":
+        w.cut()
+    outcomes = [await inc, await out]
+    assert not refusals
+    assert all(outcome.complete == (end == "settled") for outcome in outcomes)
+    await inc.drained()
+    await out.drained()

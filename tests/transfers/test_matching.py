@@ -10,7 +10,7 @@ import pytest
 import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
-from tests.scenarios.world import World, play, same, scenario
+from tests.scenarios.world import World, same, scenario
 from tests.support import virtual_time
 
 LIST = [3, 1, 4]
@@ -58,19 +58,18 @@ async def test_who_comes_too_late_hears_what_ended_it(w: World) -> None:
             await inc.layer(0)
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@scenario("inproc")
+async def test_what_is_remembered_is_bounded(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "TOMBSTONES_MAX", 3)
-
-    async def run(w: World) -> None:
-        for number in range(10):
-            w.p.publish(number, w.source.cache, LIST).abort(f"reason {number}")
-        assert len(w.p._state.registry._tombstones) == 3
-        for number in (9, 8, 7):
-            inc = w.pull_side.pull(number, w.target.cache, DEST)
-            assert f"reason {number}" in (await inc).missing["kv", DEST[0]]
-        assert not w.p._state.registry._tombstones
-
-    play(run, "inproc")
+    for number in range(10):
+        w.p.publish(number, w.source.cache, LIST).abort(f"reason {number}")
+    assert len(w.p._state.registry._tombstones) == 3
+    for number in (9, 8, 7):
+        inc = w.pull_side.pull(number, w.target.cache, DEST)
+        assert f"reason {number}" in (await inc).missing["kv", DEST[0]]
+    assert not w.p._state.registry._tombstones
 
 
 @scenario("inproc")

@@ -79,25 +79,21 @@ def test_a_mark_of_too_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.rule("KVW-TR-12", "keeps")
-def test_one_granule_may_be_marked_however_long_it_is(
+@scenario("inproc")
+async def test_one_granule_may_be_marked_however_long_it_is(
+    w: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody can cut it: it is one block of both sides, or a part of one."""
     monkeypatch.setattr(receipt_module, "SEGMENT_BYTES_MAX", 1)
-
-    async def run(w: World) -> None:
-        hostile = await Hostile.of(w)
-        hostile.say(
-            FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes)
-        )
-        receipt = hostile.inc._state.attempt
-        assert receipt is not None
-        await w.until(lambda: bool(receipt._segments))
-        assert not w.pull_side.closed
-        hostile.inc.abort()
-        hostile.out.abort()
-
-    play(run, "inproc")
+    hostile = await Hostile.of(w)
+    hostile.say(FrameType.SEGMENT, SegmentBody(1, (0, 0, 4, 2, 1), SPEC.block_bytes))
+    receipt = hostile.inc._state.attempt
+    assert receipt is not None
+    await w.until(lambda: bool(receipt._segments))
+    assert not w.pull_side.closed
+    hostile.inc.abort()
+    hostile.out.abort()
 
 
 @pytest.mark.rule("KVW-TR-11", "breaks")

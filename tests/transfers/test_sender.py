@@ -27,7 +27,6 @@ from tests.scenarios.world import (
     LIST,
     Memory,
     World,
-    play,
     same,
     scenario,
 )
@@ -118,9 +117,9 @@ async def test_a_higher_priority_goes_first(w: World) -> None:
 
 
 @pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])
-def test_a_large_transfer_goes_to_the_link_in_parts(
-    monkeypatch: pytest.MonkeyPatch, transport: str, cut: bool
+@scenario()
+async def test_a_large_transfer_goes_to_the_link_in_parts(
+    w: World, monkeypatch: pytest.MonkeyPatch, cut: bool
 ) -> None:
     """Else either side would look up where all of its fragments lie at once."""
     monkeypatch.setattr(delivery_module, "AHEAD_BYTES", 2 * SEGMENT_BYTES)
@@ -132,23 +131,19 @@ def test_a_large_transfer_goes_to_the_link_in_parts(
         sending.append(self.connection.transfers.transfer(self.core).sending_bytes)
 
     monkeypatch.setattr(delivery_module.SendAttempt, "_send", noted)
-
-    async def run(w: World) -> None:
-        out, inc = w.begin_large(32)
-        out.ready()
-        out.finish()
-        await inc.layer(0)
-        assert len(sending) < w.source.nbytes // SEGMENT_BYTES
-        if cut:
-            before = inc._state.attempt
-            w.cut()
-            await on_another_link(w, inc, before)
-        assert (await inc).complete
-        assert (await out).complete
-        assert max(sending) < 2 * SEGMENT_BYTES + SEGMENT_BYTES_MAX
-        assert same(w.source, range(32), w.target, range(32))
-
-    play(run, transport)
+    out, inc = w.begin_large(32)
+    out.ready()
+    out.finish()
+    await inc.layer(0)
+    assert len(sending) < w.source.nbytes // SEGMENT_BYTES
+    if cut:
+        before = inc._state.attempt
+        w.cut()
+        await on_another_link(w, inc, before)
+    assert (await inc).complete
+    assert (await out).complete
+    assert max(sending) < 2 * SEGMENT_BYTES + SEGMENT_BYTES_MAX
+    assert same(w.source, range(32), w.target, range(32))
 
 
 @scenario("inproc")
@@ -335,25 +330,23 @@ async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> 
     out.abort()
 
 
-def test_more_segments_than_a_transfer_may_have(
+@scenario("inproc")
+async def test_more_segments_than_a_transfer_may_have(
+    w: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The transfer ends on both sides with a reason; its connection goes on."""
     monkeypatch.setattr(delivery_module, "SEGMENTS_MAX", 3)
-
-    async def run(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-        inc = w.pull_side.pull("t", w.target.cache, DEST)
-        for layer in range(LAYERS):
-            out.ready(layers=layer)
-        for end in (out, inc):
-            outcome = await end
-            (reason,) = set(outcome.missing.values())
-            assert "more than 3 segments" in reason
-        monkeypatch.undo()
-        assert await w.moves("u", [6, 7], [20, 21])
-
-    play(run, "inproc")
+    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    for layer in range(LAYERS):
+        out.ready(layers=layer)
+    for end in (out, inc):
+        outcome = await end
+        (reason,) = set(outcome.missing.values())
+        assert "more than 3 segments" in reason
+    monkeypatch.undo()
+    assert await w.moves("u", [6, 7], [20, 21])
 
 
 @scenario("inproc")
@@ -388,28 +381,25 @@ async def test_damage_is_named_on_both_sides(w: World) -> None:
 
 
 @pytest.mark.parametrize("agreed", [False, True])
-def test_what_the_consumer_had_counts_once_it_knows_of_us(agreed: bool) -> None:
+@scenario("inproc", resume=False)
+async def test_what_the_consumer_had_counts_once_it_knows_of_us(
+    w: World, agreed: bool
+) -> None:
     """The producer lists no block as landed that the consumer does not."""
     hashes = [b"%d" % n for n in range(len(LIST))]
-
-    async def run(w: World) -> None:
-        out = w.p.publish("t", w.source.cache, LIST, hashes=hashes)
-        if not agreed:
-            w.freeze(w.pull_side)
-        inc = w.pull_side.pull(
-            "t", w.target.cache, DEST, hashes=hashes, have=hashes[:2]
-        )
-        await w.until(lambda: out._state.attempts and out._state.attempts[0].planned)
-        if agreed:
-            out.ready(layers=0)
-            await inc.layer(0)
-            await w.until(lambda: not out._state.attempts[0]._under_way)
-        w.cut()
-        produced, consumed = await out, await inc
-        assert not produced.complete
-        positions = {LIST.index(block) for _, block in produced.landed}
-        assert positions == {DEST.index(block) for _, block in consumed.landed}
-        assert positions == ({0, 1} if agreed else set())
-        assert produced.usable_prefix == consumed.usable_prefix == 2 * agreed
-
-    play(run, "inproc", resume=False)
+    out = w.p.publish("t", w.source.cache, LIST, hashes=hashes)
+    if not agreed:
+        w.freeze(w.pull_side)
+    inc = w.pull_side.pull("t", w.target.cache, DEST, hashes=hashes, have=hashes[:2])
+    await w.until(lambda: out._state.attempts and out._state.attempts[0].planned)
+    if agreed:
+        out.ready(layers=0)
+        await inc.layer(0)
+        await w.until(lambda: not out._state.attempts[0]._under_way)
+    w.cut()
+    produced, consumed = await out, await inc
+    assert not produced.complete
+    positions = {LIST.index(block) for _, block in produced.landed}
+    assert positions == {DEST.index(block) for _, block in consumed.landed}
+    assert positions == ({0, 1} if agreed else set())
+    assert produced.usable_prefix == consumed.usable_prefix == 2 * agreed

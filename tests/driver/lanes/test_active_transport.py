@@ -6,7 +6,6 @@ In virtual time. What carries the data is in test_state.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +16,9 @@ from kvwire.driver.lanes import active_transport as module
 from kvwire.driver.lanes.active_transport import LOG_DELAY_S, ActiveTransport
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet
 from kvwire.types import Candidate, PeerInfo, TransportReport, TrustMode
-from tests.support import virtual_time
+from tests.support.virtual_time import pass_time
+
+pytestmark = pytest.mark.asyncio(loop_factories=["virtual"])
 
 REPORT = TransportReport(
     (
@@ -70,41 +71,34 @@ class Described:
         self.description = description
 
 
-def virtually(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
-    virtual_time.run(scenario())
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(r.levelno, r.getMessage().split(": ", 1)[1]) for r in caplog.records]
 
 
-def test_what_breaks_is_replaced_when_nothing_of_it_is_left(
+async def test_what_breaks_is_replaced_when_nothing_of_it_is_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        ends = Ends()
-        first, second = ends.open("fast"), ends.open("fast")
-        ends.settle()
-        ends.lose(first, "reset")
-        assert ends.active.name == "fast"
-        await virtual_time.pass_time(LOG_DELAY_S / 2)
-        ends.lose(second, "reset again")
-        assert ends.active.name == ends.active.report.taken == "tcp"
-        assert ends.reasons["tcp"] == "fast failed: reset again"
-        assert ends.reasons["fast"] == "reset again"
-        assert ends.counters.transport_fallbacks == 1
-        assert ends.counters.lanes_failed == 2
-        await virtual_time.pass_time(LOG_DELAY_S / 2)
-        ends.active.lane_came_back(ends.open("fast"))
-        assert ends.active.name == ends.active.report.taken == "fast"
-        assert ends.reasons["tcp"] == "another was preferred"
-        assert ends.counters.transport_fallbacks == 1, "coming back is none"
-        await virtual_time.pass_time(LOG_DELAY_S / 2)
-        ends.active.lane_came_back(ends.open("fast"))
-        assert ends.counters.lanes_restored == 2
-        await virtual_time.pass_time(2 * LOG_DELAY_S)
-
-    virtually(scenario)
+    ends = Ends()
+    first, second = ends.open("fast"), ends.open("fast")
+    ends.settle()
+    ends.lose(first, "reset")
+    assert ends.active.name == "fast"
+    await pass_time(LOG_DELAY_S / 2)
+    ends.lose(second, "reset again")
+    assert ends.active.name == ends.active.report.taken == "tcp"
+    assert ends.reasons["tcp"] == "fast failed: reset again"
+    assert ends.reasons["fast"] == "reset again"
+    assert ends.counters.transport_fallbacks == 1
+    assert ends.counters.lanes_failed == 2
+    await pass_time(LOG_DELAY_S / 2)
+    ends.active.lane_came_back(ends.open("fast"))
+    assert ends.active.name == ends.active.report.taken == "fast"
+    assert ends.reasons["tcp"] == "another was preferred"
+    assert ends.counters.transport_fallbacks == 1, "coming back is none"
+    await pass_time(LOG_DELAY_S / 2)
+    ends.active.lane_came_back(ends.open("fast"))
+    assert ends.counters.lanes_restored == 2
+    await pass_time(2 * LOG_DELAY_S)
     assert said(caplog) == [
         (logging.WARNING, "a lane of fast broke: reset"),
         (
@@ -116,44 +110,37 @@ def test_what_breaks_is_replaced_when_nothing_of_it_is_left(
     ]
 
 
-def test_what_breaks_before_the_first_choice_is_counted_once() -> None:
-    async def scenario() -> None:
-        ends = Ends()
-        ends.lose(ends.open("fast"), "reset")
-        ends.settle()
-        assert ends.active.name == "tcp"
-        assert ends.counters.transport_fallbacks == 1
-
-    virtually(scenario)
+async def test_what_breaks_before_the_first_choice_is_counted_once() -> None:
+    ends = Ends()
+    ends.lose(ends.open("fast"), "reset")
+    ends.settle()
+    assert ends.active.name == "tcp"
+    assert ends.counters.transport_fallbacks == 1
 
 
-def test_what_is_said_is_said_a_moment_later(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        active = Ends().active
-        active.log("one")
-        await virtual_time.pass_time(LOG_DELAY_S / 2)
-        active.log("two", logging.INFO)
-        assert (said(caplog), active.pending) == ([], 2)
-        await virtual_time.pass_time(LOG_DELAY_S)
-        assert said(caplog) == [(logging.WARNING, "one"), (logging.INFO, "two")]
-        assert active.pending == 0
-
-    virtually(scenario)
-
-
-def test_what_is_not_said_before_the_end_is_never_said(
+async def test_what_is_said_is_said_a_moment_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        active = Ends().active
-        active.log("one")
-        await virtual_time.pass_time(2 * LOG_DELAY_S)
-        active.log("two")
-        active.end()
-        assert active.pending == 0
-        await virtual_time.pass_time(2 * LOG_DELAY_S)
+    active = Ends().active
+    active.log("one")
+    await pass_time(LOG_DELAY_S / 2)
+    active.log("two", logging.INFO)
+    assert (said(caplog), active.pending) == ([], 2)
+    await pass_time(LOG_DELAY_S)
+    assert said(caplog) == [(logging.WARNING, "one"), (logging.INFO, "two")]
+    assert active.pending == 0
 
-    virtually(scenario)
+
+async def test_what_is_not_said_before_the_end_is_never_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    active = Ends().active
+    active.log("one")
+    await pass_time(2 * LOG_DELAY_S)
+    active.log("two")
+    active.end()
+    assert active.pending == 0
+    await pass_time(2 * LOG_DELAY_S)
     assert said(caplog) == [(logging.WARNING, "one")]
 
 
@@ -162,18 +149,14 @@ def _every_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvwire")
 
 
-def test_in_mtls_the_report_says_who_can_read_payload(
+async def test_in_mtls_the_report_says_who_can_read_payload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     protected = {"tcp": "inside TLS", "fast": ""}
     monkeypatch.setattr(module, "protection", protected.__getitem__)
-
-    async def scenario() -> None:
-        ends = Ends(peer=replace(FAR, trust=TrustMode.MTLS))
-        assert ends.reasons["fast"] == "offered by both sides; NOT ENCRYPTED"
-        ends.settle()
-        assert ends.reasons["tcp"] == "offered by both sides; inside TLS"
-        ends.open("fast")
-        assert ends.reasons["fast"] == "what fast is; NOT ENCRYPTED"
-
-    virtually(scenario)
+    ends = Ends(peer=replace(FAR, trust=TrustMode.MTLS))
+    assert ends.reasons["fast"] == "offered by both sides; NOT ENCRYPTED"
+    ends.settle()
+    assert ends.reasons["tcp"] == "offered by both sides; inside TLS"
+    ends.open("fast")
+    assert ends.reasons["fast"] == "what fast is; NOT ENCRYPTED"

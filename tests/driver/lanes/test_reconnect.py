@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
 
 import pytest
 
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import RERAISE_S, RERAISE_S_MAX
-from tests.support import virtual_time
+from tests.support.virtual_time import pass_time
+
+pytestmark = pytest.mark.asyncio(loop_factories=["virtual"])
 
 
 class Lanes:
@@ -64,68 +65,50 @@ def _longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
 
 
-def virtually(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
-    virtual_time.run(scenario())
-
-
 DOWN = BackendUnavailable("it is down")
 
 
-def test_it_is_tried_until_it_is_there() -> None:
-    async def scenario() -> None:
-        lanes = Lanes(*[DOWN] * 8)
+async def test_it_is_tried_until_it_is_there() -> None:
+    lanes = Lanes(*[DOWN] * 8)
+    lanes.lose()
+    await pass_time(1000)
+    assert lanes.tried_at[0] == RERAISE_S
+    assert lanes.pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+    assert not lanes.missing
+    assert not lanes.reconnector.busy
+    assert lanes.ended == 1
+
+
+async def test_several_that_break_come_back_one_after_the_other() -> None:
+    lanes = Lanes(None, DOWN)
+    for _ in range(3):
         lanes.lose()
-        await virtual_time.pass_time(1000)
-        assert lanes.tried_at[0] == RERAISE_S
-        assert lanes.pauses == [2, 4, 8, 16, 32, 60, 60, 60]
-        assert not lanes.missing
-        assert not lanes.reconnector.busy
-        assert lanes.ended == 1
-
-    virtually(scenario)
-
-
-def test_several_that_break_come_back_one_after_the_other() -> None:
-    async def scenario() -> None:
-        lanes = Lanes(None, DOWN)
-        for _ in range(3):
-            lanes.lose()
-        await virtual_time.pass_time(100)
-        assert lanes.tried_at == [1, 3, 7, 15]
-        assert not lanes.missing
-
-    virtually(scenario)
+    await pass_time(100)
+    assert lanes.tried_at == [1, 3, 7, 15]
+    assert not lanes.missing
 
 
 @pytest.mark.parametrize(("lives_s", "pause_s"), [(1.0, 2.0), (RERAISE_S_MAX, 1.0)])
-def test_what_breaks_as_soon_as_it_is_up_is_opened_less_and_less_often(
+async def test_what_breaks_as_soon_as_it_is_up_is_opened_less_and_less_often(
     lives_s: float, pause_s: float
 ) -> None:
     """And what was up for a while, as if nothing had ever been wrong with it."""
-
-    async def scenario() -> None:
-        lanes = Lanes()
-        lanes.lose()
-        await virtual_time.pass_time(RERAISE_S + lives_s)
-        assert len(lanes.tried_at) == 1
-        lanes.lose()
-        await virtual_time.pass_time(100)
-        assert lanes.pauses == [lives_s + pause_s]
-
-    virtually(scenario)
+    lanes = Lanes()
+    lanes.lose()
+    await pass_time(RERAISE_S + lives_s)
+    assert len(lanes.tried_at) == 1
+    lanes.lose()
+    await pass_time(100)
+    assert lanes.pauses == [lives_s + pause_s]
 
 
-def test_what_is_not_missing_is_not_opened() -> None:
+async def test_what_is_not_missing_is_not_opened() -> None:
     """Nor what is not worth a try any more when its pause is over."""
-
-    async def scenario() -> None:
-        lanes = Lanes()
-        lanes.reconnector.lost()
-        assert not lanes.reconnector.busy
-        lanes.lose()
-        lanes.missing = 0
-        await virtual_time.pass_time(100)
-        assert not lanes.tried_at
-        assert not lanes.reconnector.busy
-
-    virtually(scenario)
+    lanes = Lanes()
+    lanes.reconnector.lost()
+    assert not lanes.reconnector.busy
+    lanes.lose()
+    lanes.missing = 0
+    await pass_time(100)
+    assert not lanes.tried_at
+    assert not lanes.reconnector.busy
