@@ -30,7 +30,7 @@ RUN := -c 'import runpy, sys; show = sys.excepthook; \
 PIP_INSTALL := $(RUN) pip install --disable-pip-version-check
 PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
 THIRD_PARTY := $(wildcard examples/third_party_backend/pyproject.toml)
-CODE := kvwire backends tests $(if $(wildcard examples/*),examples)
+CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
@@ -178,7 +178,7 @@ clean:
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed.
-$(STAMP): pyproject.toml README.md $(THIRD_PARTY) | $(BIN)/python
+$(STAMP): pyproject.toml README.md hatch_build.py kvwire/memory/_copy.c $(THIRD_PARTY) | $(BIN)/python
 	@echo 'installing kvwire and what its tests need into $(VENV): 100 MB, about a minute'
 	$(BIN)/python $(PIP_INSTALL) -e '.[test]' \
 	  $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))

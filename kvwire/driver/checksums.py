@@ -18,8 +18,9 @@ import numpy.typing as npt
 from kvwire.backend import Payload
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX, KIB, LINK_QUEUE_BYTES
+from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.checksum import checksum, is_scattered
-from kvwire.memory.copy import copy, mid_page_memory
+from kvwire.memory.copy import copy
 from kvwire.wire.header import Flag, Header
 
 # Then it costs an eighth, and of chunks that are all damaged the 13th is seen at last.

@@ -34,7 +34,8 @@ import numpy.typing as npt
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
-from kvwire.memory.copy import MID_PAGE_BYTES, address_of
+from kvwire.memory.buffers import MID_PAGE_BYTES
+from kvwire.memory.copy import address_of
 
 # Of x86-64, and of Arm with small pages of 4 KiB.
 HUGE_PAGE_BYTES: Final = 2 * MIB

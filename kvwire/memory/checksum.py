@@ -7,16 +7,17 @@ why it can stay on by default. It finds accidents, not attackers: there is no ke
 from __future__ import annotations
 
 import ctypes
-import itertools
+import threading
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.limits import KIB
-from kvwire.memory.buffers import Payload
-from kvwire.memory.copy import copy, gathered
+from kvwire.memory.buffers import Payload, mid_page_memory
+from kvwire.memory.copy import copy
 
 _LOW_32_BITS = 0xFFFF_FFFF
 # Fragments below this length are gathered first: from cold memory 5.5 against 0.7 GB/s
@@ -25,11 +26,8 @@ _LOW_32_BITS = 0xFFFF_FFFF
 _GATHER_BELOW_BYTES: Final = 32 * KIB
 # Gathering costs 10 us before it begins, and a fragment 0.3 us without it.
 _FEW_FRAGMENTS: Final = 32
-# A chunk that begins and ends within a fragment has three runs of one length. With more
-# than this, the pieces are put together by the general copy.
-_RUNS_MAX: Final = 8
-# Gathered at once by that; still in the second-level cache when it is read.
-_STAGING_BYTES: Final = 256 * KIB
+# Gathered at once; still in the second-level cache when it is read.
+_BATCH_BYTES: Final = 256 * KIB
 
 
 def checksum(payload: Payload) -> int:
@@ -58,24 +56,18 @@ def _add_each(state: xxhash.xxh3_64, addresses: Array, lengths: Array) -> None:
 
 
 def _add_gathered(state: xxhash.xxh3_64, payload: Fragments) -> None:
-    lengths = payload.lengths
-    borders = (np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist()
-    if len(borders) >= _RUNS_MAX:
-        _add_staged(state, payload)
-        return
-    for begin, end in itertools.pairwise([0, *borders, len(payload)]):
-        addresses = payload.addresses[begin:end]
-        if end - begin < _FEW_FRAGMENTS:
-            _add_each(state, addresses, lengths[begin:end])
-            continue
-        for items in gathered(addresses, int(lengths[begin])):
-            state.update(items.view(np.uint8).data)
-
-
-def _add_staged(state: xxhash.xxh3_64, payload: Fragments) -> None:
-    staging = memoryview(bytearray(min(_STAGING_BYTES, payload.nbytes)))
-    for offset in range(0, payload.nbytes, _STAGING_BYTES):
-        piece = payload.slice(offset, min(_STAGING_BYTES, payload.nbytes - offset))
-        part = staging[: piece.nbytes]
+    for offset in range(0, payload.nbytes, _BATCH_BYTES):
+        piece = payload.slice(offset, min(_BATCH_BYTES, payload.nbytes - offset))
+        part = _batch.memory.data[: piece.nbytes]
         copy(piece, part)
         state.update(part)
+
+
+class _Batch(threading.local):
+    """Holds a thread's memory for what is gathered before it is read."""
+
+    def __init__(self) -> None:
+        self.memory: npt.NDArray[np.uint8] = mid_page_memory(_BATCH_BYTES)
+
+
+_batch: Final = _Batch()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Final, TypeVar
 
-from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
-from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceCopies
 from kvwire.store.cleanup import run_to_completion
 
@@ -43,8 +39,3 @@ class Threads:
         """End the threads, of which none has anything to do."""
         self._pool.shutdown()
         self.devices.close()
-
-
-def copy_in_turns(source: Fragments, destination: Fragments) -> None:
-    """Copy between two lists of one length, letting other threads have turns."""
-    copy(source, destination, partial(time.sleep, 0))

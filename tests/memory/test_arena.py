@@ -17,7 +17,8 @@ import pytest
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.arena import HUGE_PAGE_BYTES, SEALS, Arena, SharedMapping, arena_of
-from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments
+from kvwire.memory.buffers import MID_PAGE_BYTES
+from kvwire.memory.copy import as_fragments
 from kvwire.testing.conformance.rig import open_descriptors
 
 pytestmark = pytest.mark.skipif(

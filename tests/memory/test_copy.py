@@ -1,24 +1,26 @@
-"""Copies between views and fragment lists, one by one and by NumPy."""
+"""Copies between views and fragment lists, by each way that moves pieces."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
 import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvwire.driver.checksums import ScratchPool
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
-from kvwire.memory import copy as copy_module
-from kvwire.memory.copy import MID_PAGE_BYTES, as_fragments, copy, mid_page_memory
+from kvwire.memory import pieces
+from kvwire.memory.buffers import MID_PAGE_BYTES, mid_page_memory
+from kvwire.memory.copy import as_fragments, copy
 from tests.memory.fragments import content, fill, scattered
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,14 +29,23 @@ Bytes = npt.NDArray[np.uint8]
 _PIECES = [1, 3, 256, 4 * KIB, 8 * KIB - 1, 8 * KIB, 16 * KIB, 256 * KIB, 1 * MIB]
 
 
-@pytest.fixture(params=["one by one", "numpy"])
+@pytest.fixture(params=["compiled", "one by one", "numpy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to move pieces, each for all lengths."""
+    """All ways to move pieces, each for all lengths."""
     name: str = request.param
+    if name == "compiled":
+        needs_compiled()
+        return name
+    monkeypatch.setattr(pieces, "compiled", None)
     knee = 2 * MIB if name == "numpy" else 0
-    monkeypatch.setattr(copy_module, "_PIECE_BYTES", knee)
-    monkeypatch.setattr(copy_module, "_RUN_PIECES", 1 if knee else 10**9)
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", knee)
+    monkeypatch.setattr(pieces, "_LINE_PIECE_BYTES", knee)
     return name
+
+
+def needs_compiled() -> None:
+    if pieces.compiled is None:
+        pytest.skip("kvwire was installed without a C compiler: there is no _copy.so")
 
 
 def random_bytes(count: int, seed: int = 1) -> Bytes:
@@ -55,22 +66,16 @@ def two_splits(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @given(two_splits(), st.integers(0, 2**32 - 1))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_split_into_any_split(
-    splits: tuple[list[int], list[int]], seed: int
+    way: str, splits: tuple[list[int], list[int]], seed: int
 ) -> None:
     source, _ = scattered(splits[0], seed)
     data = random_bytes(source.nbytes, seed).tobytes()
     fill(source, data)
-    together, _ = scattered(splits[1], seed + 1, gap=2)
-    copy(source, together)
-    assert content(together) == data
-    for one_way in (copy_module._copy_one_by_one, copy_module._copy_by_numpy):
-        destination, _ = scattered(splits[1], seed + 2, gap=2)
-        borders = copy_module._borders(source, destination)
-        origin = copy_module._places(source, borders[:-1])
-        target = copy_module._places(destination, borders[:-1])
-        one_way(origin, target, np.diff(borders))
-        assert content(destination) == data
+    destination, _ = scattered(splits[1], seed + 1, gap=2)
+    copy(source, destination)
+    assert content(destination) == data
 
 
 @pytest.mark.parametrize("piece", _PIECES)
@@ -90,8 +95,14 @@ def test_equal_pieces(way: str, piece: int) -> None:
     st.randoms(use_true_random=False),
     st.data(),
 )
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pieces_that_are_alike(
-    count: int, length: int, gap: int, order: random.Random, data: st.DataObject
+    way: str,
+    count: int,
+    length: int,
+    gap: int,
+    order: random.Random,
+    data: st.DataObject,
 ) -> None:
     """In any order, at any distance, whole or a part: gathered, and scattered."""
     steps = list(range(count))
@@ -162,26 +173,19 @@ def test_aligned_pieces_are_copied_without_new_memory(to: str) -> None:
     assert whole == content(source)
 
 
-@pytest.mark.parametrize("to_images", [True, False])
-@pytest.mark.parametrize("gap", [0, 4 * KIB])
-def test_images_need_no_turns(to_images: bool, gap: int) -> None:
-    """Where one side lies side by side NumPy moves it, and keeps no GIL."""
-    cache, cache_memory = scattered([32 * KIB] * 512, 7)
-    offsets = np.arange(16, dtype=np.uint64) * np.uint64(MIB + gap)
-    memory = mid_page_memory(16 * (MIB + gap))
-    images = Fragments(
-        np.uint64(memory.ctypes.data) + offsets,
-        np.full(16, MIB, np.uint64),
-        owner=memory,
-        writable=True,
-    )
-    ends = (cache, images) if to_images else (images, cache)
-    words = (cache_memory if to_images else memory).view(np.uint64)
-    words[:] = np.arange(words.size)
-    calls: list[int] = []
-    copy(*ends, turn=lambda: calls.append(1))
-    assert content(images) == content(cache)
-    assert not calls, "it lets go of the GIL by itself"
+@pytest.mark.parametrize("piece", [100, 1023, 1024, 4 * KIB + 4, 32 * KIB])
+@pytest.mark.parametrize("gap", [0, 4, 100])
+def test_a_copy_that_goes_past_the_caches(piece: int, gap: int) -> None:
+    """It has whole lines of 64 bytes in the middle, and parts of some at both ends."""
+    needs_compiled()
+    count = 9 * MIB // piece  # more than 8 MiB
+    source, _ = scattered([piece] * count, 1, gap=gap)
+    data = random_bytes(source.nbytes)
+    fill(source, data.tobytes())
+    destination, around = scattered([piece] * count, 2, gap=gap + 1)
+    copy(source, destination)
+    assert content(destination) == data.tobytes()
+    assert int(around.sum()) == int(data.sum()), "bytes between pieces were written"
 
 
 def test_memory_of_our_own_begins_in_the_middle_of_a_page() -> None:
@@ -193,20 +197,52 @@ def test_memory_of_our_own_begins_in_the_middle_of_a_page() -> None:
         assert as_fragments(pool.room(nbytes, 1)).addresses[0] % 4096 == MID_PAGE_BYTES
 
 
-def test_only_long_pieces_let_go_of_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("total", "released"), [(4 * MIB, 0), (5 * MIB, 1)])
+def test_only_long_copies_let_go_of_the_gil(
+    total: int, released: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each time may cost the switch interval of another thread."""
-    released: list[int] = []
-    memmove = ctypes.memmove
+    needs_compiled()
+    assert pieces.compiled is not None
+    calls = [0, 0]
 
-    def counted(target: int, origin: int, length: int) -> None:
-        released.append(length)
-        memmove(target, origin, length)
+    def counted(index: int) -> Callable[..., None]:
+        def call(*args: int) -> None:
+            calls[index] += 1
+            loops[index](*args)
 
-    monkeypatch.setattr(ctypes, "memmove", counted)
-    for piece in (16 * KIB, 512 * KIB):
-        source, memory = scattered([piece] * 4, 1)
-        memory[:] = random_bytes(memory.size)
-        destination, _ = scattered([piece] * 4, 2)
-        copy(source, destination)
-        assert content(destination) == content(source)
-    assert released == [512 * KIB] * 4
+        return call
+
+    loops = pieces.compiled
+    monkeypatch.setattr(pieces, "compiled", (counted(0), counted(1)))
+    source, memory = scattered([64 * KIB] * (total // (64 * KIB)), 1)
+    memory[:] = random_bytes(memory.size)
+    destination, _ = scattered([64 * KIB] * (total // (64 * KIB)), 2)
+    copy(source, destination)
+    view = memoryview(bytearray(total))
+    copy(memoryview(bytes(content(source))), view)
+    assert content(destination) == content(source) == view
+    # A short view goes by itself.
+    assert calls == ([0, 2] if released else [1, 0])
+
+
+@pytest.mark.parametrize("piece", [4 * KIB, 64 * KIB])
+def test_without_a_compiler_other_threads_have_turns(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[float] = []
+    monkeypatch.setattr(pieces, "compiled", None)
+    monkeypatch.setattr("time.sleep", turns.append)
+    source, memory = scattered([piece] * (10 * MIB // piece), 1)
+    memory[:] = random_bytes(memory.size)
+    destination, _ = scattered([piece] * (10 * MIB // piece), 2)
+    copy(source, destination)
+    assert content(destination) == content(source)
+    assert turns == [0, 0, 0]
+
+
+def test_no_library_is_no_error(tmp_path: Path) -> None:
+    """Nor is one that is not for this machine."""
+    assert pieces._load(tmp_path / "_copy.so") is None
+    (tmp_path / "_copy.so").write_bytes(b"\x7fELF, but not for us")
+    assert pieces._load(tmp_path / "_copy.so") is None

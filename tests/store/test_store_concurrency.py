@@ -15,8 +15,8 @@ import pytest
 
 from kvwire import BlockStore, Outcome, PagedCache
 from kvwire.kv.fragments import Fragments
+from kvwire.memory.copy import copy as plain_copy
 from kvwire.store.request import StoreRequest
-from kvwire.store.threads import copy_in_turns
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.files import Faults, Scripted, disk, store_on
 from tests.support.depth import parameters
@@ -110,7 +110,7 @@ def on_threads(
     monkeypatch: pytest.MonkeyPatch, copy: Callable[[Fragments, Fragments], None]
 ) -> None:
     """Copy in another way, and never on the loop."""
-    monkeypatch.setattr("kvwire.store.operations.base.copy_in_turns", copy)
+    monkeypatch.setattr("kvwire.store.operations.base.copy", copy)
     monkeypatch.setattr("kvwire.store.operations.base.TURN_BYTES", 0)
 
 
@@ -123,7 +123,7 @@ async def test_a_block_that_is_being_copied_is_not_there_yet(
     def slow_copy(source: Fragments, destination: Fragments) -> None:
         copying.set()
         assert go_on.wait(20)
-        copy_in_turns(source, destination)
+        plain_copy(source, destination)
 
     on_threads(monkeypatch, slow_copy)
     async with BlockStore.open(["memory:64KiB"]) as store:
@@ -181,7 +181,7 @@ async def test_what_is_not_copied_yet_is_not_drained(
         if len(copies) == 2:
             second.set()
             assert go_on.wait(20)
-        copy_in_turns(source, destination)
+        plain_copy(source, destination)
 
     ends = Filled(BLOCKS, seed=1), Filled(BLOCKS, seed=2)
     cache = PagedCache.grouped(

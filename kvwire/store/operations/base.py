@@ -21,7 +21,7 @@ from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
 from kvwire.store.operations.group_request import BlockRequest
-from kvwire.store.threads import TURN_BYTES, copy_in_turns
+from kvwire.store.threads import TURN_BYTES
 from kvwire.store.tier_stack import TierStack
 
 # One batch moves between memory and a disk while another one is copied.
@@ -195,7 +195,7 @@ class Operation(ABC):
             elif images.nbytes <= TURN_BYTES:
                 copy(*ends)
             else:
-                await threads.run(partial(copy_in_turns, *ends))
+                await threads.run(partial(copy, *ends))
         self._last = monotonic()
 
     # --- inside -----------------------------------------------------------------------

@@ -18,10 +18,10 @@ import xxhash
 
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_HASH_BYTES_MAX
+from kvwire.memory.copy import copy
 from kvwire.store.images import image_sums
 from kvwire.store.index import Key
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, ORDERS
-from kvwire.store.threads import copy_in_turns
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 
 HEAD_BYTES: Final = 128
@@ -78,7 +78,7 @@ def stage(batch: Batch, memory: npt.NDArray[np.uint8]) -> list[int]:
     ends = (lengths.astype(np.int64) + HEAD_BYTES).cumsum().tolist()
     begins = [0, *ends]
     rows = [memory[a:b].data for a, b in itertools.pairwise(begins)]
-    copy_in_turns(batch.images, _behind_heads(rows, lengths))
+    copy(batch.images, _behind_heads(rows, lengths))
     columns = (batch.keys, batch.orders, lengths, image_sums(batch.images))
     listed = (column.tolist() for column in columns)
     for row, *fields in zip(rows, *listed, strict=True):
@@ -123,7 +123,7 @@ def unpacked(batch: Batch, raws: list[memoryview]) -> BlockResults:
     if whole.size:
         images = batch.images.selected(whole)
         objects = _behind_heads([raws[at] for at in whole], images.lengths)
-        copy_in_turns(objects, images)
+        copy(objects, images)
         results[whole[image_sums(images) != sums[whole]]] = BlockResult.DAMAGED
     return results
 

@@ -13,7 +13,8 @@ from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
-from kvwire.memory.copy import MID_PAGE_BYTES, address_of, as_fragments
+from kvwire.memory.buffers import MID_PAGE_BYTES
+from kvwire.memory.copy import address_of, as_fragments
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.testing.conformance.rig import open_descriptors
 from kvwire_local.descriptor import DescribedPlace, PlaceKind

@@ -15,7 +15,7 @@ from kvwire.errors import ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena
-from kvwire.memory.copy import MID_PAGE_BYTES
+from kvwire.memory.buffers import MID_PAGE_BYTES
 from kvwire_local.descriptor import LATER, PlaceKind, decode
 from kvwire_local.sent_payloads import (
     STAGING_BYTES,

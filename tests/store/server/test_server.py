@@ -244,7 +244,7 @@ async def test_blocks_that_nobody_sends_fail_by_their_deadline() -> None:
 async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a copy at the server; one that comes too late gives its slots back."""
     copies: list[Any] = []
-    monkeypatch.setattr(base, "copy_in_turns", lambda *ends: copies.append(ends))
+    monkeypatch.setattr(base, "copy", lambda *ends: copies.append(ends))
     async with serving() as (store, server), client(server) as one:
         async with client(server) as other:
             late = chain(2)
