@@ -75,7 +75,10 @@ def classes_of_one_name(files: Sequence[Source]) -> Iterator[check.Finding]:
             seen[node.name] = source.path
 
 
-_TIERS = ("coded", "disk", "mooncake", "object", "redis", "remote", "sharded")
+_TIERS = (
+    *("coded", "disk", "mooncake", "object"),
+    *("redis", "remote", "sharded", "values"),
+)
 _DIRECTORIES = ("dns", "file", "kubernetes", "nats", "ray", "redis")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 
