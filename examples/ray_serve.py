@@ -16,8 +16,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import signal
 import urllib.request
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -125,10 +123,6 @@ class Prefill(Replica):
         finally:
             self.spawn(self.release(out, blocks))
 
-    def pid(self) -> int:
-        """For who wants to kill it."""
-        return os.getpid()
-
 
 @serve.deployment(**scaled(2))
 class Decode(Replica):
@@ -199,29 +193,33 @@ app = Decode.bind(Prefill.bind())  # type: ignore[attr-defined]
 # --- the show -------------------------------------------------------------------------
 
 
-def prefill_replicas() -> int:
-    """Count the actors that Serve has started for prefill."""
+def prefill_replicas() -> list[str]:
+    """Name the actors that Serve has started for prefill."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    return sum("#Prefill#" in one["name"] for one in named)
+    return [one["name"] for one in named if "#Prefill#" in one["name"]]
 
 
-async def count_replicas(idle: asyncio.Event) -> None:
-    """Say how many there are when that changes, until there is one and no load."""
-    seen = 0
-    while not (idle.is_set() and seen == 1):
-        if (here := prefill_replicas()) != seen:
-            print(f"replicas of prefill: {here}", flush=True)
-        seen = here
+async def follow_replicas(replicas: list[str], idle: asyncio.Event) -> None:
+    """List them, oldest first, until there is one and no load; say how many."""
+    while not (idle.is_set() and len(replicas) == 1):
+        here, before = prefill_replicas(), len(replicas)
+        known = [one for one in replicas if one in here]
+        replicas[:] = known + [one for one in here if one not in known]
+        if len(replicas) != before:
+            print(f"replicas of prefill: {len(replicas)}", flush=True)
         await asyncio.sleep(0.1)
 
 
-async def kill_replicas(every_s: float) -> None:
-    """Kill the one that answers, without a word to Serve."""
-    prefill = serve.get_deployment_handle("Prefill", "default")
+async def kill_replicas(every_s: float, replicas: list[str]) -> None:
+    """Kill the oldest one, without a word to Serve.
+
+    It has prompts under way. Whom Serve picks for a call has the fewest, or none.
+    """
     while True:
         await asyncio.sleep(every_s)
-        os.kill(await prefill.pid.remote(), signal.SIGKILL)
-        print("killed one", flush=True)
+        if replicas:
+            ray.kill(ray.get_actor(replicas[0], "serve"))
+            print("killed one", flush=True)
 
 
 def post(url: str, prompt: str, new: int) -> dict[str, Any]:
@@ -240,8 +238,9 @@ async def show(options: argparse.Namespace) -> None:
     expected = [tokenizer.decode(alone.generate(p, options.new)) for p in prompts]
     url = f"http://127.0.0.1:{options.http}/"
     idle = asyncio.Event()
-    counting = asyncio.create_task(count_replicas(idle))
-    killing = asyncio.create_task(kill_replicas(options.kill or 1e9))
+    replicas: list[str] = []
+    following = asyncio.create_task(follow_replicas(replicas, idle))
+    killing = asyncio.create_task(kill_replicas(options.kill or 1e9, replicas))
     threads = ThreadPoolExecutor(options.requests)
     loop = asyncio.get_running_loop()
     answers = await asyncio.gather(
@@ -263,7 +262,7 @@ async def show(options: argparse.Namespace) -> None:
     print(f"{received} tokens received, {computed} computed by decode")
     print(f"{parts} prompts came in part", flush=True)
     idle.set()
-    await counting
+    await following
 
 
 def main() -> None:

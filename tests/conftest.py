@@ -2,12 +2,11 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.support.pairs import SCHEMES, Pair, connected
-from tests.support.simulated_device import SimulatedDevice
 
 pytest_plugins = [
     "tests.support.depth",
@@ -47,11 +46,3 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     """Two connected communicators, over a socket and in this process."""
     async with connected(request.param) as found:
         yield found
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    """A device that the processor plays."""
-    made = SimulatedDevice()
-    yield made
-    made.close()

@@ -6,7 +6,6 @@ import asyncio
 import sys
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -27,9 +26,9 @@ from demo.lines import (
     Up,
 )
 from demo.llama import CONTEXT, blocks_for
-from demo.plot import Plot, save
+from demo.plot import Plot, draw, save
 from demo.run import run
-from demo.show import draw, print_report, summary, trace
+from demo.show import print_report, summary
 from kvwire import UsageError
 from kvwire.extras import install_command
 
@@ -57,7 +56,6 @@ def command(
     wire_gbit: Gigabits = None,
     json: Flag = False,
     plot: Plot = None,
-    trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
 ) -> int:
     """Prefill in one process, decode in another, KV layer by layer between them.
 
@@ -75,7 +73,6 @@ def command(
         wire_gbit: As over a wire of so many gigabits a second.
         json: Print figures as JSON.
         plot: Draw when each layer was computed and moved into this file.
-        trace_file: Write the same as a trace for https://ui.perfetto.dev.
     """
     if prompt + new > CONTEXT:
         raise UsageError(
@@ -102,11 +99,6 @@ def command(
         print_report(console, records, prompts, tokenizer.decode)
     if plot:
         save(draw(records), plot)
-    if trace_file:
-        try:
-            trace_file.write_bytes(msgspec.json.encode(trace(records)))
-        except OSError as exc:
-            raise UsageError(f"{trace_file}: {exc.strerror}") from None
     faults = [fault for record in records for fault in record.faults()]
     for fault in faults:
         print(fault, file=sys.stderr)

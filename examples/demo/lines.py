@@ -109,8 +109,6 @@ class NewToken(msgspec.Struct, tag=True):
 
     request: str
     token: int
-    start: float
-    stop: float
 
 
 class Single(msgspec.Struct, tag=True):

@@ -1,14 +1,16 @@
-"""Pictures, drawn by matplotlib, which is imported when one is asked for."""
+"""A picture of a run, drawn by matplotlib, which is imported when one is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
+from demo.record import RequestTimes
+from demo.show import title
 from kvwire.errors import UsageError
 from kvwire.extras import install_command
 
@@ -16,6 +18,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES: Final = (".svg", ".png", ".pdf")
+_NOTE: Final = (
+    "KV leaves as soon as it is written, before its layer's attention and MLP"
+)
+# Colour and meaning of each kind of bar that is drawn.
+_LOOKS: Final = {
+    "prefill": ("#4c78a8", "computed by prefill"),
+    "transfer": ("#f58518", "on its way to decode"),
+    "recompute": ("#b279a2", "computed by decode, because it was lost"),
+}
 
 
 def _can_be_written(_type: object, path: Path | None) -> None:
@@ -27,7 +38,7 @@ def _can_be_written(_type: object, path: Path | None) -> None:
     if path is None:
         return
     if find_spec("matplotlib") is None:
-        raise ValueError(_needs_matplotlib())
+        raise ValueError(f"a picture needs matplotlib: {install_command('plot')}")
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"the name of a picture ends in {', '.join(_SUFFIXES)}")
 
@@ -36,21 +47,33 @@ Plot = Annotated[Path | None, Parameter(validator=_can_be_written)]
 """An option that names the file of a picture."""
 
 
+def draw(records: Sequence[RequestTimes]) -> Figure:
+    """Draw a panel for each request, in the order they were prefilled."""
+    ordered = sorted(records, key=lambda record: record.began)
+    figure = new_figure(9.6, 0.9 + 2.0 * len(ordered))
+    panels = figure.subplots(len(ordered), sharex=True, squeeze=False)[:, 0]
+    for record, axes in zip(ordered, panels, strict=True):
+        rows = record.rows
+        for bar in record.bars():
+            top = rows.index(bar.row) - (0 if bar.kind == "transfer" else 0.4)
+            # Thinner than a quarter of a millisecond is not seen.
+            length_ms = max(0.25, (bar.stop - bar.start) * 1e3)
+            span_ms = ((bar.start - record.began) * 1e3, length_ms)
+            axes.broken_barh([span_ms], (top, 0.4), facecolors=_LOOKS[bar.kind][0])
+        axes.set_yticks(range(len(rows)), rows, fontsize="small")
+        axes.invert_yaxis()
+        axes.set_title(title(record), loc="left", fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel(f"ms since the request's prefill began. {_NOTE}")
+    add_legend(figure, {label: color for color, label in _LOOKS.values()})
+    return figure
+
+
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """Make an empty figure whose parts make room for each other.
+    """Make an empty figure whose parts make room for each other."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - it may be missing
 
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - it may be missing
-    except ModuleNotFoundError:
-        raise UsageError(_needs_matplotlib()) from None
     return Figure(figsize=(width_in, height_in), layout="constrained")
-
-
-def _needs_matplotlib() -> str:
-    return f"a picture needs matplotlib: {install_command('plot')}"
 
 
 def add_legend(figure: Figure, shades: Mapping[str, str]) -> None:

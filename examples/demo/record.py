@@ -20,15 +20,14 @@ from demo.lines import (
 
 
 class Bar(NamedTuple):
-    """Describes what is drawn: from when to when, and of how many tokens."""
+    """Describes what is drawn, and from when to when."""
 
-    # The layer, "sent" for layers that moved together, or the token.
+    # The layer, or "sent" for layers that moved together.
     row: str
-    # Computed by prefill, moved, computed by decode because it was lost, or generated.
-    kind: Literal["prefill", "transfer", "recompute", "decode"]
+    # Computed by prefill, moved, or computed by decode because it was lost.
+    kind: Literal["prefill", "transfer", "recompute"]
     start: float
     stop: float
-    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ class RequestTimes:
     landed: dict[int, float] = field(default_factory=dict)
     # Compute of what did not arrive, in the decode process.
     recomputed: list[LayerSpan] = field(default_factory=list)
-    tokens: list[NewToken] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     # What one process alone generates.
     single: list[int] = field(default_factory=list)
     _arrived: Arrived | None = None
@@ -65,8 +64,8 @@ class RequestTimes:
                 self._arrived = event
             case Recomputed(spans=spans):
                 self.recomputed += spans
-            case NewToken():
-                self.tokens.append(event)
+            case NewToken(token=token):
+                self.tokens.append(token)
             case Single(tokens=tokens):
                 self.single = tokens
             case Up():
@@ -96,16 +95,14 @@ class RequestTimes:
         one bar for all layers, from the first to the last byte.
         """
         for s in self.spans:
-            yield Bar(f"layer {s.layer}", "prefill", s.start, s.stop, s.tokens)
+            yield Bar(f"layer {s.layer}", "prefill", s.start, s.stop)
         for s in self.recomputed:
-            yield Bar(f"layer {s.layer}", "recompute", s.start, s.stop, s.tokens)
+            yield Bar(f"layer {s.layer}", "recompute", s.start, s.stop)
         if self.arrived.missing:
             last = self.arrived.at - self.arrived.commit_s
             yield Bar("sent", "transfer", last - self.arrived.wire_s, last)
         for layer, landed in self.landed.items():
             yield Bar(f"layer {layer}", "transfer", self.marked[layer], landed)
-        for index, token in enumerate(self.tokens):
-            yield Bar(f"token {index}", "decode", token.start, token.stop, 1)
 
     @property
     def exposed_s(self) -> float:
@@ -121,7 +118,7 @@ class RequestTimes:
     @property
     def equal(self) -> bool:
         """Tell whether decode said what one process alone says."""
-        return [token.token for token in self.tokens] == self.single
+        return self.tokens == self.single
 
     @property
     def recomputed_tokens(self) -> int:

@@ -179,8 +179,8 @@ class DecodeRole:
             say(Recomputed(order.name, done.spans))
         token = prompt[-1]
         for _ in range(order.new):
-            token, spans = await self._forward([token], sequence)
-            say(NewToken(order.name, token, spans[0].start, spans[-1].stop))
+            token, _ = await self._forward([token], sequence)
+            say(NewToken(order.name, token))
         self._free.extend(blocks)
 
     async def fetch(

@@ -1,15 +1,10 @@
-"""What the demo shows of a run: its texts, a table, timelines, a picture, and a trace.
-
-The trace is in Chrome's event format, which https://ui.perfetto.dev opens. Compute is
-slices on one track for each process. Transfers of neighbouring layers overlap, so they
-are asynchronous events, with a track for each request.
-"""
+"""What the demo shows of a run in a terminal: its texts, a table and timelines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -18,17 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from demo.lines import Arrived
-from demo.plot import add_legend, new_figure
-from demo.record import Bar, RequestTimes
+from demo.record import RequestTimes
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-PREFILL, DECODE = 1, 2
 _LABEL: Final = 9
-_NOTE: Final = (
-    "KV leaves as soon as it is written, before its layer's attention and MLP"
-)
 
 LEGEND: Final = (
     "upper half: computed, by prefill or, what was lost, by decode",
@@ -39,17 +26,7 @@ LEGEND: Final = (
 _TAIL_CHARS: Final = 160
 
 
-class _Look(NamedTuple):
-    letter_color: str
-    color: str
-    label: str
-
-
-_LOOKS: Final = {
-    "prefill": _Look("blue", "#4c78a8", "computed by prefill"),
-    "transfer": _Look("yellow", "#f58518", "on its way to decode"),
-    "recompute": _Look("magenta", "#b279a2", "computed by decode, because it was lost"),
-}
+_COLORS: Final = {"prefill": "blue", "transfer": "yellow", "recompute": "magenta"}
 
 
 def print_report(
@@ -63,7 +40,7 @@ def print_report(
     broken = [record for record in records if record.arrived.missing]
     for record in (*whole[:1], *broken):
         prompt = to_text(prompts[record.request])
-        new = to_text([token.token for token in record.tokens])
+        new = to_text(record.tokens)
         console.print(_continuation(record.request, prompt, new))
         console.print(Text(title(record), style="bold"))
         console.print(timeline(record, console))
@@ -184,8 +161,8 @@ def timeline(record: RequestTimes, console: Console) -> Text:
 def _letter(kinds: Collection[str], console: Console) -> tuple[str, str]:
     """Compute is the upper half of a letter, a transfer the lower one."""
     upper, lower, both = "▀▄█" if console.encoding.startswith("utf") else "=~#"
-    moving = _LOOKS["transfer"].letter_color
-    computing = [_LOOKS[kind].letter_color for kind in kinds if kind != "transfer"]
+    moving = _COLORS["transfer"]
+    computing = [_COLORS[kind] for kind in kinds if kind != "transfer"]
     if not computing:
         return (lower, moving) if kinds else (" ", "")
     if "transfer" not in kinds:
@@ -202,69 +179,3 @@ def title(record: RequestTimes) -> str:
     if arrived.missing:
         return f"{text}, {len(arrived.missing)} of {arrived.blocks} blocks lost"
     return f"{text}, {arrived.nbytes / 1e6:.1f} MB of KV"
-
-
-def draw(records: Sequence[RequestTimes]) -> Figure:
-    """Draw a panel for each request, in the order they were prefilled."""
-    ordered = sorted(records, key=lambda record: record.began)
-    figure = new_figure(9.6, 0.9 + 2.0 * len(ordered))
-    panels = figure.subplots(len(ordered), sharex=True, squeeze=False)[:, 0]
-    for record, axes in zip(ordered, panels, strict=True):
-        rows = record.rows
-        for bar in record.bars():
-            if bar.kind not in _LOOKS:
-                continue
-            top = rows.index(bar.row) - (0 if bar.kind == "transfer" else 0.4)
-            # Thinner than a quarter of a millisecond is not seen.
-            length_ms = max(0.25, (bar.stop - bar.start) * 1e3)
-            span_ms = ((bar.start - record.began) * 1e3, length_ms)
-            axes.broken_barh([span_ms], (top, 0.4), facecolors=_LOOKS[bar.kind].color)
-        axes.set_yticks(range(len(rows)), rows, fontsize="small")
-        axes.invert_yaxis()
-        axes.set_title(title(record), loc="left", fontsize="medium")
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel(f"ms since the request's prefill began. {_NOTE}")
-    add_legend(figure, {look.label: look.color for look in _LOOKS.values()})
-    return figure
-
-
-def trace(records: Sequence[RequestTimes]) -> dict[str, Any]:
-    """Return all events; times in microseconds since the first prefill began."""
-    zero = min(record.began for record in records)
-    events = [
-        {"ph": "M", "name": what, "pid": process, "tid": 1, "args": {"name": name}}
-        for process, role in ((PREFILL, "prefill"), (DECODE, "decode"))
-        for what, name in (
-            ("process_name", f"{role} process"),
-            ("thread_name", "compute"),
-        )
-    ]
-    for record in records:
-        for bar in record.bars():
-            events += _events(record.request, bar, zero)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _events(request: str, bar: Bar, zero: float) -> Iterator[dict[str, Any]]:
-    start_us, stop_us = (bar.start - zero) * 1e6, (bar.stop - zero) * 1e6
-    if bar.kind == "transfer":
-        common = {
-            "name": bar.row,
-            "cat": f"KV of {request}",
-            "id": f"{request}/{bar.row}",
-            "pid": DECODE,
-            "tid": 1,
-        }
-        yield common | {"ph": "b", "ts": start_us}
-        yield common | {"ph": "e", "ts": stop_us}
-        return
-    yield {
-        "ph": "X",
-        "name": f"{request} {bar.row}",
-        "cat": bar.kind,
-        "pid": PREFILL if bar.kind == "prefill" else DECODE,
-        "tid": 1,
-        "ts": start_us,
-        "dur": stop_us - start_us,
-        "args": {"tokens": bar.tokens},
-    }

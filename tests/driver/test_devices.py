@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +15,13 @@ from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
 from kvwire.types import Device, MemoryKind
 from tests.support.simulated_device import SimulatedDevice
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice()
+    yield made
+    made.close()
 
 
 async def test_one_desk_and_one_set_of_waiters(device: SimulatedDevice) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from demo import command
+from demo import command, plot
 from demo.book import ANCHORS
 from demo.lines import Prompt
 from demo.run import RoleFailed, run
@@ -28,13 +27,12 @@ with_torch = pytest.mark.skipif(
 
 @pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=with_torch)])
 def test_two_processes_say_what_one_says(
-    library: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    library: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One of three requests loses blocks, and exactly what is missing is computed."""
     size = ["--requests", "3", "--prompt", "96", "--new", "4", "--wire-gbit", "1"]
-    events = tmp_path / "trace.json"
     option = ["--torch"] if library == "torch" else []
-    assert run_demo(*size, "--trace", str(events), *option, "--json") == 0
+    assert run_demo(*size, *option, "--json") == 0
     said, progress = capfd.readouterr()
     assert f"weights in {library}" in progress
     rows: list[dict[str, Any]] = json.loads(said)
@@ -54,7 +52,6 @@ def test_two_processes_say_what_one_says(
     assert rows[1]["lost_blocks"] == [2, 3]
     assert rows[1]["usable_tokens"] == 32
     assert rows[1]["prefilled_by_decode"] == [[32, 95]]
-    assert json.loads(events.read_text())["traceEvents"]
 
 
 async def test_a_process_that_ends_early_is_named() -> None:
@@ -85,6 +82,27 @@ def test_without_torch_it_says_what_to_install(
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert run_demo("--torch") == CALLED_WRONG
     assert install_command("demo") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "said"),
+    [
+        ("found.svg", None, "a picture needs matplotlib: pip install"),
+        ("found.gif", object(), "ends in .svg, .png, .pdf"),
+        ("found", object(), "ends in .svg, .png, .pdf"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_anything_runs(
+    name: str,
+    found: object,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(plot, "find_spec", lambda _: found)
+    monkeypatch.setattr(command, "run", None)  # it would raise another error
+    assert run_demo("--plot", name) == CALLED_WRONG
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 def run_demo(*arguments: str) -> int:

@@ -1,9 +1,8 @@
-"""What the demo makes of a run: figures, picture and trace, from a run made up here."""
+"""What the demo makes of a run: figures and picture, from a run made up here."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,18 +11,11 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
-from demo.lines import Arrived, LayerSpan, NewToken, Prefilled, Recomputed
-from demo.plot import save
+from demo.lines import Arrived, LayerSpan, Prefilled, Recomputed
+from demo.plot import draw, save
 from demo.record import RequestTimes
-from demo.show import (
-    DECODE,
-    PREFILL,
-    draw,
-    print_report,
-    summary,
-    timeline,
-    trace,
-)
+from demo.show import print_report, summary, timeline
+from kvwire import UsageError
 
 LAYERS = 4
 SVG = "{http://www.w3.org/2000/svg}"
@@ -44,7 +36,7 @@ def whole(began: float = 100.0) -> RequestTimes:
     record.note(Prefilled("whole", spans(64, began), marked))
     record.landed = {layer: at + 0.003 for layer, at in enumerate(marked)}
     record.note(arrived("whole", marked[-1] + 0.002, missing=[]))
-    record.tokens = [NewToken("whole", 7, began + 0.05, began + 0.06)]
+    record.tokens = [7]
     record.single = [7]
     return record
 
@@ -56,7 +48,7 @@ def broken() -> RequestTimes:
     record.landed = {}
     record.note(arrived("broken", 100.08, missing=[1, 2]))
     record.note(Recomputed("broken", spans(48, 100.09)))
-    record.tokens = [NewToken("broken", 7, 100.14, 100.15)]
+    record.tokens = [7]
     return record
 
 
@@ -103,7 +95,6 @@ def test_a_picture_shows_each_layer_and_what_moved_of_a_broken_request() -> None
     assert Counter(bar.kind for bar in whole().bars()) == {
         "prefill": LAYERS,
         "transfer": LAYERS,
-        "decode": 1,
     }
     record = broken()
     assert record.rows == [*(f"layer {layer}" for layer in range(LAYERS)), "sent"]
@@ -116,13 +107,18 @@ def test_a_picture_shows_each_layer_and_what_moved_of_a_broken_request() -> None
 
 
 def test_the_picture_is_an_svg_with_a_panel_for_each_request(tmp_path: Path) -> None:
-    save(draw([broken(), whole()]), tmp_path / "found.svg")
-    root = ET.parse(tmp_path / "found.svg").getroot()
-    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    """The same run is the same file, and its text is text."""
+    files = [tmp_path / name for name in ("one.svg", "two.svg")]
+    for file in files:
+        save(draw([broken(), whole()]), file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    texts = [text.text or "" for text in ET.parse(files[0]).iter(f"{SVG}text")]
     titles = [text.partition(":")[0] for text in texts if "prompt of 65 tokens" in text]
     # In the order in which they were prefilled.
     assert titles == ["whole", "broken"]
     assert "computed by decode, because it was lost" in texts
+    with pytest.raises(UsageError, match=r"no/found\.svg: No such file or directory"):
+        save(draw([whole()]), tmp_path / "no" / "found.svg")
 
 
 @pytest.mark.parametrize(("encoding", "letters"), [("utf-8", "▀▄█"), ("ascii", "=~#")])
@@ -136,33 +132,6 @@ def test_the_timeline_has_compute_above_transfer(encoding: str, letters: str) ->
     assert rows[1] == f"{'layer 0':9}{upper}{both * 4}{upper * 6}".ljust(49)
     assert [row[:7] for row in rows[1:]] == [f"layer {n}" for n in range(LAYERS)]
     assert lower in timeline(broken(), console).plain.splitlines()[-1]
-
-
-def test_the_trace_is_what_chrome_and_perfetto_read() -> None:
-    made = json.loads(json.dumps(trace([whole(), broken()])))
-    events = made["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert min(event["ts"] for event in slices) == 0
-    assert all(event["dur"] > 0 for event in slices)
-    kinds = Counter((event["pid"], event["cat"]) for event in slices)
-    assert kinds == {
-        (PREFILL, "prefill"): 2 * LAYERS,
-        (DECODE, "recompute"): LAYERS,
-        (DECODE, "decode"): 2,
-    }
-    # Slices of one track may not overlap: Perfetto would draw them as nested.
-    for process in (PREFILL, DECODE):
-        track = sorted((e["ts"], e["dur"]) for e in slices if e["pid"] == process)
-        for (start, length), (following, _) in itertools.pairwise(track):
-            assert start + length <= following + 1e-3
-    # Of the broken one, what was sent.
-    begun = {e["id"]: e["ts"] for e in events if e["ph"] == "b"}
-    ended = {e["id"]: e["ts"] for e in events if e["ph"] == "e"}
-    assert len(begun) == LAYERS + 1
-    assert begun.keys() == ended.keys()
-    for name, start in begun.items():
-        took_us = 20_000 if name == "broken/sent" else 3000
-        assert ended[name] - start == pytest.approx(took_us)
 
 
 def test_the_report_says_what_was_lost_and_what_was_equal() -> None:
