@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.driver.checksums import (
@@ -65,11 +65,6 @@ _BUFFER: Final = ChunkPlace.BUFFER
 _CONTROL: Final = ChunkPlace.CONTROL
 _HOLD: Final = ChunkPlace.HOLD
 _MARKED: Final = ChunkPlace.MARKED
-
-# What the driver deals with itself.
-_OF_LINK: Final = frozenset(
-    {LaneDataReceived, LaneAsked, LaneBootstrapped, LaneOpened, LaneClosed, Ended}
-)
 
 
 class _Landing(Landing):
@@ -172,6 +167,15 @@ class ConnectionDriver(LinkHandler):
             run=self.run,
             check_ended=self._check_ended,
         )
+        # Events of the link and its lanes; all others go to the front.
+        self._acts: dict[type[Event], Callable[[Any], None]] = {
+            LaneDataReceived: self._receive_on_lane,
+            LaneAsked: self.lane_setup.asked,
+            LaneBootstrapped: self.lane_setup.bootstrapped,
+            LaneOpened: self.lane_setup.opened,
+            LaneClosed: self._lane_closed,
+            Ended: self._end_link,
+        }
 
     # --- the link ---------------------------------------------------------------------
 
@@ -179,7 +183,9 @@ class ConnectionDriver(LinkHandler):
         try:
             arrival = self._core.header_received(header)
             if arrival.place is _MARKED:
-                self._dispatch_all()  # the front gives it memory
+                for event in self._outbox.events[:]:
+                    del self._outbox.events[0]
+                    self._on_event(event)  # the front gives it memory
                 arrival = self._core.transfers.marked_place(arrival)
         except ProtocolError as exc:
             self._broken(exc)
@@ -248,12 +254,45 @@ class ConnectionDriver(LinkHandler):
     # --- draining the core ------------------------------------------------------------
 
     def run(self, *, its_turn: bool = False) -> None:
-        """Do everything that the core asks for now; see :meth:`_drain`."""
+        """Do everything that the core asks for now.
+
+        Queues frames, dispatches events, then sends payload, until nothing is left.
+        Frames go before each event: the end of the link may be one.
+
+        What an event completes wakes its waiter in the next turn of the loop. So after
+        an event much payload waits for a turn of its own, behind that waiter, who would
+        otherwise wait until the link has taken megabytes. ``its_turn`` says that this
+        is the turn of the payload: it is not put off again, whatever else happens.
+        """
         if self.running:
             return  # called from inside a run, which goes on until nothing is left
-        core, outbox = self._core, self._outbox
-        if outbox.events or outbox.frames or self._chunks.sending or self.staging.ready:
-            self._drain(core, its_turn=its_turn)
+        core, scheduler, acts = self._core, self._scheduler, self._acts
+        frames, events = self._outbox.frames, self._outbox.events
+        queued = woken = False
+        self.running = True
+        try:
+            while True:
+                while frames:
+                    header, body = frames.popleft()
+                    self.link.send(header, memoryview(body))
+                    queued = True
+                if events:
+                    # Taken out first: after a bug the others are left, of which each is
+                    # the only word on a request, or on memory. The end of the link
+                    # follows, and with it another run.
+                    event = events.pop(0)
+                    acts.get(type(event), self._on_event)(event)
+                    woken = woken or type(event) is not LaneDataReceived
+                    continue
+                if queued or self._chunks.sending or self.staging.ready:
+                    self._send(core, put_off=woken and not its_turn)
+                    queued = False
+                if scheduler.dirty:
+                    scheduler.flush()
+                elif not (frames or events):
+                    break
+        finally:
+            self.running = False
         speak_by = core.speak_by
         if speak_by is not None and speak_by < self._timer_at and self._timer:
             self.set_timer()
@@ -269,75 +308,6 @@ class ConnectionDriver(LinkHandler):
             self._timer.cancel()
         self._timer_at = at
         self._timer = self._loop.call_at(at, self._safely, self._tick)
-
-    def _drain(self, core: ConnectionCore, *, its_turn: bool) -> None:
-        """Queue frames, dispatch events, then send payload; until nothing is left.
-
-        What an event completes wakes its waiter in the next turn of the loop. So after
-        an event much payload waits for a turn of its own, behind that waiter, who would
-        otherwise wait until the link has taken megabytes. ``its_turn`` says that this
-        is the turn of the payload: it is not put off again, whatever else happens.
-        """
-        outbox, frames = self._outbox, self._outbox.frames
-        queued = woken = False
-        self.running = True
-        try:
-            while True:
-                while frames:
-                    header, body = frames.popleft()
-                    self.link.send(header, memoryview(body))
-                    queued = True
-                if outbox.events:
-                    woken |= self._dispatch_all()
-                    continue
-                if queued or self._chunks.sending or self.staging.ready:
-                    self._send(core, put_off=woken and not its_turn)
-                    queued = False
-                if self._scheduler.dirty:
-                    self._scheduler.flush()
-                elif not (outbox.frames or outbox.events):
-                    break
-        finally:
-            self.running = False
-
-    def _dispatch_all(self) -> bool:
-        """Dispatch the core's events; return whether they may have woken somebody."""
-        waiting = self._outbox.events
-        rest = iter(waiting.copy())
-        waiting.clear()
-        woken = False
-        try:
-            for event in rest:
-                if type(event) in _OF_LINK:
-                    woken |= self._dispatch(event)
-                else:
-                    self._on_event(event)
-                    woken = True
-        finally:
-            # After a bug: each is the only word on a request, or on memory. The end of
-            # the link follows, and with it another run.
-            waiting[:0] = rest
-        return woken
-
-    def _dispatch(self, event: Event) -> bool:
-        """Act on one event of link and lanes; return whether it may have woken."""
-        match event:
-            case LaneDataReceived():
-                self._receive_on_lane(event)
-                return False
-            case LaneAsked():
-                self.lane_setup.asked(event)
-            case LaneBootstrapped():
-                self.lane_setup.bootstrapped(event)
-            case LaneOpened():
-                self.lane_setup.opened(event)
-            case LaneClosed():
-                self.lane_setup.peer_closed(event)
-                self._scheduler.peer_closed(event)
-            case Ended():
-                self._end_link(graceful=event.graceful)
-                self._on_event(event)
-        return True
 
     def _send(self, core: ConnectionCore, *, put_off: bool) -> None:
         """Flush frames, and send chunks until the link is full or others have a turn.
@@ -485,13 +455,18 @@ class ConnectionDriver(LinkHandler):
         self.active.lane_broke(endpoint)
         self.lane_setup.reopen_lost()
 
-    def _end_link(self, *, graceful: bool) -> None:
+    def _lane_closed(self, event: LaneClosed) -> None:
+        self.lane_setup.peer_closed(event)
+        self._scheduler.peer_closed(event)
+
+    def _end_link(self, event: Ended) -> None:
         self.link.flush()  # the last frames
-        self._scheduler.end(graceful=graceful)
-        if graceful:
+        self._scheduler.end(graceful=event.graceful)
+        if event.graceful:
             self.link.close()
         else:
             self.link.abort()
+        self._on_event(event)
 
     def _tick(self) -> None:
         self._timer = None

@@ -125,13 +125,18 @@ class Chunk:
 
 
 class ChunkMover:
-    """Moves the chunks of one connection."""
+    """Moves the chunks of one connection.
+
+    Attributes:
+        sending: Whether there may be a chunk to send.
+    """
 
     def __init__(self, requests: RequestTable, holds: Holds, chunk_bytes: int) -> None:
         self._requests = requests
         self._holds = holds
         self._chunk_bytes = chunk_bytes
         self._scheduler = Scheduler(chunk_bytes)
+        self.sending: bool = False
         self._on_segment_sent: Callable[[SegmentRecord], None] | None = None
         # Ordered, so that a run of the core is the same each time.
         self._leaving: dict[Chunk, None] = {}
@@ -146,21 +151,16 @@ class ChunkMover:
         assert request.kind in SENDING
         assert request.state is RequestStage.MOVING
         self._scheduler.add(request)
+        self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
     def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
         """Queue a segment for its transfer's turn, behind earlier ones."""
         self._scheduler.add_segment(segment, priority)
+        self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
     def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
         """Call when the link is through with all chunks of a segment."""
         self._on_segment_sent = call
-
-    @property
-    def sending(self) -> bool:
-        """Tell whether there may be a chunk to send."""
-        if not self._scheduler.count and not self._again:
-            return False
-        return len(self._leaving) < LINK_CHUNKS_MAX
 
     @property
     def due_bytes(self) -> int:
@@ -179,19 +179,10 @@ class ChunkMover:
             burst: How many bytes of a buffer may go at once, where a lane would take
                 more than one chunk.
         """
-        while self.sending:
-            if self._again:
-                chunk = self._again.popleft()
-                if chunk.mover.state is RequestStage.MOVING:
-                    self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
-                    return chunk
-                # Over meanwhile: drop the hold that it kept while it waited here.
-                chunk.mover.in_flight -= 1
-                self._holds.drop(chunk.buffer)
-                continue
-            mover = self._scheduler.head()
-            if mover is None:
-                break
+        if not self.sending:
+            return None
+        chunk = self._missed_chunk() if self._again else None
+        if chunk is None and (mover := self._scheduler.head()) is not None:
             position = mover.moved
             length = min(self._chunk_bytes, mover.nbytes - position)
             if burst is not None and length < mover.nbytes - position:
@@ -199,13 +190,18 @@ class ChunkMover:
             mover.moved += length
             mover.in_flight += 1
             chunk = Chunk(mover, position, length)
+            self._holds.take(chunk.buffer)
             self._scheduler.sent(length)
-            return self._hold(chunk)
-        return None
+        if chunk is not None:
+            self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
+        self._look()
+        return chunk
 
     def chunk_sent(self, chunk: Chunk) -> None:
         """Drop the chunk's hold: the link no longer needs its memory."""
         self._leaving.pop(chunk)
+        if len(self._leaving) == LINK_CHUNKS_MAX - 1:
+            self._look()
         self._holds.drop(chunk.buffer)
         mover = chunk.mover
         mover.in_flight -= 1
@@ -236,6 +232,7 @@ class ChunkMover:
         if chunk.length <= self._chunk_bytes:
             chunk.lane = 0
             self._again.append(chunk)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
+            self._look()
             return
         mover, end = chunk.mover, chunk.position + chunk.length
         if mover.state is not RequestStage.MOVING:
@@ -248,6 +245,7 @@ class ChunkMover:
             self._again.append(part)  # bounded: LANE_PAYLOADS_MAX, LANES_MAX
         mover.in_flight -= 1
         self._holds.drop(chunk.buffer)
+        self._look()
 
     # --- receiving --------------------------------------------------------------------
 
@@ -366,6 +364,7 @@ class ChunkMover:
             self.release(arrival)
         self._again.clear()
         self._scheduler.clear()
+        self.sending = False
 
     # --- inside -----------------------------------------------------------------------
 
@@ -375,7 +374,18 @@ class ChunkMover:
         chunks = max(1, min(burst(mover.buffer), SPAN_BYTES_MAX) // self._chunk_bytes)
         return min(chunks * self._chunk_bytes, mover.nbytes - mover.moved)
 
-    def _hold(self, chunk: Chunk) -> Chunk:
-        self._holds.take(chunk.buffer)
-        self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
-        return chunk
+    def _missed_chunk(self) -> Chunk | None:
+        """Return the next chunk that got lost with its lane and is still wanted."""
+        while self._again:
+            chunk = self._again.popleft()
+            if chunk.mover.state is RequestStage.MOVING:
+                return chunk
+            # Over meanwhile: drop the hold that it kept while it waited here.
+            chunk.mover.in_flight -= 1
+            self._holds.drop(chunk.buffer)
+        return None
+
+    def _look(self) -> None:
+        """Note whether there may be a chunk to send."""
+        more = self._scheduler.count > 0 or len(self._again) > 0
+        self.sending = more and len(self._leaving) < LINK_CHUNKS_MAX

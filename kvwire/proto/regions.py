@@ -22,6 +22,8 @@ from kvwire.limits import GRANTS_MAX, REGIONS_MAX
 from kvwire.types import Access, BufferId, Generation, GrantId, RegionId
 
 TOKEN_BYTES: Final = 16
+# Operators of flags are several calls of Python each.
+_BOTH: Final = Access.READWRITE
 _NO_TOKEN: Final = bytes(TOKEN_BYTES)
 _TOKEN_FIELDS: Final = struct.Struct("<QQQQQB")
 
@@ -142,7 +144,7 @@ class Grants:
         nbytes: int,
         access: Access,
     ) -> GrantRow:
-        """Decide about one access of the peer.
+        """Decide about one access of the peer, which reads or writes.
 
         Raises:
             AccessDenied: No such grant, wrong token, wrong direction, or out of range
@@ -153,7 +155,7 @@ class Grants:
         proven = hmac.compare_digest(token, row.token if row else _NO_TOKEN)
         if row is None or not proven:
             raise AccessDenied("no such grant on this connection")
-        if access & ~row.access:
+        if row.access is not access and row.access is not _BOTH:
             raise AccessDenied(f"the grant does not allow {access}")
         if not 0 <= offset <= row.nbytes or not 0 <= nbytes <= row.nbytes - offset:
             raise AccessDenied(f"{offset}+{nbytes} of a grant of {row.nbytes} bytes")

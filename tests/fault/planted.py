@@ -69,11 +69,13 @@ def memory_is_not_held_while_a_payload_lands_in_it(
     return arrival
 
 
-@PLANTS.instead_of(ChunkMover._hold, *_FREED)
+@PLANTS.instead_of(ChunkMover.next_chunk, *_FREED)
 def memory_is_not_held_while_the_link_reads_it(
-    hold: Any, chunks: Any, chunk: Any
+    next_chunk: Any, chunks: Any, *args: Any
 ) -> Any:
-    chunks._holds.drop(hold(chunks, chunk).buffer)
+    chunk = next_chunk(chunks, *args)
+    if chunk is not None:
+        chunks._holds.drop(chunk.buffer)
     return chunk
 
 
