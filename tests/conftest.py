@@ -2,11 +2,12 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from tests.support.pairs import SCHEMES, Pair, connected
+from tests.support.simulated_device import SimulatedDevice
 
 pytest_plugins = [
     "tests.support.depth",
@@ -46,3 +47,11 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     """Two connected communicators, over a socket and in this process."""
     async with connected(request.param) as found:
         yield found
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    """A device that the processor plays."""
+    made = SimulatedDevice()
+    yield made
+    made.close()

@@ -43,22 +43,12 @@ class DnsDirectory(Directory):
         self._record("::1")  # whatever the URL says is checked here
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Do nothing: nothing is announced here.
-
-        Cancel safety: safe.
-        """
+        """Do nothing: nothing is announced here."""
 
     async def erase(self, key: str) -> None:
-        """Do nothing: nothing was written.
-
-        Cancel safety: safe.
-        """
+        """Do nothing: nothing was written."""
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield the members, and then each change.
-
-        Cancel safety: safe, it only looks.
-        """
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -36,24 +36,12 @@ class FileDirectory(Directory):
         self._interval_s = self.seconds("interval_s")
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Write a value into a file of its own.
-
-        Cancel safety: it may have been written.
-        """
         self._write(self._path(key), value, time.time() + lease_s)
 
     async def erase(self, key: str) -> None:
-        """Remove the file of a value.
-
-        Cancel safety: it may have been erased.
-        """
         self._path(key).unlink(missing_ok=True)
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield the members, and then each change.
-
-        Cancel safety: safe, it only looks.
-        """
         seen: dict[str, int] = {}
         first = True
         while True:

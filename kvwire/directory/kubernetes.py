@@ -103,10 +103,6 @@ class KubernetesDirectory(DnsDirectory):
         self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield what the endpoint slices have, and then each change.
-
-        Cancel safety: safe, it only looks.
-        """
         known: dict[str, bytes] = {}
         with self.failing(httpx.HTTPError, msgspec.MsgspecError, UsageError):
             async with self._client() as client:

@@ -62,26 +62,14 @@ class NatsDirectory(Directory):
             )
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Write a value to the bucket.
-
-        Cancel safety: it may have been written.
-        """
         with self._failing():
             await (await self._opened()).put(_name(key), value)
 
     async def erase(self, key: str) -> None:
-        """Erase a value from the bucket.
-
-        Cancel safety: it may have been erased.
-        """
         with self._failing():
             await (await self._opened()).delete(_name(key))
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield the members, and then each change.
-
-        Cancel safety: safe, it only looks.
-        """
         with self._failing():
             client = await self._connected()
             try:
@@ -98,10 +86,6 @@ class NatsDirectory(Directory):
                 await client.close()
 
     async def disconnect(self) -> None:
-        """Close the connection to NATS.
-
-        Cancel safety: what is held is let go of in any case.
-        """
         if self._client is not None:
             await self._client.close()
 

@@ -53,10 +53,7 @@ class RayTable:
         self._changed = asyncio.Event()
 
     async def write(self, key: str, value: bytes, lease_s: float) -> str:
-        """Write a value; return why it cannot be, or nothing.
-
-        Cancel safety: it does not wait.
-        """
+        """Write a value; return why it cannot be, or nothing."""
         self._forget()
         if key not in self._entries and len(self._entries) >= MEMBERS_MAX:
             return f"it is full: {MEMBERS_MAX} members"
@@ -66,10 +63,7 @@ class RayTable:
         return ""
 
     async def erase(self, key: str) -> None:
-        """Erase a value, if it is there.
-
-        Cancel safety: it does not wait.
-        """
+        """Erase a value, if it is there."""
         if key in self._entries:
             # Kept for those who have not heard of it yet.
             self._set(key, time.monotonic() + 2 * _CALL_S, None)
@@ -80,8 +74,6 @@ class RayTable:
         """Return what has changed since a number, or all to those of another life.
 
         Waits for a change where there is none.
-
-        Cancel safety: safe, it only looks.
         """
         if life == self._life and number == self._number:
             changed = self._changed
@@ -130,10 +122,6 @@ class RayDirectory(Directory):
         self._table: Any = None
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Write a value to the actor.
-
-        Cancel safety: it may have been written.
-        """
         refusal = await self._call(
             lambda table: table.write.remote(key, value, lease_s)
         )
@@ -141,17 +129,9 @@ class RayDirectory(Directory):
             raise ConnectError(f"directory {self}: {refusal}", address=str(self))
 
     async def erase(self, key: str) -> None:
-        """Erase a value from the actor.
-
-        Cancel safety: it may have been erased.
-        """
         await self._call(lambda table: table.erase.remote(key))
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield the members, and then each change.
-
-        Cancel safety: safe, it only looks.
-        """
         life, number, first = 0, 0, True
         while True:
             life, number, batch = await self._call(

@@ -62,10 +62,6 @@ class RedisDirectory(Directory):
             raise UsageError(f"directory {self}: {exc}") from None
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        """Write a value that expires with its lease.
-
-        Cancel safety: it may have been written.
-        """
         with self.failing(RedisError):
             async with self._redis.pipeline(transaction=True) as batch:
                 batch.set(self._prefix + key, value, px=int(lease_s * 1000))
@@ -73,10 +69,6 @@ class RedisDirectory(Directory):
                 await batch.execute()
 
     async def erase(self, key: str) -> None:
-        """Erase a value.
-
-        Cancel safety: it may have been erased.
-        """
         with self.failing(RedisError):
             async with self._redis.pipeline(transaction=True) as batch:
                 batch.delete(self._prefix + key)
@@ -84,10 +76,6 @@ class RedisDirectory(Directory):
                 await batch.execute()
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        """Yield the members, and then each change.
-
-        Cancel safety: safe, it only looks.
-        """
         with self.failing(RedisError):
             async with self._redis.pubsub() as channel:
                 await channel.subscribe(self._channel)
@@ -102,10 +90,6 @@ class RedisDirectory(Directory):
                         yield {key.decode(errors="replace"): value or None}
 
     async def disconnect(self) -> None:
-        """Close the connections to Redis.
-
-        Cancel safety: what is held is let go of in any case.
-        """
         await self._redis.aclose()
 
     async def _next(self, channel: PubSub) -> dict[str, Any]:

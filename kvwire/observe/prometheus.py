@@ -12,7 +12,8 @@ for what only grows.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from kvwire import BlockStore, Communicator
@@ -28,21 +29,20 @@ with needed_by("kvwire.observe.prometheus", extra="metrics"):
     )
     from prometheus_client.registry import Collector
 
-# Name, what it counts, the field of Counters.
-_COUNTS: Final = (
-    ("kvwire_connections", "Connections made, by either side", "connections"),
-    ("kvwire_connections_lost", "Connections lost, not closed", "connections_lost"),
-    ("kvwire_lanes_raised", "Lanes that came up", "lanes_raised"),
-    ("kvwire_lanes_failed", "Lanes that did not come up, or broke", "lanes_failed"),
-    ("kvwire_lanes_restored", "Lanes raised again after a break", "lanes_restored"),
-    (
-        "kvwire_transport_fallbacks",
-        "Times that data moved to a transport that was not the preferred one",
-        "transport_fallbacks",
+# What is exported of Counters: the field, which ends the metric's name, and what it
+# counts.
+_COUNTS: Final = {
+    "connections": "Connections made, by either side",
+    "connections_lost": "Connections lost, not closed",
+    "lanes_raised": "Lanes that came up",
+    "lanes_failed": "Lanes that did not come up, or broke",
+    "lanes_restored": "Lanes raised again after a break",
+    "transport_fallbacks": (
+        "Times that data moved to a transport that was not the preferred one"
     ),
-    ("kvwire_sent_bytes", "KV bytes that consumers have acknowledged", "sent_bytes"),
-    ("kvwire_received_bytes", "KV bytes landed and verified", "received_bytes"),
-)
+    "sent_bytes": "KV bytes that consumers have acknowledged",
+    "received_bytes": "KV bytes landed and verified",
+}
 # Name, what it shows, the field of TransferDistributions.
 _DISTRIBUTIONS: Final = (
     (
@@ -58,15 +58,11 @@ _DISTRIBUTIONS: Final = (
     ("kvwire_transfer_bytes", "KV bytes of a transfer that landed", "nbytes"),
 )
 _OUTCOMES: Final = ("complete", "partial", "failed")
-# Name, what it shows, the field of Communicator.
-_GAUGES: Final = (
-    (
-        "kvwire_quarantined_bytes",
-        "Bytes nobody wants any more that a transport may still touch",
-        "quarantined_bytes",
-    ),
-    ("kvwire_open_transfers", "KV transfers without an outcome", "open_transfers"),
-)
+# The same of the communicator.
+_GAUGES: Final = {
+    "quarantined_bytes": "Bytes nobody wants any more that a transport may still touch",
+    "open_transfers": "KV transfers without an outcome",
+}
 
 
 class CommunicatorCollector(Collector):
@@ -93,7 +89,7 @@ class CommunicatorCollector(Collector):
         name, counters = communicator.name, communicator.counters
         labels, live = ["communicator"], communicator.live_connections
         yield from _families(
-            CounterMetricFamily, _COUNTS, labels, [((name,), counters)]
+            CounterMetricFamily, "kvwire_", _COUNTS, labels, [((name,), counters)]
         )
         ends = CounterMetricFamily(
             "kvwire_transfers", "KV transfer ends", labels=[*labels, "outcome"]
@@ -110,7 +106,7 @@ class CommunicatorCollector(Collector):
             open_now.add_metric([name, transport], number)
         yield open_now
         yield from _families(
-            GaugeMetricFamily, _GAUGES, labels, [((name,), communicator)]
+            GaugeMetricFamily, "kvwire_", _GAUGES, labels, [((name,), communicator)]
         )
         unreceived = GaugeMetricFamily(
             "kvwire_unreceived_messages",
@@ -144,55 +140,45 @@ class CommunicatorCollector(Collector):
         yield moved
 
 
-# Name, what it counts, the field of StoreCounters.
-_STORE_COUNTS: Final = (
-    ("kvwire_store_puts", "Puts that are over", "puts"),
-    ("kvwire_store_gets", "Gets that are over", "gets"),
-    ("kvwire_store_stored_blocks", "Blocks put that were new", "stored_blocks"),
-    ("kvwire_store_present_blocks", "Blocks put that were there", "present_blocks"),
-    ("kvwire_store_refused_blocks", "Blocks put and not kept", "refused_blocks"),
-    ("kvwire_store_hit_blocks", "Blocks got that landed", "hit_blocks"),
-    ("kvwire_store_missed_blocks", "Blocks got that did not", "missed_blocks"),
-    ("kvwire_store_put_bytes", "KV bytes put, new or not", "put_bytes"),
-    ("kvwire_store_got_bytes", "KV bytes that landed by gets", "got_bytes"),
-)
-# The same of a tier: fields of TierStats.
-_TIER_COUNTS: Final = (
-    ("kvwire_store_read_blocks", "Blocks that landed from a tier", "read_blocks"),
-    ("kvwire_store_written_blocks", "Blocks a tier has taken", "written_blocks"),
-    ("kvwire_store_evicted_blocks", "Blocks evicted for others", "evicted_blocks"),
-    ("kvwire_store_damaged_blocks", "Blocks that were damaged", "damaged_blocks"),
-    ("kvwire_store_failed_blocks", "Blocks not read or written", "failed_blocks"),
-)
-_TIER_GAUGES: Final = (
-    ("kvwire_store_blocks", "Blocks in a tier", "blocks"),
-    ("kvwire_store_used_bytes", "Bytes that blocks take in a tier", "used_bytes"),
-    ("kvwire_store_size_bytes", "Bytes that they may take", "size_bytes"),
-)
-
-
-# The same of a tenant: fields of StoreCounters, and of TenantUse. Tenants are those
-# that the store was opened with, so their number is bounded.
-_TENANT_COUNTS: Final = (
-    ("kvwire_store_tenant_hit_blocks", "Blocks got that landed", "hit_blocks"),
-    ("kvwire_store_tenant_missed_blocks", "Blocks got that did not", "missed_blocks"),
-    ("kvwire_store_tenant_stored_blocks", "Blocks put that were new", "stored_blocks"),
-    (
-        "kvwire_store_tenant_refused_blocks",
-        "Blocks put and not kept",
-        "refused_blocks",
-    ),
-)
-_TENANT_GAUGES: Final = (
-    ("kvwire_store_tenant_used_bytes", "Bytes of a tenant in a tier", "used_bytes"),
-    ("kvwire_store_tenant_quota_bytes", "Bytes it may have; 0: any", "quota_bytes"),
-    ("kvwire_store_tenant_pinned_bytes", "Bytes that are pinned", "pinned_bytes"),
-    (
-        "kvwire_store_tenant_evicted_blocks",
-        "Blocks of a tenant evicted from a tier since it was opened",
-        "evicted_blocks",
-    ),
-)
+# The same of StoreCounters.
+_STORE_COUNTS: Final = {
+    "puts": "Puts that are over",
+    "gets": "Gets that are over",
+    "stored_blocks": "Blocks put that were new",
+    "present_blocks": "Blocks put that were there",
+    "refused_blocks": "Blocks put and not kept",
+    "hit_blocks": "Blocks got that landed",
+    "missed_blocks": "Blocks got that did not",
+    "put_bytes": "KV bytes put, new or not",
+    "got_bytes": "KV bytes that landed by gets",
+}
+# The same of a tier: of TierStats.
+_TIER_COUNTS: Final = {
+    "read_blocks": "Blocks that landed from a tier",
+    "written_blocks": "Blocks a tier has taken",
+    "evicted_blocks": "Blocks evicted for others",
+    "damaged_blocks": "Blocks that were damaged",
+    "failed_blocks": "Blocks not read or written",
+}
+_TIER_GAUGES: Final = {
+    "blocks": "Blocks in a tier",
+    "used_bytes": "Bytes that blocks take in a tier",
+    "size_bytes": "Bytes that they may take",
+}
+# The same of a tenant: of StoreCounters, and of TenantUse. Tenants are those that the
+# store was opened with, so their number is bounded.
+_TENANT_COUNTS: Final = {
+    "hit_blocks": "Blocks got that landed",
+    "missed_blocks": "Blocks got that did not",
+    "stored_blocks": "Blocks put that were new",
+    "refused_blocks": "Blocks put and not kept",
+}
+_TENANT_GAUGES: Final = {
+    "used_bytes": "Bytes of a tenant in a tier",
+    "quota_bytes": "Bytes it may have; 0: any",
+    "pinned_bytes": "Bytes that are pinned",
+    "evicted_blocks": "Blocks of a tenant evicted from a tier since it was opened",
+}
 
 
 class StoreCollector(Collector):
@@ -216,12 +202,13 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the numbers of now. From any thread."""
         name, store = self._name, self._store
-        whole = [((name,), store.counters)]
-        yield from _families(CounterMetricFamily, _STORE_COUNTS, ["store"], whole)
-        labels = ["store", "tier"]
+        count = partial(_families, CounterMetricFamily)
+        gauge = partial(_families, GaugeMetricFamily)
+        prefix, labels = "kvwire_store_", ["store", "tier"]
+        yield from count(prefix, _STORE_COUNTS, ["store"], [((name,), store.counters)])
         tiers = [((name, tier), numbers) for tier, numbers in store.stats().items()]
-        yield from _families(CounterMetricFamily, _TIER_COUNTS, labels, tiers)
-        yield from _families(GaugeMetricFamily, _TIER_GAUGES, labels, tiers)
+        yield from count(prefix, _TIER_COUNTS, labels, tiers)
+        yield from gauge(prefix, _TIER_GAUGES, labels, tiers)
         if tenants := store.tenant_stats():
             counts = [((name, tenant), one.counters) for tenant, one in tenants.items()]
             uses = [
@@ -229,12 +216,9 @@ class StoreCollector(Collector):
                 for tenant, one in tenants.items()
                 for tier, use in one.tiers.items()
             ]
-            yield from _families(
-                CounterMetricFamily, _TENANT_COUNTS, ["store", "tenant"], counts
-            )
-            yield from _families(
-                GaugeMetricFamily, _TENANT_GAUGES, ["store", "tier", "tenant"], uses
-            )
+            prefix += "tenant_"
+            yield from count(prefix, _TENANT_COUNTS, ["store", "tenant"], counts)
+            yield from gauge(prefix, _TENANT_GAUGES, [*labels, "tenant"], uses)
         trouble = GaugeMetricFamily(
             "kvwire_store_trouble", "Whether a tier has reported trouble", labels=labels
         )
@@ -245,13 +229,14 @@ class StoreCollector(Collector):
 
 def _families(
     kind: type[CounterMetricFamily | GaugeMetricFamily],
-    rows: Sequence[tuple[str, str, str]],
+    prefix: str,
+    rows: Mapping[str, str],
     labels: Sequence[str],
     sources: Iterable[tuple[tuple[str, ...], object]],
 ) -> Iterator[Metric]:
     """Yield the metric of each row: a field of all sources, under their labels."""
-    for metric, text, field in rows:
-        family = kind(metric, text, labels=labels)
+    for field, text in rows.items():
+        family = kind(prefix + field, text, labels=labels)
         for values, source in sources:
             family.add_metric(values, getattr(source, field))
         yield family

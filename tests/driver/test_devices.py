@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,13 +14,6 @@ from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
 from kvwire.types import Device, MemoryKind
 from tests.support.simulated_device import SimulatedDevice
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    made = SimulatedDevice()
-    yield made
-    made.close()
 
 
 async def test_one_desk_and_one_set_of_waiters(device: SimulatedDevice) -> None:

@@ -24,6 +24,7 @@ from tests.protocol.raw_client import (
     FAIL,
     FIN,
     OPEN,
+    PROFILE,
     SEGMENT,
     SEGMENT_ACK,
     RawLink,
@@ -279,6 +280,8 @@ async def test_an_answer_with_another_plan(produces: bool) -> None:
         side.meet(asked.fields[3])
         side.groups[0].order = side.groups[0].order[::-1]
         w.link.send(AGREE, side.description(), request=asked.request)
+        told = await w.link.receive()
+        assert (told.type, told.fields[0]) == (FAIL, PROFILE)
         outcome = await end
         assert not outcome.landed
         (reason,) = outcome.missing.reasons

@@ -11,7 +11,6 @@ import pytest
 import kvwire
 from kvwire.security.keys import read_key_file, write_key_file
 from tests.protocol.raw_client import (
-    AGREE,
     AUTHENTICATION,
     CANCELLED,
     COMMIT_ACK,
@@ -223,21 +222,6 @@ async def test_the_client_refuses() -> None:
         outcome = await inc
         assert not outcome.landed
         assert "kv" in str(outcome.missing[ours.names[0]])
-
-
-async def test_another_plan_is_refused() -> None:
-    """Whoever answers says which plan it has made; the other side compares."""
-    async with world() as w:
-        ours, theirs = Ours(), Theirs()
-        inc = w.connection.pull("x", ours.cache, ours.ids, tokens=TOKENS)
-        opened = await w.link.receive()
-        side = theirs.side(producer=True)
-        side.meet(opened.fields[3])
-        side.groups[0].order = side.groups[0].order[::-1]
-        w.link.send(AGREE, side.description(), request=opened.request)
-        frame = await w.link.receive()
-        assert (frame.type, frame.fields[0]) == (FAIL, PROFILE)
-        assert not (await inc).landed
 
 
 async def test_too_late() -> None:

@@ -1,4 +1,4 @@
-"""R33 to R36, R39, R43, R44, R48: how peers meet, and what keeps them apart."""
+"""R33, R35, R36, R39, R43, R44, R48: how peers meet, and what keeps them apart."""
 
 from __future__ import annotations
 
@@ -11,43 +11,11 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.backend import Landing, Link, LinkHandler, registry
 from kvwire.kv.hashing import HashScheme
 from kvwire.limits import MIB
 from kvwire.wire.header import Flag, FrameType, encode_header
+from tests.fault.stranger import dial
 from tests.scenarios.world import BLOCKS, DEST, LIST, SPEC, World, same, scenario
-
-
-class Stranger(LinkHandler):
-    """A raw link to a listener, and nobody of kvwire behind it."""
-
-    link: Link
-
-    def __init__(self) -> None:
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @classmethod
-    async def at(cls, address: kvwire.Address) -> Stranger:
-        stranger = cls()
-        stranger.link = await registry.load(address.scheme)().connect(address)
-        stranger.link.start(stranger)
-        return stranger
-
-    def say(self, header: bytes, body: bytes = b"") -> None:
-        self.link.send(header, memoryview(body) if body else None)
-        self.link.flush()
-
-    def header_received(self, link: Link, header: memoryview) -> Landing:
-        return Landing(int.from_bytes(header[4:8], "little"), None)
-
-    def body_received(self, link: Link, landing: Landing) -> None: ...
-
-    def frame_sent(self, link: Link, token: object) -> None: ...
-
-    def link_writable(self, link: Link) -> None: ...
-
-    def link_closed(self, link: Link, error: Exception | None) -> None:
-        self.closed.set_result(None)
 
 
 @scenario()
@@ -65,17 +33,6 @@ async def test_r33_a_storm_of_handshakes(w: World) -> None:
         incoming.append(connection.pull(number, w.target.cache, [number]))
     assert all([(await inc).complete for inc in incoming])
     assert same(w.source, range(8), w.target, range(8))
-
-
-@scenario(handshake_timeout_s=0.5)
-async def test_r34_a_slow_handshake_holds_up_nobody(w: World) -> None:
-    strangers = [await Stranger.at(w.address) for _ in range(16)]
-    assert await w.moves("t", LIST, DEST)
-    another = await w.d.connect(w.address)
-    assert not another.closed
-    assert not any(s.closed.done() for s in strangers), "they are still waited for"
-    # And each is gone by the deadline of a handshake.
-    await asyncio.gather(*(stranger.closed for stranger in strangers))
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -155,35 +112,30 @@ async def test_r39_a_transport_that_is_missing(w: World) -> None:
 
 
 GARBAGE = {
-    "no header of kvwire": (b"GET / HTTP/1.1\r\nHost: kvwire\r\n\r\n", b""),
-    "a damaged header": (b"\x01" + bytes(31), b""),
-    "16 MiB before the handshake": (
-        encode_header(FrameType.DATA, Flag.CHECKED, 0, 16 * MIB, 1),
-        b"",
+    "no header of kvwire": b"GET / HTTP/1.1\r\nHost: kvwire\r\n\r\n",
+    "a damaged header": b"\x01" + bytes(31),
+    "16 MiB before the handshake": encode_header(
+        FrameType.DATA, Flag.CHECKED, 0, 16 * MIB, 1
     ),
-    "64 KiB before the handshake": (
-        encode_header(FrameType.OPEN, Flag.CHECKED, 0, 65_536, 1),
-        b"",
+    "64 KiB before the handshake": encode_header(
+        FrameType.OPEN, Flag.CHECKED, 0, 65_536, 1
     ),
-    "a HELLO of zeros": (
-        encode_header(FrameType.HELLO, Flag.CHECKED, 0, 224),
-        bytes(224),
-    ),
+    "a HELLO of zeros": encode_header(FrameType.HELLO, Flag.CHECKED, 0, 224)
+    + bytes(224),
 }
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-@scenario()
+@scenario("tcp")
 async def test_r43_what_is_no_handshake_costs_nothing(w: World, what: str) -> None:
-    header, body = GARBAGE[what]
-    stranger = await Stranger.at(w.address)
-    tracemalloc.start()
-    try:
-        stranger.say(header, body)
-        await stranger.closed
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    async with dial(w.address, shake=False) as stranger:
+        tracemalloc.start()
+        try:
+            await stranger.say(GARBAGE[what])
+            await stranger.expect_gone()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
     assert peak < MIB, "nothing is allocated by the size it named"
     assert await w.moves("t", LIST, DEST)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -49,13 +48,10 @@ def _bits(layers: list[Any]) -> Any:
     return np.stack(layers).view(np.uint16)
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
-    """A device whose copies take many pieces, cut in the middle of a block."""
+@pytest.fixture(autouse=True)
+def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies take many pieces, cut in the middle of a block."""
     monkeypatch.setattr(device_copies, "STORE_PIECE_BYTES", 40 * KIB)
-    made = SimulatedDevice()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("into", ["NHD", "HND"])

@@ -16,13 +16,6 @@ from tests.support.tree import ROOT
 
 
 @pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    made = SimulatedDevice()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def stream(device: SimulatedDevice) -> Iterator[Stream]:
     made = device.stream()
     yield made

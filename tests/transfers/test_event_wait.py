@@ -33,10 +33,9 @@ async def test_a_future_that_fails(devices: Devices) -> None:
 
 
 async def test_an_event_that_its_library_does_not_take(
-    devices: Devices, monkeypatch: pytest.MonkeyPatch
+    devices: Devices, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was claimed before it was waited for, so it fails and is not forgotten."""
-    device = SimulatedDevice()
     stream, told = device.stream(), list[str]()
 
     def refuse() -> None:
@@ -46,11 +45,9 @@ async def test_an_event_that_its_library_does_not_take(
     EventWaiter(devices).prepare(stream.record())(told.append)
     assert told == ["failed: RuntimeError: no more streams"]
     stream.close()
-    device.close()
 
 
-async def test_waiting_for_an_event(devices: Devices) -> None:
-    device = SimulatedDevice()
+async def test_waiting_for_an_event(devices: Devices, device: SimulatedDevice) -> None:
     stream, gate = device.stream(), threading.Event()
     stream.call(lambda: void(gate.wait()))
     waiting = asyncio.ensure_future(wait_event(stream.record(), devices))
@@ -66,7 +63,6 @@ async def test_waiting_for_an_event(devices: Devices) -> None:
     with pytest.raises(BackendUnavailable, match="failed: RuntimeError: an illegal"):
         await wait_event(stream.record(), devices)
     stream.close()
-    device.close()
 
 
 async def test_waiting_for_a_future_of_another_thread(devices: Devices) -> None:

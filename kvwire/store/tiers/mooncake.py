@@ -1,8 +1,7 @@
 """A tier in a Mooncake Store: a master knows where objects are, segments have them.
 
 Placement, replicas, eviction and transports are theirs; this side adds what a tier has
-to promise. Objects are those of :mod:`kvwire.store.tiers.object_format`: the whole key
-and a checksum in front of each image.
+to promise.
 
 Their client blocks, cannot be cancelled, and moves memory that was registered with it.
 So every call has a *stage*, a piece of registered memory of ours: images are copied to
@@ -19,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -27,35 +27,24 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.clock import Backoff
-from kvwire.directory.base import ended
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
-from kvwire.limits import (
-    MIB,
-    REASON_CHARS_MAX,
-    STORE_NODE_TIMEOUT_S,
-    STORE_REDIAL_S,
-    STORE_REDIAL_S_MAX,
-    STORE_TIMEOUT_S_MAX,
-)
+from kvwire.limits import MIB
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import error_text, run_to_completion
-from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.cleanup import run_to_completion
+from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
-from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (
-    DAMAGED,
     FAILED,
     LANDED,
     MISSING,
     REFUSED,
     Batch,
     BlockResults,
-    Tier,
 )
-from kvwire.store.tiers.object_format import HEAD_BYTES, path_of, read_objects, stage
+from kvwire.store.tiers.object_format import HEAD_BYTES, stage
+from kvwire.store.tiers.values import ValueTier
 
 with needed_by("a tier in Mooncake Store", extra="mooncake"):
     from mooncake.store import MooncakeDistributedStore
@@ -74,14 +63,20 @@ _NOT_FOUND: Final = -704
 _LOCAL_BYTES: Final = 16 * MIB
 
 
-class MooncakeTier(Tier):
-    """Keeps blocks in a Mooncake Store. Made by :meth:`open`."""
+class MooncakeTier(ValueTier):
+    """Keeps blocks in a Mooncake Store. Made by :meth:`open`.
+
+    Its address is ``mooncake://MASTER:PORT?host=THIS_HOST``. Options: ``prefix``,
+    ``timeout`` in seconds, ``buffer`` (the largest block), ``metadata`` (a metadata
+    server), ``protocol`` (tcp or rdma), ``device`` (of RDMA), and ``segment``, what
+    this process gives the store of its own memory.
+    """
 
     asks: bool = True
 
     def __init__(self, address: TierAddress) -> None:
-        super().__init__(address.text)
-        address.require(
+        super().__init__(
+            address,
             *("prefix", "timeout", "buffer", "host", "metadata", "protocol"),
             *("device", "segment"),
         )
@@ -90,10 +85,6 @@ class MooncakeTier(Tier):
         options, master = address.options, address.place.removeprefix("//")
         host, _, port = master.rpartition(":")
         self._master = host, int(port)
-        self._prefix = f"{options.get('prefix', 'kvwire')}/"
-        self._timeout_s = address.number(
-            "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
-        )
         self._buffer_bytes = address.size_option("buffer", 32 * MIB)
         # Of the `setup` of their client.
         self._arguments = (
@@ -105,42 +96,15 @@ class MooncakeTier(Tier):
             options.get("device", ""),
             master,
         )
-        self._client: _Client | None = None
+        self._native: Any = None
+        # Of each call that is under way, what its return sets.
+        self._calls: weakref.WeakSet[threading.Event] = weakref.WeakSet()
         self._stages: asyncio.Queue[Stage] = asyncio.Queue()
         self._stages_made = 0
-        self._threads = Threads()
-        self._failing = False
-        self._healing: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def open(cls, address: TierAddress) -> MooncakeTier:
-        """Open a tier: ``mooncake://MASTER:PORT?host=THIS_HOST``.
-
-        Options: ``prefix``, ``timeout`` in seconds, ``buffer`` (the largest block),
-        ``metadata`` (a metadata server), ``protocol`` (tcp or rdma), ``device`` (of
-        RDMA), and ``segment``, what this process gives the store of its own memory. A
-        master that cannot be reached is no error: ``error`` says so, and it is tried
-        again.
-
-        Cancel safety: nothing stays open.
-        """
-        tier = cls(address)
-        try:
-            await tier._begin()
-        except OSError as exc:
-            tier._failed(exc)
-        except BaseException:
-            await tier.close()
-            raise
-        return tier
 
     @property
     def taking(self) -> bool:
-        return self._client is not None and not self._failing
-
-    @property
-    def unavailable_reason(self) -> str:  # type: ignore[override]
-        return "" if self.taking else self.error
+        return self._native is not None and not self._failing
 
     async def find(self, keys: Keys) -> Orders:
         """Return ``UNKNOWN`` for each block that is there; the rest ``ABSENT``.
@@ -148,45 +112,26 @@ class MooncakeTier(Tier):
         The order of an image stands in front of it, and is read with it.
         """
         names = self._names(keys)
-        codes = await self._ask(lambda client, _: client.batch_is_exist(names))
+        codes = await self._ask(lambda native, _: native.batch_is_exist(names))
         there = np.array([0] * len(names) if codes is None else codes) == 1
         return np.where(there, UNKNOWN, ABSENT).astype(np.uint8)
-
-    async def delete(self, keys: Keys) -> None:
-        """Remove the objects of blocks, whoever has put them."""
-        gone = await self._remove(keys)
-        if not gone.all():
-            left = int((~gone).sum())
-            raise OSError(f"{self.name}: {left} not deleted: {self.error}")
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Remove every object of a namespace, whoever has put it."""
         pattern = f"^{self._prefix}{digest.hex()}/.*"
         removed = await self._ask(
-            lambda client, _: client.remove_by_regex(pattern, True)
+            lambda native, _: native.remove_by_regex(pattern, True)
         )
         if removed is None or removed < 0:
             raise OSError(f"{self.name}: {self.error or f'error {removed}'}")
 
-    async def close(self) -> None:
-        if self._healing is not None:
-            await ended(self._healing)
-        self._threads.close()
-        client, self._client = self._client, None
-        if client is not None:
-            await run_to_completion(self._start(client.close))
-
     # --- blocks -----------------------------------------------------------------------
 
     async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        return await self._in_parts(batch, self._put)
+        return await self._in_parts(batch, self._put_part)
 
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await self._in_parts(batch, self._get)
-        damaged = batch.keys[results == DAMAGED]
-        if damaged.size:  # otherwise a put would take it that the block is there
-            await self._remove(damaged)
-        return results
+    async def _get(self, batch: Batch) -> BlockResults:
+        return await self._in_parts(batch, self._get_part)
 
     async def _in_parts(
         self, batch: Batch, move: Callable[[Batch], Any]
@@ -206,16 +151,16 @@ class MooncakeTier(Tier):
             batch.orders[which] = part.orders
         return results
 
-    async def _put(self, batch: Batch) -> BlockResults:
+    async def _put_part(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
 
         async def fill(memory: Stage) -> list[int]:
             return await self._threads.run(partial(stage, batch, memory))
 
-        def put(client: Any, memory: Stage, begins: list[int]) -> Any:
+        def put(native: Any, memory: Stage, begins: list[int]) -> Any:
             sizes = np.diff(begins).tolist()
             at = [int(memory.ctypes.data) + begin for begin in begins[:-1]]
-            return client.batch_put_from(names, at, sizes)
+            return native.batch_put_from(names, at, sizes)
 
         codes = await self._ask(put, fill)
         if codes is None:
@@ -229,23 +174,19 @@ class MooncakeTier(Tier):
             self._note(f"error {min(codes)} of a put")
         return results.astype(np.uint8)
 
-    async def _get(self, batch: Batch) -> BlockResults:
+    async def _get_part(self, batch: Batch) -> BlockResults:
         names = self._names(batch.keys)
         room = HEAD_BYTES + int(batch.images.lengths.max())
         results = np.full(batch.keys.size, FAILED, np.uint8)
 
-        def get(client: Any, memory: Stage) -> Any:
+        def get(native: Any, memory: Stage) -> Any:
             at = [int(memory.ctypes.data) + room * n for n in range(len(names))]
-            return client.batch_get_into(names, at, [room] * len(names))
+            return native.batch_get_into(names, at, [room] * len(names))
 
         async def take(memory: Stage, codes: list[int]) -> None:
             came = np.flatnonzero(np.array(codes) > 0)
             raws = [memory[room * n :][: codes[n]].data for n in came.tolist()]
-            part = batch.selected(came)
-            read = await self._threads.run(partial(read_objects, part, raws))
-            # Another block's object is in the way of a put, as a damaged one is.
-            read[read == MISSING] = DAMAGED
-            results[came], batch.orders[came] = read, part.orders
+            await self._unpack(batch, came, raws, results)
 
         codes = await self._ask(get, then=take)
         if codes is not None:
@@ -257,7 +198,7 @@ class MooncakeTier(Tier):
     async def _remove(self, keys: Keys) -> Bits:
         """Remove objects; return which are gone."""
         names = self._names(keys)
-        codes = await self._ask(lambda client, _: client.batch_remove(names, True))
+        codes = await self._ask(lambda native, _: native.batch_remove(names, True))
         if codes is None:
             return np.zeros(keys.size, np.bool_)
         gone: Bits = np.isin(np.array(codes), (0, _NOT_FOUND))
@@ -274,12 +215,12 @@ class MooncakeTier(Tier):
         """Call the client on a thread, with a stage; None if it did not answer in time.
 
         Args:
-            call: Takes the client, the stage and, if there is one, what ``fill`` gave.
+            call: Takes their client, the stage and what ``fill`` gave, if there is one.
             fill: Fills the stage first.
             then: Empties it.
         """
-        client = self._client
-        if client is None or self._failing:
+        native = self._native
+        if native is None or self._failing:
             return None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -290,13 +231,12 @@ class MooncakeTier(Tier):
         future: asyncio.Future[T] | None = None
         try:
             filled = () if fill is None else (await fill(memory),)
-            work = partial(call, client.native, memory, *filled)
-            future = self._start(partial(client.call, work))
+            future = self._start(partial(call, native, memory, *filled))
             await asyncio.wait((future,), timeout=self._timeout_s)
             if not future.done():
                 self._failed(TimeoutError(f"no answer within {self._timeout_s:g} s"))
                 if self._stages_made < _STAGES_MAX:
-                    self._add_stage(client.native)
+                    self._add_stage(native)
                 return None
             answer = future.result()
             if then is not None:
@@ -315,6 +255,7 @@ class MooncakeTier(Tier):
         """Call on a thread of its own, for which no end of a process waits."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
+        self._calls.add(returned := threading.Event())
 
         def settle(result: T | None, error: Exception | None) -> None:
             if error is None:
@@ -329,6 +270,7 @@ class MooncakeTier(Tier):
                 result = call()
             except Exception as exc:  # noqa: BLE001 - whatever their binding raises
                 error = exc
+            returned.set()
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(settle, result, error)
 
@@ -336,88 +278,52 @@ class MooncakeTier(Tier):
         return future
 
     def _names(self, keys: Keys) -> list[str]:
-        return [self._name(key) for key in keys.tolist()]
-
-    def _name(self, key: Key) -> str:
-        return self._prefix + path_of(key)
-
-    def _note(self, error: str) -> None:
-        self.error = error[:REASON_CHARS_MAX]
+        return list(map(self._name, keys.tolist()))
 
     # --- who is there -----------------------------------------------------------------
 
-    async def _begin(self) -> None:
+    async def _connect(self) -> None:
         """Make the client and its stages."""
         # Their client waits for a minute where nobody listens.
         async with asyncio.timeout(self._timeout_s):
             _, writer = await asyncio.open_connection(*self._master)
         writer.close()
-        client = await run_to_completion(
+        native = await run_to_completion(
             self._start(partial(_connected, self._arguments))
         )
         for _ in range(_STAGES):
-            self._add_stage(client)
-        self._client = _Client(client)
+            self._add_stage(native)
+        self._native = native
 
-    def _add_stage(self, client: Any) -> None:
+    def _add_stage(self, native: Any) -> None:
         memory = np.zeros(self._buffer_bytes, np.uint8)
-        code = client.register_buffer(memory.ctypes.data, memory.nbytes)
+        code = native.register_buffer(memory.ctypes.data, memory.nbytes)
         if code:
             raise OSError(f"error {code}: its client does not take our memory")
         self._stages_made += 1
         self._stages.put_nowait(memory)
 
-    def _failed(self, error: Exception) -> None:
-        """Pass the store over until its master answers."""
-        self._note(error_text(error))
-        self._failing = True
-        if self._healing is None or self._healing.done():
-            self._healing = asyncio.create_task(self._heal())
+    async def _is_back(self) -> bool:
+        if self._native is None:
+            await self._connect()
+        code = await self._start(self._native.health_check)
+        return code == 0 and not self._stages.empty()
 
-    async def _heal(self) -> None:
-        backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
-        while self._failing:
-            await asyncio.sleep(backoff.pause_s())
-            try:
-                if self._client is None:
-                    await self._begin()
-                client = self._client
-                assert client is not None
-                check = partial(client.call, client.native.health_check)
-                code = await self._start(check)
-            except OSError as exc:
-                self._note(error_text(exc))
-                continue
-            self._failing = code != 0 or self._stages.empty()
+    async def _disconnect(self) -> None:
+        native, self._native = self._native, None
+        if native is None:
+            return
+        calls = [returned for returned in self._calls if not returned.is_set()]
+        closed = self._start(partial(_close, native, calls))
+        if not calls:
+            await run_to_completion(closed)
 
 
-class _Client:
-    """Their client, closed when the last of its calls has returned; from any thread."""
-
-    def __init__(self, native: Any) -> None:
-        self.native = native
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._closing = False
-
-    def call(self, work: Callable[[], T]) -> T:
-        with self._lock:
-            self._calls += 1
-        try:
-            return work()
-        finally:
-            with self._lock:
-                self._calls -= 1
-                last = self._closing and not self._calls
-            if last:
-                self.native.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closing = True
-            idle = not self._calls
-        if idle:
-            self.native.close()
+def _close(native: Any, calls: list[threading.Event]) -> None:
+    """Close a client once its calls have returned. On a thread."""
+    for returned in calls:
+        returned.wait()
+    native.close()
 
 
 def _connected(arguments: tuple[Any, ...]) -> Any:

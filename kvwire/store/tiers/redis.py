@@ -1,9 +1,7 @@
 """A tier in Redis or Valkey: ``redis://host:6379``, one value for each block.
 
 A single server or a cluster: sharding, replication, failover, eviction and times to
-live are theirs. A value is what an object is, see
-:mod:`kvwire.store.tiers.object_format`: a head with the key, the order and checksums,
-and the image. So a value that was cut, replaced or answered by mistake is no block.
+live are theirs.
 
 All keys of a call that one server has go to it as pipelines, side by side with those
 of the others. One that fails, or has not answered by the deadline, is passed over from
@@ -24,39 +22,25 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvwire.clock import Backoff
-from kvwire.directory.base import ended
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.limits import (
-    REASON_CHARS_MAX,
-    STORE_NODE_TIMEOUT_S,
-    STORE_PIPELINE_BYTES,
-    STORE_REDIAL_S,
-    STORE_REDIAL_S_MAX,
-    STORE_TIMEOUT_S_MAX,
-    STORE_TTL_S_MAX,
-)
+from kvwire.kv.blocks import Bits
+from kvwire.limits import STORE_PIPELINE_BYTES, STORE_TTL_S_MAX
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (
+    FAILED,
     LANDED,
+    MISSING,
+    REFUSED,
     Batch,
-    BlockResult,
     BlockResults,
-    Tier,
     Touches,
 )
-from kvwire.store.tiers.object_format import (
-    HEAD_BYTES,
-    ObjectHead,
-    packed,
-    path_of,
-    read_objects,
-)
+from kvwire.store.tiers.object_format import HEAD_BYTES, ObjectHead, packed
+from kvwire.store.tiers.values import ValueTier
 
 with needed_by("a tier in Redis", extra="redis"):
     from redis import exceptions
@@ -90,12 +74,19 @@ _TLS: Final = {
 _PAGE: Final = 1000
 
 
-class RedisTier(Tier):
-    """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`."""
+class RedisTier(ValueTier):
+    """Keeps blocks in a Redis, a Valkey or a cluster of them. Made by :meth:`open`.
+
+    Its address is ``redis://HOST:PORT,HOST:PORT?prefix=NAME&ttl=SECONDS``. ``rediss``
+    is TLS, ``valkey`` and ``valkeys`` the same. Whether it is a cluster the first
+    server says that answers.
+    """
+
+    faults = _FAULTS
+    refusals = (AuthenticationError, ValueError, TypeError)
 
     def __init__(self, address: TierAddress) -> None:
-        super().__init__(address.text)
-        address.require("prefix", "ttl", "timeout", *_TLS)
+        super().__init__(address, "prefix", "ttl", "timeout", *_TLS)
         scheme = _SCHEMES.get(address.scheme, address.scheme)
         url = urlsplit(f"{scheme}:{address.place}")
         who, at, hosts = url.netloc.rpartition("@")
@@ -107,49 +98,17 @@ class RedisTier(Tier):
             f"{scheme}://{who}{at}{host}{url.path}" for host in hosts.split(",")
         ]
         options = address.options
-        self._prefix = f"{options.get('prefix', 'kvwire')}/"
         ttl_s = address.number("ttl", 0, STORE_TTL_S_MAX)
         self._expiry: Command = ("PX", max(1, int(ttl_s * 1000))) if ttl_s else ()
-        timeout_s = address.number("timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
-        self._timeout_s = timeout_s
         self._arguments: dict[str, Any] = {
-            "socket_connect_timeout": timeout_s,
-            "socket_timeout": timeout_s,
+            "socket_connect_timeout": self._timeout_s,
+            "socket_timeout": self._timeout_s,
             # Who calls is told, and a task of this tier tries again.
             "retry": Retry(NoBackoff(), 0),
             **{_TLS[name]: options[name] for name in _TLS if name in options},
         }
         self._client: Redis | RedisCluster | None = None
-        # Servers that have failed since it was last asked who is there.
-        self._failing: set[str] = set()
-        self._healing: asyncio.Task[None] | None = None
-        self._backoff = Backoff(STORE_REDIAL_S, STORE_NODE_TIMEOUT_S)
-        self._failed_at = 0.0
         self._touches = Touches()
-        self._threads = Threads()
-
-    @classmethod
-    async def open(cls, address: TierAddress) -> RedisTier:
-        """Open a tier: ``redis://HOST:PORT,HOST:PORT?prefix=NAME&ttl=SECONDS``.
-
-        ``rediss`` is TLS, ``valkey`` and ``valkeys`` the same. Whether it is a cluster
-        the first server says that answers. A server that cannot be reached is no
-        error: ``error`` says so, and it is tried again.
-
-        Cancel safety: nothing stays open.
-        """
-        tier = cls(address)
-        try:
-            await tier._connect()
-        except (AuthenticationError, ValueError, TypeError) as exc:
-            await tier.close()
-            raise UsageError(f"tier {address.text!r}: {error_text(exc)}") from None
-        except _FAULTS as exc:
-            tier._failed("", exc)
-        except BaseException:
-            await tier.close()
-            raise
-        return tier
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
@@ -158,10 +117,6 @@ class RedisTier(Tier):
     @property
     def taking(self) -> bool:
         return self._client is not None
-
-    @property
-    def unavailable_reason(self) -> str:  # type: ignore[override]
-        return self.error if self._failing else ""
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``; one round trip."""
@@ -180,13 +135,6 @@ class RedisTier(Tier):
         """Note a use; the servers hear of it when something is looked for."""
         self._touches.add(keys)
 
-    async def delete(self, keys: Keys) -> None:
-        """Delete the values of blocks, whoever has put them."""
-        done = await self._ask(keys, lambda _, name: ("UNLINK", name))
-        failed = sum(isinstance(one, BaseException) for one in done)
-        if failed:
-            raise OSError(f"{self.name}: {failed} not deleted: {self.error}")
-
     async def delete_namespace(self, digest: bytes) -> None:
         """Delete every value of a namespace, whoever has put it; looks at all keys."""
         if self._client is None:
@@ -204,14 +152,6 @@ class RedisTier(Tier):
         except _FAULTS as exc:
             raise OSError(f"{self.name}: {error_text(exc)}") from exc
 
-    async def close(self) -> None:
-        if self._healing is not None:
-            await ended(self._healing)
-        self._threads.close()
-        client, self._client = self._client, None
-        if client is not None:
-            await _closed(client)
-
     # --- blocks -----------------------------------------------------------------------
 
     async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
@@ -222,40 +162,24 @@ class RedisTier(Tier):
 
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
         done = await self._ask(batch.keys, command, nbytes)
-        kinds = (
-            BlockResult.REFUSED
-            if isinstance(one, OutOfMemoryError)
-            else BlockResult.FAILED
-            if isinstance(one, BaseException)
-            else BlockResult.LANDED
-            for one in done
-        )
-        results = np.fromiter(kinds, np.uint8, batch.keys.size)
+        results = np.where(list(map(_is_error, done)), FAILED, LANDED)
+        results[[isinstance(one, OutOfMemoryError) for one in done]] = REFUSED
         self._touches.moved(batch.keys[results == LANDED])
         return results
 
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+    async def _get(self, batch: Batch) -> BlockResults:
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
         done = await self._ask(batch.keys, lambda _, name: ("GET", name), nbytes)
-        raws: list[memoryview] = []
-        came: list[int] = []
-        for at, value in enumerate(done):
-            if value is None:
-                results[at] = BlockResult.MISSING
-            elif isinstance(value, bytes):
-                raws.append(memoryview(value))
-                came.append(at)
-        if came:
-            where = np.array(came)
-            part = batch.selected(where)
-            results[where] = await self._threads.run(partial(read_objects, part, raws))
-            batch.orders[where] = part.orders
-            damaged = batch.keys[results == BlockResult.DAMAGED]
-            # Otherwise a put would take it that the block is there.
-            await self._ask(damaged, lambda _, name: ("UNLINK", name))
-            self._touches.moved(batch.keys[results == LANDED])
+        results = np.where([one is None for one in done], MISSING, FAILED)
+        came = np.flatnonzero([isinstance(one, bytes) for one in done])
+        raws = [memoryview(done[at]) for at in came]
+        await self._unpack(batch, came, raws, results)
+        self._touches.moved(batch.keys[results == LANDED])
         return results
+
+    async def _remove(self, keys: Keys) -> Bits:
+        done = await self._ask(keys, lambda _, name: ("UNLINK", name))
+        return ~np.fromiter(map(_is_error, done), np.bool_, len(done))
 
     # --- requests ---------------------------------------------------------------------
 
@@ -300,14 +224,14 @@ class RedisTier(Tier):
             async with asyncio.timeout(self._timeout_s):
                 answers: list[Any] = await pipeline.execute(raise_on_error=False)
         except _FAULTS as exc:
-            self._failed(server, exc)
+            self._failed(exc, server)
             return []
         for answer in answers:
             if isinstance(answer, _AWAY):
-                self._failed(server, answer)
+                self._failed(answer, server)
                 break
             if isinstance(answer, Exception):
-                self.error = error_text(answer)[:REASON_CHARS_MAX]
+                self._note(error_text(answer))
         return answers
 
     def _by_server(
@@ -321,14 +245,11 @@ class RedisTier(Tier):
             try:
                 node = client.get_node_from_key(self._name(key))
             except _FAULTS as exc:  # nobody has the slot
-                self._failed("?", exc)
+                self._failed(exc, "?")
                 continue
             if node is not None:
                 servers.setdefault(node.name, []).append(at)
         return servers
-
-    def _name(self, key: Key) -> str:
-        return self._prefix + path_of(key)
 
     # --- who is there -----------------------------------------------------------------
 
@@ -354,34 +275,20 @@ class RedisTier(Tier):
                 return
         raise fault
 
-    def _failed(self, server: str, error: BaseException) -> None:
-        """Pass a server over until it was asked again who is there."""
-        text = error_text(error).partition("\n")[0]
-        self.error = f"{server} {text}".strip()[:REASON_CHARS_MAX]
-        self._failing.add(server)  # bounded: the servers of a cluster
-        if self._healing is None or self._healing.done():
-            now = asyncio.get_running_loop().time()
-            if now - self._failed_at > STORE_REDIAL_S_MAX:
-                self._backoff.reset()
-            self._failed_at = now
-            self._healing = asyncio.create_task(self._heal())
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await _closed(client)
 
-    async def _heal(self) -> None:
-        """Ask who is there until somebody says so; then all are worth a try again."""
-        while self._failing:
-            await asyncio.sleep(self._backoff.pause_s())
-            try:
-                if self._client is None:
-                    await self._connect()
-                async with asyncio.timeout(self._timeout_s):
-                    if isinstance(self._client, RedisCluster):
-                        await self._client.nodes_manager.initialize()
-                    elif self._client is not None:
-                        await self._client.ping()
-            except _FAULTS as exc:
-                self.error = error_text(exc)[:REASON_CHARS_MAX]
-                continue
-            self._failing.clear()
+    async def _is_back(self) -> bool:
+        if self._client is None:
+            await self._connect()
+        async with asyncio.timeout(self._timeout_s):
+            if isinstance(self._client, RedisCluster):
+                await self._client.nodes_manager.initialize()
+            elif self._client is not None:
+                await self._client.ping()
+        return True
 
 
 async def _cluster(url: str, arguments: dict[str, Any]) -> RedisCluster:
@@ -411,3 +318,7 @@ def _order(key: Key, raw: Any) -> int:
     """Return the order that a head names, or ``ABSENT`` if it is none of that key."""
     head = ObjectHead.read(memoryview(raw)) if isinstance(raw, bytes) else None
     return head.order if head is not None and head.key == key else ABSENT
+
+
+def _is_error(answer: object) -> bool:
+    return isinstance(answer, BaseException)

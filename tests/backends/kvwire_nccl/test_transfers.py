@@ -65,13 +65,6 @@ def _over_device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake._wires.clear()
 
 
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    made = SimulatedDevice()
-    yield made
-    made.close()
-
-
 @asynccontextmanager
 async def connected_by(**wishes: Any) -> AsyncIterator[Pair]:
     """A pair over TCP, whose data goes by nccl."""

@@ -47,13 +47,6 @@ def loop() -> Loop:
 
 
 @pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
-    made = SimulatedDevice()
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def copy_engine(device: SimulatedDevice, loop: Loop) -> Iterator[CopyEngine]:
     made = CopyEngine(device, loop.call_soon, 100 * PIECE_BYTES)
     yield made

@@ -72,8 +72,7 @@ async def test_a_wrong_object_is_missing(master: Server, at: int | None) -> None
     name = f"wrong {at}"
     async with BlockStore.open([where(master)]) as store:
         tier = tier_of(store, MooncakeTier)
-        assert tier._client is not None
-        native = tier._client.native
+        native = tier._native
         first, other = (tier._name(NAMESPACE.digest + one) for one in chain(2, name))
 
         def damage() -> None:
@@ -127,9 +126,7 @@ async def test_a_call_that_hangs_is_given_up_with_its_stage(master: Server) -> N
     gate = threading.Event()
     async with BlockStore.open([where(master, timeout=0.2)]) as store:
         tier = tier_of(store, MooncakeTier)
-        client = tier._client
-        assert client is not None
-        real = client.native
+        real = tier._native
 
         class Hangs:
             """Answers a get when it is let."""
@@ -143,7 +140,7 @@ async def test_a_call_that_hangs_is_given_up_with_its_stage(master: Server) -> N
 
         assert (await store.put(hashes, source.cache, range(4))).complete
         await store._tiers.memory.empty()
-        client.native = Hangs()
+        tier._native = Hangs()
         outcome = await store.get(hashes, target.cache, range(4))
         assert "no answer within 0.2 s" in outcome.missing.reasons[0]
         # The other stage serves on, once the master has answered.

@@ -75,7 +75,11 @@ def classes_of_one_name(files: Sequence[Source]) -> Iterator[check.Finding]:
             seen[node.name] = source.path
 
 
-_TIERS = ("coded", "disk", "mooncake", "object", "redis", "remote", "sharded")
+_TIERS = (
+    *("coded", "disk", "mooncake", "object"),
+    *("redis", "remote", "sharded", "values"),
+)
+_DIRECTORIES = ("dns", "file", "kubernetes", "nats", "ray", "redis")
 _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 
 CHECKS = (
@@ -105,13 +109,15 @@ CHECKS = (
         over=("kvwire/",),
         # Commands are run, not awaited, and only the kit itself awaits its checks. The
         # core's requests are records that nobody can await. What is behind a facade
-        # keeps the promise that the facade states, and a tier those of Tier.
+        # keeps the promise that the facade states, a tier those of Tier, and a kind of
+        # directory those of Directory.
         beyond=(
             "kvwire/cli/",
             "kvwire/endpoint/",
             "kvwire/proto/",
             "kvwire/testing/conformance/",
             *(f"kvwire/store/tiers/{name}.py" for name in _TIERS),
+            *(f"kvwire/directory/{name}.py" for name in _DIRECTORIES),
         ),
         find=check.each(cancel_safety),
         bad=[
