@@ -33,7 +33,6 @@ class InprocBackend(Backend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         lanes=True, same_process=True, same_host=True
     )
-    settings: ClassVar = {"break_after": (), "span_bytes": ()}
 
     def __init__(self, faults: FaultPlan | None = None) -> None:
         self._faults = faults if faults is not None else injected_plan()
@@ -81,7 +80,7 @@ class InprocBackend(Backend):
 
     def open_lane(self, context: LaneContext) -> Lane:
         """Open one endpoint of a lane within this process."""
-        return InprocLane(context)
+        return InprocLane()
 
     def _pipe(self, lock: threading.RLock) -> InprocPipe:
         """Return the pipe for what one link of this side sends."""

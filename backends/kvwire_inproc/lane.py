@@ -1,8 +1,8 @@
-"""Lanes between event loops of one process: the reference of the contract.
+"""Lanes between event loops of one process: a link whose frames are the payloads.
 
-A payload waits in its sender's memory under its descriptor until the receiver knows
-where it goes, and the receiver copies it. All of that happens under one lock, so once a
-endpoint has ended under it, nobody reads that endpoint's memory any more.
+A frame's header is the descriptor of its payload. The control link says where that
+belongs; while no payload is awaited the link is paused, and what was sent waits in its
+sender's memory.
 """
 
 from __future__ import annotations
@@ -10,68 +10,49 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Mapping
 from itertools import count
 from typing import Final
 
-from kvwire.backend import Landing, Payload
-from kvwire.backend.lane import Lane, LaneContext, LaneHandler
-from kvwire.errors import (
-    BackendUnavailable,
-    ConnectionLost,
-    MalformedFrame,
-    UsageError,
-)
-from kvwire.limits import LANE_WAKEUP_BYTES
-from kvwire.memory.copy import copy
+from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.backend.lane import Lane, LaneHandler
+from kvwire.errors import BackendUnavailable, ConnectionLost, MalformedFrame
+from kvwire.limits import HEADER_BYTES
+from kvwire_inproc.link import InprocLink, join
+from kvwire_inproc.pipe import InprocPipe
 
 _PREFIX: Final = b"inproc lane "
 _NUMBER_BYTES: Final = 8
 
-# One for all lanes: they are few, and copies within one process take turns anyway.
-_lock = threading.RLock()
+_lock = threading.Lock()
 _numbers = count(1)
-_endpoints: dict[int, InprocLane] = {}
+_endpoints: dict[bytes, InprocLane] = {}
 
 
-class InprocLane(Lane):
-    """Implements one endpoint of a lane.
-
-    Args:
-        context: With the setting ``break_after``, the lane breaks after this endpoint
-            has received so many payloads: what a test of failover wants. ``span_bytes``
-            is that of the lane.
-    """
+class InprocLane(Lane, LinkHandler):
+    """Implements one endpoint of a lane."""
 
     intact = True
+    _handler: LaneHandler
 
-    def __init__(self, context: LaneContext) -> None:
-        self._break_after = _number(context.settings, "break_after")
-        self.span_bytes = _number(context.settings, "span_bytes")
-        self._loop = asyncio.get_running_loop()
-        self._number = next(_numbers)
-        self._handler: LaneHandler | None = None
-        self._peer: InprocLane | None = None
-        self._descriptors = count(1)
-        # Sent and not flushed; flushed and not taken by the peer.
-        self._queue: dict[int, tuple[Payload, object]] = {}
-        self._offers: dict[int, tuple[Payload, object]] = {}
-        self._awaited: deque[tuple[int, Landing]] = deque()
-        # Tokens of payloads that the peer has taken.
-        self._taken: deque[object] = deque()
-        self._received = 0
-        self._received_bytes = 0
-        self._full = False
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._bootstrap = _PREFIX + next(_numbers).to_bytes(_NUMBER_BYTES, "little")
+        # Made by whichever side joins first, for both; and taken by the own join.
+        self.made: InprocLink | None = None
+        self._link: InprocLink | None = None
+        self._sent = self._given_back = self._received_bytes = 0
+        # Descriptors, and where the payloads go; the first may be coming in.
+        self._awaited: deque[tuple[bytes, Landing]] = deque()
         self._closing = False
         self._ended = False
-        self._due = False
+        self._error: Exception | None = None
         with _lock:
-            _endpoints[self._number] = self  # bounded: LANES_MAX
+            _endpoints[self._bootstrap] = self  # bounded: LANES_MAX
 
     @property
     def bootstrap(self) -> bytes:
         """Return the number of this endpoint."""
-        return _PREFIX + self._number.to_bytes(_NUMBER_BYTES, "little")
+        return self._bootstrap
 
     @property
     def description(self) -> str:
@@ -82,23 +63,28 @@ class InprocLane(Lane):
 
         Cancel safety: safe, it never waits.
         """
-        number = int.from_bytes(bootstrap[len(_PREFIX) :], "little")
-        sized = len(bootstrap) == len(_PREFIX) + _NUMBER_BYTES
         with _lock:
-            peer = _endpoints.get(number)
+            peer = _endpoints.get(bootstrap)
             if self._ended:
                 raise BackendUnavailable("the lane was aborted")
-            if not sized or not bootstrap.startswith(_PREFIX) or peer is None:
-                self.abort()
-                raise BackendUnavailable("the peer is not in this process")
-            self._peer, self._handler = peer, handler
+            if peer is not None and self.made is peer.made is None:
+                lock = threading.RLock()
+                pipes = InprocPipe(lock), InprocPipe(lock)
+                self.made, peer.made = join(self.loop, peer.loop, pipes, None)
+        if peer is None or self.made is None:
+            self.abort()
+            raise BackendUnavailable("the peer is not in this process")
+        self._handler, self._link = handler, self.made
+        self._link.pause()
+        self._link.start(self)
 
     def send(self, payload: Payload, token: object) -> bytes:
-        if self._ended or self._closing:
+        if self._ended or self._closing or self._link is None:
             return b""
-        descriptor = next(self._descriptors)
-        self._queue[descriptor] = (payload, token)  # bounded: LANE_PAYLOADS_MAX
-        return descriptor.to_bytes(_NUMBER_BYTES, "little")
+        self._sent += 1
+        descriptor = self._sent.to_bytes(_NUMBER_BYTES, "little")
+        self._link.send(descriptor.ljust(HEADER_BYTES, b"\0"), payload, token)
+        return descriptor
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
         if len(descriptor) != _NUMBER_BYTES:
@@ -106,124 +92,70 @@ class InprocLane(Lane):
                 "KVW-LN-07", f"a descriptor of {len(descriptor)} bytes"
             )
         if not self._ended:
-            # bounded: LANE_PAYLOADS_MAX
-            self._awaited.append((int.from_bytes(descriptor, "little"), landing))
+            self._awaited.append((descriptor, landing))  # bounded: LANE_PAYLOADS_MAX
 
     def flush(self) -> None:
-        with _lock:
-            self._offers |= self._queue
-            self._queue.clear()
-            self._full = self._full or bool(self._offers)
-            peer = self._peer
-        self._wake()
-        if peer is not None:
-            peer._wake()  # noqa: SLF001 - the other endpoint
+        if self._link is not None:
+            self._link.flush()
+            if self._awaited:
+                self._link.resume()
 
     def close(self) -> None:
         self._closing = True
         self.flush()
+        self._end_if_done()
 
     def abort(self) -> None:
         self._end(None)
 
     @property
     def queued_bytes(self) -> int:
-        with _lock:
-            waiting = [*self._queue.values(), *self._offers.values()]
-        return sum(payload.nbytes for payload, _ in waiting)
+        return self._link.queued_bytes if self._link is not None else 0
 
     @property
     def received_bytes(self) -> int:
         return self._received_bytes
 
-    # --- the turns of this endpoint's loop --------------------------------------------
+    # --- what the link tells ----------------------------------------------------------
 
-    def _wake(self) -> None:
-        """Take a turn soon; called from any thread."""
-        with _lock:
-            if self._due or self._ended:
-                return
-            self._due = True
-        try:
-            self._loop.call_soon_threadsafe(self._turn)
-        except RuntimeError:
-            self._ended = True  # its loop was closed, and its memory with it
+    def header_received(self, link: Link, header: memoryview) -> Landing:
+        descriptor, landing = self._awaited[0]
+        if header[:_NUMBER_BYTES] != descriptor:
+            self._end(ConnectionLost("the peer sends another payload than it has said"))
+        elif len(self._awaited) == 1:
+            link.pause()
+        return landing
 
-    def _turn(self) -> None:
-        self._due = False
-        if self._ended or self._handler is None or self._peer is None:
-            return
-        try:
-            self._tell_sent(self._handler)
-            self._take(self._peer, self._handler)
-        except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
-            self._end(exc)
-        self._maybe_end()
+    def body_received(self, link: Link, landing: Landing) -> None:
+        self._awaited.popleft()
+        self._received_bytes += landing.length
+        self._handler.payload_received(self, landing)
+        self._end_if_done()
 
-    def _maybe_end(self) -> None:
-        """End if nothing is left to do, or nobody to do it with."""
-        if self._peer is None:
-            return
-        busy = self._awaited or self._offers or self._queue or self._taken
-        if self._closing and not busy:
+    def frame_sent(self, link: Link, token: object) -> None:
+        self._given_back += 1
+        self._handler.payload_sent(self, token)
+        self._end_if_done()
+
+    def link_writable(self, link: Link) -> None:
+        self._handler.lane_writable(self)
+
+    def link_closed(self, link: Link, error: Exception | None) -> None:
+        if not self._ended:
+            self._end(error or ConnectionLost("the other endpoint has ended"))
+        self.loop.call_soon(self._handler.lane_closed, self, self._error)
+
+    def _end_if_done(self) -> None:
+        """End a lane that is closed, once nothing of this side is under way."""
+        if self._closing and not self._awaited and self._given_back == self._sent:
             self._end(None)
-        elif self._peer._ended:  # noqa: SLF001 - the other endpoint
-            self._end(ConnectionLost("the other endpoint of the lane has ended"))
-
-    def _tell_sent(self, handler: LaneHandler) -> None:
-        while self._taken and not self._ended:
-            handler.payload_sent(self, self._taken.popleft())
-        if self._full and not self._ended and not self.queued_bytes:
-            self._full = False
-            handler.lane_writable(self)
-
-    def _take(self, peer: InprocLane, handler: LaneHandler) -> None:
-        """Copy what the peer offers to where it belongs, up to a budget."""
-        moved_bytes = 0
-        while self._awaited and not self._ended:
-            descriptor, landing = self._awaited[0]
-            if moved_bytes and moved_bytes + landing.length > LANE_WAKEUP_BYTES:
-                self._wake()
-                return
-            with _lock:
-                offer = peer._offers.pop(descriptor, None)
-                if offer is None:
-                    return
-                payload, token = offer
-                if landing.payload is not None:
-                    copy(payload, landing.payload)
-                peer._taken.append(token)
-            peer._wake()
-            self._awaited.popleft()
-            moved_bytes += landing.length
-            self._received += 1
-            self._received_bytes += landing.length
-            handler.payload_received(self, landing)
-            if self._received == self._break_after:
-                self._end(ConnectionLost(f"it breaks after {self._received} payloads"))
 
     def _end(self, error: Exception | None) -> None:
-        with _lock:
-            if self._ended:
-                return
-            self._ended = True
-            _endpoints.pop(self._number, None)
-            self._queue.clear()
-            self._offers.clear()
-            peer, handler = self._peer, self._handler
-            self._handler = None
+        if self._ended:
+            return
+        self._ended, self._error = True, error
         self._awaited.clear()
-        self._taken.clear()
-        if peer is not None:
-            peer._wake()  # noqa: SLF001 - the other endpoint
-        if handler is not None:
-            self._loop.call_soon(handler.lane_closed, self, error)
-        self._peer = None
-
-
-def _number(settings: Mapping[str, str], key: str) -> int:
-    """Return the number in a setting; 0 if there is none."""
-    text = settings.get(key, "0")
-    if not text.isdecimal():
-        raise UsageError(f"{key}={text!r}: a number is needed")
-    return int(text)
+        with _lock:
+            del _endpoints[self._bootstrap]
+        if self._link is not None:
+            self._link.abort()

@@ -242,7 +242,7 @@ def join(
     connecting: asyncio.AbstractEventLoop,
     accepting: asyncio.AbstractEventLoop,
     pipes: tuple[InprocPipe, InprocPipe],
-    address: Address,
+    address: Address | None,
 ) -> tuple[InprocLink, InprocLink]:
     """Make the two ends of a link."""
     there, back = pipes

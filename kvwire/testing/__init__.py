@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvwire.testing.conformance import check_backend
-    from kvwire.testing.conformance.directories import check_directory
     from kvwire.testing.conformance.runner import check_lanes
     from kvwire.testing.harness import Loopback, loopback
 
 _HOMES = {
     "Loopback": "kvwire.testing.harness",
     "check_backend": "kvwire.testing.conformance",
-    "check_directory": "kvwire.testing.conformance.directories",
     "check_lanes": "kvwire.testing.conformance.runner",
     "loopback": "kvwire.testing.harness",
 }
 
-__all__ = ["Loopback", "check_backend", "check_directory", "check_lanes", "loopback"]
+__all__ = ["Loopback", "check_backend", "check_lanes", "loopback"]
 
 
 def __getattr__(name: str) -> Any:

@@ -109,6 +109,11 @@ def writes_after_the_end(
         self._loop.call_soon(ends.__setitem__, slice(None), bytes(100))
 
 
+@caught_by("memory.abort-sender")
+def is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(InprocPipe, "end", lambda self, error: self.finish())
+
+
 @caught_by("memory.released-idle", "memory.released-aborted", "leak.collected")
 def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
     held: list[object] = []

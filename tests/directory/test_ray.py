@@ -17,9 +17,7 @@ import ray
 
 from kvwire.directory import ChangeKind, open_directory
 from kvwire.directory import ray as on_ray
-from kvwire.testing import check_directory
-from kvwire.testing.conformance import Check
-from kvwire.testing.conformance.directories import DIRECTORY_CHECKS
+from tests.directory.contract import PROMISES, Promise, members_of
 from tests.directory.records import record
 
 pytestmark = [
@@ -81,11 +79,12 @@ class TestOnRay:
     def _nothing_left(self, ray_cluster: None) -> None:
         """Ray keeps threads and descriptors for as long as it is connected."""
 
-    @pytest.mark.parametrize("check", DIRECTORY_CHECKS, ids=lambda check: check.id)
-    async def test_directory(self, check: Check) -> None:
-        # Its actor is started first, which takes longer than a check may.
+    @pytest.mark.parametrize("promise", PROMISES)
+    async def test_directory(self, promise: Promise) -> None:
+        # Its actor is started first, which takes longer than a promise may.
         await open_directory("ray:kit").members()
-        await check_directory("ray:kit", only=[check.id])
+        async with members_of("ray:kit") as members:
+            await promise(members)
 
     async def test_members_come_back_after_the_actor_was_killed(self) -> None:
         one = record(1)

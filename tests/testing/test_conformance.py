@@ -98,8 +98,8 @@ def test_the_command_prints_each_check(capsys: pytest.CaptureFixture[str]) -> No
     assert "2 of 2 checks passed" in printed
     assert main(["inproc", "--lanes", "--only", "close.t*"]) == 0
     assert "2 of 2 checks passed" in capsys.readouterr().out
-    assert main(["inproc", "--lanes", "-x", "--setting", "span_bytes=x"]) == 1
-    assert "number is needed" in capsys.readouterr().out
+    assert main(["local", "--lanes", "-x", "--setting", "way=none"]) == 1
+    assert "KeyError: 'none'" in capsys.readouterr().out
 
 
 @pytest.fixture

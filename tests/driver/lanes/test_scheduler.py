@@ -1,7 +1,7 @@
 """Data beside the control link: which transport carries it, and what if it breaks.
 
 The lanes are those of inproc beside a link over tcp, so everything between them and the
-application is real. ``break_after`` cuts one after so many payloads.
+application is real.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from kvwire import ConnectionLost
-from kvwire.backend import Payload
+from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import ConnectionClosed
 from kvwire.limits import SPAN_BYTES_MAX
 from kvwire_inproc.lane import InprocLane
@@ -33,25 +33,40 @@ from tests.support.pairs import connected, until
 _stays_down = lane_pause(NEVER_S, autouse=True)
 
 
-def breaking(after: int) -> dict[str, dict[str, str]]:
-    return {"inproc": {"break_after": str(after)}}
+def break_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let each side's lane break once so many payloads have arrived there."""
+
+    class Breaking(InprocLane):
+        received = 0
+
+        def body_received(self, link: Link, landing: Landing) -> None:
+            super().body_received(link, landing)
+            self.received += 1
+            if self.received == count:
+                self._end(ConnectionLost("planted"))
+
+    use(monkeypatch, Breaking, "both")
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
-async def test_spans_are_sent_again_as_chunks(after: int) -> None:
+async def test_spans_are_sent_again_as_chunks(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lane takes 8 MiB at once, the control link chunk by chunk."""
-    backends = {
-        "inproc": {"break_after": str(after), "span_bytes": str(SPAN_BYTES_MAX)}
-    }
-    async with connected(**BESIDE, backends=backends) as pair:
+    monkeypatch.setattr(InprocLane, "span_bytes", SPAN_BYTES_MAX)
+    break_after(monkeypatch, after)
+    async with connected(**BESIDE) as pair:
         await expect_moves(pair)
         if after:
             await until(partial(is_over, pair.left, "tcp"))
 
 
-async def test_a_required_lane_that_breaks_ends_the_connection() -> None:
+async def test_a_required_lane_that_breaks_ends_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing else may carry the data, and nothing else does."""
-    async with connected(**ONLY, backends=breaking(2)) as pair:
+    break_after(monkeypatch, 2)
+    async with connected(**ONLY) as pair:
         region = pair.far.register(bytearray(len(DATA)), "readwrite")
         put = pair.left.put(DATA, region.grant(pair.right))
         with pytest.raises(ConnectionLost):
