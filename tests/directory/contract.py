@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Final
 
@@ -62,14 +62,13 @@ PROMISES: list[Any] = []
 """Each promise, as a parameter of a test."""
 
 
-@asynccontextmanager
-async def members_of(url: str) -> AsyncIterator[Members]:
-    """Make a role; at its end every directory is closed and no task is left."""
+async def check(url: str, promise: Promise) -> None:
+    """Hold the directory of a URL to a promise; no task is left at the end."""
     tasks = asyncio.all_tasks()
     members = Members(url)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            yield members
+            await promise(members)
     finally:
         for directory in members.opened:
             await directory.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.directory.contract import PROMISES, Promise, members_of
+from tests.directory.contract import PROMISES, Promise, check
 from tests.support.servers import nats_server, redis_server
 
 OWN = os.environ.get("DIRECTORY", "")
@@ -37,5 +37,4 @@ def url(
 
 @pytest.mark.parametrize("promise", PROMISES)
 async def test_directory(url: str, promise: Promise) -> None:
-    async with members_of(url) as members:
-        await promise(members)
+    await check(url, promise)

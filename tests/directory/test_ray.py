@@ -17,7 +17,7 @@ import ray
 
 from kvwire.directory import ChangeKind, open_directory
 from kvwire.directory import ray as on_ray
-from tests.directory.contract import PROMISES, Promise, members_of
+from tests.directory.contract import PROMISES, Promise, check
 from tests.directory.records import record
 
 pytestmark = [
@@ -83,8 +83,7 @@ class TestOnRay:
     async def test_directory(self, promise: Promise) -> None:
         # Its actor is started first, which takes longer than a promise may.
         await open_directory("ray:kit").members()
-        async with members_of("ray:kit") as members:
-            await promise(members)
+        await check("ray:kit", promise)
 
     async def test_members_come_back_after_the_actor_was_killed(self) -> None:
         one = record(1)
