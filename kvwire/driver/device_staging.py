@@ -246,7 +246,7 @@ class DeviceStaging:
     def _gathered(self, chunk: Chunk) -> None:
         if self._ended:
             return
-        if chunk.mover.state is RequestStage.MOVING:
+        if chunk.request.state is RequestStage.MOVING:
             self.ready.append(chunk)  # bounded: STAGING_SLOTS
         else:
             self.sent(chunk)
@@ -263,7 +263,7 @@ class DeviceStaging:
         chunk, self._waiting = self._waiting, None
         if chunk is None:
             return
-        if chunk.mover.state is not RequestStage.MOVING:
+        if chunk.request.state is not RequestStage.MOVING:
             self._core.chunk_sent(chunk)  # nobody wants it any more
             return
         source = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)

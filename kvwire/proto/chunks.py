@@ -208,7 +208,7 @@ class ChunkMover:
         # A mover is through once every byte was cut into chunks and no chunk is left
         # with a link: one more may still come back from a lane and be sent again.
         if (
-            mover.state is not RequestStage.MOVING
+            chunk.request.state is not RequestStage.MOVING
             or mover.in_flight
             or mover.moved < mover.nbytes
         ):
@@ -235,7 +235,7 @@ class ChunkMover:
             self._look()
             return
         mover, end = chunk.mover, chunk.position + chunk.length
-        if mover.state is not RequestStage.MOVING:
+        if chunk.request.state is not RequestStage.MOVING:
             end = chunk.position  # it is over, and its memory on its way back
         for position in range(chunk.position, end, self._chunk_bytes):
             part = Chunk(mover, position, min(self._chunk_bytes, end - position))
@@ -378,7 +378,7 @@ class ChunkMover:
         """Return the next chunk that got lost with its lane and is still wanted."""
         while self._again:
             chunk = self._again.popleft()
-            if chunk.mover.state is RequestStage.MOVING:
+            if chunk.request.state is RequestStage.MOVING:
                 return chunk
             # Over meanwhile: drop the hold that it kept while it waited here.
             chunk.mover.in_flight -= 1

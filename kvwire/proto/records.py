@@ -9,13 +9,13 @@ segment or COMMIT, says it by SEGMENT before itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from kvwire.errors import MalformedFrame
 from kvwire.proto.events import Outbox
 from kvwire.proto.requests import RequestRecord
-from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType, Header
@@ -29,8 +29,7 @@ CHUNK_LANDED: Final = 2
 _COMMIT_MAX: Final = 2
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class SegmentRecord:
+class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
     """Holds one marked part of a transfer, on either side.
 
     Attributes:
@@ -54,19 +53,13 @@ class SegmentRecord:
     base: int = 0
     moved: int = 0
     in_flight: int = 0
-    arrived: bytearray = field(default_factory=bytearray)
+    arrived: bytearray = msgspec.field(default_factory=bytearray)
     damaged: bool = False
     over: bool = False
     unsaid: int | None = None
 
-    @property
-    def state(self) -> RequestStage:
-        """Return the transfer's state: its segments move while it does."""
-        return self.request.state
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class TransferRecord:
+class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
     """Holds what a transfer's request keeps beside the request itself.
 
     Attributes:
@@ -86,16 +79,16 @@ class TransferRecord:
 
     id: bytes
     priority: int = 0
-    segments: dict[int, SegmentRecord] = field(default_factory=dict)
+    segments: dict[int, SegmentRecord] = msgspec.field(default_factory=dict)
     open_segments: int = 0
     sending_bytes: int = 0
     marks_in_data: bool = False
-    unsaid: dict[SegmentRecord, None] = field(default_factory=dict)
+    unsaid: dict[SegmentRecord, None] = msgspec.field(default_factory=dict)
     on_sent: Callable[[], None] | None = None
     on_sent_bytes: int = 0
     committed: bool = False
-    acknowledge: list[int] = field(default_factory=list)
-    damaged: list[int] = field(default_factory=list)
+    acknowledge: list[int] = msgspec.field(default_factory=list)
+    damaged: list[int] = msgspec.field(default_factory=list)
 
 
 def packed_mark(box: Box, commit: int) -> int | None:

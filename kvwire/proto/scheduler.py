@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from operator import attrgetter
+from typing import Final
 
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.records import SegmentRecord
@@ -30,28 +31,31 @@ from kvwire.proto.state import RequestStage
 Mover = RequestRecord | SegmentRecord
 """What sends chunks: a request in one piece, or a segment of a transfer."""
 
+# A member of an enum takes several times as long to look up.
+_MOVING: Final = RequestStage.MOVING
+
 
 class Scheduler:
     """Picks which mover of one connection sends next.
 
     Attributes:
         turn_bytes: What each may send in its turn.
-        count: Movers that have or wait for a turn, those included that are over by now.
+        count: Requests that have or wait for a turn, those that are over by now too.
     """
 
-    __slots__ = ("_behind", "_count_max", "_head", "_levels", "count", "turn_bytes")
+    __slots__ = ("_count_max", "_head", "_levels", "_segments", "count", "turn_bytes")
 
     def __init__(self, turn_bytes: int) -> None:
         self.turn_bytes: int = turn_bytes
         self.count: int = 0
-        # When to look for movers that are over.
+        # When to look for requests that are over.
         self._count_max = REQUESTS_MAX
         # Highest priority first.
         self._levels: list[_Level] = []
-        # Segments that wait behind the one that has their transfer's turn.
-        self._behind: dict[RequestRecord, deque[SegmentRecord]] = {}
-        # Where the mover is whose turn it is.
-        self._head: tuple[_Level, deque[Mover]] | None = None
+        # What transfers send in their turns, oldest first; each has something.
+        self._segments: dict[RequestRecord, deque[SegmentRecord]] = {}
+        # Where the request is whose turn it is.
+        self._head: tuple[_Level, deque[RequestRecord]] | None = None
 
     def add(self, request: RequestRecord) -> None:
         """Queue a request that has begun to send."""
@@ -59,12 +63,13 @@ class Scheduler:
 
     def add_segment(self, segment: SegmentRecord, priority: int) -> None:
         """Queue a segment behind the earlier ones of its transfer."""
-        behind = self._behind.get(segment.request)
-        if behind is not None:
-            behind.append(segment)  # bounded: SEGMENTS_MAX
+        request = segment.request
+        segments = self._segments.get(request)
+        if segments is not None:
+            segments.append(segment)  # bounded: SEGMENTS_MAX
             return
-        self._behind[segment.request] = deque()  # bounded: REQUESTS_MAX
-        self._queue(segment, priority)
+        self._segments[request] = deque((segment,))  # bounded: REQUESTS_MAX
+        self._queue(request, priority)
 
     def head(self) -> Mover | None:
         """Return the mover whose turn it is, after removing those that are over."""
@@ -72,14 +77,14 @@ class Scheduler:
             while level.new or level.old:
                 take_old = level.old and (level.old_turn_due or not level.new)
                 turn = level.old if take_old else level.new
-                mover = turn[0]
-                if mover.state is not RequestStage.MOVING:
+                request = turn[0]
+                if request.state is not _MOVING:
                     self._left(turn.popleft())
                     continue
-                request = _request(mover)
                 if request.turn_bytes > 0:
                     self._head = level, turn
-                    return mover
+                    segments = self._segments.get(request)
+                    return segments[0] if segments else request
                 # It has sent too much before: a turn passed over pays that back, and
                 # each adds `turn_bytes`, so this loop ends.
                 request.turn_bytes += self.turn_bytes
@@ -90,37 +95,43 @@ class Scheduler:
         """Charge the mover whose turn it is for so many bytes."""
         assert self._head is not None
         level, turn = self._head
-        mover = turn[0]
-        request = _request(mover)
+        request = turn[0]
         request.turn_bytes -= length
-        # A transfer has one place among the turns: its next segment inherits it, and
-        # what is left of the turn.
-        following = mover if mover.moved < mover.nbytes else self._after(mover)
-        if following is not None and request.turn_bytes > 0:
-            turn[0] = following
+        segments = self._segments.get(request)
+        mover = segments[0] if segments else request
+        goes_on = mover.moved < mover.nbytes
+        if segments and not goes_on:
+            # A transfer has one place among the turns: its next segment inherits it,
+            # and what is left of the turn.
+            segments.popleft()
+            goes_on = bool(segments)
+            if not goes_on:
+                del self._segments[request]
+        if goes_on and request.turn_bytes > 0:
             return
         turn.popleft()
-        level.end_turn(turn)
-        if following is None:
-            self.count -= 1
-        else:
+        # After a new one's turn an old one's is next, if there is any.
+        level.old_turn_due = turn is level.new and bool(level.old)
+        if goes_on:
             request.turn_bytes += self.turn_bytes
-            level.old.append(following)  # bounded: REQUESTS_MAX
+            level.old.append(request)  # bounded: REQUESTS_MAX
+        else:
+            self.count -= 1
 
     def clear(self) -> None:
         """Remove every mover."""
         self.count = 0
         self._levels.clear()
-        self._behind.clear()
+        self._segments.clear()
 
-    def _queue(self, mover: Mover, priority: int) -> None:
+    def _queue(self, request: RequestRecord, priority: int) -> None:
         if self.count >= self._count_max:
             self._drop_dead()
             # Not again before as many have come as are left: all may be alive.
             self._count_max = max(REQUESTS_MAX, 2 * self.count)
         self.count += 1
-        _request(mover).turn_bytes = self.turn_bytes
-        self._level(priority).new.append(mover)  # bounded: REQUESTS_MAX
+        request.turn_bytes = self.turn_bytes
+        self._level(priority).new.append(request)  # bounded: REQUESTS_MAX
 
     def _level(self, priority: int) -> _Level:
         for level in self._levels:
@@ -131,39 +142,28 @@ class Scheduler:
         self._levels.sort(key=attrgetter("priority"), reverse=True)
         return level
 
-    def _after(self, mover: Mover) -> SegmentRecord | None:
-        """Return what takes the turn of a mover that is through."""
-        if not isinstance(mover, SegmentRecord):
-            return None
-        behind = self._behind[mover.request]
-        if behind:
-            return behind.popleft()
-        del self._behind[mover.request]
-        return None
-
-    def _left(self, mover: Mover) -> None:
-        """Remove a mover that is over, and the rest of its transfer."""
+    def _left(self, request: RequestRecord) -> None:
+        """Forget a request that is over, and the segments of a transfer."""
         self.count -= 1
-        if isinstance(mover, SegmentRecord):
-            del self._behind[mover.request]
+        self._segments.pop(request, None)
 
     def _drop_dead(self) -> None:
-        """Forget movers that are over: a link that takes nothing never meets them.
+        """Forget requests that are over: a link that takes nothing never meets them.
 
         Otherwise a peer that asks, cancels and never reads would make the turns grow.
         """
         for level in self._levels:
             for turn in (level.new, level.old):
                 for _ in range(len(turn)):
-                    mover = turn.popleft()
-                    if mover.state is RequestStage.MOVING:
-                        turn.append(mover)
+                    request = turn.popleft()
+                    if request.state is _MOVING:
+                        turn.append(request)
                     else:
-                        self._left(mover)
+                        self._left(request)
 
 
 class _Level:
-    """Queues the movers of one priority.
+    """Queues the requests of one priority.
 
     Attributes:
         new: Those that have not had a turn since they came.
@@ -175,14 +175,6 @@ class _Level:
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
-        self.new: deque[Mover] = deque()
-        self.old: deque[Mover] = deque()
+        self.new: deque[RequestRecord] = deque()
+        self.old: deque[RequestRecord] = deque()
         self.old_turn_due = False
-
-    def end_turn(self, turn: deque[Mover]) -> None:
-        """Decide whose turn is next: after a new one's an old one's, if any."""
-        self.old_turn_due = turn is self.new and bool(self.old)
-
-
-def _request(mover: Mover) -> RequestRecord:
-    return mover.request if isinstance(mover, SegmentRecord) else mover

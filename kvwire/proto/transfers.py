@@ -81,6 +81,7 @@ class Transfers:
         only_link: The control link carries all payload.
         unacknowledged: Those with segments that :meth:`acknowledge` will name.
         unhurried: Those that wait for more segments, or for :meth:`speak`.
+        records: What is kept of each transfer until :meth:`forget`.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Transfers:
         self.marks_in_data: bool = self.brief_layers and not outbox.framing.sealed
         self.only_link: bool = True
         self.last_words: list[int] = []
-        self._transfers: dict[RequestRecord, TransferRecord] = {}
+        self.records: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
         self._asked: dict[RequestRecord, None] = {}
         self._unanswered: dict[RequestRecord, None] = {}
@@ -118,14 +119,14 @@ class Transfers:
         self, request: RequestRecord, transfer: TransferRecord, description: bytes
     ) -> None:
         """Ask the peer for a transfer."""
-        if not _room(self._asked):
+        if len(self._asked) >= TRANSFERS_WAITING_MAX and not _room(self._asked):
             raise UsageError(
                 f"{TRANSFERS_WAITING_MAX} transfers wait for an answer of this peer "
                 f"already; wait for some of them"
             )
         self._requests.start(request)
         self._asked[request] = None  # bounded: TRANSFERS_WAITING_MAX
-        self._transfers[request] = transfer  # bounded: REQUESTS_MAX
+        self.records[request] = transfer  # bounded: REQUESTS_MAX
         body = Open(
             id=transfer.id,
             pull=request.kind is RequestKind.INCOMING,
@@ -146,9 +147,11 @@ class Transfers:
 
     def opened(self, header: Header, body: Open) -> None:
         """Handle OPEN: the peer asks for a transfer."""
-        self._confirm(body.done)
+        if body.done:
+            self._confirm(body.done)
         wire_id = self._requests.admit(header.request)
-        if not _room(self._unanswered):
+        waiting = self._unanswered
+        if len(waiting) >= TRANSFERS_WAITING_MAX and not _room(waiting):
             raise FlowControlViolation(
                 "KVW-TR-01",
                 f"more than {TRANSFERS_WAITING_MAX} transfers wait for an answer",
@@ -162,7 +165,7 @@ class Transfers:
         )
         self._requests.serve(request)
         transfer = TransferRecord(id=body.id, priority=body.priority)
-        self._transfers[request] = transfer  # bounded: REQUESTS_MAX
+        self.records[request] = transfer  # bounded: REQUESTS_MAX
         self._unanswered[request] = None  # bounded: TRANSFERS_WAITING_MAX
         self._outbox.report(
             TransferOpened(request=request, id=body.id, description=body.description)
@@ -170,7 +173,8 @@ class Transfers:
 
     def agreed(self, header: Header, body: Agree) -> None:
         """Handle AGREE: the peer has answered our OPEN."""
-        self._confirm(body.done)
+        if body.done:
+            self._confirm(body.done)
         request = self._find(header, RequestKind.OUTGOING, RequestKind.INCOMING)
         if request is None:
             return
@@ -195,7 +199,7 @@ class Transfers:
 
         ``commit`` says that it is the last one, as SEGMENT does.
         """
-        transfer = self._transfers[request]
+        transfer = self.records[request]
         assert request.state is RequestStage.MOVING
         assert not transfer.committed
         segment = SegmentRecord(
@@ -205,7 +209,8 @@ class Transfers:
             nbytes=nbytes,
             buffer=buffer,
         )
-        self._add(transfer, segment)
+        transfer.segments[segment.number] = segment  # bounded: SEGMENTS_MAX
+        transfer.open_segments += 1
         transfer.committed = commit > 0
         if transfer.marks_in_data and self.only_link and nbytes <= self._chunk_bytes:
             segment.unsaid = packed_mark(box, commit)
@@ -220,7 +225,7 @@ class Transfers:
 
     def sent(self, segment: SegmentRecord) -> None:
         """Note a whole segment that the link is through with."""
-        transfer = self._transfers[segment.request]
+        transfer = self.records[segment.request]
         transfer.sending_bytes -= segment.nbytes
         on_sent = transfer.on_sent
         if on_sent is not None and transfer.sending_bytes <= transfer.on_sent_bytes:
@@ -230,7 +235,7 @@ class Transfers:
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
         """Commit: nothing more is marked; ``complete`` if that is everything."""
-        transfer = self._transfers[request]
+        transfer = self.records[request]
         transfer.committed = True
         say_marks(self._outbox, transfer)
         body = Commit(segments=len(transfer.segments), complete=complete)
@@ -243,7 +248,7 @@ class Transfers:
         assert isinstance(segment, SegmentRecord)
         mark, segment.unsaid = segment.unsaid, None
         if mark is not None:
-            del self._transfers[chunk.request].unsaid[segment]
+            del self.records[chunk.request].unsaid[segment]
         return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
@@ -251,7 +256,7 @@ class Transfers:
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
-        transfer = self._transfers[request]
+        transfer = self.records[request]
         for number in body.segments:
             segment = transfer.segments.get(number)
             if segment is None or segment.over or segment.moved < segment.nbytes:
@@ -259,7 +264,8 @@ class Transfers:
                     "KVW-TR-05",
                     f"SEGMENT_ACK for segment {number}, which was not all sent",
                 )
-            self._end(transfer, segment)
+            segment.over = True
+            transfer.open_segments -= 1
         self._outbox.report(
             SegmentsAcknowledged(request=request, numbers=body.segments)
         )
@@ -269,26 +275,24 @@ class Transfers:
         request = self._find(header, RequestKind.OUTGOING)
         if request is None:
             return
-        transfer = self._transfers[request]
-        unsaid = [s for s in transfer.segments.values() if not s.over]
-        damaged = [s.number for s in unsaid if s.number in body.damaged]
-        if (
-            not transfer.committed
-            or request.confirmed
-            or sorted(body.damaged) != damaged
-            or (len(damaged) < len(unsaid) and not self.brief)
-            or any(s.moved < s.nbytes for s in unsaid)
-        ):
+        transfer = self.records[request]
+        known = transfer.committed and not request.confirmed
+        damaged: list[int] = []
+        landed: list[int] = []
+        for number, segment in transfer.segments.items():
+            if not segment.over:
+                (damaged if number in body.damaged else landed).append(number)
+                known = known and segment.moved == segment.nbytes
+        if not known or sorted(body.damaged) != damaged or (landed and not self.brief):
             raise UnexpectedFrame(
                 "KVW-TR-06", "COMMIT_ACK for a transfer of which segments are under way"
             )
-        for segment in unsaid:
-            segment.damaged = segment.number in body.damaged
-            self._end(transfer, segment)
-        if len(damaged) < len(unsaid):
-            landed = tuple([s.number for s in unsaid if not s.damaged])
-            self._outbox.report(SegmentsAcknowledged(request=request, numbers=landed))
-        transfer.damaged = list(body.damaged)
+        for number in damaged:
+            transfer.segments[number].damaged = True
+        for number in (*damaged, *landed):
+            transfer.segments[number].over = True
+        transfer.open_segments = 0
+        transfer.damaged = damaged
         request.confirmed = True
         if self.brief:
             self.last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
@@ -297,10 +301,14 @@ class Transfers:
         else:
             self._requests.tell_done(request)
         self.settle(request)
+        if landed and not request.over:  # its end says it otherwise
+            self._outbox.report(
+                SegmentsAcknowledged(request=request, numbers=tuple(landed))
+            )
 
     def settle(self, request: RequestRecord) -> None:
         """Take the producer's last steps once they are due."""
-        transfer = self._transfers[request]
+        transfer = self.records[request]
         if not transfer.committed or transfer.sending_bytes:
             return
         if request.state is RequestStage.MOVING:
@@ -316,7 +324,7 @@ class Transfers:
         request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
-        transfer = self._transfers[request]
+        transfer = self.records[request]
         # Numbers without a gap: with COMMIT's count they show that no mark was lost.
         due = len(transfer.segments) + 1
         if (
@@ -332,7 +340,8 @@ class Transfers:
         segment = SegmentRecord(
             request=request, number=body.number, box=body.box, nbytes=body.nbytes
         )
-        self._add(transfer, segment)
+        transfer.segments[due] = segment  # bounded: SEGMENTS_MAX
+        transfer.open_segments += 1
         self._outbox.report(SegmentMarked(segment=segment))
         transfer.committed = body.commit > 0
 
@@ -365,7 +374,7 @@ class Transfers:
         request = self._find(header, RequestKind.INCOMING)
         if request is None:
             return
-        transfer = self._transfers[request]
+        transfer = self.records[request]
         if (
             request.state is not RequestStage.MOVING
             or transfer.committed
@@ -391,7 +400,7 @@ class Transfers:
         request = self._requests.find(header.request)
         if request is None:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
-        transfer = self._transfers.get(request)
+        transfer = self.records.get(request)
         segment = transfer.segments.get(header.segment) if transfer else None
         if (
             request.kind is not RequestKind.INCOMING
@@ -425,8 +434,9 @@ class Transfers:
             segment.damaged = True
         if segment.moved < segment.nbytes:
             return
-        transfer = self._transfers[request]
-        self._end(transfer, segment)
+        transfer = self.records[request]
+        segment.over = True
+        transfer.open_segments -= 1
         # A damaged segment is never acknowledged; COMMIT_ACK names it.
         if segment.damaged:
             transfer.damaged.append(segment.number)  # bounded: SEGMENTS_MAX
@@ -444,7 +454,7 @@ class Transfers:
     def acknowledge(self) -> None:
         """Send SEGMENT_ACK for what has landed since the last time."""
         for request in self.unacknowledged:
-            self._send_landed(request, self._transfers[request])
+            self._send_landed(request, self.records[request])
         self.unacknowledged.clear()
 
     # --- both -------------------------------------------------------------------------
@@ -462,8 +472,7 @@ class Transfers:
             self._outbox.send(FrameType.FIN, Fin(nbytes=0), request=wire_id)
 
     def _take_last_words(self) -> tuple[int, ...]:
-        taken = tuple(self.last_words)
-        self.last_words.clear()
+        taken, self.last_words = tuple(self.last_words), []
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:
@@ -483,15 +492,11 @@ class Transfers:
         """Return the transfers the peer has opened and nobody answered."""
         return [request for request in self._unanswered if not request.over]
 
-    def transfer(self, request: RequestRecord) -> TransferRecord:
-        """Return what is kept of a transfer until :meth:`forget`."""
-        return self._transfers[request]
-
     def forget(self, request: RequestRecord) -> list[BufferId]:
         """Forget a transfer that is over; retire its buffers and name them."""
         assert request.over
         buffers = self.retire(request)
-        self._transfers.pop(request, None)
+        self.records.pop(request, None)
         self._asked.pop(request, None)
         self._unanswered.pop(request, None)
         self.unacknowledged.pop(request, None)
@@ -500,11 +505,12 @@ class Transfers:
 
     def retire(self, request: RequestRecord) -> list[BufferId]:
         """Name the buffers of a transfer, whose memory nobody needs more."""
-        transfer = self._transfers.get(request)
-        segments = transfer.segments.values() if transfer else ()
-        buffers = [s.buffer for s in segments if s.buffer is not None]
-        for buffer in buffers:
-            self._holds.retire(buffer)
+        transfer = self.records.get(request)
+        buffers = []
+        for segment in transfer.segments.values() if transfer else ():
+            if segment.buffer is not None:
+                self._holds.retire(segment.buffer)
+                buffers.append(segment.buffer)
         return buffers
 
     def _find(self, header: Header, *kinds: RequestKind) -> RequestRecord | None:
@@ -515,14 +521,6 @@ class Transfers:
                 f"{FrameType(header.type).name} for a {request.kind.value}",
             )
         return request
-
-    def _add(self, transfer: TransferRecord, segment: SegmentRecord) -> None:
-        transfer.segments[segment.number] = segment  # bounded: SEGMENTS_MAX
-        transfer.open_segments += 1
-
-    def _end(self, transfer: TransferRecord, segment: SegmentRecord) -> None:
-        segment.over = True
-        transfer.open_segments -= 1
 
     def _send_landed(self, request: RequestRecord, transfer: TransferRecord) -> None:
         numbers = transfer.acknowledge
@@ -551,8 +549,7 @@ class Transfers:
 
 def _room(waiting: dict[RequestRecord, None]) -> bool:
     """Tell whether one more transfer may wait; those that move wait no more."""
-    if len(waiting) >= TRANSFERS_WAITING_MAX:
-        for request in list(waiting):
-            if request.state is not RequestStage.POSTED:
-                del waiting[request]
+    for request in list(waiting):
+        if request.state is not RequestStage.POSTED:
+            del waiting[request]
     return len(waiting) < TRANSFERS_WAITING_MAX

@@ -230,7 +230,7 @@ class OutgoingState(KVTransfer):
         known = self._known(connection, description)
         attempt = self._attempt_on(connection, known, asks=False)
         attempt.core, core.context = core, attempt
-        transfer = connection.transfers.transfer(core)
+        transfer = connection.transfers.records[core]
         # Chunks are scheduled here, for whichever side is in the greater hurry.
         transfer.priority = max(transfer.priority, self.priority)
         try:
@@ -286,6 +286,8 @@ class OutgoingState(KVTransfer):
             self.end(error)
         elif len(self._in(AttemptState.OVER)) == self.consumers:
             self.end(PeerCancelled(UNMARKED))
+        else:
+            self.renew_lease()
 
     def require_same_tokens(self, plan: TransferPlan) -> None:
         """Refuse a consumer whose list is for more or fewer tokens than another's.

@@ -123,7 +123,7 @@ class ReceiveAttempt(Attempt):
         """Note the parts that are here of segments that never became whole."""
         if self.core is None or not self._segments:
             return
-        segments = self.connection.transfers.transfer(self.core).segments
+        segments = self.connection.transfers.records[self.core].segments
         landed = self.incoming.landed
         for number, segment in self._segments.items():
             if not segments[number].over:

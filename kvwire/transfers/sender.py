@@ -21,6 +21,7 @@ from kvwire.limits import (
     SEGMENTS_TOGETHER,
 )
 from kvwire.proto.events import SegmentsAcknowledged
+from kvwire.proto.records import TransferRecord
 from kvwire.transfers.base import Attempt, TransferEvent, damaged_of, note_silence
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
@@ -86,7 +87,7 @@ class SendAttempt(Attempt):
         self.advance(AttemptInput.AGREE)
         transfers = self.connection.transfers
         assert self.core is not None
-        record = transfers.transfer(self.core)
+        record = transfers.records[self.core]
         record.on_sent = self._link_sent
         if transfers.brief_layers:
             in_memory = self.outgoing.memory.device is None
@@ -174,7 +175,7 @@ class SendAttempt(Attempt):
             pieces.clear()
         # The last segment says that it is the last one, where the peer knows how.
         rides = all_in and transfers.brief and bool(pieces)
-        record = transfers.transfer(self.core)
+        record = transfers.records[self.core]
         while pieces and record.sending_bytes < AHEAD_BYTES:
             piece, nbytes = pieces.popleft()
             self._send(piece, nbytes, 1 + complete if rides and not pieces else 0)
@@ -189,7 +190,7 @@ class SendAttempt(Attempt):
         assert isinstance(event, SegmentsAcknowledged)
         self.confirmed = True
         for number in event.numbers:
-            self.landed.mark(self._sent[number])
+            self.landed.mark(self._sent.pop(number))
         self.outgoing.renew_lease()
         self._under_way -= len(event.numbers)
         if self.outgoing.ring is not None:
@@ -217,7 +218,7 @@ class SendAttempt(Attempt):
         assert self.core is not None
         if self._turn is not None or self._under_way >= SEGMENTS_TOGETHER:
             return
-        if not self.connection.transfers.transfer(self.core).sending_bytes:
+        if not self.connection.transfers.records[self.core].sending_bytes:
             self._turn = self.outgoing.loop.call_soon(self._in_turn)
 
     def _in_turn(self) -> None:
@@ -228,12 +229,22 @@ class SendAttempt(Attempt):
         if error is None:
             assert self.core is not None
             self.confirmed = True
-            damaged = self.connection.transfers.transfer(self.core).damaged
-            self._damaged = [self._sent[number] for number in damaged]
+            self._note_settled(self.connection.transfers.records[self.core])
         self.outgoing.attempt_ended(self, error)
         if self.state is AttemptState.OVER:
             # Each names the other; else only the garbage collector would end both.
             del self.outgoing
+
+    def _note_settled(self, record: TransferRecord) -> None:
+        """Note what has landed that no event has named, and what came damaged."""
+        for number, segment in self._sent.items():
+            if record.segments[number].damaged:
+                self._damaged.append(segment)  # bounded: SETTLED_MAX
+            else:
+                self.landed.mark(segment)
+        landed = len(self._sent) - len(self._damaged)
+        if self.outgoing.ring is not None and landed:
+            self.outgoing.note("acknowledged", landed)
 
     def resume(self, connection: ConnectionPort) -> None:
         """Go on with another link: what was not acknowledged is sent again."""
@@ -293,7 +304,9 @@ class SendAttempt(Attempt):
             return
         for part in self._lacking(named):
             self._cut(part)
-        if len(self._sent) + len(self._pieces) > SEGMENTS_MAX:
+        assert self.core is not None
+        sent = self.connection.transfers.records[self.core].segments
+        if len(sent) + len(self._pieces) > SEGMENTS_MAX:
             raise UsageError(
                 f"more than {SEGMENTS_MAX} segments in one transfer: mark more layers "
                 f"or blocks at once"

@@ -118,7 +118,7 @@ class Moved:
         buffer = self.producer.lend(data)
         self.sources.append(buffer)
         transfers = self.producer.core.transfers
-        transfers.transfer(self.outgoing).marks_in_data = transfers.marks_in_data
+        transfers.records[self.outgoing].marks_in_data = transfers.marks_in_data
         segment = transfers.mark(self.outgoing, BOX, buffer, len(data), commit)
         self.producer.collect()
         return segment

@@ -115,10 +115,10 @@ def test_segments_of_a_transfer_that_is_over_leave_together(side: Side) -> None:
         if piled:
             turns._count_max = 1
             side.put(5)
-            assert not turns._behind
+            assert not turns._segments
             send(side)
         assert side.chunks.next_chunk() is None
-        assert not turns._behind
+        assert not turns._segments
 
 
 # --- fairness
@@ -163,7 +163,7 @@ def test_everything_is_sent_once(seed: int) -> None:
     for mover in movers:
         cut_short = request_of(mover).state is RequestStage.FAILED
         assert cut_short or mover.moved == mover.nbytes
-    assert (turns.count, len(turns._behind)) == (0, 0)
+    assert (turns.count, len(turns._segments)) == (0, 0)
 
 
 def begin(side: Side, chance: random.Random) -> list[Mover]:
@@ -222,4 +222,4 @@ def test_nobody_sends_after_the_end(side: Side) -> None:
     side.segment_of(first.request, 5, 2)
     turns_of(side).clear()
     assert turns_of(side).head() is None
-    assert (turns_of(side).count, len(turns_of(side)._behind)) == (0, 0)
+    assert (turns_of(side).count, len(turns_of(side)._segments)) == (0, 0)

@@ -65,7 +65,7 @@ def test_a_transfer(pull: bool) -> None:
     (agreed,) = events_of(m.pair.client, TransferAgreed)
     assert (agreed.request, agreed.description) == (m.asker, b"what I want")
     parts, calls = [b"a", b"b" * CHUNK, b"c" * (2 * CHUNK + 7)], list[int]()
-    transfer = m.producer.core.transfers.transfer(m.outgoing)
+    transfer = m.producer.core.transfers.records[m.outgoing]
     transfer.on_sent = lambda: calls.append(transfer.sending_bytes)
     for data in parts:
         m.mark(data)
@@ -262,7 +262,7 @@ def test_a_transfer_that_is_over_is_forgotten(pull: bool) -> None:
         table = peer.core.transfers
         for request in peer.done:
             table.forget(request)
-        assert table._transfers == table._asked == table._unanswered == {}
+        assert table.records == table._asked == table._unanswered == {}
         assert table.unacknowledged == table.unhurried == {}
 
 
@@ -334,12 +334,24 @@ def test_three_frames_after_the_answer(pull: bool) -> None:
     assert m.names == ["COMMIT_ACK"]
     expect_fine(m.pair)
     assert m.content(1) == b"x" * 100
-    (said,) = events_of(m.producer, SegmentsAcknowledged)
-    assert said.numbers == (1,)
+    assert not events_of(m.producer, SegmentsAcknowledged)  # the end says it
     assert m.producer.error(m.outgoing) is None
     m.pair.advance(LAST_WORD_DELAY_S)
     for peer in (m.producer, m.consumer):
         assert len(peer.core.holds) == 0
+
+
+def test_all_has_landed_before_the_link_is_through_with_it() -> None:
+    """The transfer is not over yet, so an event says what the consumer has."""
+    m = moved(brief=True)
+    m.producer.slow = True
+    m.mark(b"x", commit=2)
+    expect_fine(m.pair)
+    (said,) = events_of(m.producer, SegmentsAcknowledged)
+    assert said.numbers == (1,)
+    assert m.outgoing not in m.producer.done
+    m.producer.complete()
+    assert m.producer.error(m.outgoing) is None
 
 
 # --- in fewer frames

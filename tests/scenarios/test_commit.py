@@ -39,7 +39,7 @@ async def test_r25_a_commit_that_overtakes_the_data(w: World) -> None:
         assert receipt is not None
         if receipt.core is None:
             return True
-        return receipt.connection.transfers.transfer(receipt.core).committed
+        return receipt.connection.transfers.records[receipt.core].committed
 
     await w.turns_until(committed)
     assert not inc.done(), "the commit is here, and most of the data is not"

@@ -68,7 +68,7 @@ class KVApp:
             return
         transfers = endpoint.core.transfers
         last = transfers.brief and dice.one_in(4)
-        transfers.transfer(ask.core).marks_in_data = transfers.marks_in_data
+        transfers.records[ask.core].marks_in_data = transfers.marks_in_data
         for left in reversed(range(1 + dice.below(4))):
             nbytes = max(1, endpoint.size(dice))
             part = Part(self._world.next_serial(), nbytes)

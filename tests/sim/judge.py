@@ -288,7 +288,7 @@ class KVJudge:
             for number, part in consumer.parts.items()
             if part.covered < part.nbytes
         ]
-        said = ask.endpoint.core.transfers.transfer(ask.core).damaged
+        said = ask.endpoint.core.transfers.records[ask.core].damaged
         demand(
             sorted(said) == damaged, "untrue", "damage that both sides see otherwise"
         )

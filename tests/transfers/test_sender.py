@@ -128,7 +128,7 @@ async def test_a_large_transfer_goes_to_the_link_in_parts(
 
     def noted(self: Any, segment: Segment, nbytes: int, commit: int) -> None:
         send(self, segment, nbytes, commit)
-        sending.append(self.connection.transfers.transfer(self.core).sending_bytes)
+        sending.append(self.connection.transfers.records[self.core].sending_bytes)
 
     monkeypatch.setattr(delivery_module.SendAttempt, "_send", noted)
     out, inc = w.begin_large(32)
@@ -315,7 +315,7 @@ async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> 
         assert receipt is not None
         if receipt.core is None:
             return False
-        core = receipt.connection.transfers.transfer(receipt.core)
+        core = receipt.connection.transfers.records[receipt.core]
         segments: list[SegmentRecord] = list(core.segments.values())
         return bool(segments) and segments[0].moved >= 4 * MIB
 

@@ -198,7 +198,7 @@ class _World:
                 for request in end.core._requests
                 if request.kind is RequestKind.OUTGOING
                 and request.state is RequestStage.MOVING
-                and not transfers.transfer(request).committed
+                and not transfers.records[request].committed
             ]
             if moving and reader.byte() & 3:
                 data = b"s" * (1 + reader.byte() % 64)

@@ -404,7 +404,7 @@ class Peer:
         if event.held is not None:
             self._held[request] = self.content(event.held)
         if request.kind.name in ("OUTGOING", "INCOMING"):
-            self.transfers[request] = self.core.transfers.transfer(request)
+            self.transfers[request] = self.core.transfers.records[request]
             self.core.transfers.forget(request)
 
     def _place(self, segment: SegmentRecord) -> None:
