@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 import kvwire
 from kvwire.testing import loopback
+from tests.scenarios.world import Memory
 from tests.support.reference import FOLDER
 from tests.support.reference.words import attributes
-
-SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
-
-
-def cache() -> kvwire.PagedCache:
-    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 2, 1, 4), np.float32)])
 
 
 def documented(cls: type) -> set[str]:
@@ -36,11 +29,11 @@ async def test_objects_show_what_is_documented() -> None:
     ):
         region = pair.b.register(bytearray(8))
         request = pair.ab.recv(1)
-        outgoing = pair.b.publish("x", cache(), [0])
-        incoming = pair.ab.pull("x", cache(), [1])
+        outgoing = pair.b.publish("x", Memory().cache, [0])
+        incoming = pair.ab.pull("x", Memory().cache, [1])
         outgoing.ready()
         outgoing.finish()
-        put = store.put([b"hash"], cache(), [0])
+        put = store.put([b"hash"], Memory().cache, [0])
         peer = pair.a.peer("127.0.0.1:1")
         things: tuple[object, ...] = (pair.a, pair.ab, peer, region, request)
         things += (outgoing, incoming, store, put, server)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import LAYERS, World, scenario
+from tests.scenarios.world import LAYERS, RANKS, World, scenario
 from tests.support import virtual_time
 
 BLOCKS = [10, 11, 12]
@@ -68,15 +68,7 @@ class Shards:
         ]
         self.outs, self.incs = [], []
         for rank, tensors in enumerate(self.tensors):
-            spec = kvwire.KVSpec(
-                layers=LAYERS,
-                kv_heads=1,
-                shard=(rank, 2),
-                head_dim=16,
-                block_tokens=4,
-                dtype="float32",
-            )
-            cache = kvwire.PagedCache(spec, tensors)
+            cache = kvwire.PagedCache(RANKS[rank], tensors)
             self.outs.append(w.p.publish(rank, cache, [2, 0, 1]))
             self.incs.append(w.pull_side.pull(rank, w.target.cache, BLOCKS))
 

@@ -10,15 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-import numpy as np
 import pytest
 
 import kvwire
 from kvwire import UsageError
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.testing import Loopback, loopback
-
-SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
+from tests.scenarios.world import Memory
 
 # What only reads, or says that it is thread-safe.
 ANYWHERE: Final = {
@@ -35,21 +33,17 @@ ANYWHERE: Final = {
 }
 
 
-def cache() -> kvwire.PagedCache:
-    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 2, 1, 4), np.float32)])
-
-
 class Things:
     """One object of each kind, and a call of each of their methods."""
 
     def __init__(self, pair: Loopback, store: kvwire.BlockStore) -> None:
-        comm, conn, kv = pair.b, pair.ba, cache()
+        comm, conn, kv = pair.b, pair.ba, Memory().cache
         peer, keys = comm.peer("127.0.0.1:1"), [b"k"]
         self.region = comm.register(bytearray(8))
         self.grant = pair.a.register(bytearray(8)).grant(pair.ab)
         self.request = conn.recv(1)
-        self.outgoing = comm.publish("x", kv, [0], growing=True, tokens=4)
-        self.incoming = comm.expect("y", cache(), [1])
+        self.outgoing = comm.publish("x", kv, [0], growing=True, tokens=8)
+        self.incoming = comm.expect("y", Memory().cache, [1])
         self.stored = store.put(keys, kv, [0])
         self.calls: dict[tuple[type, str], Callable[[], object]] = {
             (kvwire.Communicator, "listen"): lambda: comm.listen("inproc://"),

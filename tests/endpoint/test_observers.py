@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import kvwire
@@ -10,12 +9,7 @@ from kvwire import Connection, Incoming, Outcome, Outgoing
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.testing.harness import loopback
 from kvwire.transfers.incoming import IncomingState
-
-SPEC = kvwire.KVSpec(layers=1, kv_heads=1, head_dim=8, block_tokens=4, dtype="float16")
-
-
-def cache() -> kvwire.PagedCache:
-    return kvwire.PagedCache(SPEC, [np.zeros((4, 2, 4, 1, 8), np.float16)])
+from tests.scenarios.world import Memory
 
 
 class Notes:
@@ -56,9 +50,9 @@ async def test_a_begin_and_an_end() -> None:
     notes = Notes()
     async with loopback() as pair:
         pair.a.watchers.add(notes)
-        inc = pair.ab.pull("x", cache(), [0])
+        inc = pair.ab.pull("x", Memory().cache, [0])
         assert notes.lines == [("begun", "x")]
-        out = pair.b.publish("x", cache(), [0])
+        out = pair.b.publish("x", Memory().cache, [0])
         out.ready()
         out.finish()
         await inc
@@ -77,7 +71,7 @@ async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loopback() as pair:
         pair.a.watchers.add(notes)
         monkeypatch.setattr(IncomingState, "ask", ask_and_end)
-        assert not (await pair.ab.pull("x", cache(), [0])).complete
+        assert not (await pair.ab.pull("x", Memory().cache, [0])).complete
     assert notes.lines == [("begun", "x"), ("ended", "x", "failed", ["b"])]
 
 
@@ -85,9 +79,9 @@ async def test_what_was_never_taken_on_is_not_told() -> None:
     notes = Notes()
     async with loopback() as pair:
         pair.b.watchers.add(notes)
-        out = pair.b.publish("x", cache(), [0])
+        out = pair.b.publish("x", Memory().cache, [0])
         with pytest.raises(kvwire.UsageError, match="published already"):
-            pair.b.publish("x", cache(), [1])
+            pair.b.publish("x", Memory().cache, [1])
         pair.ab.abort()
         await pair.ba.wait_closed()
         out.abort()
@@ -100,7 +94,7 @@ async def test_a_pull_on_a_lost_connection_begins_and_ends() -> None:
         pair.b.watchers.add(notes)
         pair.ab.abort()
         await pair.ba.wait_closed()
-        outcome = await pair.ba.pull("y", cache(), [2])
+        outcome = await pair.ba.pull("y", Memory().cache, [2])
         assert not outcome.complete
     assert notes.lines == [("begun", "y"), ("ended", "y", "failed", [])]
 
@@ -110,7 +104,7 @@ async def test_one_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> No
     async with loopback() as pair:
         for watcher in (Broken(), notes):
             pair.b.watchers.add(watcher)
-        out = pair.b.publish("x", cache(), [0])
+        out = pair.b.publish("x", Memory().cache, [0])
         out.abort()
         assert not (await out).complete
         await out.drained()
@@ -125,5 +119,5 @@ async def test_one_that_was_removed_is_told_nothing() -> None:
         pair.b.watchers.add(notes)
         pair.b.watchers.remove(notes)
         pair.b.watchers.remove(notes)
-        pair.b.publish("x", cache(), [0]).abort()
+        pair.b.publish("x", Memory().cache, [0]).abort()
     assert not notes.lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,14 +15,10 @@ from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.reconnect import _was_reset
 from kvwire.limits import REDIAL_S_MAX
 from kvwire_inproc import FaultPlan, injected
-from tests.scenarios.world import LIST, Scenario, World, play, scenario
+from tests.scenarios.world import LIST, World, play, scenario
 from tests.support import virtual_time
 
 LEASE_S = 5.0
-
-
-def virtually(run: Scenario, **config: Any) -> None:
-    play(run, "inproc", **config)
 
 
 async def half_way(w: World) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
@@ -40,49 +36,52 @@ async def cut_and_resumed(w: World, inc: kvwire.Incoming) -> None:
     await w.until(lambda: inc._state.attempt is not before)
 
 
-def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease() -> None:
+@pytest.fixture
+def each_breaks() -> Iterator[None]:
+    """Every link breaks soon, the first ones as well."""
+    with injected(FaultPlan(seed=1, kill=1.0, kill_after=3, spare=4)):
+        yield
+
+
+@pytest.mark.usefixtures("each_breaks")
+@scenario("inproc", lease_s=LEASE_S)
+async def test_a_link_that_breaks_each_time_is_dialled_with_pauses_until_the_lease(
+    w: World,
+) -> None:
     """It makes no progress, so nothing renews the lease."""
     dialled = Counter[str]()
+    redial = w.d._state.redial
 
-    async def run(w: World) -> None:
-        redial = w.d._state.redial
+    async def counted(lost: ConnectionState) -> ConnectionState:
+        dialled["times"] += 1
+        return await redial(lost)
 
-        async def counted(lost: ConnectionState) -> ConnectionState:
-            dialled["times"] += 1
-            return await redial(lost)
-
-        w.d._state.redial = counted  # type: ignore[method-assign]
-        out, inc = w.begin()
-        out.ready()
-        out.finish()
-        began = w.d._state.loop.time()
-        assert not (await inc).complete
-        assert not (await out).complete
-        assert w.d._state.loop.time() - began < 2 * LEASE_S
-
-    plan = FaultPlan(seed=1, kill=1.0, kill_after=3, spare=4)
-    with injected(plan):
-        virtually(run, lease_s=LEASE_S)
+    w.d._state.redial = counted  # type: ignore[method-assign]
+    out, inc = w.begin()
+    out.ready()
+    out.finish()
+    began = w.d._state.loop.time()
+    assert not (await inc).complete
+    assert not (await out).complete
+    assert w.d._state.loop.time() - began < 2 * LEASE_S
     assert 0 < dialled["times"] < 2 * LEASE_S / REDIAL_S_MAX
 
 
-def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch,
+@scenario("inproc", lease_s=LEASE_S)
+async def test_a_peer_that_stays_away_is_dialled_less_and_less_often(
+    w: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("random.uniform", lambda low, high: high)
     dialled_at: list[float] = []
 
-    async def run(w: World) -> None:
-        async def nobody_listens(lost: ConnectionState) -> ConnectionState:
-            dialled_at.append(w.d._state.loop.time())
-            raise kvwire.ConnectError("nobody listens")
+    async def nobody_listens(lost: ConnectionState) -> ConnectionState:
+        dialled_at.append(w.d._state.loop.time())
+        raise kvwire.ConnectError("nobody listens")
 
-        w.d._state.redial = nobody_listens  # type: ignore[method-assign]
-        _, inc = await half_way(w)
-        w.cut()
-        assert not (await inc).complete
-
-    virtually(run, lease_s=LEASE_S)
+    w.d._state.redial = nobody_listens  # type: ignore[method-assign]
+    _, inc = await half_way(w)
+    w.cut()
+    assert not (await inc).complete
     pauses_s = [late - early for early, late in itertools.pairwise(dialled_at)]
     assert pauses_s[:5] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.5])
     assert set(pauses_s[5:]) == {REDIAL_S_MAX}
@@ -173,7 +172,7 @@ def test_a_peer_whose_port_is_refused_has_a_moment_and_not_a_lease(
         assert "the peer has ended: cannot connect to" in str(outcome.missing)
         assert outcome.missing
 
-    virtually(run, restart_grace_s=grace_s)
+    play(run, "inproc", restart_grace_s=grace_s)
 
 
 @pytest.mark.parametrize("grace_s", [1.0, 3.0])
@@ -186,7 +185,7 @@ def test_a_peer_that_dials_has_the_same_moment(grace_s: float) -> None:
         assert w.p._state.loop.time() - began == pytest.approx(grace_s, abs=0.1)
         assert "was reset, and it was not back within" in str(outcome.missing)
 
-    virtually(run, restart_grace_s=grace_s)
+    play(run, "inproc", restart_grace_s=grace_s)
 
 
 @scenario("inproc")

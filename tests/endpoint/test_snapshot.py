@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import msgspec
-import numpy as np
 
 import kvwire
 from kvwire.endpoint.snapshot import SILENCE_S
 from kvwire.limits import SNAPSHOT_ROWS_MAX
-from tests.scenarios.world import LAYERS, World, scenario
+from tests.scenarios.world import LAYERS, Memory, World, scenario
 from tests.support import virtual_time
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
@@ -66,8 +65,7 @@ async def test_a_producer_says_who_has_not_taken_it(w: World) -> None:
 
 @scenario("inproc")
 async def test_a_silent_peer_is_named(w: World) -> None:
-    out = w.p.publish("t", w.source.cache, LIST)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin()
     out.ready(layers=0)
     await inc.layer(0)
     thaw = w.freeze(w.push_side)
@@ -124,10 +122,7 @@ async def test_requests_say_what_they_wait_for(w: World) -> None:
 
 
 async def test_stores_of_the_loop_are_in_it() -> None:
-    spec = kvwire.KVSpec(
-        layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32"
-    )
-    cache = kvwire.PagedCache(spec, [np.zeros((4, 2, 2, 1, 4), np.float32)])
+    cache = Memory().cache
     async with (
         kvwire.open(name="a") as communicator,
         kvwire.BlockStore.open(["memory:1MiB"]) as store,

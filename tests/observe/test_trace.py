@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 import kvwire
 from kvwire.driver.trace_ring import RINGS
 from kvwire.observe.inspect import ProcessTrace
 from kvwire.observe.trace import document
-from tests.scenarios.world import World, play, scenario
+from tests.scenarios.world import Memory, World, play, scenario
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 
@@ -78,10 +77,7 @@ def test_what_a_transfer_that_was_cut_leaves() -> None:
 
 
 async def test_store_calls_are_in_it(tmp_path: Any) -> None:
-    spec = kvwire.KVSpec(
-        layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32"
-    )
-    cache = kvwire.PagedCache(spec, [np.zeros((4, 2, 2, 1, 4), np.float32)])
+    cache = Memory().cache
     async with (
         kvwire.BlockStore.open(["memory:1MiB"]) as store,
         kvwire.open(inspect=str(tmp_path / "run")),

@@ -68,8 +68,7 @@ async def test_r03_lease_expires_and_the_receiver_comes_late(w: World) -> None:
 
 @scenario()
 async def test_r04_slow_receiver_keeps_the_lease_alive(w: World) -> None:
-    out = w.p.publish("t", w.source.cache, LIST, lease_s=0.05)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin({"lease_s": 0.05})
     out.ready(layers=0)
     await inc.layer(0)
     # Longer than the lease without a mark or a byte: the peer is there.
@@ -146,8 +145,7 @@ async def test_r09_peer_dies_during_the_handshake(w: World) -> None:
 
 @scenario()
 async def test_r10_peer_dies_in_mid_transfer(w: World) -> None:
-    out = w.p.publish("t", w.source.cache, LIST)
-    inc = w.pull_side.pull("t", w.target.cache, DEST, lease_s=0.1)
+    out, inc = w.begin(theirs={"lease_s": 0.1})
     out.ready(layers=slice(0, 2))
     await inc.layer(1)
     w.p.abort()

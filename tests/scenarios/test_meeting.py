@@ -145,8 +145,7 @@ async def test_r44_hashes_of_another_scheme_are_no_cold_cache(w: World) -> None:
     tokens = list(range(5 * SPEC.block_tokens))
     mine = HashScheme(SPEC.block_tokens, b"one").block_hashes(tokens)
     theirs = HashScheme(SPEC.block_tokens, b"two").block_hashes(tokens)
-    out = w.p.publish("t", w.source.cache, LIST, hashes=mine)
-    inc = w.pull_side.pull("t", w.target.cache, DEST, hashes=theirs, have=theirs)
+    out, inc = w.begin({"hashes": mine}, {"hashes": theirs, "have": theirs})
     out.ready()
     for end in (out, inc):
         outcome = await end

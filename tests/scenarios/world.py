@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
@@ -32,11 +33,14 @@ SPEC = kvwire.KVSpec(
 LARGE = kvwire.KVSpec(
     layers=LAYERS, kv_heads=16, head_dim=128, block_tokens=64, dtype="float32"
 )
+# A head of a layer of SPEC for each of two ranks.
+RANKS = [replace(SPEC, kv_heads=1, shard=(rank, 2)) for rank in range(2)]
 FREE = -1.0
 # Below the timeout of a test, which would end the whole run.
 PATIENCE_S = 10.0
 TURNS_MAX = 100_000
 Tensor = npt.NDArray[np.float32]
+Ends = tuple[kvwire.Outgoing, kvwire.Incoming]
 
 
 class Memory:
@@ -177,12 +181,24 @@ class World:
         verb = self.d.expect if push else self.pull_side.pull
         return verb(id, cache or self.target.cache, blocks)
 
-    def begin(self) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
-        """Publish a few blocks, and pull them."""
-        out = self.p.publish("t", self.source.cache, LIST)
-        return out, self.pull_side.pull("t", self.target.cache, DEST)
+    def begin(
+        self,
+        mine: Mapping[str, Any] = {},
+        theirs: Mapping[str, Any] = {},
+        *,
+        push: bool = False,
+    ) -> Ends:
+        """Publish a few blocks and pull them, or expect them and push them.
 
-    def begin_large(self, blocks: int) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+        Some options are the producer's, others its consumer's.
+        """
+        if push:
+            inc = self.d.expect("t", self.target.cache, DEST, **theirs)
+            return self.push_side.push("t", self.source.cache, LIST, **mine), inc
+        out = self.p.publish("t", self.source.cache, LIST, **mine)
+        return out, self.pull_side.pull("t", self.target.cache, DEST, **theirs)
+
+    def begin_large(self, blocks: int) -> Ends:
         """Publish blocks of which one layer of each is 1 MiB, and pull them."""
         self.source, self.target = Memory(LARGE, blocks), Memory(LARGE, blocks)
         self.source.stamp(range(blocks))

@@ -113,8 +113,7 @@ async def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
 
     monkeypatch.setattr(side, "end_now", short)
     within = 0.2 if end == "deadline" else None
-    out = w.p.publish("t", w.source.cache, LIST, deadline=within)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin({"deadline": within})
     await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
     out.ready(layers=slice(0, LAYERS - (end != "settled")))
     if end == "settled":

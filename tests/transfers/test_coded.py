@@ -19,6 +19,7 @@ from tests.scenarios.world import (
     FREE,
     LAYERS,
     LIST,
+    RANKS,
     SPEC,
     Memory,
     World,
@@ -55,12 +56,7 @@ async def both(out: kvwire.Outgoing, inc: kvwire.Incoming) -> list[kvwire.Outcom
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @scenario("tcp")
 async def test_layer_by_layer(w: World, codec: TransferCodec, push: bool) -> None:
-    if push:
-        inc = w.d.expect("t", w.target.cache, DEST, codec=codec)
-        out = w.push_side.push("t", w.source.cache, LIST, codec=codec)
-    else:
-        out = w.p.publish("t", w.source.cache, LIST, codec=codec)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, codec=codec)
+    out, inc = w.begin({"codec": codec}, {"codec": codec}, push=push)
     for layer in range(LAYERS):
         out.ready(layer)
         await inc.layer(layer)
@@ -119,8 +115,7 @@ async def test_what_the_consumer_has_is_left_alone(w: World) -> None:
 async def test_two_sides_that_have_not_agreed(
     w: World, other: TransferCodec | None
 ) -> None:
-    out = w.p.publish("t", w.source.cache, LIST, **INT8)
-    inc = w.pull_side.pull("t", w.target.cache, DEST, codec=other)
+    out, inc = w.begin(INT8, {"codec": other})
     for outcome in await both(out, inc):
         (reason,) = outcome.missing.reasons
         assert re.search(r"differs in fingerprint.*codec=int8 of float32", reason)
@@ -129,7 +124,7 @@ async def test_two_sides_that_have_not_agreed(
 
 @scenario("tcp")
 async def test_an_exact_part_of_a_transfer_that_was_not_finished(w: World) -> None:
-    out, inc = begin(w)
+    out, inc = w.begin(INT8, INT8)
     out.ready(layers=slice(0, 2))
     out.ready(layers=2, blocks=slice(0, 3))
     out.finish(partial=True)
@@ -148,7 +143,7 @@ async def test_an_exact_part_of_a_transfer_that_was_not_finished(w: World) -> No
 
 @scenario("tcp")
 async def test_it_goes_on_over_another_link(w: World) -> None:
-    out, inc = begin(w)
+    out, inc = w.begin(INT8, INT8)
     out.ready(layers=slice(0, 2))
     await inc.layer(1)
     w.cut()
@@ -183,16 +178,11 @@ class Gate:
         self._open.set()
 
 
-def begin(w: World) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
-    out = w.p.publish("t", w.source.cache, LIST, **INT8)
-    return out, w.pull_side.pull("t", w.target.cache, DEST, **INT8)
-
-
 @scenario("tcp")
 async def test_a_thread_that_reads_blocks_keeps_them(w: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch, "encode")
-        out, inc = begin(w)
+        out, inc = w.begin(INT8, INT8)
         out.ready()
         await w.until(gate.reached.is_set)
         out.abort("prefill broke")
@@ -213,7 +203,7 @@ async def test_an_outcome_waits_for_a_thread_that_writes_blocks(
     """However it ends, nothing is written once the outcome is known."""
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch, "decode")
-        out, inc = begin(w)
+        out, inc = w.begin(INT8, INT8)
         out.ready()
         if end in ("settled", "cut"):
             out.finish()
@@ -251,7 +241,7 @@ async def test_what_could_not_be_coded_has_not_landed(w: World, verb: str) -> No
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch, verb)
         gate.open(MemoryError("no room for a piece"))
-        out, inc = begin(w)
+        out, inc = w.begin(INT8, INT8)
         out.ready()
         out.finish()
         outcome = await inc
@@ -264,15 +254,7 @@ async def test_what_could_not_be_coded_has_not_landed(w: World, verb: str) -> No
 @scenario("tcp")
 async def test_each_rank_encodes_its_heads(w: World) -> None:
     parts = []
-    for rank in range(2):
-        spec = kvwire.KVSpec(
-            layers=LAYERS,
-            kv_heads=1,
-            head_dim=16,
-            block_tokens=4,
-            dtype="float32",
-            shard=(rank, 2),
-        )
+    for rank, spec in enumerate(RANKS):
         heads = [tensor[:, :, :, rank : rank + 1] for tensor in w.source.tensors]
         out = w.p.publish(f"t{rank}", kvwire.PagedCache(spec, heads), LIST, **INT8)
         out.ready()
@@ -286,8 +268,7 @@ async def test_each_rank_encodes_its_heads(w: World) -> None:
 
 
 @scenario("tcp")
-async def test_caches_on_a_device(w: World) -> None:
-    device = SimulatedDevice()
+async def test_caches_on_a_device(w: World, device: SimulatedDevice) -> None:
     try:
         ends = [[device.array(t) for t in m.tensors] for m in (w.source, w.target)]
         caches = [kvwire.PagedCache(SPEC, arrays) for arrays in ends]
@@ -305,7 +286,6 @@ async def test_caches_on_a_device(w: World) -> None:
     finally:
         await w.d.close()
         await w.p.close()
-        device.close()
 
 
 @scenario("tcp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.scenarios.world import (
     LARGE,
     LAYERS,
     LIST,
+    SPEC,
     Memory,
     World,
     same,
@@ -32,8 +34,7 @@ HASHES = [b"%d" % n for n in range(len(LIST))]
 async def test_gates_open_in_the_order_of_the_marks(
     w: World, order: tuple[int, ...]
 ) -> None:
-    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin({"group_bytes": 1})
     opened: list[int] = []
 
     async def gate(layer: int) -> None:
@@ -55,15 +56,7 @@ async def test_gates_open_in_the_order_of_the_marks(
 @scenario("inproc")
 async def test_a_gate_that_nothing_has_to_come_for(w: World) -> None:
     """What is not carried, or was here before, is not waited for."""
-    stage = kvwire.KVSpec(
-        layers=2,
-        first_layer=2,
-        model_layers=LAYERS,
-        kv_heads=2,
-        head_dim=16,
-        block_tokens=4,
-        dtype="float32",
-    )
+    stage = replace(SPEC, layers=2, first_layer=2, model_layers=LAYERS)
     half = kvwire.PagedCache(stage, w.source.tensors[2:])
     out = w.p.publish("stage", half, LIST)
     inc = w.pull_side.pull("stage", w.target.cache, DEST)
@@ -141,8 +134,7 @@ async def test_a_gate_raises_what_ended_the_transfer(
     reason: str,
 ) -> None:
     """Whoever waits for a layer when it ends, and whoever asks afterwards."""
-    out = w.p.publish("t", w.source.cache, LIST)
-    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=9.0)
+    out, inc = w.begin(theirs={"deadline": 9.0})
     await w.turns_until(lambda: inc._state.planned)
     gate = asyncio.create_task(inc.layer(0))
     await w.turns_until(lambda: bool(inc._state._gates))
@@ -198,12 +190,7 @@ async def test_have_counts_only_with_hashes_on_both_sides(
     theirs: dict[str, Any] = {}
     if who == "consumer":
         theirs = {"hashes": HASHES, "have": set(HASHES)}
-    if push:
-        inc = w.d.expect("t", w.target.cache, DEST, **theirs)
-        out = w.push_side.push("t", w.source.cache, LIST, **mine)
-    else:
-        out = w.p.publish("t", w.source.cache, LIST, **mine)
-        inc = w.pull_side.pull("t", w.target.cache, DEST, **theirs)
+    out, inc = w.begin(mine, theirs, push=push)
     out.ready()
     out.finish()
     assert (await inc).complete

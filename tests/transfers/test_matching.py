@@ -224,8 +224,7 @@ async def test_the_reason_says_what_was_waited_for(
 
 @scenario("inproc")
 async def test_a_producer_that_never_finishes_is_named(w: World) -> None:
-    out = w.p.publish("t", w.source.cache, LIST)
-    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=timedelta(seconds=5))
+    out, inc = w.begin(theirs={"deadline": timedelta(seconds=5)})
     out.ready()
     await inc.layer(0)
     assert "finish() has not been called" in repr(out)

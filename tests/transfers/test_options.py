@@ -163,8 +163,7 @@ async def test_deadlines_in_every_form(w: World, verb: str, form: str) -> None:
 @scenario("inproc")
 async def test_a_deadline_in_the_middle_is_told_to_the_other_side(w: World) -> None:
     """What has landed by then is the outcome, and stays."""
-    out = w.p.publish("t", w.source.cache, LIST)
-    inc = w.pull_side.pull("t", w.target.cache, DEST, deadline=1.0)
+    out, inc = w.begin(theirs={"deadline": 1.0})
     out.ready(blocks=slice(0, 2))
     outcome = await inc
     assert outcome.landed.ids().tolist() == DEST[:2]

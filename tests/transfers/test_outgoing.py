@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tests.scenarios.world import (
     DEST,
     LAYERS,
     LIST,
+    RANKS,
     SPEC,
     Memory,
     World,
@@ -51,28 +53,16 @@ async def test_a_block_of_a_transfer_that_has_ended(w: World) -> None:
     out.finish()
 
 
-def shard(rank: int) -> kvwire.KVSpec:
-    """One of two ranks: a head of its own, and twice the tokens in a block."""
-    return kvwire.KVSpec(
-        layers=LAYERS,
-        kv_heads=1,
-        shard=(rank, 2),
-        head_dim=16,
-        block_tokens=8,
-        dtype="float32",
-    )
-
-
 @scenario()
 async def test_a_tensor_parallel_group_of_consumers(w: World) -> None:
     """Each rank takes its heads, into blocks of another size and layout."""
     out = w.p.publish("t", w.source.cache, [3, 1, 4, 5], consumers=2)
     ranks = []
-    for rank in range(2):
+    for spec in RANKS:
         connection = await w.d.connect(w.address)
         # HND, and 8 tokens a block where the producer has 4.
         tensors = [np.zeros((6, 2, 1, 8, 16), np.float32) for _ in range(LAYERS)]
-        cache = kvwire.PagedCache(shard(rank), tensors, layout="HND")
+        cache = kvwire.PagedCache(replace(spec, block_tokens=8), tensors, layout="HND")
         ranks.append((tensors, connection.pull("t", cache, [5, 2])))
     for layer in range(LAYERS):
         out.ready(layers=layer)

@@ -186,8 +186,7 @@ async def test_small_layers_are_grouped_behind_one_under_way(w: World) -> None:
 
 @scenario()
 async def test_group_bytes_of_one_is_layer_by_layer(w: World) -> None:
-    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin({"group_bytes": 1})
     await w.until(lambda: inc._state.planned)
     for layer in range(LAYERS):
         out.ready(layers=layer)
@@ -337,8 +336,7 @@ async def test_more_segments_than_a_transfer_may_have(
 ) -> None:
     """The transfer ends on both sides with a reason; its connection goes on."""
     monkeypatch.setattr(delivery_module, "SEGMENTS_MAX", 3)
-    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin({"group_bytes": 1})
     for layer in range(LAYERS):
         out.ready(layers=layer)
     for end in (out, inc):
@@ -352,8 +350,7 @@ async def test_more_segments_than_a_transfer_may_have(
 @scenario("inproc")
 async def test_damage_is_named_on_both_sides(w: World) -> None:
     """Blocks that came damaged say so; those that were not marked say that."""
-    out = w.p.publish("t", w.source.cache, LIST, group_bytes=1)
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out, inc = w.begin({"group_bytes": 1})
     await w.until(lambda: inc._state.planned)
     core: Any = w.pull_side._state.core
     received = core.body_received

@@ -15,26 +15,15 @@ from kvwire.transfers.sender import SendAttempt
 from kvwire.transfers.state import AttemptState
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
-from tests.scenarios.world import DEST, LAYERS, LIST, World, same, scenario
+from tests.scenarios.world import DEST, LAYERS, LIST, Ends, World, same, scenario
 from tests.support import virtual_time
 
 PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 
 
-Ends = tuple[kvwire.Outgoing, kvwire.Incoming]
-
-
-def begin(w: World, push: bool) -> Ends:
-    if push:
-        inc = w.d.expect("t", w.target.cache, DEST)
-        return w.push_side.push("t", w.source.cache, LIST), inc
-    out = w.p.publish("t", w.source.cache, LIST)
-    return out, w.pull_side.pull("t", w.target.cache, DEST)
-
-
 async def settled_unheard(w: World, push: bool = False) -> Ends:
     """A transfer that is complete for its consumer; the producer does not know yet."""
-    out, inc = begin(w, push)
+    out, inc = w.begin(push=push)
     await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
     w.freeze(w.push_side)
     out.ready()
@@ -50,7 +39,7 @@ async def settled_unheard(w: World, push: bool = False) -> Ends:
 async def test_the_producer_has_not_heard_that_all_is_settled(
     w: World, push: bool, partial: bool, heard: str
 ) -> None:
-    out, inc = begin(w, push)
+    out, inc = w.begin(push=push)
     marked = slice(0, LAYERS - partial)
     await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
     if heard == "what has landed":
@@ -82,7 +71,7 @@ async def test_the_consumer_has_not_heard_that_it_was_heard(
     w: World, push: bool
 ) -> None:
     """FIN is lost: it asks again, and is told that it is over."""
-    out, inc = begin(w, push)
+    out, inc = w.begin(push=push)
     out.ready()
     out.finish()
     assert (await inc).complete
@@ -182,7 +171,7 @@ async def test_a_last_word_is_no_answer_to_another_transfer_of_the_name(
 @scenario("inproc")
 async def test_going_on_with_an_end_that_is_over_is_refused(w: World) -> None:
     """Nothing is known of it any more, so there is nothing to wait for."""
-    out, inc = begin(w, push=False)
+    out, inc = w.begin()
     out.ready()
     out.finish()
     await inc
@@ -213,78 +202,72 @@ async def dialled_by_the_producer() -> AsyncIterator[World]:
         yield World(p, d, await d.accept(), push_side, address)
 
 
+@pytest.mark.asyncio(loop_factories=["virtual"])
 @pytest.mark.parametrize("ends", ["is lost", "is closed"])
-def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
+async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
     ends: str,
 ) -> None:
     """It is answered once that is known: what is settled here is not unknown."""
-
-    async def main() -> None:
-        async with dialled_by_the_producer() as w:
-            p, d, address = w.p, w.d, w.address
-            pull_side, push_side = w.pull_side, w.push_side
-            out, _ = await settled_unheard(w, push=True)
-            deafen(pull_side)
-            push_side._state.dialled = None
-            push_side.abort("a broken cable")
-            await push_side.wait_closed()
-            await p.connect(address)
-            await w.until(lambda: d._state.registry._stashed)
-            assert not out.done()
-            if ends == "is lost":
-                pull_side._state.core.fail(kvwire.ConnectionLost("silence"))
-            else:
-                pull_side._state.core.fail(kvwire.ClosedOK("this side has closed"))
-            pull_side._state.run()
-            produced = await out
-            if ends == "is lost":
-                assert produced.complete
-            else:
-                (reason,) = produced.missing.reasons
-                assert "nothing is known of it" in reason
-            assert not d._state.registry._settling
-            assert not d._state.registry._asked
-            link: Any = pull_side._state.link
-            del link._turn, link.wake
-            link.wake()
-
-    virtual_time.run(main())
+    async with dialled_by_the_producer() as w:
+        p, d, address = w.p, w.d, w.address
+        pull_side, push_side = w.pull_side, w.push_side
+        out, _ = await settled_unheard(w, push=True)
+        deafen(pull_side)
+        push_side._state.dialled = None
+        push_side.abort("a broken cable")
+        await push_side.wait_closed()
+        await p.connect(address)
+        await w.until(lambda: d._state.registry._stashed)
+        assert not out.done()
+        if ends == "is lost":
+            pull_side._state.core.fail(kvwire.ConnectionLost("silence"))
+        else:
+            pull_side._state.core.fail(kvwire.ClosedOK("this side has closed"))
+        pull_side._state.run()
+        produced = await out
+        if ends == "is lost":
+            assert produced.complete
+        else:
+            (reason,) = produced.missing.reasons
+            assert "nothing is known of it" in reason
+        assert not d._state.registry._settling
+        assert not d._state.registry._asked
+        link: Any = pull_side._state.link
+        del link._turn, link.wake
+        link.wake()
 
 
-def test_a_producer_that_comes_back_while_its_last_link_says_the_last_word() -> None:
+@pytest.mark.asyncio(loop_factories=["virtual"])
+async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() -> None:
     """One link carries that at a time: it is said again once that one is lost."""
-
-    async def main() -> None:
-        async with dialled_by_the_producer() as w:
-            p, d, address = w.p, w.d, w.address
-            push_side = w.push_side
-            out, _ = await settled_unheard(w, push=True)
-            push_side._state.dialled = None
-            push_side.abort("a broken cable")
-            exchange = d._state.registry
-            await w.until(lambda: exchange._settle_retries)
-            (word,) = exchange._settle_retries.values()
-            second = await p.connect(address)
-            w.freeze(second)
-            its_end = await d.accept()
-            await w.until(lambda: word.state is AttemptState.SETTLED)
-            deafen(its_end)
-            second._state.dialled = None
-            second.abort("another broken cable")
-            await second.wait_closed()
-            await p.connect(address)
-            await w.until(lambda: exchange._stashed)
-            assert not out.done()
-            its_end._state.core.fail(kvwire.ConnectionLost("silence"))
-            its_end._state.run()
-            assert (await out).complete
-            await w.until(lambda: not exchange._settle_retries)
-            assert not exchange._asked
-            link: Any = its_end._state.link
-            del link._turn, link.wake
-            link.wake()
-
-    virtual_time.run(main())
+    async with dialled_by_the_producer() as w:
+        p, d, address = w.p, w.d, w.address
+        push_side = w.push_side
+        out, _ = await settled_unheard(w, push=True)
+        push_side._state.dialled = None
+        push_side.abort("a broken cable")
+        exchange = d._state.registry
+        await w.until(lambda: exchange._settle_retries)
+        (word,) = exchange._settle_retries.values()
+        second = await p.connect(address)
+        w.freeze(second)
+        its_end = await d.accept()
+        await w.until(lambda: word.state is AttemptState.SETTLED)
+        deafen(its_end)
+        second._state.dialled = None
+        second.abort("another broken cable")
+        await second.wait_closed()
+        await p.connect(address)
+        await w.until(lambda: exchange._stashed)
+        assert not out.done()
+        its_end._state.core.fail(kvwire.ConnectionLost("silence"))
+        its_end._state.run()
+        assert (await out).complete
+        await w.until(lambda: not exchange._settle_retries)
+        assert not exchange._asked
+        link: Any = its_end._state.link
+        del link._turn, link.wake
+        link.wake()
 
 
 # --- a consumer that closes -----------------------------------------------------------
