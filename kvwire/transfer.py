@@ -89,7 +89,8 @@ class _Transfer:
         """
         if get_ident() != self._state.thread.ident:
             self._state.thread.check(f"{type(self).__name__}.drained")
-        await self._state.drained()
+        if not self._state.is_drained:
+            await self._state.drained()
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""
@@ -168,7 +169,8 @@ class Outgoing(_Transfer, AsyncWith):
         Raises:
             UsageError: Parts were not marked, and ``partial`` is not set.
         """
-        self._state.thread.check_process("Outgoing.finish")
+        if self._state.thread.ident == FORKED:
+            self._state.thread.check_process("Outgoing.finish")
         if self._state.outcome is None:
             self._state.ready_log.finish(partial=partial)
 

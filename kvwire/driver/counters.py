@@ -43,13 +43,12 @@ class Counters(msgspec.Struct):
 
     def transfer_ended(self, outcome: Outcome, *, received: bool) -> None:
         """Count an end of a KV transfer, on the side that received or sent it."""
-        match outcome.state:
-            case "complete":
-                self.transfers_complete += 1
-            case "partial":
-                self.transfers_partial += 1
-            case "failed":
-                self.transfers_failed += 1
+        if outcome.complete:
+            self.transfers_complete += 1
+        elif outcome.state == "partial":
+            self.transfers_partial += 1
+        else:
+            self.transfers_failed += 1
         if received:
             self.received_bytes += outcome.nbytes
         else:

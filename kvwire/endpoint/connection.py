@@ -99,6 +99,7 @@ class ConnectionState:
         thread: Who may call it.
         transfers: The protocol of its KV transfers.
         chunk_bytes: What one frame of theirs carries at most.
+        run: Carries out what the core has to say.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class ConnectionState:
             link, core, communicator, lanes, self._on_event
         )
         self.staging: DeviceStaging = self.driver.staging
+        self.run: Callable[[], None] = self.driver.run
 
     def __repr__(self) -> str:
         said = f"{self.core.phase.value} for {self.age_s:.1f} s"
@@ -282,10 +284,6 @@ class ConnectionState:
     ) -> None:
         """Serve a transfer, as ConnectionPort says."""
         self.core.refuse(request, error, code)
-
-    def run(self) -> None:
-        """Carry out what the core has to say."""
-        self.driver.run()
 
     # --- grants -----------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def describe(
             unknown = ", ".join(sorted(tokens.keys() - cache.groups.keys()))
             raise UsageError(f"tokens: no group {unknown}; there is {', '.join(lists)}")
         key = tuple(tokens.items())
-    sizes = tuple([lists[name].size for name in cache.groups])
+    sizes = tuple(map(len, map(lists.__getitem__, cache.groups)))
 
     def compute() -> Geometry:
         groups = zip(cache.groups.items(), sizes, strict=True)

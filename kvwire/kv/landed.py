@@ -219,12 +219,16 @@ class Landed:
 
     def _views(self, segment: Segment) -> tuple[Bits, npt.NDArray[np.int64]]:
         """Return the cells of a segment, and how many are left of each layer."""
-        plan, group, first = self.plan, segment.group, segment.granule
-        plan.check(segment)
-        top = segment.layer - plan.groups[group].layers.start
-        end = top + segment.layers
-        cells = self._cells[group][top:end, first : first + segment.granules]
-        return cells, self._left[group][top:end]
+        group, granule = segment.group, segment.granule
+        if not 0 <= group < len(self._cells):
+            self.plan.check(segment)  # which says what is outside, here and below
+        cells = self._cells[group]
+        top = segment.layer - self.plan.groups[group].layers.start
+        end, last = top + segment.layers, granule + segment.granules
+        layers, granules = cells.shape
+        if not (0 <= top < end <= layers and 0 <= granule < last <= granules):
+            self.plan.check(segment)
+        return cells[top:end, granule:last], self._left[group][top:end]
 
 
 def _fill(part: Bits, left: npt.NDArray[np.int64]) -> None:

@@ -12,7 +12,7 @@ fragments differ by one distance, so the last answer is kept and moved.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -93,17 +93,18 @@ class GroupMap:
         self._steps = steps
         self.granules_per_block: int = steps.granules_per_block
         self.granule_bytes: int = steps.walk.granule_bytes
-        self._last: _Answer | None = None
+        # The last question and its answer.
+        self._last: tuple[range, slice, Fragments] | None = None
 
     def fragments(self, layers: range, granules: slice) -> Fragments:
         """Return this side's memory of a part of the walk, merged."""
-        last = self._last
-        if last is not None and last.granules == granules:
-            distance = self._distance(last.layers, layers)
+        if self._last is not None:
+            before, same, fragments = self._last
+            distance = self._distance(before, layers) if same == granules else None
             if distance is not None:
-                return last.fragments.shifted(distance)
+                return fragments.shifted(distance)
         fragments = self._compute(layers, granules)
-        self._last = _Answer(layers, granules, fragments)
+        self._last = layers, granules, fragments
         return fragments
 
     def moved(self, granules: slice) -> Ids:
@@ -147,14 +148,6 @@ class GroupMap:
         blocks = self.ids[numbers // per_block] * strides["block"]
         found: Ids = blocks + numbers % per_block * inside
         return found
-
-
-class _Answer(NamedTuple):
-    """Remembers the last question and its answer."""
-
-    layers: range
-    granules: slice
-    fragments: Fragments
 
 
 def _steps_are(axis: str, run: int, table: Ids, offsets: dict[str, Ids]) -> bool:

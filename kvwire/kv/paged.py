@@ -118,7 +118,7 @@ class PagedCache:
         """
         if isinstance(blocks, BlockLists) and blocks.keys() == self.groups.keys():
             return blocks
-        return block_lists(blocks, {n: g.num_blocks for n, g in self.groups.items()})
+        return block_lists(blocks, self._pools)
 
     def __repr__(self) -> str:
         return f"PagedCache({'; '.join(map(repr, self.groups.values()))})"
@@ -128,6 +128,7 @@ class PagedCache:
         self.device = next(iter(groups.values())).device
         for group in groups.values():
             _check_device(group.device, self.device, f"group {group.name!r}", "group")
+        self._pools = {name: group.num_blocks for name, group in groups.items()}
         self.writable = all(group.writable for group in groups.values())
         self._known: dict[object, Any] = {}
 

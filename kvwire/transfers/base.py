@@ -248,6 +248,8 @@ class KVTransfer:
     _own_trace = False
     # Who waits for the outcome, and what is set when it is drained, if anybody waits.
     _waiters: tuple[asyncio.Future[None], ...] = ()
+    # Nothing of kvwire can touch the transfer's blocks any more.
+    is_drained = False
     _free: asyncio.Event | None = None
     # It was open at the last look, and the log has named it.
     seen_open = False
@@ -289,7 +291,8 @@ class KVTransfer:
         if self.memory.device is not None:
             # That a device does not work is known before anything is promised.
             communicator.devices.copy_engine(self.memory.device)
-        self.deadline: float | None = absolute(options.get("deadline"))
+        deadline = options.get("deadline")
+        self.deadline: float | None = None if deadline is None else absolute(deadline)
         self.lease_s: float = (
             self.communicator.config.lease_s if lease_s is None else lease_s
         )
@@ -320,7 +323,8 @@ class KVTransfer:
             try:
                 yield from waiter
             finally:
-                self._waiters = tuple(w for w in self._waiters if w is not waiter)
+                if self.outcome is None:
+                    self._waiters = tuple(w for w in self._waiters if w is not waiter)
             assert self.outcome is not None
         elif not self.outcome.complete:
             yield  # one turn of the loop: see kvwire.clock
@@ -335,11 +339,6 @@ class KVTransfer:
             if self._free is None:
                 self._free = asyncio.Event()
             await self._free.wait()
-
-    @property
-    def is_drained(self) -> bool:
-        """Tell whether nothing of kvwire can touch the transfer's blocks any more."""
-        return self.state is TransferState.DRAINED
 
     def abort(self, reason: str = "aborted") -> None:
         """End the transfer; the peer learns at once. Memory is free once drained."""
@@ -542,6 +541,7 @@ class KVTransfer:
         self._busy -= 1
         if not self._busy and self.state is TransferState.ENDED:
             self.state = TRANSFER_TRANSITIONS[self.state, TransferInput.DRAIN]
+            self.is_drained = True
             if self._free is not None:
                 self._free.set()
 
@@ -575,7 +575,7 @@ def damaged_of(
     plan: TransferPlan, segments: Sequence[Segment]
 ) -> list[tuple[str, Mapping[str, Bits]]]:
     """Return the reason of blocks that arrived damaged, as outcomes take it."""
-    return [(DAMAGED, plan.covering(segments))] if segments else []
+    return [(DAMAGED, plan.covering(segments))]
 
 
 def recoverable(error: KVWireError | None) -> bool:

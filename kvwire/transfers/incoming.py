@@ -296,7 +296,8 @@ class IncomingState(KVTransfer):
         if first:
             self.plan, self.landed = plan, Landed(plan)
             # What is not carried, or was here before, is not waited for.
-            self._open_gates()
+            if self._gates:
+                self._open_gates()
         self.phases.enter("mark_wait")
 
     def segment_placed(self, segment: Segment) -> None:
@@ -322,7 +323,8 @@ class IncomingState(KVTransfer):
         if self.ring is not None:
             self.note("landed", segment.layer, segment.layers, core.nbytes)
         self.renew_lease()
-        self._open_gates()
+        if self._gates:
+            self._open_gates()
 
     def attempt_ended(self, error: KVWireError | None) -> None:
         """Take in the end of the attempt's request."""
@@ -369,8 +371,8 @@ class IncomingState(KVTransfer):
             endpoint_id=self.endpoint_id,
             peer_id=self.peer_id,
             hashes=self.hashes,
-            have=pack_have(self.have),
-            landed=tuple(segment.box for segment in self.reported),
+            have=pack_have(self.have) if self.have else (),
+            landed=tuple([s.box for s in self.reported]) if self.reported else (),
             plan=plan,
             settled=self.state in OVER,
             trace=self.trace,
@@ -405,7 +407,7 @@ class IncomingState(KVTransfer):
                 self._name_phase(attempt)
             outcome = outcome_of(
                 self.landed,
-                reasons=damaged_of(self.plan, self._damaged),
+                reasons=damaged_of(self.plan, self._damaged) if self._damaged else (),
                 otherwise=reason,
                 timings=self.phases.timings(),
                 layers_grouped=self._layers_grouped,
@@ -420,6 +422,8 @@ class IncomingState(KVTransfer):
         """Say what it has waited for, now that it waits no more."""
         if self.phases.phase == "mark_wait" and self.landed.complete:
             self.phases.phase = "commit"
+        if attempt.state is AttemptState.SETTLED:
+            return  # by a word that has come just now
         interval_s = self.communicator.config.ping_interval_s
         note_silence(self.phases, attempt.connection, interval_s)
 

@@ -107,7 +107,8 @@ class TransferRegistry:
         self._take_on(end)
         end.begin()
         end.start_lease()
-        self._ask_again(key)
+        if key in self._asked:
+            self._ask_again(key)
 
     def ask(self, end: End, connection: ConnectionPort) -> None:
         """Ask the peer (``pull``, ``push``).
@@ -167,11 +168,13 @@ class TransferRegistry:
         if self._waiting.get(key) is not end:
             return
         del self._waiting[key]
-        tombstone = Tombstone(
-            _code_of(cause), str(cause), end.endpoint_id, end.unnotified
-        )
-        self._add_tombstone(key, tombstone, tombstone.unnotified)
-        self._ask_again(key)
+        unnotified = end.unnotified
+        if any(unnotified) or key in self._tombstones:
+            code, reason = _code_of(cause), str(cause)
+            tombstone = Tombstone(code, reason, end.endpoint_id, unnotified)
+            self._add_tombstone(key, tombstone, unnotified)
+        if key in self._asked:
+            self._ask_again(key)
 
     # --- the peer's side --------------------------------------------------------------
 
@@ -186,7 +189,7 @@ class TransferRegistry:
             _refuse(connection, request, exc, WireCode.PROFILE)
             return
         key = (event.id, request.kind is RequestKind.OUTGOING)
-        retry = self._retry_for(key, description)
+        retry = self._retry_for(key, description) if self._settle_retries else None
         if retry is not None and retry.waits:
             retry.matched(connection, request)
             return
@@ -320,7 +323,8 @@ class TransferRegistry:
         if (end.key, end.endpoint_id) in self._settling:
             del self._settling[end.key, end.endpoint_id]
             self._note_settled()
-            self._ask_again(end.role_key)
+            if end.role_key in self._asked:
+                self._ask_again(end.role_key)
 
     def unconfirmed(self, retry: SettleAttempt) -> None:
         """Keep a settle retry: the producer of a settled transfer may not know.

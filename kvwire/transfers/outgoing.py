@@ -268,7 +268,8 @@ class OutgoingState(KVTransfer):
     def attempt_ended(self, attempt: SendAttempt, error: KVWireError | None) -> None:
         """Take in the end of an attempt: its consumer is served, or its link lost."""
         going_on = self.state is TransferState.OPEN
-        if going_on and recoverable(error) and self.communicator.config.resume:
+        lost = error is not None and recoverable(error)
+        if going_on and lost and self.communicator.config.resume:
             attempt.note_lost()
             attempt.advance(AttemptInput.LOSE)
             if self.ring is not None:
@@ -322,7 +323,9 @@ class OutgoingState(KVTransfer):
         if known is None:
             attempt = SendAttempt(self, connection, asks=asks)
             self.attempts.append(attempt)  # bounded by `consumers`
-            self.renew_lease()
+            # As renew_lease; the timer is set again below, if it has to run.
+            armed = self._lease is not None
+            self._lease_until = self.loop.time() + self.lease_s if armed else None
         else:
             attempt = known
             attempt.resume(connection)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
 from kvwire.transfers.coverage import Coverage
 from kvwire.transfers.event_wait import EventWaiter, Failure
+
+_COMPLETE: Final = operator.attrgetter("coverage.complete")
 
 Which = int | slice | None
 Encoder: TypeAlias = "Callable[[ReadyRange, Callable[[Failure], None]], None]"
@@ -156,10 +158,9 @@ class ReadyLog:
     def finish(self, *, partial: bool) -> None:
         """Close the log: no mark will come any more."""
         with self._lock:
-            missing = "" if partial else self._gaps()
-            if missing:
+            if not (partial or self.complete):
                 raise UsageError(
-                    f"finish: {missing} was never marked ready; mark it, call "
+                    f"finish: {self._gaps()} was never marked ready; mark it, call "
                     f"finish(partial=True) to send what there is, or abort()"
                 )
             self.finished = True
@@ -180,7 +181,7 @@ class ReadyLog:
     @property
     def complete(self) -> bool:
         """Tell whether everything was marked."""
-        return all(group.coverage.complete for group in self._groups.values())
+        return all(map(_COMPLETE, self._groups.values()))
 
     def wake(self) -> None:
         """Have the loop look at the log soon; one wake-up for any number of marks."""

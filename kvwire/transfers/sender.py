@@ -153,10 +153,11 @@ class SendAttempt(Attempt):
             while self._cursor < len(marks.log):
                 self._take(marks.log[self._cursor])
                 self._cursor += 1
-            if all_in or in_turn or not self._under_way:
-                self._flush()
-            elif self._held and transfers.brief_layers:
-                self._take_turn()
+            if self._held:
+                if all_in or in_turn or not self._under_way:
+                    self._flush()
+                elif transfers.brief_layers:
+                    self._take_turn()
         except UsageError as exc:
             self.outgoing.stop(exc, WireCode.TOO_LARGE)
             return
@@ -182,7 +183,8 @@ class SendAttempt(Attempt):
         record.on_sent_bytes = AHEAD_BYTES // 2 if pieces else 0
         if all_in and not pieces:
             self.advance(AttemptInput.COMMIT)
-            self._phases.enter("wire" if self._under_way else "commit")
+            if not (self._under_way and self._phases.phase == "wire"):
+                self._phases.enter("wire" if self._under_way else "commit")
             if not rides:
                 transfers.commit(self.core, complete=complete)
 
@@ -272,7 +274,7 @@ class SendAttempt(Attempt):
         self._note_silence()
         return outcome_of(
             self.landed if self.confirmed else Landed(self.plan, held=False),
-            reasons=damaged_of(self.plan, self._damaged),
+            reasons=damaged_of(self.plan, self._damaged) if self._damaged else (),
             otherwise=self.reason or reason,
             timings=self._phases.timings(),
             layers_grouped=self._grouped,
@@ -282,27 +284,28 @@ class SendAttempt(Attempt):
         """Hold a mark back until it makes a segment, together with its neighbours."""
         if self._held and not _joins(self._held[-1], mark):
             self._flush()
-        named = self._named(mark)
+        plan = self.plan
+        named = plan.marked(plan.indices[mark.group], mark.layers, mark.blocks)
         self._held.append(mark)  # bounded: SEGMENTS_MAX
         self._held_as = named
         if named is not None:
-            self._held_bytes += self.plan.nbytes_of(named)
+            self._held_bytes += plan.nbytes_of(named)
         if self._held_bytes >= self.outgoing.group_bytes:
             self._flush()
 
     def _flush(self) -> None:
         """Send what is held back as one mark."""
-        if not self._held:
-            return
         named = self._held_as
         if len(self._held) > 1:
             first, last = self._held[0], self._held[-1]
             layers = range(first.layers.start, last.layers.stop)
-            named = self._named(ReadyRange(first.group, layers, first.blocks))
+            index = self.plan.indices[first.group]
+            named = self.plan.marked(index, layers, first.blocks)
         self._held, self._held_bytes = [], 0
         if named is None or self.state is AttemptState.SETTLED:
             return
-        for part in self._lacking(named):
+        # After a lost link, what has not landed.
+        for part in self.landed.lacking(named) if self._links > 1 else (named,):
             self._cut(part)
         assert self.core is not None
         sent = self.connection.transfers.records[self.core].segments
@@ -324,15 +327,6 @@ class SendAttempt(Attempt):
         self._under_way += 1
         if self.outgoing.ring is not None:
             self.outgoing.note("sent", segment.layer, segment.layers, nbytes)
-
-    def _named(self, mark: ReadyRange) -> Segment | None:
-        """Return a mark as a segment of the plan."""
-        plan = self.plan
-        return plan.marked(plan.indices[mark.group], mark.layers, mark.blocks)
-
-    def _lacking(self, segment: Segment) -> list[Segment]:
-        """Return what of a segment to send: after a lost link, what has not landed."""
-        return self.landed.lacking(segment) if self._links > 1 else [segment]
 
     def _cut(self, segment: Segment) -> None:
         """Queue a segment in pieces, none much larger than SEGMENT_BYTES.

@@ -44,5 +44,15 @@ class PhaseTimer:
 
     def timings(self) -> Timings:
         """Return where the time until now went."""
-        self.enter(self.phase)
-        return Timings(**{f"{phase}_s": spent for phase, spent in self._spent.items()})
+        now, spent = monotonic(), self._spent
+        spent[self.phase] = spent.get(self.phase, 0.0) + now - self._since
+        self._since = now
+        return Timings(
+            queue_s=spent.get("queue", 0.0),
+            handshake_s=spent.get("handshake", 0.0),
+            memory_wait_s=spent.get("memory_wait", 0.0),
+            mark_wait_s=spent.get("mark_wait", 0.0),
+            wire_s=spent.get("wire", 0.0),
+            commit_s=spent.get("commit", 0.0),
+            lost_s=spent.get("lost", 0.0),
+        )
