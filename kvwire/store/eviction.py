@@ -99,13 +99,16 @@ class LruQueue(EvictionQueue):
         each(map(self._list.pop, keys.tolist(), repeat(None)))
 
     def release(self, keys: Keys, slots: Ids) -> None:
-        self._list.update(zip(keys.tolist(), slots.tolist(), strict=True))
+        """Put blocks at the back, where they are in it or not."""
+        names = keys.tolist()
+        each(map(self._list.pop, names, repeat(None)))
+        self._list.update(zip(names, slots.tolist(), strict=True))
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
         return _popped(self._list, count)
 
     def remove(self, keys: Keys, slots: Ids) -> None:
-        self.hold(keys, slots)
+        each(map(self._list.pop, keys.tolist(), repeat(None)))
 
     def oldest(self) -> int | None:
         return next(iter(self._list.values()), None)

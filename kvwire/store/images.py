@@ -17,13 +17,26 @@ Sums = npt.NDArray[np.uint64]
 
 def images_in(memory: npt.NDArray[np.uint8], nbytes: int, count: int) -> Fragments:
     """Return room for so many images of ``nbytes``, one behind the other."""
-    begin = int(memory.ctypes.data)
     assert count * nbytes <= memory.size
+    begin = memory.__array_interface__["data"][0]
+    starts = np.arange(0, count * nbytes, nbytes, dtype=np.uint64)
+    return images_at(starts + np.uint64(begin), nbytes, memory)
+
+
+def images_at(
+    addresses: npt.NDArray[np.uint64], nbytes: int, owner: npt.NDArray[np.uint8]
+) -> Fragments:
+    """Return the images of ``nbytes`` that begin at these addresses of an array."""
+    count = addresses.size
+    lengths = np.empty(count, np.uint64)
+    lengths.fill(nbytes)
     return Fragments(
-        np.arange(count, dtype=np.uint64) * np.uint64(nbytes) + np.uint64(begin),
-        np.full(count, nbytes, np.uint64),
-        owner=memory,
-        writable=True,
+        addresses,
+        lengths,
+        owner=owner,
+        writable=owner.flags.writeable,
+        starts=np.arange(0, count * nbytes + 1, nbytes, dtype=np.uint64),
+        piece_bytes=nbytes,
     )
 
 
@@ -50,8 +63,11 @@ def bytes_of(images: Fragments) -> bytes:
 
 def payload_of(images: Fragments) -> memoryview | Fragments:
     """Return images as the memory of one message, to receive or to send."""
-    pieces = images.merged()
-    return views_of(pieces)[0] if len(pieces) == 1 else pieces
+    pieces = images if images.lengths.size == 1 else images.merged()
+    if pieces.lengths.size > 1 or not pieces.nbytes:
+        return pieces
+    only = ctypes.c_char * pieces.nbytes
+    return memoryview(only.from_address(pieces.addresses.item(0))).cast("B")
 
 
 def image_sums(images: Fragments) -> Sums:

@@ -30,7 +30,9 @@ that is in use then is *doomed*, and free when its last user lets go of it.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat
 from typing import Final, NamedTuple, TypeAlias
 
@@ -92,13 +94,13 @@ class Index:
     __slots__ = (
         "_born",
         "_clock",
+        "_counts_uses",
         "_doomed",
         "_kept",
         "_newest",
         "_now",
         "_orders",
         "_owner",
-        "_queue",
         "_queues",
         "_slots",
         "_state",
@@ -124,10 +126,13 @@ class Index:
         self.used_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.kept_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self._slots: dict[Key, int] = {}
-        self._queue = EVICTIONS[evict]
-        # By the size of slots, then by tenant.
-        self._queues: dict[int, dict[int, EvictionQueue]] = {}
+        self._counts_uses = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
+        # By the size of slots, then by tenant.
+        new_queue = partial(EVICTIONS[evict], self._state)
+        self._queues: defaultdict[int, defaultdict[int, EvictionQueue]] = defaultdict(
+            partial(defaultdict, new_queue)
+        )
         self._orders = np.zeros(slabs.slots, np.uint8)
         self._owner = np.zeros(slabs.slots, np.uint8)
         self._kept = np.zeros(slabs.slots, np.bool_)
@@ -179,16 +184,16 @@ class Index:
 
     def fits(self, nbytes: int, tenant: int = 0) -> bool:
         """Tell whether a block has room at all, beside what a tenant may keep."""
-        half = int(self.shares.quota_bytes[tenant]) // 2
-        return self.slabs.capacity(nbytes) > 0 and rounded(nbytes) <= half
+        half = self.shares.quota_bytes.item(tenant) // 2
+        return rounded(nbytes) <= min(half, self.slabs.slab_bytes)
 
     def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take up to so many free slots for blocks of ``nbytes``; each is pinned."""
         size = rounded(nbytes)
-        slots = self.slabs.take(nbytes, min(count, self._left(size, tenant)))
+        slots = self.slabs.take(size, min(count, self._left(size, tenant)))
         if slots.size < count and self.shares.expire and self._delete_late():
             more = min(count - slots.size, self._left(size, tenant, slots.size))
-            slots = np.concatenate((slots, self.slabs.take(nbytes, more)))
+            slots = np.concatenate((slots, self.slabs.take(size, more)))
             slots.sort()
         self._state.pins[slots] = 1
         self._owner[slots] = tenant
@@ -253,24 +258,19 @@ class Index:
         if any_of(doomed):
             self.give_back(np.unique(numbers[doomed]))
             names, numbers = names[~doomed], numbers[~doomed]
-        for queue, which in self._queues_of(numbers):
-            queue.release(names[which], numbers[which])
-        # The head of a chain is a moment younger than what follows it.
-        self._clock += numbers.size
-        self._used_at[numbers] = self._clock - np.arange(numbers.size)[::-1]
-        self._newest[numbers // self.slabs.stride] = self._clock
+        self._release(names, numbers)
 
     def used(self, slots: Ids) -> None:
         """Count a use of named slots, which whoever lets go of them has not."""
-        if self._queue.counts:
+        if self._counts_uses:
             for queue, which in self._queues_of(slots):
                 queue.used(slots[which])
 
     def touch(self, keys: Keys, slots: Ids) -> None:
         """Make named slots the last used; each is there once or more."""
         self.used(slots)
-        self.pin(keys, slots)
-        self.unpin(keys, slots)
+        free = self._state.pins[slots] == 0
+        self._release(keys[free][::-1], slots[free][::-1])
 
     def victims(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Pin and return the blocks to go first to make room for ``nbytes``.
@@ -280,13 +280,12 @@ class Index:
             own, if it is its quota that has no room; none if everything is pinned.
         """
         size = rounded(nbytes)
-        queues = self._queues.setdefault(size, {})
         left = self._left(size, tenant)
         if not left:
             return self._own_victims(size, count, tenant)
         count = min(count, left)
-        queue = self._first(queues.values())
-        slab = self._older_slab(size, queue)
+        queue = self._first(self._queues[size].values())
+        slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
         if slab is not None:
             named = self._named_in(slab)
             self.pin(*named)
@@ -300,12 +299,16 @@ class Index:
             Those without a name now, which are still taken; the others were let go of.
         """
         # A second pin is a reader's: its slot keeps name and image until it lets go.
-        self._unkeep(slots[self._kept[slots] & (self._state.pins[slots] == 2)])
+        kept = self._kept[slots] & (self._state.pins[slots] == 2)
+        if any_of(kept):
+            self._unkeep(slots[kept])
         alone: Bits = (self._state.pins[slots] == 1) & ~self._doomed[slots]
-        for queue, which in self._queues_of(slots[alone]):
-            queue.remove(keys[alone][which], slots[alone][which])
-        each(map(self._slots.pop, keys[alone].tolist()))
-        self.unpin(keys[~alone], slots[~alone])
+        if not all_of(alone):
+            self.unpin(keys[~alone], slots[~alone])
+            keys, slots = keys[alone], slots[alone]
+        for queue, which in self._queues_of(slots):
+            queue.remove(keys[which], slots[which])
+        each(map(self._slots.pop, keys.tolist()))
         return alone
 
     def drop(self, keys: Keys, slots: Ids) -> Bits:
@@ -414,8 +417,8 @@ class Index:
 
     def _left(self, size: int, tenant: int, taken: int = 0) -> int:
         """Return how many more slots of a size a tenant may have."""
-        used = int(self.used_bytes[tenant]) + taken * size
-        return max(0, (int(self.shares.quota_bytes[tenant]) - used) // size)
+        used = self.used_bytes.item(tenant) + taken * size
+        return max(0, (self.shares.quota_bytes.item(tenant) - used) // size)
 
     def late(self, slots: Ids) -> Bits:
         """Return which slots have a block that is too old."""
@@ -443,11 +446,12 @@ class Index:
 
     def _first(self, queues: Iterable[EvictionQueue]) -> EvictionQueue | None:
         """Return the queue in front of which is what was used least recently."""
-        fronts = [(queue.oldest(), queue) for queue in queues]
-        aged = [
-            (int(self._used_at[at]), queue) for at, queue in fronts if at is not None
-        ]
-        return min(aged, key=lambda pair: pair[0])[1] if aged else None
+        first, since = None, self._clock + 1
+        for queue in queues:
+            at = queue.oldest()
+            if at is not None and self._used_at[at] < since:
+                first, since = queue, self._used_at.item(at)
+        return first
 
     def _pinned(self, queue: EvictionQueue | None, count: int) -> IndexedSlots:
         """Pin and return what goes first of a queue."""
@@ -466,17 +470,20 @@ class Index:
         if slots.size == 1 or (
             all_of(sizes == sizes[0]) and all_of(owners == owners[0])
         ):
-            return [(self._queue_of(int(sizes[0]), int(owners[0])), slice(None))]
+            return [(self._queues[sizes.item(0)][owners.item(0)], slice(None))]
         return [
-            (self._queue_of(size, owner), (sizes == size) & (owners == owner))
+            (self._queues[size][owner], (sizes == size) & (owners == owner))
             for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True))
         ]
 
-    def _queue_of(self, size: int, tenant: int) -> EvictionQueue:
-        queues = self._queues.setdefault(size, {})
-        if tenant not in queues:
-            queues[tenant] = self._queue(self._state)
-        return queues[tenant]
+    def _release(self, keys: Keys, slots: Ids) -> None:
+        """Put slots that nobody has pinned to the back of their queues, in order."""
+        for queue, which in self._queues_of(slots):
+            queue.release(keys[which], slots[which])
+        # The head of a chain is a moment younger than what follows it.
+        self._clock += slots.size
+        self._used_at[slots] = self._clock - np.arange(slots.size)[::-1]
+        self._newest[slots // self.slabs.stride] = self._clock
 
     def _older_slab(self, slot: int, own: EvictionQueue | None) -> int | None:
         """Return a slab of another size older than all of this one."""

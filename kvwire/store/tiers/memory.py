@@ -33,8 +33,10 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
+from kvwire.store.images import images_at
 from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys
 from kvwire.store.tiers.base import TierStats
+from kvwire.store.tiers.slabs import rounded
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
@@ -63,15 +65,8 @@ class MemoryTier:
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots, one fragment each."""
-        offsets = self.index.slabs.offsets(slots)
-        lengths = np.empty(slots.size, np.uint64)
-        lengths.fill(nbytes)
-        return Fragments(
-            (offsets + self._base).astype(np.uint64),
-            lengths,
-            owner=self._bytes,
-            writable=True,
-        )
+        addresses = self.index.slabs.offsets(slots) + self._base
+        return images_at(addresses.view(np.uint64), nbytes, self._bytes)
 
     async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
@@ -238,7 +233,8 @@ class MemoryTier:
                 return
 
     def _lacks_headroom(self, nbytes: int) -> bool:
-        return self.index.slabs.free(nbytes) * nbytes < self._headroom_bytes
+        size = rounded(nbytes)
+        return self.index.slabs.free(size) * size < self._headroom_bytes
 
     def _notify(self) -> None:
         """Wake those who wait for room."""

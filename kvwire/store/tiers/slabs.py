@@ -87,32 +87,31 @@ class Slabs:
         """Return the bytes of the slots that are taken."""
         return int((self.used * self.slot_bytes).sum())
 
-    def capacity(self, nbytes: int) -> int:
-        """Return how many blocks of so many bytes a slab holds; 0 if none fits."""
-        return min(self.stride, self.slab_bytes // rounded(nbytes))
+    def capacity(self, slot_bytes: int) -> int:
+        """Return how many slots of a size a slab holds; 0 if none fits."""
+        return min(self.stride, self.slab_bytes // slot_bytes)
 
-    def free(self, nbytes: int) -> int:
-        """Return how many slots :meth:`take` can give for blocks of so many bytes."""
-        slabs = self._open.get(rounded(nbytes), ())
+    def free(self, slot_bytes: int) -> int:
+        """Return how many slots of a size :meth:`take` can give."""
+        slabs = self._open.get(slot_bytes, ())
         ready = sum(map(len, map(self._free.__getitem__, slabs)))
-        return ready + len(self._blank) * self.capacity(nbytes)
+        return ready + len(self._blank) * self.capacity(slot_bytes)
 
-    def take(self, nbytes: int, count: int) -> Ids:
-        """Take free slots for blocks of so many bytes.
+    def take(self, slot_bytes: int, count: int) -> Ids:
+        """Take free slots of a size, which is in whole grains.
 
         Returns:
             Up to ``count`` slot numbers, ascending.
         """
-        slot = rounded(nbytes)
-        slabs = self._open.setdefault(slot, {})
+        slabs = self._open.setdefault(slot_bytes, {})
         taken: list[int] = []
         while len(taken) < count:
             slab = next(iter(slabs), None)
             if slab is None:
-                if not self._blank or not self.capacity(nbytes):
+                if not self._blank or slot_bytes > self.slab_bytes:
                     break
                 slab, _ = self._blank.popitem()
-                self.assign(slab, slot)
+                self.assign(slab, slot_bytes)
             free = self._free[slab]
             more = free[len(taken) - count :]
             del free[-len(more) :]

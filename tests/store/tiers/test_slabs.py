@@ -18,7 +18,7 @@ def test_slots_of_one_slab_lie_side_by_side() -> None:
     slots = slabs.take(2 * GRAIN_BYTES, 8)
     assert np.diff(slabs.offsets(slots)).tolist() == [2 * GRAIN_BYTES] * 7
     assert slabs.free(2 * GRAIN_BYTES) == 8
-    assert slabs.free(1) == 16
+    assert slabs.free(GRAIN_BYTES) == 16
 
 
 def test_a_slab_that_is_empty_belongs_to_no_size() -> None:
@@ -53,14 +53,14 @@ def test_no_two_slots_overlap(data: st.DataObject) -> None:
             for slot in back:
                 del live[slot]
             continue
-        nbytes = data.draw(st.integers(1, SLAB))
-        free = slabs.free(nbytes)
+        slot_bytes = rounded(data.draw(st.integers(1, SLAB)))
+        free = slabs.free(slot_bytes)
         count = data.draw(st.integers(1, 20))
-        slots = slabs.take(nbytes, count)
+        slots = slabs.take(slot_bytes, count)
         assert slots.size == min(count, free)
         for slot, begin in zip(slots, slabs.offsets(slots), strict=True):
             assert slot not in live
-            live[int(slot)] = int(begin), int(begin) + rounded(nbytes)
+            live[int(slot)] = int(begin), int(begin) + slot_bytes
         ranges = sorted(live.values())
         assert all(a[1] <= b[0] for a, b in pairwise(ranges))
         assert not ranges or (ranges[0][0] >= 0 and ranges[-1][1] <= 4 * SLAB)
