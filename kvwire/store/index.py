@@ -86,6 +86,7 @@ class Index:
     """Finds the blocks of one tier. Pure, and not thread-safe.
 
     Attributes:
+        counts_uses: Whether what goes first depends on how often blocks were used.
         evicted_blocks: Blocks forgotten to make room, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Of those, the bytes that are kept.
@@ -94,7 +95,6 @@ class Index:
     __slots__ = (
         "_born",
         "_clock",
-        "_counts_uses",
         "_doomed",
         "_kept",
         "_newest",
@@ -105,6 +105,7 @@ class Index:
         "_slots",
         "_state",
         "_used_at",
+        "counts_uses",
         "evicted_blocks",
         "kept_bytes",
         "shares",
@@ -126,7 +127,7 @@ class Index:
         self.used_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.kept_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self._slots: dict[Key, int] = {}
-        self._counts_uses = EVICTIONS[evict].counts
+        self.counts_uses: bool = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
         # By the size of slots, then by tenant.
         new_queue = partial(EVICTIONS[evict], self._state)
@@ -210,7 +211,7 @@ class Index:
         self._doomed[slots] = False
         self.slabs.give(slots)
 
-    def mark(self, slots: Ids, orders: Orders) -> None:
+    def mark(self, slots: Ids, orders: Orders | int) -> None:
         """Say in which order the images in taken slots are."""
         self._orders[slots] = orders
 
@@ -262,13 +263,13 @@ class Index:
 
     def used(self, slots: Ids) -> None:
         """Count a use of named slots, which whoever lets go of them has not."""
-        if self._counts_uses:
-            for queue, which in self._queues_of(slots):
-                queue.used(slots[which])
+        for queue, which in self._queues_of(slots):
+            queue.used(slots[which])
 
     def touch(self, keys: Keys, slots: Ids) -> None:
         """Make named slots the last used; each is there once or more."""
-        self.used(slots)
+        if self.counts_uses:
+            self.used(slots)
         free = self._state.pins[slots] == 0
         self._release(keys[free][::-1], slots[free][::-1])
 

@@ -187,7 +187,7 @@ class StoreManagement(AsyncWith):
             self._tiers.tenants.require(tenant)
         groups, lossy = cache.groups, self._tiers.lossy
         tokens: Mapping[str, int | None]
-        if isinstance(hash_tokens, Mapping):
+        if hash_tokens is not None and isinstance(hash_tokens, Mapping):
             tokens = hash_tokens
         else:
             tokens = dict.fromkeys(groups, hash_tokens)

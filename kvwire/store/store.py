@@ -27,7 +27,7 @@ from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import UsageError, nearest
 from kvwire.kv.blocks import Blocks
-from kvwire.kv.geometry import Geometry, GroupGeometry
+from kvwire.kv.geometry import Geometry, GroupGeometry, describe
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
@@ -373,9 +373,12 @@ class BlockStore(StoreManagement):
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         requests = group_requests(cache, lists, hashes, namespaces)
         # A template knows its descriptions by identity, so each has to be made once.
-        key = tuple((one.namespace.digest, one.keys.size) for one in requests)
-        images = computed_once(cache, key, lambda: _images(requests))
-        plan = TransferPlan(cache, lists, images, kind.side)
+        ends = computed_once(
+            cache,
+            tuple([(one.namespace.digest, one.keys.size) for one in requests]),
+            lambda: (describe(cache, lists), _images(requests)),
+        )
+        plan = TransferPlan(cache, lists, ends[1], kind.side, local=ends[0])
         work = kind(self._tiers, requests, after)
         return StoreRequest(work, self._begin(work, work.run_as(plan)), self._thread)
 

@@ -14,7 +14,7 @@ from kvwire.store.index import Index, IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import LANDED, Batch, BlockResult, BlockResults, Tier
+from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
 
 _digest = itemgetter(slice(DIGEST_BYTES))
@@ -37,9 +37,11 @@ class TierStack:
             StoreCounters() for _ in self.tenants.listed
         )
         self.counters: StoreCounters = StoreCounters()
-        self.memory: MemoryTier = MemoryTier(index, self._demote if below else None)
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
+        self.memory: MemoryTier = MemoryTier(
+            index, self._demote if below else None, ahead=not through
+        )
         self.threads = threads
         # All that lose bits have one codec.
         self.lossy: str = max((tier.lossy for tier in below), default="")
@@ -79,12 +81,14 @@ class TierStack:
 
         Of those that were just ``released`` together memory knows all but the count.
         """
-        slots = self.memory.index.find(keys)
-        here = slots >= 0
-        if released:
-            self.memory.index.used(slots[here])
-        else:
-            self.memory.index.touch(keys[here], slots[here])
+        index = self.memory.index
+        if index.counts_uses or not released:
+            slots = index.find(keys)
+            here = slots >= 0
+            if released:
+                index.used(slots[here])
+            else:
+                index.touch(keys[here], slots[here])
         for tier in self.below:
             tier.touch(keys)
 
@@ -97,7 +101,7 @@ class TierStack:
 
     def counters_of(self, namespace: Namespace) -> tuple[StoreCounters, ...]:
         """Return what counts the ends of a call about some namespace."""
-        if not len(self.tenants):
+        if len(self.by_tenant) == 1:
             return (self.counters,)
         number = self.tenants.number(namespace.tenant)
         return self.counters, self.by_tenant[number]
@@ -114,7 +118,9 @@ class TierStack:
         """
         for number in range(first, len(self.below)):
             if self.below[number].asks and not ask:
-                return number, np.full(keys.size, UNKNOWN, np.uint8)
+                unknown = np.empty(keys.size, np.uint8)
+                unknown.fill(UNKNOWN)
+                return number, unknown
             orders = await self.below[number].find(keys)
             if any_of(orders != ABSENT):
                 return number, orders
@@ -139,40 +145,45 @@ class TierStack:
     @property
     def keepers(self) -> tuple[Tier, ...]:
         """Return the tiers one of which a complete put needs."""
+        if len(self.below) == 1:
+            return self.below
         return tuple(t for t in self.below if t.durable) or self.below
 
-    async def write_through(
-        self, namespace: Namespace, batch: Batch
-    ) -> tuple[BlockResults, str]:
+    @property
+    def trouble(self) -> str:
+        """Return why the tiers that a complete put needs take no blocks."""
+        return "; ".join(f"{t.name}: {t.error}" for t in self.keepers if t.error)
+
+    async def write_through(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Bring images to every tier below that lacks them.
 
         Returns:
-            What became of each at the best of the tiers that count, and why if not.
+            What became of each at the best of the tiers that count.
 
         Cancel safety: the writes are finished first.
         """
+        if len(self.below) == 1:
+            return await self._write(self.below[0], namespace, batch)
         writes = (self._write(tier, namespace, batch) for tier in self.below)
         done = dict(zip(self.below, await gather_all(*writes), strict=True))
-        keepers = self.keepers
-        best = np.minimum.reduce([done[tier] for tier in keepers])
-        return best, "; ".join(f"{t.name}: {t.error}" for t in keepers if t.error)
+        best: BlockResults = np.minimum.reduce([done[tier] for tier in self.keepers])
+        return best
 
     async def _write(
         self, tier: Tier, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Bring images to one tier, but those that it has."""
-        results = np.full(batch.keys.size, LANDED, np.uint8)
-        lacking = np.ones(batch.keys.size, np.bool_)
+        results = np.empty(batch.keys.size, np.uint8)
+        results.fill(REFUSED)
         # One that asks was asked at the beginning of the put, or is not worth it.
-        if not tier.asks:
-            lacking = ~await tier.holds(batch.keys)
-            tier.touch(batch.keys[~lacking])
-        if not any_of(lacking):
-            return results
-        if not tier.taking:
-            results[lacking] = BlockResult.REFUSED
-            return results
-        results[lacking] = await tier.write(namespace, batch.selected(lacking))
+        if tier.asks:
+            return await tier.write(namespace, batch) if tier.taking else results
+        held = await tier.holds(batch.keys)
+        tier.touch(batch.keys[held])
+        results[held] = LANDED
+        if tier.taking and not all_of(held):
+            written = await tier.write(namespace, batch.selected(~held))
+            results[~held] = written
         return results
 
     async def delete(self, keys: Keys) -> None:
@@ -218,14 +229,17 @@ class TierStack:
         """Bring blocks of memory to the next tier below, if none there has them."""
         # The age of a block on a disk begins anew with a restart.
         lacking = ~self.memory.index.late(named.slots)
-        if all(tier.asks for tier in self.below):
+        for tier in self.below:
+            if not tier.asks:
+                break
+        else:
             lacking &= ~self.memory.below[named.slots]
         for tier in self.below:
             if any_of(lacking):
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])
-        taker = next((tier for tier in self.below if tier.taking), None)
         if not any_of(lacking):
             return ""
+        taker = next((tier for tier in self.below if tier.taking), None)
         if taker is None:
             return "; ".join(f"{tier.name}: {tier.error}" for tier in self.below)
         taken = True

@@ -112,9 +112,9 @@ async def test_a_far_tier_is_not_asked_for_little() -> None:
         number, orders = await tiers.source(keys, 0, ask=False)
         assert (number, orders.tolist()) == (0, [UNKNOWN] * 4)
         assert not (await tiers.kept(keys, ask=False)).any()
-        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        results = await tiers.write_through(NAMESPACE, batch(tiers, keys))
         assert (results == BlockResult.LANDED).all()
-        assert not error
+        assert not tiers.trouble
         slots = await fill(tiers, keys)
         tiers.memory.below[slots] = True
         await tiers.memory.empty()
@@ -166,9 +166,9 @@ async def test_only_what_a_tier_lacks_is_written_there() -> None:
     knowing(full, keys)
     knowing(some, keys[1:2])
     async with hierarchy(full, some) as tiers:
-        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        results = await tiers.write_through(NAMESPACE, batch(tiers, keys))
         assert (results == BlockResult.LANDED).all()
-        assert not error
+        assert not tiers.trouble
     assert full.written == []
     assert some.written == [[keys[0], keys[2]]]
     assert some.touched == [[keys[1]]]
@@ -180,12 +180,12 @@ async def test_the_best_of_the_tiers_that_count_counts() -> None:
     disk, cache = FakeTier("disk"), FakeTier("cache", durable=False)
     disk.refusing, disk.error = True, "it is full"
     async with hierarchy(cache, disk) as tiers:
-        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        results = await tiers.write_through(NAMESPACE, batch(tiers, keys))
         assert (results == BlockResult.REFUSED).all()
-        assert error == "disk: it is full"
+        assert tiers.trouble == "disk: it is full"
         assert cache.written == [keys.tolist()]
         disk.durable = False
-        results, error = await tiers.write_through(NAMESPACE, batch(tiers, keys))
+        results = await tiers.write_through(NAMESPACE, batch(tiers, keys))
         assert (results == BlockResult.LANDED).all()
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Ids, any_of
+from kvwire.kv.blocks import Bits, Codes, Ids
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of, outcome_of_all
 from kvwire.kv.plan import PlanSide, TransferPlan
@@ -20,6 +20,7 @@ from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
+from kvwire.store.images import payload_of
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.threads import TURN_BYTES
 from kvwire.store.tier_stack import TierStack
@@ -36,6 +37,7 @@ class Operation(ABC):
         verb: What a caller calls it.
         side: Which side of a transfer the caller's cache would be.
         blocks: How many blocks it is for.
+        nbytes: How many bytes their images have.
         drained: Set when nothing touches the caller's blocks any more. A device that
             has failed while it wrote to them may touch them for good.
     """
@@ -55,10 +57,14 @@ class Operation(ABC):
         self._quarantined = False
         self._requests = requests
         self._reasons: list[str] = [""]
-        self._codes = {one: np.zeros(one.keys.size, np.uint16) for one in requests}
+        self._codes: dict[BlockRequest, Codes] = {}
         # Of which memory has let go of all slots at once, in the order of the chain.
         self._released: set[BlockRequest] = set()
-        self.blocks = sum(one.keys.size for one in requests)
+        self.blocks = self.nbytes = 0
+        for request in requests:
+            self._codes[request] = np.zeros(request.keys.size, np.uint16)
+            self.blocks += request.keys.size
+            self.nbytes += request.keys.size * request.namespace.image_bytes
         self._left = self.blocks
         self._created = monotonic()
         self._first = self._last = self._ended = 0.0
@@ -68,24 +74,22 @@ class Operation(ABC):
 
         Cancel safety: a copy that is under way is finished first.
         """
-        batches = self._batches()
-        nbytes = sum(
-            one.keys.size * one.namespace.image_bytes for one in self._requests
-        )
+        batches = iter(self._batches())
         try:
-            if nbytes <= STORE_BATCH_BYTES:
+            if self.nbytes <= STORE_BATCH_BYTES:
                 await self._lane(batches)
             else:
                 await gather_all(*(self._lane(batches) for _ in range(_LANES)))
         finally:
             if not self._quarantined:
                 self.drained.set()
-        await self.explain()
+        if len(self._reasons) > 1:
+            await self.explain()
         self._ended = monotonic()
         landed = landed_bytes = 0
         for request in self._requests:
             self.tiers.touch(request.keys, released=request in self._released)
-            count = int(np.add.reduce(self.landed(request)))
+            count = int(np.add.reduce(self._codes[request] == _LANDED))
             landed += count
             landed_bytes += count * request.namespace.image_bytes
         for counters in self.tiers.counters_of(self._requests[0].namespace):
@@ -103,10 +107,6 @@ class Operation(ABC):
         """Return which blocks of a request have landed."""
         here: Bits = self._codes[request] == _LANDED
         return here
-
-    def tenant_of(self, request: BlockRequest) -> int:
-        """Return the number of whose the blocks of a request are."""
-        return self.tiers.tenants.number(request.namespace.tenant)
 
     @property
     def age_s(self) -> float:
@@ -134,7 +134,7 @@ class Operation(ABC):
         """Count the end of it: so many of its bytes and blocks landed."""
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
-        """Return a group request's positions by their turns, ascending in each."""
+        """Return the positions of several batches by their turns, ascending in each."""
         return (np.arange(request.keys.size),)
 
     async def explain(self) -> None:  # noqa: B027 - one direction has nothing to say
@@ -184,29 +184,41 @@ class Operation(ABC):
             which = orders == order
             cache = request.fragments(positions[which], order)
             images = memory.images(slots[which], request.namespace.image_bytes)
-            ends = (images, cache) if into_cache else (cache, images)
             threads = self.tiers.threads
             if cache.device is not None:
+                ends = (images, cache) if into_cache else (cache, images)
                 try:
                     await threads.run(partial(threads.devices.copy, *ends, self._after))
                 except DeviceFailed:
                     self._quarantined = into_cache
                     raise
-            elif images.nbytes <= TURN_BYTES:
-                copy(*ends)
+                continue
+            here = payload_of(images)
+            there = payload_of(cache) if cache.lengths.size == 1 else cache
+            source, destination = (here, there) if into_cache else (there, here)
+            if images.nbytes <= TURN_BYTES:
+                copy(source, destination)
             else:
-                await threads.run(partial(copy, *ends))
+                await threads.run(partial(copy, source, destination))
         self._last = monotonic()
 
     # --- inside -----------------------------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[BlockRequest, Ids]]:
+    def _batches(self) -> list[tuple[BlockRequest, Ids]]:
+        batches: list[tuple[BlockRequest, Ids]] = []
         for request in self._requests:
+            size = request.keys.size
             step = max(1, STORE_BATCH_BYTES // request.namespace.image_bytes)
+            if size <= step:
+                batches.append((request, np.arange(size)))
+                continue
             for positions in self.turns(request):
                 # The tail first: where a chain has no room, its head is what stays.
-                for first in reversed(range(0, positions.size, step)):
-                    yield request, positions[first : first + step]
+                batches += (
+                    (request, positions[first : first + step])
+                    for first in reversed(range(0, positions.size, step))
+                )
+        return batches
 
     async def _lane(self, batches: Iterator[tuple[BlockRequest, Ids]]) -> None:
         for request, positions in batches:
@@ -220,7 +232,7 @@ class Operation(ABC):
 
     def _outcome(self, plan: TransferPlan) -> Outcome:
         """Return what became of each block, as of a transfer of that plan."""
-        if not any(any_of(codes != _LANDED) for codes in self._codes.values()):
+        if len(self._reasons) == 1 or not self.reasons:
             return outcome_of_all(plan, timings=self._timings())
         landed = Landed(plan)
         granules = []

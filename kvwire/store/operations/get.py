@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Ids, among, any_of
+from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.plan import PlanSide
 from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.counters import StoreCounters
@@ -41,7 +41,7 @@ class GetOperation(Operation):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # The first tier below that has not been asked for each block.
-        self._next = {one: np.zeros(one.keys.size, np.int64) for one in self._requests}
+        self._next: dict[BlockRequest, Ids] = {}
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
@@ -52,7 +52,7 @@ class GetOperation(Operation):
         return here.nonzero()[0], (~here).nonzero()[0]
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
-        """Copy what is in memory at once; bring the rest there.
+        """Copy what is in memory at once; bring the rest from the first tier with some.
 
         Cancel safety: a copy or read that is under way is finished first.
         """
@@ -66,7 +66,28 @@ class GetOperation(Operation):
             return here
         if await memory.in_flight.one_ended(keys):
             return here
-        return await self._fetch(request, positions)
+        tried = self._next.setdefault(request, np.zeros(request.keys.size, np.int64))
+        first = int(np.minimum.reduce(tried[positions]))
+        which = (tried[positions] == first).nonzero()[0]
+        if request.repeats:
+            which = which[once(keys[which])]
+        asked = positions[which]
+        ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
+        number, orders = await self.tiers.source(keys[which], first, ask=ask)
+        if number == len(self.tiers.below):
+            fresh = asked[self._codes[request][asked] == 0]
+            self.lost(request, fresh, NOT_THERE)
+            self.settled(asked.size)
+            here[which] = True
+            return here
+        found = orders != ABSENT
+        tried[asked[~found]] = number + 1
+        tier = self.tiers.below[number]
+        read = await self._read(request, asked[found], orders[found], tier)
+        tried[read[1]] = number + 1
+        landed = np.zeros(request.keys.size, np.bool_)
+        landed[read[0]] = True
+        return landed[positions]
 
     async def explain(self) -> None:
         """Say of blocks that are not there whether another namespace has them.
@@ -103,29 +124,6 @@ class GetOperation(Operation):
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _fetch(self, request: BlockRequest, positions: Ids) -> Bits:
-        """Bring blocks that are not in memory from the first tier that has some."""
-        done = np.zeros(positions.size, np.bool_)
-        tried = self._next[request][positions]
-        first = int(np.minimum.reduce(tried))
-        which = ((tried == first) & once(request.keys[positions])).nonzero()[0]
-        asked = positions[which]
-        ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
-        number, orders = await self.tiers.source(request.keys[asked], first, ask=ask)
-        if number == len(self.tiers.below):
-            fresh = asked[self._codes[request][asked] == 0]
-            self.lost(request, fresh, NOT_THERE)
-            self.settled(asked.size)
-            done[which] = True
-            return done
-        found = orders != ABSENT
-        self._next[request][asked[~found]] = number + 1
-        tier = self.tiers.below[number]
-        read = await self._read(request, asked[found], orders[found], tier)
-        self._next[request][read[1]] = number + 1
-        done[among(positions, read[0])] = True
-        return done
-
     async def _read(
         self, request: BlockRequest, positions: Ids, orders: BlockResults, tier: Tier
     ) -> tuple[Ids, Ids]:
@@ -135,7 +133,7 @@ class GetOperation(Operation):
             The positions that have landed, and those that this tier does not give.
         """
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
-        tenant = self.tenant_of(request)
+        tenant = self.tiers.tenants.number(request.namespace.tenant)
         if not memory.index.fits(nbytes, tenant):
             self.lost(request, positions, f"a block of {nbytes} bytes has no room here")
             return positions[:0], positions
@@ -157,10 +155,11 @@ class GetOperation(Operation):
                 )
                 batch = Batch(keys, orders, memory.images(taken, nbytes), born=born)
                 results = await tier.read(request.namespace, batch)
-                # What nobody had found was not evicted: it is just not there.
-                told = found | (results != MISSING)
-                self._note(request, positions[told], results[told], tier)
                 landed = results == LANDED
+                if not all_of(landed):
+                    # What nobody had found was not evicted: it is just not there.
+                    told = found | (results != MISSING)
+                    self._note(request, positions[told], results[told], tier)
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
                 memory.index.mark(taken[landed], orders[landed])
                 memory.below[taken[landed]] = True
@@ -190,8 +189,6 @@ class GetOperation(Operation):
         self, request: BlockRequest, positions: Ids, results: BlockResults, tier: Tier
     ) -> None:
         """Keep why a tier did not give some blocks, in case no other one does."""
-        if not any_of(results):
-            return  # all have landed
         reasons = {
             BlockResult.MISSING: f"it was evicted from {tier.name} before it was read",
             BlockResult.DAMAGED: f"its bytes in {tier.name} are damaged",

@@ -28,13 +28,22 @@ Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
 
 
 class BlockRequest(ABC):
-    """Names blocks that are to move, and says where they lie. Subclassed."""
+    """Names blocks that are to move, and says where they lie. Subclassed.
 
-    __slots__ = ("keys", "namespace", "order")
+    Attributes:
+        namespace: What they are blocks of.
+        keys: Their keys.
+        repeats: Whether a key is there twice.
+        order: The order of their images in a put.
+    """
 
-    namespace: Namespace
-    keys: Keys
-    order: int
+    __slots__ = ("keys", "namespace", "order", "repeats")
+
+    def __init__(self, namespace: Namespace, keys: Keys, order: int) -> None:
+        self.namespace: Namespace = namespace
+        self.keys: Keys = keys
+        self.repeats: bool = len(set(keys.tolist())) < keys.size
+        self.order: int = order
 
     @abstractmethod
     def fragments(self, positions: Ids, order: int) -> Fragments:
@@ -49,14 +58,15 @@ class ImageRequest(BlockRequest):
     def __init__(
         self, namespace: Namespace, keys: Keys, images: Fragments, order: int = 0
     ) -> None:
-        self.namespace, self.keys, self.order = namespace, keys, order
+        super().__init__(namespace, keys, order)
         self.orders: Orders = np.full(keys.size, ABSENT, np.uint8)
         self._images = images
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
         """Return the images of some blocks, which are in one order."""
         self.orders[positions] = order
-        return self._images.selected(positions)
+        all_of_them = positions.size == self.keys.size
+        return self._images if all_of_them else self._images.selected(positions)
 
 
 class GroupRequest(BlockRequest):
@@ -75,9 +85,7 @@ class GroupRequest(BlockRequest):
         self._cache = cache
         self.group: CacheGroup = cache.groups[name]
         group = self.group
-        self.namespace = namespace
-        self.order = order_of(group)
-        self.keys = keys_of(hashes, namespace)
+        super().__init__(namespace, keys_of(hashes, namespace), order_of(group))
         self._ids = ids
         held = ids.size * group.spec.block_tokens
         named = len(hashes) * namespace.spec.block_tokens
@@ -94,7 +102,8 @@ class GroupRequest(BlockRequest):
         granule = math.gcd(here, unit)
         steps = self._steps(order, granule)
         if here == unit:
-            wanted = np.ones(positions.size, np.bool_)
+            # All of them; `np.ones` takes three calls of Python to say so.
+            wanted = ~np.zeros(positions.size, np.bool_)
             listed = GroupMap(steps, self._ids[positions], wanted)
             return listed.fragments(steps.walk.layers, slice(0, positions.size))
         # Only the blocks from the first to the last of them are looked at.
@@ -143,19 +152,23 @@ def group_requests(
     if len(named) < len(cache.groups):
         raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
     return tuple(
-        GroupRequest(cache, name, lists[name], named[name], namespaces[name])
-        for name in cache.groups
+        [
+            GroupRequest(cache, name, lists[name], named[name], namespaces[name])
+            for name in cache.groups
+        ]
     )
 
 
 def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
     """Return the hashes of each of these groups, or some; all where there is one."""
-    if isinstance(hashes, Mapping):
-        if hashes.keys() - set(groups):
-            raise UsageError(f"hashes: the groups are {', '.join(groups)}")
-        return hashes
-    if not isinstance(hashes, Sequence):
-        raise wrong_type("hashes", hashes, "a list of bytes")
+    # Abstract classes are asked last: that takes several times as long.
+    if not isinstance(hashes, list | tuple):
+        if isinstance(hashes, Mapping):
+            if hashes.keys() - set(groups):
+                raise UsageError(f"hashes: the groups are {', '.join(groups)}")
+            return hashes
+        if not isinstance(hashes, Sequence):
+            raise wrong_type("hashes", hashes, "a list of bytes")
     if len(groups) != 1:
         raise UsageError(f"hashes: pass {{group: hashes}} for {', '.join(groups)}")
     return {groups[0]: hashes}

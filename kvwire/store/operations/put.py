@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvwire.store.tier_stack import TierStack
 
 
-_NO_SLOTS: Final = np.empty(0, np.int64)
+NO_SLOTS: Final = np.empty(0, np.int64)
 
 
 class PutOperation(Operation):
@@ -43,7 +43,7 @@ class PutOperation(Operation):
         requests: Sequence[BlockRequest],
         after: object = None,
         *,
-        arrived: Ids = _NO_SLOTS,
+        arrived: Ids = NO_SLOTS,
     ) -> None:
         super().__init__(tiers, requests, after)
         self._arrived = arrived
@@ -68,32 +68,49 @@ class PutOperation(Operation):
         if not self.tiers.through:
             done = slots >= 0
         if any_of(done):
-            self._present += int(done.sum())
-            self.settled(int(done.sum()))
+            count = int(np.add.reduce(done))
+            self._present += count
+            self.settled(count)
             return done
-        tenant = self.tenant_of(request)
+        tenant = self.tiers.tenants.number(request.namespace.tenant)
         if not memory.index.fits(nbytes, tenant):
             self.lost(request, positions, _too_large(nbytes, tenant))
             self.settled(positions.size)
             return ~done
-        lacking = (slots < 0) & once(keys)
+        lacking = slots < 0
+        if request.repeats:
+            lacking &= once(keys)
         if await memory.in_flight.one_ended(keys[lacking]):
             return done
-        count = int(lacking.sum())
-        slots = _NO_SLOTS
+        count = int(np.add.reduce(lacking))
+        slots = NO_SLOTS
         if count and not self._arrived.size:
             slots = await memory.take(nbytes, count, tenant)
-        return await self._fill(request, positions, slots)
+        held, slots = await self._fill(request, positions, slots)
+        try:
+            if self.tiers.through:
+                await self._write_through(request, positions[held], slots)
+        finally:
+            self.unpin(request, positions[held], slots)
+        return held
 
-    async def _fill(self, request: BlockRequest, positions: Ids, taken: Ids) -> Bits:
-        """Copy what is not in memory into the slots taken, then write all of it down.
+    async def _fill(
+        self, request: BlockRequest, positions: Ids, taken: Ids
+    ) -> tuple[Bits, Ids]:
+        """Copy what is not in memory into the slots taken.
 
         Taking may have waited, so what is in memory is looked up again.
+
+        Returns:
+            Which blocks are in memory now, and their slots, which are pinned.
         """
         memory, keys = self.tiers.memory, request.keys[positions]
         slots = memory.index.find(keys)
         held = slots >= 0
-        lacking = (~held & once(keys) & ~memory.in_flight.busy(keys)).nonzero()[0]
+        free = ~held & ~memory.in_flight.busy(keys)
+        if request.repeats:
+            free &= once(keys)
+        lacking = free.nonzero()[0]
         copying = not self._arrived.size
         if copying:
             # Without room for all, the head of the chain comes last and stays.
@@ -107,7 +124,7 @@ class PutOperation(Operation):
         memory.in_flight.begin(keys[mine])
         try:
             if mine.size:
-                memory.index.mark(taken, np.full(mine.size, request.order, np.uint8))
+                memory.index.mark(taken, request.order)
                 if copying:
                     await self.copy(request, positions[mine], taken, into_cache=False)
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
@@ -119,29 +136,24 @@ class PutOperation(Operation):
         finally:
             memory.in_flight.end(keys[mine])
         held[mine], slots[mine] = True, taken
-        self.settled(int(held.sum()))
+        self.settled(int(np.add.reduce(held)))
         memory.counts.written_blocks += mine.size
-        try:
-            if self.tiers.through:
-                await self._write_through(request, positions[held], slots[held])
-        finally:
-            self.unpin(request, positions[held], slots[held])
-        return held
+        return held, slots[held]
 
     async def _write_through(
         self, request: BlockRequest, positions: Ids, slots: Ids
     ) -> None:
         memory, keys = self.tiers.memory, request.keys[positions]
-        first = once(keys)
+        first = once(keys) if request.repeats else slice(None)
         images = memory.images(slots[first], request.namespace.image_bytes)
         orders = memory.index.orders(slots[first])
         born = memory.index.born(slots[first])
         batch = Batch(keys[first], orders, images, born=born)
-        results, error = await self.tiers.write_through(request.namespace, batch)
-        failed = results != LANDED
+        failed = await self.tiers.write_through(request.namespace, batch) != LANDED
         memory.below[slots[first]] = ~failed
         if any_of(failed):
             lost = np.isin(keys, batch.keys[failed])
+            error = self.tiers.trouble
             self.lost(request, positions[lost], f"it is in memory only: {error}")
 
 

@@ -100,21 +100,21 @@ class ActiveConnection:
         self.connection = connection
         self.welcome = welcome
         self._timeout_s = timeout_s
+        self._within = timedelta(seconds=timeout_s)
         self._requests = asyncio.Semaphore(welcome.requests)
         self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
         # Of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
         self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
-        # Called with each answer.
-        self.works: Callable[[], None] = lambda: None
+        # Called with the first answer.
+        self.works: Callable[[], None] | None = None
 
     async def tell(self, request: ClientMessage) -> None:
         """Send what has no answer.
 
         Cancel safety: safe, it is sent or not.
         """
-        within = timedelta(seconds=self._timeout_s)
-        await self.connection.send(TAG, encode(request), deadline=within)
+        await self.connection.send(TAG, encode(request), deadline=self._within)
 
     async def call(self, request: NumberedRequest, kind: type[AnswerT]) -> AnswerT:
         """Ask, and wait for the answer.
@@ -128,7 +128,7 @@ class ActiveConnection:
             limit_s = self._timeout_s + STORE_GRACE_S
             late = loop.call_later(limit_s, _expire, answer)
             try:
-                await self.tell(request)
+                await self.connection.send(TAG, encode(request), deadline=self._within)
                 found = await answer
             except TimeoutError:
                 error = DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
@@ -155,7 +155,9 @@ class ActiveConnection:
                 reply = decode_reply(await self.connection.recv(TAG))
                 if not isinstance(reply, NumberedReply):
                     raise UsageError("it welcomes twice")
-                self.works()
+                if self.works is not None:
+                    self.works()
+                    self.works = None
                 waiting = self._answers.pop(reply.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
@@ -200,8 +202,8 @@ class StoreClient:
 
     def now(self) -> ActiveConnection:
         """Return the connection."""
-        if self.active is None or self.active.connection.closed:
-            raise ConnectionLost(self.error or "the connection has just ended")
+        if self.active is None:
+            raise ConnectionLost(self.error)
         return self.active
 
     async def open(self) -> None:

@@ -28,6 +28,7 @@ goes without being asked for. A larger one waits until its receiver has memory f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated, Final, Self, TypeVar
 
@@ -36,7 +37,7 @@ import numpy as np
 from msgspec import Meta
 
 from kvwire.errors import UsageError, shown
-from kvwire.kv.blocks import all_of, any_of
+from kvwire.kv.blocks import all_of
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import (
     NAME_CHARS_MAX,
@@ -54,7 +55,14 @@ from kvwire.limits import (
 )
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Keys, Orders, as_keys
-from kvwire.store.namespace import DIGEST_BYTES, ORDERS, UNKNOWN, Namespace, of_tenant
+from kvwire.store.namespace import (
+    ABSENT,
+    DIGEST_BYTES,
+    ORDERS,
+    UNKNOWN,
+    Namespace,
+    of_tenant,
+)
 from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -78,7 +86,7 @@ _FIELDS_MAX: Final = 64
 _TIERS_MAX: Final = 64
 _RESULT_MAX: Final = int(max(BlockResult))
 Pairs = tuple[tuple[str, str], ...]
-_NO_ORDERS: Final = np.empty(0, np.uint8)
+_KNOWN_ORDERS: Final = bytes((*range(len(ORDERS)), UNKNOWN, ABSENT))
 
 
 class StoreMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -93,10 +101,11 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
 
     def __post_init__(self) -> None:
         # msgspec reports a ValueError as one of its own.
-        if not self.joined or len(self.joined) % self.width:
+        count, rest = divmod(len(self.joined), self.width)
+        if not count or rest:
             raise ValueError(f"{len(self.joined)} bytes of keys of {self.width}")
-        if len(self) > STORE_KEYS_MAX:
-            raise ValueError(f"{len(self)} keys; {STORE_KEYS_MAX} are the most")
+        if count > STORE_KEYS_MAX:
+            raise ValueError(f"{count} keys; {STORE_KEYS_MAX} are the most")
 
     def __len__(self) -> int:
         return len(self.joined) // self.width
@@ -106,15 +115,10 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
         """Join keys, 1 to ``STORE_KEYS_MAX``, all of one length."""
         return cls(len(keys[0]), b"".join(keys.tolist()))
 
-    @property
-    def keys(self) -> Keys:
-        """Return the keys."""
-        return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
-
     def keys_of(self, tenant: str) -> Keys:
         """Return the keys that a tenant's blocks have in a store of several."""
         if not tenant:
-            return self.keys
+            return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width).copy()
         digests, which = np.unique(table[:, :DIGEST_BYTES], axis=0, return_inverse=True)
         own = b"".join(of_tenant(one.tobytes(), tenant) for one in digests)
@@ -136,20 +140,17 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
     fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
     tenant: _Text = ""
 
-    @classmethod
-    def of(cls, namespace: Namespace) -> Self:
-        """Spell out a namespace."""
-        return cls(*_text(namespace))
-
-    def namespace(self) -> Namespace:
-        """Return the namespace, as its client knows it."""
-        return _namespace(self.group, self.fields, self.tenant)
+    def namespace(self, tenant: str = "") -> Namespace:
+        """Return the namespace, as its client knows it or as a tenant's."""
+        return _namespace(self.group, self.fields, tenant or self.tenant)
 
 
 # Each request names one: bounded, as what a peer may have described.
 @lru_cache(STORE_NAMESPACES_TOLD)
-def _text(namespace: Namespace) -> tuple[str, Pairs, str]:
-    return namespace.group, namespace.spec.to_pairs(), namespace.tenant
+def text_of(namespace: Namespace) -> NamespaceText:
+    """Spell out a namespace."""
+    fields = namespace.spec.to_pairs()
+    return NamespaceText(namespace.group, fields, namespace.tenant)
 
 
 @lru_cache(STORE_NAMESPACES_TOLD)
@@ -285,7 +286,8 @@ class Found(NumberedReply, array_like=True, frozen=True, gc=False, tag=2):
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]
 
     def __post_init__(self) -> None:
-        _require_orders(self.table)
+        if self.orders.translate(None, _KNOWN_ORDERS):
+            raise ValueError("an order that there is not")
 
     @property
     def table(self) -> Orders:
@@ -306,7 +308,8 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     def __post_init__(self) -> None:
         if self.results and max(self.results) > _RESULT_MAX:
             raise ValueError("an unknown block result")
-        _require_orders(np.frombuffer(self.orders, np.uint8))
+        if self.orders.translate(None, _KNOWN_ORDERS):
+            raise ValueError("an order that there is not")
 
     @classmethod
     def of(
@@ -314,12 +317,11 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         number: int,
         results: BlockResults,
         reason: str = "",
-        orders: Orders = _NO_ORDERS,
+        orders: bytes = b"",
         images: bytes = b"",
     ) -> Self:
         """Make the reply, with as much of the reason as it may have."""
-        text = reason[:REASON_CHARS_MAX]
-        return cls(number, results.tobytes(), text, orders.tobytes(), images)
+        return cls(number, results.tobytes(), reason[:REASON_CHARS_MAX], orders, images)
 
     @property
     def table(self) -> BlockResults:
@@ -373,7 +375,10 @@ AnyRequest = StoreHello | Find | Touch | Put | Get | Flush | Stats | Delete | Pi
 AnyReply = Welcome | Found | StoreDone | StatsReport
 AnswerT = TypeVar("AnswerT", bound=NumberedReply)
 
-_encoder: Final = msgspec.msgpack.Encoder()
+encode: Final[Callable[[ClientMessage | ServerMessage], bytes]] = (
+    msgspec.msgpack.Encoder().encode
+)
+"""Returns a message as bytes."""
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
     AnyRequest
 )
@@ -383,16 +388,6 @@ _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(Any
 def payload_tag(number: int) -> int:
     """Return the tag of a request's blocks."""
     return _PAYLOADS | number
-
-
-def _require_orders(table: Orders) -> None:
-    if any_of((table >= len(ORDERS)) & (table < UNKNOWN)):
-        raise ValueError("an order that there is not")
-
-
-def encode(message: ClientMessage | ServerMessage) -> bytes:
-    """Return a message as bytes."""
-    return _encoder.encode(message)
 
 
 def decode_request(body: bytes | bytearray) -> AnyRequest:

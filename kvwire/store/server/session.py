@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -31,14 +32,14 @@ from kvwire.limits import (
     STORE_REQUESTS_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.memory.copy import copy
+from kvwire.request import Request
 from kvwire.store.cleanup import drain_or_abort, error_text
 from kvwire.store.images import bytes_of, images_in, payload_of
 from kvwire.store.index import NO_SLOT, Keys, Orders, once
 from kvwire.store.namespace import Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
-from kvwire.store.operations.put import PutOperation
+from kvwire.store.operations.put import NO_SLOTS, PutOperation
 from kvwire.store.server.messages import (
     TAG,
     VERSION,
@@ -114,7 +115,7 @@ class ClientSession:
         Cancel safety: not to be cancelled; the end of the connection ends it.
         """
         try:
-            hello = await self._received(_PATIENCE)
+            hello = decode_request(await self._connection.recv(TAG, deadline=_PATIENCE))
             if not isinstance(hello, StoreHello):
                 raise UsageError(f"it began with {type(hello).__name__}")
             await self._send(self._served.welcome(self._tenant))
@@ -123,7 +124,7 @@ class ClientSession:
                     f"it speaks version {hello.version} and this side {VERSION}"
                 )
             while True:
-                self._begin(await self._received())
+                self._begin(decode_request(await self._connection.recv(TAG)))
         except ConnectionClosed:
             pass
         except KVWireError as exc:
@@ -138,10 +139,6 @@ class ClientSession:
 
     # --- requests ---------------------------------------------------------------------
 
-    async def _received(self, within: timedelta | None = None) -> AnyRequest:
-        """Return its next request; a known client may take any time."""
-        return decode_request(await self._connection.recv(TAG, deadline=within))
-
     def _begin(self, request: AnyRequest) -> None:
         self._asked += 1
         if isinstance(request, StoreHello):
@@ -151,28 +148,35 @@ class ClientSession:
             return
         if len(self._open) >= STORE_REQUESTS_MAX:
             raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
-        task = asyncio.create_task(self._answer(request))
+        answer = self._answer(request)
+        if isinstance(answer, Request) and answer.done():
+            answer.result()
+            return
+        task = asyncio.create_task(self._finish(answer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _answer(
+    def _answer(
         self, request: Find | Put | Get | Flush | Stats | Delete | Pin
-    ) -> None:
+    ) -> Awaitable[object]:
+        """Begin to answer a request; what takes no waiting is answered at once."""
+        match request:
+            case Find():
+                return self._find(request)
+            case Put():
+                return self._put(request)
+            case Get():
+                return self._get(request)
+            case Stats():
+                report = self._served.report(request.number, self._tenant)
+                return self._send(report)
+            case Flush() | Delete() | Pin():
+                return self._do(request)
+
+    async def _finish(self, answer: Awaitable[object]) -> None:
+        """Wait until a request is answered, or drop the client if it cannot be."""
         try:
-            match request:
-                case Find():
-                    keys = request.names.keys_of(self._tenant)
-                    orders = await self._tiers.orders(keys)
-                    await self._send(Found(request.number, orders.tobytes()))
-                case Put():
-                    await self._put(request)
-                case Get():
-                    await self._get(request)
-                case Stats():
-                    report = self._served.report(request.number, self._tenant)
-                    await self._send(report)
-                case Flush() | Delete() | Pin():
-                    await self._send(await self._done(request))
+            await answer
         except ConnectionClosed as exc:
             self._connection.abort(error_text(exc))
         except KVWireError as exc:
@@ -183,9 +187,9 @@ class ClientSession:
             )
             self._drop("its request failed here")
 
-    async def _send(self, reply: ServerMessage) -> None:
+    def _send(self, reply: ServerMessage) -> Request[int]:
         """Answer; a client that takes no answers is ended by the deadline."""
-        await self._connection.send(TAG, encode(reply), deadline=_PATIENCE)
+        return self._connection.send(TAG, encode(reply), deadline=_PATIENCE)
 
     def _drop(self, reason: str) -> None:
         logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
@@ -194,43 +198,63 @@ class ClientSession:
 
     # --- blocks -----------------------------------------------------------------------
 
+    async def _find(self, request: Find) -> None:
+        orders = await self._tiers.orders(request.names.keys_of(self._tenant))
+        await self._send(Found(request.number, orders.tobytes()))
+
     async def _put(self, request: Put) -> None:
-        """Receive blocks into slots or a berth, and put them into the store."""
-        namespace, count = self._namespace(request), len(request.names)
-        nbytes = count * namespace.image_bytes
-        if len(request.images) != nbytes * _is_inline(request, namespace):
+        """Put blocks into the store that are in the request, or come behind it."""
+        keys = request.names.keys_of(self._tenant)
+        namespace, refusal = self._namespace(request, keys.size)
+        image_bytes = namespace.image_bytes
+        nbytes = keys.size * image_bytes
+        if len(request.images) != (nbytes if nbytes <= STORE_INLINE_BYTES else 0):
             raise UsageError(f"{len(request.images)} bytes of images, not {nbytes}")
-        refusal = self._refusal(request, namespace) or self._write_refusal(namespace)
+        refusal = refusal or self._write_refusal(namespace)
         if refusal:
             await self._send(_all(request, BlockResult.REFUSED, refusal))
             return
-        memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
+        if request.images:
+            sent = np.frombuffer(request.images, np.uint8)
+            images = images_in(sent, image_bytes, keys.size)
+            blocks = ImageRequest(namespace, keys, images, request.order)
+            await self._send(await self._keep(request, blocks))
+            return
         async with self._berths.one() as berth:
             slots = await self._slots_for(keys, namespace)
-            images = images_in(berth, namespace.image_bytes, count)
+            images = images_in(berth, image_bytes, keys.size)
             if slots.size:
-                images = memory.images(slots, namespace.image_bytes)
+                images = self._tiers.memory.images(slots, image_bytes)
+            blocks = ImageRequest(namespace, keys, images, request.order)
             try:
-                if request.images:
-                    copy(memoryview(request.images), images)
-                elif lost := await self._receive(request, payload_of(images)):
-                    await self._send(_all(request, BlockResult.FAILED, lost))
-                    return
-                blocks = ImageRequest(namespace, keys, images, request.order)
-                put = PutOperation(self._tiers, (blocks,), arrived=slots)
-                await self._store._begin(put, put.run())  # noqa: SLF001
+                lost = await self._receive(request, payload_of(images))
+                done = (
+                    _all(request, BlockResult.FAILED, lost)
+                    if lost
+                    else await self._keep(request, blocks, slots)
+                )
             except asyncio.CancelledError:
                 slots = slots[:0]  # the link may still write to them
                 raise
             finally:
                 if slots.size:
-                    memory.give_back(slots[slots != NO_SLOT])
-                    self._served.lend(-count * rounded(namespace.image_bytes))
+                    self._tiers.memory.give_back(slots[slots != NO_SLOT])
+                    self._served.lend(-keys.size * rounded(image_bytes))
+        await self._send(done)
+
+    async def _keep(
+        self, request: Put, blocks: ImageRequest, arrived: Ids = NO_SLOTS
+    ) -> StoreDone:
+        """Put images into the store; say what became of each."""
+        put = PutOperation(self._tiers, (blocks,), arrived=arrived)
+        await self._store._begin(put, put.run())  # noqa: SLF001
         kept = put.landed(blocks)
-        self._written_bytes += int(kept.sum()) * namespace.image_bytes
+        count = int(np.add.reduce(kept))
+        self._written_bytes += count * blocks.namespace.image_bytes
+        if count == kept.size:
+            return StoreDone(request.number, bytes(count))
         results = np.where(kept, LANDED, FAILED)
-        reason = "" if all_of(kept) else "; ".join(put.reasons)
-        await self._send(StoreDone.of(request.number, results, reason))
+        return StoreDone.of(request.number, results, "; ".join(put.reasons))
 
     async def _slots_for(self, keys: Keys, namespace: Namespace) -> Ids:
         """Take slots for new blocks; none if they have to come by way of a berth."""
@@ -265,22 +289,29 @@ class ClientSession:
             await drain_or_abort(images, self._connection)
         return "" if came == into.nbytes else f"{came} bytes came of {into.nbytes}"
 
-    async def _get(self, request: Get) -> None:
-        """Say which blocks there are, and send those."""
-        namespace = self._namespace(request)
-        refusal = self._refusal(request, namespace)
-        if refusal:
-            await self._send(_all(request, BlockResult.REFUSED, refusal))
-            return
+    def _get(self, request: Get) -> Awaitable[object]:
+        """Send few bytes that are all in memory at once; go for all others."""
         memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
+        namespace, refusal = self._namespace(request, keys.size)
+        if refusal:
+            return self._send(_all(request, BlockResult.REFUSED, refusal))
+        if keys.size * namespace.image_bytes > STORE_INLINE_BYTES:
+            return self._get_many(request, namespace, keys)
         slots = memory.index.find(keys)
-        if _is_inline(request, namespace) and all_of(slots >= 0):
-            orders = memory.index.orders(slots)
-            here = bytes_of(memory.images(slots, namespace.image_bytes))
-            self._tiers.touch(keys)
-            self._tiers.got(keys, namespace)
-            await self._send_found(request, _found(keys), "", orders, here)
-            return
+        if not all_of(slots >= 0):
+            return self._get_many(request, namespace, keys)
+        orders = memory.index.orders(slots).tobytes()
+        images = bytes_of(memory.images(slots, namespace.image_bytes))
+        self._tiers.touch(keys)
+        self._tiers.got(keys, namespace)
+        self._read_bytes += len(images)
+        return self._send(
+            StoreDone(request.number, bytes(keys.size), "", orders, images)
+        )
+
+    async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
+        """Say which blocks there are, and send those."""
+        memory = self._tiers.memory
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
             slots = memory.index.find(keys)
@@ -289,7 +320,8 @@ class ClientSession:
                 try:
                     orders = memory.index.orders(slots)
                     found = memory.images(slots, namespace.image_bytes)
-                    await self._send_found(request, _found(keys), "", orders, found)
+                    results = np.zeros(keys.size, np.uint8)
+                    await self._send_found(request, results, "", orders, found)
                 finally:
                     memory.unpin(keys, slots)
                     self._served.lend(-nbytes)
@@ -304,7 +336,8 @@ class ClientSession:
             results = np.where(landed, LANDED, FAILED)
             results[got.absent(blocks)] = MISSING
             reason, found = "; ".join(got.reasons), room.selected(landed)
-            images = bytes_of(found) if _is_inline(request, namespace) else found
+            inline = keys.size * namespace.image_bytes <= STORE_INLINE_BYTES
+            images = bytes_of(found) if inline else found
             await self._send_found(request, results, reason, blocks.orders, images)
 
     async def _send_found(
@@ -318,7 +351,9 @@ class ClientSession:
         """Answer a get, and send the images of the blocks that landed."""
         inline = images if isinstance(images, bytes) else b""
         self._read_bytes += len(inline)
-        await self._send(StoreDone.of(request.number, results, reason, orders, inline))
+        await self._send(
+            StoreDone.of(request.number, results, reason, orders.tobytes(), inline)
+        )
         if isinstance(images, bytes) or not images.nbytes:
             return
         sent = self._connection.send(
@@ -331,6 +366,9 @@ class ClientSession:
             logger.debug("store server: blocks were not taken: %s", error_text(exc))
         finally:
             await drain_or_abort(sent, self._connection)
+
+    async def _do(self, request: Flush | Delete | Pin) -> None:
+        await self._send(await self._done(request))
 
     async def _done(self, request: Flush | Delete | Pin) -> StoreDone:
         """Do what is asked; say why it cannot be done."""
@@ -364,29 +402,28 @@ class ClientSession:
             # A tenant's name for itself is taken; its own goes before another's.
             await self._store.delete_all(tenant=self._tenant or request.tenant)
 
-    def _namespace(self, request: TransferMessage) -> Namespace:
-        """Return the namespace of a request's blocks, in this store."""
-        asked = request.namespace.namespace()
-        if not self._tenant or asked.tenant:
-            return asked
-        return Namespace(asked.group, asked.spec, self._tenant)
+    def _namespace(self, request: TransferMessage, count: int) -> tuple[Namespace, str]:
+        """Return the namespace of a request's blocks in this store.
 
-    def _refusal(self, request: TransferMessage, namespace: Namespace) -> str:
-        """Return why blocks cannot move for a request; empty if they can."""
-        if self._tenant and request.namespace.tenant:
-            return (
-                f"it is tenant {self._tenant}, and cannot act for "
-                f"{shown(request.namespace.tenant)}"
-            )
-        if not request.names.all_in(request.namespace.namespace()):
-            return "a key is of another namespace than the request"
-        nbytes = len(request.names) * namespace.image_bytes
-        if nbytes > self._berths.nbytes:
-            return (
-                f"{len(request.names)} blocks of {namespace.image_bytes} bytes are "
+        Returns:
+            It, and why blocks cannot move for the request; empty if they can.
+        """
+        asked = namespace = request.namespace.namespace()
+        if self._tenant:
+            if asked.tenant:
+                return asked, (
+                    f"it is tenant {self._tenant}, and cannot act for "
+                    f"{shown(asked.tenant)}"
+                )
+            namespace = request.namespace.namespace(self._tenant)
+        if not request.names.all_in(asked):
+            return namespace, "a key is of another namespace than the request"
+        if count * namespace.image_bytes > self._berths.nbytes:
+            return namespace, (
+                f"{count} blocks of {namespace.image_bytes} bytes are "
                 f"more than the {self._berths.nbytes} that one transfer may have here"
             )
-        return ""
+        return namespace, ""
 
     def _write_refusal(self, namespace: Namespace) -> str:
         if self._served.read_only:
@@ -395,15 +432,6 @@ class ClientSession:
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
             return f"it has blocks of {STORE_NAMESPACES_MAX} kinds of caches already"
         return ""
-
-
-def _is_inline(request: TransferMessage, namespace: Namespace) -> bool:
-    """Tell whether the images are in the request, or in the answer."""
-    return len(request.names) * namespace.image_bytes <= STORE_INLINE_BYTES
-
-
-def _found(keys: Keys) -> BlockResults:
-    return np.zeros(keys.size, np.uint8)
 
 
 def _deadline(request: TransferMessage) -> timedelta:

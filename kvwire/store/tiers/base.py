@@ -203,8 +203,8 @@ class Touches:
     """
 
     def __init__(self) -> None:
-        # The one used last at the end.
-        self._used: dict[Key, None] = {}
+        # Not told of yet; the one used last at the end.
+        self.used: dict[Key, None] = {}
         # Moved, and not yet touched for that here.
         self._moved: set[Key] = set()
 
@@ -216,17 +216,17 @@ class Touches:
     def add(self, keys: Keys) -> None:
         """Note the use of a chain's blocks; its head goes last."""
         for key in keys[::-1].tolist():
-            self._used.pop(key, None)
+            self.used.pop(key, None)
             if key in self._moved:
                 self._moved.remove(key)
             else:
-                self._used[key] = None
-        while len(self._used) > STORE_TOUCHES_MAX:
-            del self._used[next(iter(self._used))]
+                self.used[key] = None
+        while len(self.used) > STORE_TOUCHES_MAX:
+            del self.used[next(iter(self.used))]
 
     def take(self) -> Keys:
         """Return the blocks that are to be told of, and forget them."""
-        used, self._used = as_keys(self._used), {}
+        used, self.used = as_keys(self.used), {}
         return used
 
 

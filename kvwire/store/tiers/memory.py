@@ -11,6 +11,8 @@ that no tier below has are written there before they go; they are pinned and can
 be found meanwhile, and if somebody has used one by then it stays. Where there is a tier
 below, a part of memory is kept free in the background, so that a put seldom waits for
 that. Memory is the bound of all of it: what is on its way down lies in its slots.
+Where every put is written through, there is nothing to wait for: what a tier below has
+goes when its room is needed, some more of it at once than that.
 
 If every slot is pinned, ``take`` waits. Whoever waits in it must hold no pin: all pins
 belong to copies, reads and writes that are under way, so some slot is let go of.
@@ -47,7 +49,9 @@ Demote = Callable[[IndexedSlots], Awaitable[str]]
 class MemoryTier:
     """Manages the slots of a store's memory. One event loop."""
 
-    def __init__(self, index: Index, demote: Demote | None) -> None:
+    def __init__(
+        self, index: Index, demote: Demote | None, *, ahead: bool = True
+    ) -> None:
         self.index: Index = index
         slabs = index.slabs
         self.in_flight: InFlightFills = InFlightFills()
@@ -59,8 +63,11 @@ class MemoryTier:
         self._headroom_bytes = min(
             STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS
         )
+        # Whether room is cleared before somebody needs it.
+        self._ahead = demote is not None and ahead
         self._demote = demote
-        self._changed = asyncio.Event()
+        # Set and gone when room may have become free; made by who waits for that.
+        self._changed: asyncio.Event | None = None
         self._clearing: asyncio.Task[None] | None = None
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
@@ -80,21 +87,27 @@ class MemoryTier:
             slots = self.index.take(nbytes, count, tenant)
             if slots.size == count:
                 break
-            # Taken before looking: room that becomes free meanwhile sets it.
-            changed = self._changed
+            # Made before looking: room that becomes free meanwhile sets it.
+            changed = self._changed = self._changed or asyncio.Event()
+            needed = count - slots.size
+            if self._demote is not None and not tenant:
+                # A tenant's quota is for its own blocks: no more of them go.
+                needed = max(needed, self._headroom_bytes // 4 // nbytes)
             try:
-                more = await self._evict(nbytes, count - slots.size, tenant)
+                more = await self._evict(nbytes, needed, tenant)
             except BaseException:
                 self.give_back(slots)
                 raise
             if more:
                 rest = self.index.take(nbytes, count - slots.size, tenant)
-                slots = np.sort(np.concatenate((slots, rest)))
+                slots = np.concatenate((slots, rest))
+                slots.sort()
             if slots.size:
                 break
             if not more:
                 await changed.wait()
-        self._keep_headroom(nbytes)
+        if self._ahead:
+            self._keep_headroom(nbytes)
         self.below[slots] = False
         return slots
 
@@ -119,7 +132,8 @@ class MemoryTier:
         slots = self.index.delete(keys)
         self._notify()
         while self.index.doomed(slots):
-            await self._changed.wait()
+            changed = self._changed = self._changed or asyncio.Event()
+            await changed.wait()
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Forget every block of a namespace.
@@ -220,9 +234,9 @@ class MemoryTier:
 
     def _keep_headroom(self, nbytes: int) -> None:
         """Begin to clear some room, unless there is enough or it has begun."""
-        if self._demote is None or not self._lacks_headroom(nbytes):
-            return
-        if self._clearing is None or self._clearing.done():
+        if self._lacks_headroom(nbytes) and (
+            self._clearing is None or self._clearing.done()
+        ):
             self._clearing = asyncio.create_task(self._clear(nbytes))
 
     async def _clear(self, nbytes: int) -> None:
@@ -238,8 +252,9 @@ class MemoryTier:
 
     def _notify(self) -> None:
         """Wake those who wait for room."""
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 _Bytes = npt.NDArray[np.uint8]

@@ -8,7 +8,7 @@ landed when a server died has landed.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
@@ -48,6 +48,7 @@ from kvwire.store.server.messages import (
     StoreDone,
     Touch,
     payload_tag,
+    text_of,
 )
 from kvwire.store.tiers.base import (
     FAILED,
@@ -66,6 +67,7 @@ class RemoteTier(Tier):
     """Keeps blocks at a store server. Made by :meth:`open`."""
 
     durable: bool = False
+    asks: bool = False
 
     def __init__(
         self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
@@ -76,6 +78,7 @@ class RemoteTier(Tier):
         self._timeout_s = timeout_s
         self._client = StoreClient(communicator, where, timeout_s, self._changed)
         self._touches = Touches()
+        self._within = timedelta(seconds=timeout_s)
 
     @classmethod
     async def open(cls, address: TierAddress) -> RemoteTier:
@@ -110,10 +113,6 @@ class RemoteTier(Tier):
     def taking(self) -> bool:
         active = self._client.active
         return active is not None and not active.welcome.read_only
-
-    @property
-    def asks(self) -> bool:  # type: ignore[override]
-        return self._client.active is not None
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``; one round trip."""
@@ -210,6 +209,7 @@ class RemoteTier(Tier):
     def _changed(self) -> None:
         """Note that the client has connected or lost its connection."""
         self.error = self.unavailable_reason = self._client.error
+        self.asks = self._client.active is not None
         if self._client.active is not None:
             welcome = self._client.active.welcome
             self.durable = welcome.durable
@@ -220,12 +220,16 @@ class RemoteTier(Tier):
         for which in _by_width(touched):
             await active.tell(Touch(Names.of(touched[which])))
 
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        return await self._move(namespace, batch, batch.orders, self._put)
+    def _write(
+        self, namespace: Namespace, batch: Batch
+    ) -> Coroutine[Any, Any, BlockResults]:
+        return self._move(namespace, batch, batch.orders, self._put)
 
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        kinds = np.zeros_like(batch.orders)
-        return await self._move(namespace, batch, kinds, self._get)
+    def _read(
+        self, namespace: Namespace, batch: Batch
+    ) -> Coroutine[Any, Any, BlockResults]:
+        alike = np.zeros(batch.keys.size, np.uint8)
+        return self._move(namespace, batch, alike, self._get)
 
     async def _move(
         self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step
@@ -243,10 +247,10 @@ class RemoteTier(Tier):
                     f"start it with a larger --berth"
                 )
                 return np.full(batch.keys.size, REFUSED, np.uint8)
-            await self._tell_touches(active)
-            for which in _parts(batch.keys, kinds, min(most, STORE_KEYS_MAX)):
+            if self._touches.used:
+                await self._tell_touches(active)
+            for which, part in _parts(batch, kinds, min(most, STORE_KEYS_MAX)):
                 async with active.berths:
-                    part = batch.selected(which)
                     results[which] = await step(active, namespace, part)
                     batch.orders[which] = part.orders
         except KVWireError as exc:
@@ -266,7 +270,7 @@ class RemoteTier(Tier):
         images = active.connection.send(
             payload_tag(put.number),
             payload_of(batch.images),
-            deadline=timedelta(seconds=self._timeout_s),
+            deadline=self._within,
         )
         try:
             done = await active.call(put, StoreDone)
@@ -288,11 +292,13 @@ class RemoteTier(Tier):
         if orders.size != results.size or any_of(orders[coming] >= UNKNOWN):
             raise _lie(active, f"{orders.size} orders of {results.size} blocks")
         batch.orders[coming] = orders[coming]
-        room = batch.images.selected(coming)
+        room = batch.images
+        if coming.size < results.size:
+            room = room.selected(coming)
         if batch.images.nbytes <= STORE_INLINE_BYTES:
             nbytes = len(done.images)
             if nbytes == room.nbytes:
-                copy(memoryview(done.images), room)
+                copy(memoryview(done.images), payload_of(room))
         else:
             nbytes = await self._received(active, get.number, room)
         if nbytes != room.nbytes:
@@ -306,7 +312,7 @@ class RemoteTier(Tier):
         images = active.connection.recv(
             payload_tag(number),
             payload_of(room),
-            deadline=timedelta(seconds=self._timeout_s),
+            deadline=self._within,
         )
         try:
             return await images
@@ -317,7 +323,7 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> _Asked:
         """Return the fields of a request to move a batch."""
-        text, names = NamespaceText.of(namespace), Names.of(batch.keys)
+        text, names = text_of(namespace), Names.of(batch.keys)
         return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
 
     def _checked(
@@ -370,13 +376,23 @@ def _by_width(keys: Keys) -> Iterator[Ids]:
             yield same[first : first + STORE_KEYS_MAX]
 
 
-def _parts(keys: Keys, kinds: Orders, most: int) -> Iterator[Ids]:
-    """Yield positions for one request: blocks of one kind, not too many."""
-    for same in _by_width(keys):
+def _parts(
+    batch: Batch, kinds: Orders, most: int
+) -> Iterable[tuple[Ids | slice, Batch]]:
+    """Return what one request each moves: blocks of one kind, not too many."""
+    keys = batch.keys.tolist()
+    if len(keys) <= most and len(set(map(len, keys))) == len(set(kinds.tolist())) == 1:
+        return ((slice(None), batch),)
+    return _cut(batch, kinds, most)
+
+
+def _cut(batch: Batch, kinds: Orders, most: int) -> Iterator[tuple[Ids, Batch]]:
+    for same in _by_width(batch.keys):
         for kind in sorted(set(kinds[same].tolist())):
             alike = same[kinds[same] == kind]
             for first in range(0, alike.size, most):
-                yield alike[first : first + most]
+                part = alike[first : first + most]
+                yield part, batch.selected(part)
 
 
 def _namespaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:

@@ -37,7 +37,7 @@ def _request(said: bytes) -> None:
     request = decode_request(said)
     assert decode_request(encode(request)) == request
     if isinstance(request, Find | Touch | TransferMessage):
-        assert len(request.names.keys) == len(request.names)
+        assert len(request.names.keys_of("")) == len(request.names)
     if isinstance(request, TransferMessage):
         request.names.all_in(request.namespace.namespace())
 

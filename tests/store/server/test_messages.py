@@ -30,7 +30,7 @@ def moving(
 ) -> messages.Put | messages.Get:
     fields: dict[str, Any] = {
         "number": 7,
-        "namespace": messages.NamespaceText.of(NAMESPACE),
+        "namespace": messages.text_of(NAMESPACE),
         "names": NAMES,
         "timeout_ms": 1000,
     }
@@ -61,14 +61,14 @@ def test_a_request_is_read_as_it_was_written(request_: messages.AnyRequest) -> N
 def test_keys_and_space_come_through() -> None:
     put = messages.decode_request(messages.encode(moving(messages.Put)))
     assert isinstance(put, messages.Put)
-    assert [key[DIGEST_BYTES:] for key in put.names.keys] == chain(3)
+    assert [key[DIGEST_BYTES:] for key in put.names.keys_of("")] == chain(3)
     assert put.namespace.namespace() == NAMESPACE
     assert put.names.all_in(NAMESPACE)
 
 
 def test_keys_with_zeros_at_their_ends_keep_them() -> None:
     keys = [NAMESPACE.digest + bytes(4), NAMESPACE.digest + b"a\0\0\0"]
-    assert messages.Names.of(as_keys(keys)).keys.tolist() == keys
+    assert messages.Names.of(as_keys(keys)).keys_of("").tolist() == keys
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_damaged_request_is_in_range_or_refused(
         assert 0 <= read.order < len(ORDERS)
     if isinstance(read, messages.Put | messages.Get):
         assert 0 < len(read.names) <= STORE_KEYS_MAX
-        assert {len(key) for key in read.names.keys} == {read.names.width}
+        assert {len(key) for key in read.names.keys_of("")} == {read.names.width}
 
 
 def test_a_text_that_is_no_text_is_refused() -> None:

@@ -90,7 +90,7 @@ def moving(
 ) -> messages.Put | messages.Get:
     fields: dict[str, Any] = {
         "number": 1,
-        "namespace": messages.NamespaceText.of(of),
+        "namespace": messages.text_of(of),
         "names": names(hashes, of),
         "timeout_ms": 10_000,
     }
