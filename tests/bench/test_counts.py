@@ -28,10 +28,10 @@ CEILINGS: Final = {
     "send, 1 MiB": (242, 3),
     "put, 64 KiB": (220, 3),
     "get, 64 KiB": (187, 2),
-    "store put, 64 KiB": (1096, 8),
-    "store get, 64 KiB": (788, 4),
-    "store put, 1 MiB": (1380, 11),
-    "store get, 1 MiB": (1035, 7),
+    "store put, 64 KiB": (464, 2),
+    "store get, 64 KiB": (376, 2),
+    "store put, 1 MiB": (886, 6),
+    "store get, 1 MiB": (838, 6),
 }
 # A wake-up more or less; a ping.
 _MARGIN: Final = 1.03

@@ -23,7 +23,6 @@ from kvwire.cli.bench.operations import (
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import COMMON, Common, Rounds
 from kvwire.cli.bench.store_side import (
-    FLUSHED_PUT,
     SERVER,
     StoreServerSide,
     StoreSide,
@@ -69,11 +68,11 @@ def operations() -> dict[str, OpsWork]:
 def store_operations() -> dict[str, StoreWork]:
     """Return one block into a store server and out of it, likewise."""
     return {
-        f"store {name}, {in_bytes(nbytes)}": StoreWork(
+        f"store {verb}, {in_bytes(nbytes)}": StoreWork(
             verb=verb, nbytes=nbytes, count=COUNT, tier=SERVER, layers=16, set_blocks=1
         )
         for nbytes in (64 * KIB, MIB)
-        for name, verb in ((PUT, FLUSHED_PUT), (GET, GET))
+        for verb in (PUT, GET)
     }
 
 

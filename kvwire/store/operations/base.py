@@ -184,22 +184,21 @@ class Operation(ABC):
             which = orders == order
             cache = request.fragments(positions[which], order)
             images = memory.images(slots[which], request.namespace.image_bytes)
+            ends = (images, cache) if into_cache else (cache, images)
             threads = self.tiers.threads
             if cache.device is not None:
-                ends = (images, cache) if into_cache else (cache, images)
                 try:
                     await threads.run(partial(threads.devices.copy, *ends, self._after))
                 except DeviceFailed:
                     self._quarantined = into_cache
                     raise
-                continue
-            here = payload_of(images)
-            there = payload_of(cache) if cache.lengths.size == 1 else cache
-            source, destination = (here, there) if into_cache else (there, here)
-            if images.nbytes <= TURN_BYTES:
-                copy(source, destination)
+            elif images.nbytes > TURN_BYTES:
+                await threads.run(partial(copy, *ends))
             else:
-                await threads.run(partial(copy, source, destination))
+                # Memory in one piece is copied as a view, which keeps the GIL.
+                here = payload_of(images)
+                there = payload_of(cache) if cache.lengths.size == 1 else cache
+                copy(*((here, there) if into_cache else (there, here)))
         self._last = monotonic()
 
     # --- inside -----------------------------------------------------------------------

@@ -57,6 +57,18 @@ async def test_a_server_tells_what_it_has_blocks_of() -> None:
 PATIENT = "?timeout=600"
 
 
+async def test_a_hash_that_is_named_twice_and_is_nowhere() -> None:
+    """Its second place is asked for as well, after the first one was in vain."""
+    async with (
+        BlockStore.open(["memory:16MiB"]) as served,
+        StoreServer(served, "127.0.0.1:0") as server,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as store,
+    ):
+        outcome = await store.get(chain(1) * 2, Filled(2).cache, [0, 1])
+        assert not outcome.landed
+        assert outcome.missing.reasons == ("it is not in the store",)
+
+
 @pytest.mark.slow
 async def test_a_server_killed_in_the_middle_of_a_put() -> None:
     source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
