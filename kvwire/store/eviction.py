@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import repeat
 from typing import ClassVar, Final, TypeAlias
 
@@ -35,9 +36,8 @@ _SMALL_SHARE: Final = 10
 _USES_MAX: Final = 3
 
 
-def each(calls: Iterable[object]) -> None:
-    """Make every call of a ``map``, without a bytecode for each."""
-    deque(calls, maxlen=0)
+each: Final[Callable[[Iterable[object]], object]] = partial(deque, maxlen=0)
+"""Makes every call of a ``map``, without a bytecode for each."""
 
 
 class SlotState:

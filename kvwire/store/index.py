@@ -312,17 +312,19 @@ class Index:
         each(map(self._slots.pop, keys.tolist()))
         return alone
 
-    def drop(self, keys: Keys, slots: Ids) -> Bits:
+    def drop(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
         """Forget pinned blocks that nobody else has pinned; let go of the others."""
         alone = self.forget(keys, slots)
-        self.give_back(slots[alone])
+        gone = slots[alone]
+        if evicted:
+            np.add.at(self.evicted_blocks, self._owner[gone], 1)
+        self.give_back(gone)
         return alone
 
     def evict(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Forget the blocks that go first; their slots are free."""
         named = self.victims(nbytes, count, tenant)
-        self.count_evicted(named.slots)
-        self.drop(*named)
+        self.drop(*named, evicted=True)
         return named
 
     def trim(self) -> None:
@@ -338,12 +340,7 @@ class Index:
                 named = self._own_victims(1, int(excess), tenant)
                 if not named.slots.size:
                     break
-                self.count_evicted(named.slots)
-                self.drop(*named)
-
-    def count_evicted(self, slots: Ids) -> None:
-        """Count blocks that are forgotten to make room, while their slots are taken."""
-        np.add.at(self.evicted_blocks, self._owner[slots], 1)
+                self.drop(*named, evicted=True)
 
     # --- what users say of blocks -----------------------------------------------------
 

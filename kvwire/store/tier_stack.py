@@ -7,7 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, all_of, any_of
+from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.cleanup import gather_all
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, IndexedSlots, Keys, Orders
@@ -92,8 +92,15 @@ class TierStack:
         for tier in self.below:
             tier.touch(keys)
 
-    def got(self, keys: Keys, namespace: Namespace) -> None:
-        """Count a get of blocks that were all in memory, by no operation."""
+    def got(self, keys: Keys, namespace: Namespace, slots: Ids | None = None) -> None:
+        """Count a get of blocks that were all in memory, by no operation.
+
+        Those that are in ``slots`` still are touched as well.
+        """
+        if slots is not None:
+            self.memory.index.touch(keys, slots)
+            for tier in self.below:
+                tier.touch(keys)
         self.memory.counts.read_blocks += keys.size
         nbytes, count = keys.size * namespace.image_bytes, int(keys.size)
         for counters in self.counters_of(namespace):

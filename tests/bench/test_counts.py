@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 # Python calls and frames of an operation, both sides, over tcp and with Python 3.11:
 # others inline other calls. What makes one dearer is named here, with its reason in the
 # commit; what makes it cheaper lowers its line. The last word of a transfer has a frame
-# of its own where the next transfer comes late. A store's blocks have a CREDIT for eight.
+# of its own where the next transfer comes late, and eight blocks of a store a CREDIT.
 CEILINGS: Final = {
     "pull, 64 KiB, 16 layers": (650, 5),
     "pull, 256 KiB, 16 layers": (625, 5),
@@ -28,10 +28,10 @@ CEILINGS: Final = {
     "send, 1 MiB": (242, 3),
     "put, 64 KiB": (220, 3),
     "get, 64 KiB": (187, 2),
-    "store put, 64 KiB": (464, 2.125),
-    "store get, 64 KiB": (376, 2.125),
-    "store put, 1 MiB": (886, 6),
-    "store get, 1 MiB": (838, 6),
+    "store put, 64 KiB": (454, 2.125),
+    "store get, 64 KiB": (366, 2.125),
+    "store put, 1 MiB": (875, 6),
+    "store get, 1 MiB": (828, 6),
 }
 # A wake-up more or less; a ping.
 _MARGIN: Final = 1.03

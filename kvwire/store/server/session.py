@@ -302,8 +302,7 @@ class ClientSession:
             return self._get_many(request, namespace, keys)
         orders = memory.index.orders(slots).tobytes()
         images = bytes_of(memory.images(slots, namespace.image_bytes))
-        self._tiers.touch(keys)
-        self._tiers.got(keys, namespace)
+        self._tiers.got(keys, namespace, slots)
         self._read_bytes += len(images)
         return self._send(
             StoreDone(request.number, bytes(keys.size), "", orders, images)

@@ -227,8 +227,7 @@ class MemoryTier:
                 self.unpin(named.keys[::-1], named.slots[::-1])
         if kept:
             return False
-        gone = self.index.drop(*named)
-        self.index.count_evicted(named.slots[gone])
+        self.index.drop(*named, evicted=True)
         self._notify()
         return True
 
