@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvwire.backend import Payload
 from kvwire.memory.buffers import slice_payload
@@ -58,6 +58,10 @@ class BufferTable:
     def take(self, buffer: BufferId) -> Payload:
         """Return the whole of a buffer that nobody else uses; the table forgets it."""
         return self._payloads.pop(buffer)
+
+    def undrained(self, buffers: Iterable[BufferId]) -> list[BufferId]:
+        """Return which of these something may still touch."""
+        return [buffer for buffer in buffers if buffer in self._payloads]
 
     def on_drained(self, buffer: BufferId, call: Callable[[], None]) -> None:
         """Call once when nothing can touch the buffer any more; at once if so now."""

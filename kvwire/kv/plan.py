@@ -25,8 +25,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -51,20 +50,17 @@ class PlanSide(enum.Enum):
     CONSUMER = "consumer"
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Names layers, by the model's index, and granules of one group."""
+class Segment(NamedTuple):
+    """Names layers, by the model's index, and granules of one group.
+
+    Both sides name it by these five numbers.
+    """
 
     group: int
     layer: int
     layers: int
     granule: int
     granules: int
-
-    @property
-    def box(self) -> tuple[int, int, int, int, int]:
-        """Return the five numbers, as both sides name it."""
-        return self.group, self.layer, self.layers, self.granule, self.granules
 
     @property
     def layer_range(self) -> range:
@@ -250,10 +246,11 @@ class TransferPlan:
         return segment.layers * granules * group_map.granule_bytes
 
     def fragments(self, segment: Segment) -> Fragments:
-        """Return where a segment lies here, in canonical order."""
-        self.check(segment)
-        group_map = self.maps[segment.group]
-        return group_map.fragments(segment.layer_range, segment.granule_slice)
+        """Return where a segment inside this transfer lies here, in canonical order."""
+        group, layer, layers, granule, granules = segment
+        return self.maps[group].fragments(
+            range(layer, layer + layers), slice(granule, granule + granules)
+        )
 
     def positions(self, segment: Segment) -> slice:
         """Return the positions of the block list that a segment covers."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvwire.kv.fragments import Array, Fragments
+from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
 from kvwire.memory.buffers import Payload, mid_page_memory
 from kvwire.memory.copy import copy
@@ -38,7 +38,9 @@ def checksum(payload: Payload) -> int:
     if is_scattered(payload):
         _add_gathered(state, payload)
     else:
-        _add_each(state, payload.addresses, payload.lengths)
+        pieces = zip(payload.addresses.tolist(), payload.lengths.tolist(), strict=True)
+        for address, length in pieces:
+            state.update((ctypes.c_char * length).from_address(address))
     return int(state.intdigest()) & _LOW_32_BITS
 
 
@@ -48,11 +50,6 @@ def is_scattered(payload: Payload) -> bool:
         return False
     count = payload.addresses.size
     return count >= _FEW_FRAGMENTS and payload.nbytes < _GATHER_BELOW_BYTES * count
-
-
-def _add_each(state: xxhash.xxh3_64, addresses: Array, lengths: Array) -> None:
-    for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-        state.update((ctypes.c_char * length).from_address(address))
 
 
 def _add_gathered(state: xxhash.xxh3_64, payload: Fragments) -> None:

@@ -52,9 +52,10 @@ class Iovecs:
         self._head = head
         self._head_end = address_of(head) + len(head) if head else 0
         # Two more than the fragments of a window: the head and the tail.
-        rows = min(len(fragments) + 2, IOVECS_MAX)
+        rows = min(fragments.addresses.size + 2, IOVECS_MAX)
         self._table = np.empty((rows, 2), np.uint64)
-        self._table_address = int(self._table.ctypes.data)
+        # As `ctypes.data`, without its three calls of Python.
+        self._table_address: int = self._table.__array_interface__["data"][0]
         self.rest: int = len(head) + fragments.nbytes
         self.asked: int = 0
 
@@ -81,7 +82,7 @@ class Iovecs:
             table[0] = self._head_end + begin, -begin
             begin, row = 0, 1
         end = min(begin + bytes_max, fragments.nbytes)
-        starts, stop = fragments.starts, len(fragments)
+        starts, stop = fragments.starts, fragments.addresses.size
         first = int(starts.searchsorted(np.uint64(begin), "right")) - 1 if begin else 0
         if end < fragments.nbytes:
             stop = int(starts.searchsorted(np.uint64(end), "left"))

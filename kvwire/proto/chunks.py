@@ -347,7 +347,7 @@ class ChunkMover:
     def numbers(self, arrival: ChunkArrival) -> range:
         """Return the chunks of an arrival that was accepted."""
         first = arrival.header.offset // self._chunk_bytes
-        return range(first, first - (-arrival.length // self._chunk_bytes))
+        return range(first, first - (-arrival.header.length // self._chunk_bytes))
 
     # --- the end ----------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ class Transfers:
             pull=request.kind is RequestKind.INCOMING,
             priority=transfer.priority,
             description=description,
-            done=self._take_last_words(),
+            done=self._take_last_words() if self.last_words else (),
         )
         self._outbox.send(FrameType.OPEN, body, request=request.wire_id)
 
@@ -426,7 +426,7 @@ class Transfers:
         request = segment.request
         if request.over:
             return
-        segment.moved += arrival.length
+        segment.moved += arrival.header.length
         if intact:
             for number in self._chunks.numbers(arrival):
                 segment.arrived[number] = CHUNK_LANDED

@@ -13,7 +13,7 @@ import enum
 import logging
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.backend import Payload
@@ -283,6 +283,8 @@ class KVTransfer:
         self.loop: asyncio.AbstractEventLoop = communicator.loop
         self.registry: TransferRegistry = communicator.registry
         self.observers: ObserverPort = communicator.watchers
+        # Lends memory of the cache to links, until they have drained it.
+        self.lend: Callable[[Payload], BufferId] = communicator.buffers.lend
         self.priority = priority
         self.tokens: Tokens = options.get("tokens")
         self.lists: BlockLists = self.listed(blocks)
@@ -515,17 +517,13 @@ class KVTransfer:
         if self.ring is not None:
             self.note("end", outcome.state, outcome.nbytes, self.trace[:16].hex())
 
-    def lend(self, payload: Payload) -> BufferId:
-        """Lend memory of the cache to links, until they have drained it."""
-        return self.communicator.buffers.lend(payload)
-
     def release(self, attempt: Attempt) -> None:
         """Wait for the memory of one attempt, and forget it once it is over."""
-        buffers = self.communicator.buffers
-        for buffer in attempt.release():
+        buffers, released = self.communicator.buffers, attempt.release()
+        buffers.collect()
+        for buffer in buffers.undrained(released):
             self._busy += 1
             buffers.on_drained(buffer, self._one_free)
-        buffers.collect()
 
     def nothing(self, reason: str, tokens: Tokens = None) -> Outcome:
         """Return the outcome of a transfer of which nothing was ever agreed."""

@@ -27,7 +27,7 @@ class Coverage:
         """Tell whether any of these cells was added before."""
         if not blocks:
             return False
-        wanted = _mask(layers)
+        wanted = (1 << layers.stop) - (1 << layers.start)
         if wanted & self._whole:
             return True
         if not wanted & self._begun:
@@ -38,7 +38,7 @@ class Coverage:
     def add(self, layers: range, blocks: range) -> None:
         """Add cells that were not added before."""
         if len(blocks) == self._blocks:
-            self._whole |= _mask(layers)
+            self._whole |= (1 << layers.stop) - (1 << layers.start)
             return
         if not blocks:
             return

@@ -108,8 +108,7 @@ class IncomingState(KVTransfer):
             finally:
                 if gate in gates:
                     gates.remove(gate)
-        if not self._has(layer, group):
-            assert self.outcome is not None
+        if self.outcome is not None and not self._has(layer, group):
             assert self._error is not None
             raise _not_landed(layer, self.outcome, self._error) from self._error
 
@@ -372,7 +371,7 @@ class IncomingState(KVTransfer):
             peer_id=self.peer_id,
             hashes=self.hashes,
             have=pack_have(self.have) if self.have else (),
-            landed=tuple([s.box for s in self.reported]) if self.reported else (),
+            landed=tuple(self.reported),
             plan=plan,
             settled=self.state in OVER,
             trace=self.trace,

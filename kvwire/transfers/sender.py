@@ -322,7 +322,7 @@ class SendAttempt(Attempt):
         self._grouped = max(self._grouped, segment.layers)
         lent = self.outgoing.lend(self.plan.fragments(segment))
         core = self.connection.transfers
-        sent = core.mark(self.core, segment.box, lent, nbytes, commit)
+        sent = core.mark(self.core, segment, lent, nbytes, commit)
         self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
         self._under_way += 1
         if self.outgoing.ring is not None:

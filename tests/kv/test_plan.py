@@ -116,7 +116,7 @@ def test_blocks_of_a_segment() -> None:
 def test_a_segment_of_nothing_here_is_refused(segment: Segment, message: str) -> None:
     plan, _ = plans_of(LAYOUTS["NHD"], LAYOUTS["NHD"])
     with pytest.raises(UsageError, match=message):
-        plan.fragments(segment)
+        plan.check(segment)
 
 
 def test_bytes_outside_a_segment_are_refused() -> None:

@@ -152,7 +152,7 @@ def test_chunks_that_have_not_landed() -> None:
     segment = SegmentRecord(
         request=None,  # type: ignore[arg-type]
         number=1,
-        box=Segment(0, 0, 1, 0, 1).box,
+        box=Segment(0, 0, 1, 0, 1),
         nbytes=25,
     )
     # Marked, and never given memory: nothing of it can have come.

@@ -131,7 +131,7 @@ def _mark(plan: TransferPlan, landed: Landed, reader: Reader) -> None:
         ends = fragments.addresses + fragments.lengths
         assert (ends <= first + np.uint64(_memory().nbytes)).all()
     count = -(-nbytes // _CHUNK_BYTES)
-    core = SegmentRecord(request=None, number=1, box=segment.box, nbytes=nbytes)  # type: ignore[arg-type]
+    core = SegmentRecord(request=None, number=1, box=segment, nbytes=nbytes)  # type: ignore[arg-type]
     core.arrived = bytearray(reader.byte() % 3 for _ in range(count))
     missing = missing_chunks(core, _CHUNK_BYTES)
     before = landed.left
