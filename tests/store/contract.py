@@ -23,6 +23,14 @@ def tier_of(store: BlockStore, kind: type[T]) -> T:
     return tier
 
 
+async def put_before(*tiers: str, count: int = 16) -> tuple[Filled, list[bytes]]:
+    """Have a store of before put a chain of blocks; return them and their hashes."""
+    source, hashes = Filled(max(16, count), seed=1), chain(count)
+    async with BlockStore.open(tiers) as store:
+        assert (await store.put(hashes, source.cache, range(count))).complete
+    return source, hashes
+
+
 async def expect_shared(where: str, name: str = "") -> None:
     """What one store puts another one gets, into another layout, until it is gone."""
     hashes, blocks = chain(BLOCKS + 8, name), list(range(BLOCKS))

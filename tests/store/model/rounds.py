@@ -53,8 +53,6 @@ class Round:
         directory: An empty one.
         events: What happens beside puts, gets and restarts; of :data:`EVENTS`.
         room: The name of the room; empty to draw one.
-        kill: Ends this process, in place of going on with what it would leave.
-        shadow: What a former process has left in the directory.
     """
 
     def __init__(
@@ -64,8 +62,6 @@ class Round:
         *,
         events: tuple[str, ...] = EVENTS,
         room: str = "",
-        kill: Callable[[Shadow], None] | None = None,
-        shadow: Shadow | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._draw = random.Random(seed)
@@ -75,12 +71,9 @@ class Round:
         room_of = ROOMS[self.room]
         if self._draw.random() < 0.5:
             room_of = replace(room_of, disk=f"{room_of.disk}&sync=put")
-        self.life = Life(directory / "0", room_of, shadow or Shadow())
+        self.life = Life(directory / "0", room_of, Shadow())
         # A disk that has failed to sync once is not believed any more.
         self._flushes = True
-        self._kill = kill
-        # Another process would not know how late it is.
-        self._ages = kill is None
         self._ends = 0
         # What a killed process has left, and what has to be found in it.
         self._left: Life | None = None
@@ -163,7 +156,7 @@ class Round:
         """Delete, pin or unpin some blocks, or let them grow too old."""
         what = self._draw.choice(("deleted", "pinned", "pinned", "unpinned", "aged"))
         self.counts[what] += 1
-        if what == "aged" and self._ages:
+        if what == "aged":
             self.life.age()
         elif what == "deleted":
             with suppress(OSError):
@@ -235,8 +228,6 @@ class Round:
             *(set(sure), flushed, set(then.tried), set(then.rotten)),
             *(set(some) if lasts else set() for some in (then.deleted, then.pinned)),
         )
-        if self._kill is not None:
-            self._kill(shadow)
         self._ends += 1
         self._left = Life(self._base / str(self._ends), life.room, shadow)
         if power:

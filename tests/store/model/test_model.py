@@ -6,13 +6,11 @@ More rounds: ``python -m tests.store.model --rounds 1000 --seed 1``.
 from __future__ import annotations
 
 import asyncio
-import random
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.store.model.child import in_process
 from tests.store.model.faults import ERRORS, POINTS, Plan
 from tests.store.model.kinds import Block
 from tests.store.model.life import Life, Shadow
@@ -22,7 +20,6 @@ from tests.store.model.rounds import EVENTS, ROOMS, Round
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 SEEDS = range(1, 4)
-LIVES = 6
 CHAIN = [Block(0, number) for number in range(12)]
 LARGER = [Block(2, number) for number in range(6)]
 
@@ -57,26 +54,6 @@ async def test_more_rounds(tmp_path: Path, seed: int) -> None:
     this = Round(seed, tmp_path, events=EVENTS)
     await this.run()
     assert this.counts["restarts"]
-
-
-def lives(tmp_path: Path, seed: int, count: int) -> None:
-    """Several processes, one after the other, of which most are killed."""
-    room, shadow = random.Random(seed).choice(sorted(ROOMS)), Shadow()
-    for number in range(count):
-        shadow = in_process(seed * 1000 + number, tmp_path, room, shadow)
-
-
-def test_processes_that_are_killed(tmp_path: Path) -> None:
-    lives(tmp_path, 1, 2)
-    assert (tmp_path / "0" / "images").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(2, 12))
-def test_more_processes_that_are_killed(tmp_path: Path, seed: int) -> None:
-    lives(tmp_path, seed, LIVES)
-    assert (tmp_path / "0" / "images").exists()
 
 
 async def script(life: Life) -> None:

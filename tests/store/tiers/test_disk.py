@@ -26,7 +26,7 @@ from kvwire.store.tiers.disk import DiskTier
 from kvwire.store.tiers.disk_index import DiskIndex
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.caches import SPEC, Filled, chain
-from tests.store.contract import expect_shared
+from tests.store.contract import expect_shared, put_before, tier_of
 from tests.store.files import Faults, disk, store_on
 from tests.support.pairs import until
 
@@ -55,9 +55,7 @@ async def test_what_one_store_puts_another_one_gets(tmp_path: Path) -> None:
 
 async def test_an_order_that_is_another_one_is_damage(tmp_path: Path) -> None:
     """It would be valid, and give a block in a wrong layout."""
-    source, hashes = Filled(seed=1), chain(16)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        await store.put(hashes, source.cache, IDS)
+    source, hashes = await put_before(*tiers(tmp_path))
     change(tmp_path, "UPDATE blocks SET image_order = image_order + 1")
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await store.match(hashes) == 16
@@ -66,9 +64,7 @@ async def test_an_order_that_is_another_one_is_damage(tmp_path: Path) -> None:
 
 
 async def test_an_index_that_is_damaged_is_said_at_once(tmp_path: Path) -> None:
-    source, hashes = Filled(seed=1), chain(16)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        await store.put(hashes, source.cache, IDS)
+    await put_before(*tiers(tmp_path))
     index = tmp_path / "index.sqlite"
     data = bytearray(index.read_bytes())
     data[4096:] = bytes(len(data) - 4096)
@@ -78,15 +74,8 @@ async def test_an_index_that_is_damaged_is_said_at_once(tmp_path: Path) -> None:
 
 
 async def test_damage_is_a_reason(tmp_path: Path) -> None:
-    source, hashes = Filled(seed=1), chain(4)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        await store.put(hashes, source.cache, IDS[:4])
-    images = tmp_path / "images"
-    data = bytearray(images.read_bytes())
-    at = data.find(source.tensors[0][2].tobytes()[:32])
-    assert at > 0
-    data[at] ^= 1
-    images.write_bytes(data)
+    source, hashes = await put_before(*tiers(tmp_path), count=4)
+    flip(tmp_path, source, 2)
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await store.match(hashes) == 4
         outcome = await store.get(hashes, Filled().cache, IDS[:4])
@@ -104,9 +93,7 @@ async def test_damage_is_a_reason(tmp_path: Path) -> None:
 async def test_a_file_that_was_cut_short_or_is_gone(
     tmp_path: Path, kept: float | None
 ) -> None:
-    source, hashes = Filled(64, seed=1), chain(64)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        await store.put(hashes, source.cache, list(range(64)))
+    source, hashes = await put_before(*tiers(tmp_path), count=64)
     images = tmp_path / "images"
     if kept is None:
         images.unlink()
@@ -135,8 +122,7 @@ async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
     for _ in range(3):
         async with BlockStore.open(tiers(tmp_path)) as store:
             await store.put(hashes, source.cache, IDS[:8])
-            (tier,) = store._tiers.below
-            assert isinstance(tier, DiskTier)
+            tier = tier_of(store, DiskTier)
             assert (await tier.find(store_keys(hashes, source)) != ABSENT).all()
             # It forgets them, and its index does not.
             named = tier._index.victims(512, 8)
@@ -149,14 +135,9 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
     tmp_path: Path,
 ) -> None:
     """A put of a damaged block would else be complete, and the block not there."""
-    source, hashes = Filled(seed=1), chain(8)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        await store.put(hashes, source.cache, IDS[:8])
+    source, hashes = await put_before(*tiers(tmp_path), count=8)
     change(tmp_path, "UPDATE tier SET closed = 0")
-    images = tmp_path / "images"
-    data = bytearray(images.read_bytes())
-    data[data.find(source.tensors[0][2].tobytes()[:32])] ^= 1
-    images.write_bytes(data)
+    flip(tmp_path, source, 2)
     # One that read nothing knows no more than the one before, and may not say so.
     await (await disk(tmp_path)).close()
     counted: list[int] = []
@@ -284,6 +265,16 @@ async def expect_whole(path: Path, chosen: Chosen, which: range, found: int) -> 
     read = await tier.read(namespace, Batch(batch.keys, batch.orders, into))
     assert (read[held] == BlockResult.LANDED).all()
     await tier.close()
+
+
+def flip(path: Path, source: Filled, block: int) -> None:
+    """Damage one block on the disk."""
+    images = path / "images"
+    data = bytearray(images.read_bytes())
+    at = data.find(source.tensors[0][block].tobytes()[:32])
+    assert at > 0
+    data[at] ^= 1
+    images.write_bytes(data)
 
 
 def change(path: Path, statement: str) -> None:
@@ -488,9 +479,7 @@ async def test_a_smaller_and_a_larger_size(tmp_path: Path) -> None:
 
 
 async def test_spaces_that_cannot_be_read_are_only_words(tmp_path: Path) -> None:
-    source, hashes = Filled(seed=1), chain(4)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        await store.put(hashes, source.cache, IDS[:4])
+    source, hashes = await put_before(*tiers(tmp_path), count=4)
     change(tmp_path, "UPDATE spaces SET described = x'ff'")
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await store.match(hashes, source.cache) == 4

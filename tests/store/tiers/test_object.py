@@ -28,7 +28,13 @@ from kvwire.store.tiers.base import Batch
 from kvwire.store.tiers.object import ObjectTier
 from kvwire.store.tiers.object_format import HEAD_BYTES, path_of
 from tests.store.caches import SPEC, Filled, chain
-from tests.store.contract import NAMESPACE, expect_miss, expect_shared, tier_of
+from tests.store.contract import (
+    NAMESPACE,
+    expect_miss,
+    expect_shared,
+    put_before,
+    tier_of,
+)
 from tests.support.pairs import until
 
 # Its threads start with the first request of a process, and stay.
@@ -164,9 +170,7 @@ async def test_a_wrong_object_is_missing_until_it_is_put_again(
 async def test_what_shows_in_a_head_is_not_even_found(
     tmp_path: Path, damage: str
 ) -> None:
-    source, hashes = Filled(seed=1), chain(3)
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        await store.put(hashes, source.cache, [0, 1, 2])
+    source, hashes = await put_before(f"object:file://{tmp_path}", count=3)
     DAMAGES[damage](file_of(tmp_path, hashes[1]), file_of(tmp_path, hashes[2]))
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
         assert await store.match(hashes, source.cache) == 1
@@ -206,9 +210,8 @@ async def test_a_large_object_is_read_by_ranges_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that ends before it should is missing, and no failure of the store."""
-    source, target, hashes = Filled(seed=1), Filled(), chain(4)
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        await store.put(hashes, source.cache, range(4))
+    source, hashes = await put_before(f"object:file://{tmp_path}", count=4)
+    target = Filled()
     part = (HEAD_BYTES + SPEC.block_bytes) // 4
     monkeypatch.setattr(object_module, "STORE_OBJECT_PART_BYTES", part)
     for one, nbytes in zip(hashes[1:], (part, 2 * part, 3 * part - 1), strict=True):
@@ -276,8 +279,7 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
 @pytest.mark.usefixtures("long_pauses")
 async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> None:
     """While the store is left alone, what is not there is not known not to be there."""
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        await store.put(chain(2), Filled(seed=1).cache, [0, 1])
+    await put_before(f"object:file://{tmp_path}", count=2)
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
         tier = tier_of(store, ObjectTier)
         requests, go = Requests(tier), asyncio.Event()
