@@ -372,6 +372,14 @@ def read_bytes(text: str) -> int:
     return int(float(found[1]) * unit)
 
 
+def in_bytes(count: int) -> str:
+    """Return a size as people say it: "64 KiB", "1.5 GiB"."""
+    for name in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= (unit := _UNITS[name.upper()]):
+            return f"{count / unit:.4g} {name}"
+    return f"{count} B"
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether a numeric address is one that only this host can reach."""
     try:

@@ -19,8 +19,8 @@ from rich.text import Text
 from kvwire import KVWireError, Snapshot
 from kvwire.errors import printable
 from kvwire.observe.inspect import snapshots, sockets, traces
-from kvwire.observe.page import in_bytes
 from kvwire.observe.trace import document
+from kvwire.types import in_bytes
 
 # A link with nothing to say says so as often.
 _PING_S: Final = 2.0

@@ -18,11 +18,11 @@ import kvwire
 from kvwire import Config, KVWireError, UsageError
 from kvwire.directory import Selector
 from kvwire.limits import STORE_BERTH_BYTES
-from kvwire.observe.page import in_bytes
 from kvwire.store.address import TierAddress
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
 from kvwire.store.tiers.base import TenantUse
+from kvwire.types import in_bytes
 
 app: App = App(name="store")
 

@@ -28,7 +28,7 @@ from kvwire.kv.codecs.base import ImageForm, form_of
 from kvwire.kv.codecs.entry import decode_entry, encode_entry
 from kvwire.kv.codecs.floats import as_floats, put_floats
 from kvwire.kv.codecs.registry import CODECS, codec_named
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 ENCODE: Final = "encode"
 DECODE: Final = "decode"

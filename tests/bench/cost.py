@@ -25,7 +25,7 @@ from kvwire.cli.bench.operations import LEFT, RIGHT, End, OpsSide, OpsWork
 from kvwire.cli.bench.pair import BenchError, Contender
 from kvwire.cli.bench.report import head, new_table
 from kvwire.limits import GIB, KIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 from tests.bench.fragments import verdict
 
 IDLE: Final = "idle"

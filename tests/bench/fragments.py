@@ -17,7 +17,7 @@ from kvwire.cli.bench import fragments
 from kvwire.cli.bench.report import new_table, short
 from kvwire.cli.bench.turns import Benchmark, Findings
 from kvwire.limits import KIB, MIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 from tests.bench import iperf3
 from tests.bench.peer import PEERS
 

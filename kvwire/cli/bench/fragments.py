@@ -39,8 +39,7 @@ from kvwire.cli.bench.report import (
 )
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case, Missing
 from kvwire.limits import KIB, MIB
-from kvwire.observe.page import in_bytes
-from kvwire.types import MemoryKind
+from kvwire.types import MemoryKind, in_bytes
 
 TCP: Final = "TCP"
 SAME_HOST: Final = "same host"

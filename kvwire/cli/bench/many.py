@@ -38,7 +38,7 @@ from kvwire.cli.bench.report import (
 from kvwire.cli.bench.side import HOST, BenchSide, Work, digest, fill
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 LAYERS: Final = 16
 LAYER_BYTES: Final = 4 * KIB

@@ -17,7 +17,7 @@ from kvwire.cli.bench.report import (
 )
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, MICROSECONDS, Benchmark, Case
 from kvwire.limits import MIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 PING_BYTES: Final = 64
 PINGS: Final = 500

@@ -35,7 +35,7 @@ from kvwire.cli.bench.side import (
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KV_LAYERS_MAX
 from kvwire.memory.arena import Arena
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 PULL: Final = "pull"
 PUSH: Final = "push"

@@ -36,7 +36,7 @@ from kvwire.cli.bench.turns import (
     Findings,
 )
 from kvwire.limits import KIB, MIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 # Operations of a round: enough that what comes seldom, such as CREDIT, has its share.
 COUNT: Final = 40

@@ -16,7 +16,7 @@ from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known
 from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.turns import MICROSECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 # What a round makes of each.
 CONNECTIONS: Final = 20

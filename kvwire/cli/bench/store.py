@@ -41,7 +41,7 @@ from kvwire.cli.bench.turns import (
 )
 from kvwire.extras import install_command
 from kvwire.limits import MIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 # A disk must have room for a tier, for the file beside it, and for a rest of its own.
 _ROOM: Final = 2 * SETS + 1

@@ -20,7 +20,7 @@ from kvwire.cli.doctor.facts import (
     Process,
 )
 from kvwire.limits import LANES_MAX, MIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 # What most systems give by default. A connection takes a descriptor, and one for each
 # lane; what the engine itself has open comes on top.

@@ -17,7 +17,7 @@ from rich.text import Text
 from kvwire.backend import Finding
 from kvwire.cli.doctor.examination import Examination, Transport
 from kvwire.cli.doctor.peer import PeerReport, Rate, Trial
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 ROWS_MAX: Final = 40
 COLUMNS_MAX: Final = 80

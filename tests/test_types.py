@@ -1,9 +1,11 @@
+"""Sizes as people say them."""
+
 from __future__ import annotations
 
 import pytest
 
 from kvwire.limits import GIB, TIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 
 @pytest.mark.parametrize(
