@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvwire.backend import Payload
-from kvwire.memory.buffers import slice_payload
+from kvwire.kv.fragments import Fragments
 from kvwire.proto.holds import Holds
 from kvwire.types import BufferId
 
@@ -53,7 +53,9 @@ class BufferTable:
         payload = self._payloads[buffer]
         if not offset and nbytes == payload.nbytes:
             return payload
-        return slice_payload(payload, offset, nbytes)
+        if isinstance(payload, Fragments):
+            return payload.slice(offset, nbytes)
+        return payload[offset : offset + nbytes]
 
     def take(self, buffer: BufferId) -> Payload:
         """Return the whole of a buffer that nobody else uses; the table forgets it."""

@@ -87,6 +87,7 @@ class Fragments:
         count = addresses.size
         lengths = np.empty(count, np.uint64)
         lengths.fill(length)
+        touches = addresses[1:] == addresses[:-1] + np.uint64(length)
         made = cls(
             addresses,
             lengths,
@@ -96,7 +97,7 @@ class Fragments:
             starts=np.arange(0, count * length + 1, length, dtype=np.uint64),
             piece_bytes=length,
         )
-        return made.merged()
+        return made.merged() if np.logical_or.reduce(touches) else made
 
     def __len__(self) -> int:
         """Return the number of fragments."""

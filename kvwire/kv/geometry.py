@@ -70,12 +70,9 @@ class Geometry:
 
     groups: tuple[GroupGeometry, ...]
 
-    def encode(self) -> tuple[object, ...]:
-        """Return nested tuples of texts and numbers, for any codec."""
-        return self._encoded
-
     @cached_property
-    def _encoded(self) -> tuple[object, ...]:
+    def encoded(self) -> tuple[object, ...]:
+        """Return nested tuples of texts and numbers, for any codec."""
         return tuple(
             (g.name, g.spec.to_pairs(), " ".join(g.order), g.blocks, g.tokens)
             for g in self.groups
@@ -83,7 +80,7 @@ class Geometry:
 
     @classmethod
     def decode(cls, fields: object) -> Geometry:
-        """Read what a peer's :meth:`encode` wrote."""
+        """Read what a peer's :attr:`encoded` wrote."""
         if not isinstance(fields, tuple | list):
             raise UsageError("geometry: not a list of groups")
         if not 1 <= len(fields) <= limits.KV_GROUPS_MAX:

@@ -44,7 +44,9 @@ class Landed:
 
     def mark(self, segment: Segment) -> None:
         """Note that every byte of a segment has landed."""
-        _fill(*self._views(segment))
+        part, left = self._views(segment)
+        left -= part.shape[1] - np.add.reduce(part, axis=1)
+        part.fill(True)
 
     def claim(self, segment: Segment) -> bool:
         """Mark a segment; False, and nothing, if a byte that moves in it was marked."""
@@ -54,7 +56,8 @@ class Landed:
             moving = part & group_map.wanted[segment.granule_slice]
         if np.logical_or.reduce(moving, axis=None):
             return False
-        _fill(part, left)
+        left -= part.shape[1] - np.add.reduce(part, axis=1)
+        part.fill(True)
         return True
 
     def mark_granules(self, group: int, granules: Bits) -> None:
@@ -229,12 +232,6 @@ class Landed:
         if not (0 <= top < end <= layers and 0 <= granule < last <= granules):
             self.plan.check(segment)
         return cells[top:end, granule:last], self._left[group][top:end]
-
-
-def _fill(part: Bits, left: npt.NDArray[np.int64]) -> None:
-    """Set the cells of a segment, and count those of each layer that were left."""
-    left -= part.shape[1] - np.add.reduce(part, axis=1)
-    part.fill(True)
 
 
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:

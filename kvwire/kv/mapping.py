@@ -34,6 +34,7 @@ class Steps:
         behind = memory.bases - memory.bases[0]
         even = bool((behind == behind[:, :1]).all())
         self.distances: list[int] | None = behind[:, 0].tolist() if even else None
+        self.granule_bytes: int = walk.granule_bytes
         self._known: dict[range, tuple[Ids, int, tuple[int, ...]]] = {}
 
     def of(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
@@ -92,7 +93,7 @@ class GroupMap:
         self.moves_all: bool = bool(np.logical_and.reduce(wanted))
         self._steps = steps
         self.granules_per_block: int = steps.granules_per_block
-        self.granule_bytes: int = steps.walk.granule_bytes
+        self.granule_bytes: int = steps.granule_bytes
         # The last question and its answer.
         self._last: tuple[range, slice, Fragments] | None = None
 

@@ -169,10 +169,6 @@ class Attempt:
         # The peer's end of the transfer, over all its links.
         self.peer_id: bytes = b""
 
-    def advance(self, event: AttemptInput) -> None:
-        """Take one step of the table."""
-        self.state = ATTEMPT_TRANSITIONS[self.state, event]
-
     def ask(
         self,
         connection: ConnectionPort,
@@ -194,8 +190,8 @@ class Attempt:
                 self, key=key, priority=priority, description=description, pull=pull
             )
         except KVWireError:
-            self.advance(AttemptInput.LOSE)
-            self.advance(AttemptInput.RELEASE)
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.LOSE]
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.RELEASE]
             raise
 
     def agreed(self, description: TransferOffer) -> None:
@@ -213,7 +209,7 @@ class Attempt:
     def refuse(self, error: KVWireError, code: WireCode) -> None:
         """End the attempt and tell the peer; does nothing if its request is over."""
         if self.core is not None and not self.core.over:
-            self.advance(AttemptInput.REFUSE)
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.REFUSE]
             self.connection.refuse(self.core, error, code)
             self.connection.run()
 
@@ -230,7 +226,7 @@ class Attempt:
             return self.connection.transfers.retire(core)
         core.context = self.core = None
         if self.state is AttemptState.LOST:
-            self.advance(AttemptInput.RELEASE)
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.RELEASE]
         return self.connection.transfers.forget(core)
 
 
@@ -239,6 +235,8 @@ class KVTransfer:
 
     # Which end it is.
     receives = False
+    # Not all of its blocks are known yet.
+    growing = False
     # What links read or write: the listed blocks, unless they are encoded.
     memory: PagedCache
     memory_lists: BlockLists
@@ -250,6 +248,15 @@ class KVTransfer:
     _waiters: tuple[asyncio.Future[None], ...] = ()
     # Nothing of kvwire can touch the transfer's blocks any more.
     is_drained = False
+    # None while it is not known.
+    outcome: Outcome | None = None
+    # What ended a transfer that has not begun yet.
+    _ends: KVWireError | None = None
+    # What keeps it from being drained.
+    _busy = 0
+    _lease: asyncio.TimerHandle | None = None
+    _lease_until: float | None = None
+    _expiry: asyncio.TimerHandle | None = None
     _free: asyncio.Event | None = None
     # It was open at the last look, and the log has named it.
     seen_open = False
@@ -287,8 +294,13 @@ class KVTransfer:
         self.lend: Callable[[Payload], BufferId] = communicator.buffers.lend
         self.priority = priority
         self.tokens: Tokens = options.get("tokens")
-        self.lists: BlockLists = self.listed(blocks)
-        self.memory, self.memory_lists = self.choose_memory(options.get("codec"))
+        self.lists: BlockLists = cache.block_lists(blocks)
+        if self.growing:
+            self.lists = self.padded(self.lists)
+        self.memory, self.memory_lists = cache, self.lists
+        codec = options.get("codec")
+        if codec is not None:
+            self.memory, self.memory_lists = self.choose_memory(codec)
         self.geometry: Geometry = describe(self.memory, self.memory_lists, self.tokens)
         if self.memory.device is not None:
             # That a device does not work is known before anything is promised.
@@ -304,14 +316,6 @@ class KVTransfer:
         if self.ring is not None or self.observers.traced:
             self._open_trace()
         self.state: TransferState = TransferState.NEW
-        # What ended a transfer that has not begun yet.
-        self._ends: KVWireError | None = None
-        # None while it is not known.
-        self.outcome: Outcome | None = None
-        self._busy = 0
-        self._lease: asyncio.TimerHandle | None = None
-        self._lease_until: float | None = None
-        self._expiry: asyncio.TimerHandle | None = None
 
     def _open_trace(self) -> None:
         self.trace = self.observers.trace_context()
@@ -394,17 +398,13 @@ class KVTransfer:
         if self.ring is not None:
             self.note("met", connection.peer.name[:NAME_CHARS_MAX])
 
-    def listed(self, blocks: Blocks) -> BlockLists:
-        """Return the block list of each group, checked against the cache.
-
-        Raises:
-            UsageError: Names the group, the block id and the range.
-        """
-        return self.cache.block_lists(blocks)
+    def padded(self, lists: BlockLists) -> BlockLists:
+        """Return the lists of a growing transfer, with room for all its tokens."""
+        raise NotImplementedError
 
     def choose_memory(self, codec: object) -> tuple[PagedCache, BlockLists]:
         """Return the cache that links touch, and where the listed blocks are in it."""
-        return self.cache, self.lists
+        raise NotImplementedError
 
     def stop(self, error: KVWireError, code: WireCode) -> None:
         """End every attempt with an error, and so the transfer."""

@@ -45,7 +45,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Describes one side's half of a transfer.
 
     Attributes:
-        geometry: See :meth:`kvwire.kv.geometry.Geometry.encode`; checked by its decode.
+        geometry: See :attr:`kvwire.kv.geometry.Geometry.encoded`; its decode checks it.
         endpoint_id: Random bytes that name this end of the transfer over all its links.
         peer_id: The peer's end, if it was met on an earlier link; else empty. Only with
             that one, and with no other transfer of the same name, does this end go on.

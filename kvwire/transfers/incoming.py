@@ -41,6 +41,7 @@ from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.receiver import ReceiveAttempt, missing_chunks
 from kvwire.transfers.settle import SettleAttempt
 from kvwire.transfers.state import (
+    ATTEMPT_TRANSITIONS,
     OFF_LINK,
     ON_LINK,
     OVER,
@@ -334,12 +335,12 @@ class IncomingState(KVTransfer):
             self._name_phase(attempt)
             self.phases.enter("lost")
             self._under_way = 0
-            attempt.advance(AttemptInput.LOSE)
+            attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.LOSE]
             if self.ring is not None:
                 self.note("lost")
             self.start_lease()
             return
-        attempt.advance(AttemptInput.END)
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.END]
         if self.state in OVER:
             if self.outcome is not None:
                 attempt.release()
@@ -366,7 +367,7 @@ class IncomingState(KVTransfer):
         # What does not fit is sent again, which is only slower.
         self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self._progress else []
         return TransferOffer(
-            geometry=self.geometry.encode(),  # type: ignore[arg-type]
+            geometry=self.geometry.encoded,  # type: ignore[arg-type]
             endpoint_id=self.endpoint_id,
             peer_id=self.peer_id,
             hashes=self.hashes,

@@ -38,6 +38,7 @@ from kvwire.transfers.ports import CommunicatorPort, ConnectionPort
 from kvwire.transfers.ready_log import Encoder, ReadyLog
 from kvwire.transfers.sender import SendAttempt
 from kvwire.transfers.state import (
+    ATTEMPT_TRANSITIONS,
     OFF_LINK,
     ON_LINK,
     UNNOTIFIED,
@@ -59,7 +60,7 @@ class OutgoingState(KVTransfer):
         options: SendOptions,
         consumers: int = 1,
     ) -> None:
-        self.growing: bool = options.get("growing", False)
+        self.growing = options.get("growing", False)
         super().__init__(communicator, id, cache, blocks, options)
         if type(consumers) is not int or consumers < 1:
             raise UsageError(f"consumers={consumers!r}: a number, at least 1")
@@ -92,11 +93,7 @@ class OutgoingState(KVTransfer):
             raise UsageError("extend: this transfer was not begun with growing=True")
         self.ready_log.name(self.cache.block_lists(blocks))
 
-    def listed(self, blocks: Blocks) -> BlockLists:
-        """Return the block lists; a growing one has room for all its tokens."""
-        lists = super().listed(blocks)
-        if not self.growing:
-            return lists
+    def padded(self, lists: BlockLists) -> BlockLists:
         if self.tokens is None:
             raise UsageError(
                 "growing=True: tokens= says how many the whole transfer will have"
@@ -118,7 +115,7 @@ class OutgoingState(KVTransfer):
         self, connection: ConnectionPort, description: TransferOffer
     ) -> Answer:
         """Tell whether a peer that asks may have the transfer."""
-        known = self._known(connection, description)
+        known = self._known(connection, description) if self.attempts else None
         if known is None:
             return Answer.YES if len(self.attempts) < self.consumers else Answer.NO
         match known.state:
@@ -195,7 +192,7 @@ class OutgoingState(KVTransfer):
             plan: The digest of this side's plan, in an answer.
         """
         return TransferOffer(
-            geometry=self.geometry.encode(),  # type: ignore[arg-type]
+            geometry=self.geometry.encoded,  # type: ignore[arg-type]
             endpoint_id=self.endpoint_id,
             peer_id=peer_id,
             hashes=self.hashes,
@@ -227,7 +224,7 @@ class OutgoingState(KVTransfer):
         self, connection: ConnectionPort, core: Any, description: TransferOffer
     ) -> None:
         """Pull: answer the peer of a connection that asks for the transfer."""
-        known = self._known(connection, description)
+        known = self._known(connection, description) if self.attempts else None
         attempt = self._attempt_on(connection, known, asks=False)
         attempt.core, core.context = core, attempt
         transfer = connection.transfers.records[core]
@@ -271,12 +268,12 @@ class OutgoingState(KVTransfer):
         lost = error is not None and recoverable(error)
         if going_on and lost and self.communicator.config.resume:
             attempt.note_lost()
-            attempt.advance(AttemptInput.LOSE)
+            attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.LOSE]
             if self.ring is not None:
                 self.note("lost")
             self._watch()
             return
-        attempt.advance(AttemptInput.END)
+        attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.END]
         if not going_on:
             return
         attempt.reason = "" if error is None else str(error)

@@ -25,7 +25,7 @@ from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
 from kvwire.transfers.base import UNMARKED, Attempt, TransferEvent
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
-from kvwire.transfers.state import AttemptInput, AttemptState
+from kvwire.transfers.state import ATTEMPT_TRANSITIONS, AttemptInput, AttemptState
 
 if TYPE_CHECKING:
     from kvwire.transfers.incoming import IncomingState
@@ -45,7 +45,7 @@ class ReceiveAttempt(Attempt):
 
     def begin(self) -> None:
         """Expect what the plan has, less what was reported as landed."""
-        self.advance(AttemptInput.AGREE)
+        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.AGREE]
         self._promised = Landed(self.incoming.plan)
         for segment in self.incoming.reported:
             self._promised.mark(segment)
@@ -73,7 +73,7 @@ class ReceiveAttempt(Attempt):
             self.incoming.segment_landed(event.segment, segment)
         else:
             assert isinstance(event, TransferSettled)
-            self.advance(AttemptInput.SETTLE)
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.SETTLE]
             self.incoming.end(PeerCancelled(UNMARKED))
 
     def ended(self, error: KVWireError | None) -> None:

@@ -26,7 +26,12 @@ from kvwire.transfers.base import Attempt, TransferEvent, damaged_of, note_silen
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.ready_log import ReadyRange
-from kvwire.transfers.state import ON_LINK, AttemptInput, AttemptState
+from kvwire.transfers.state import (
+    ATTEMPT_TRANSITIONS,
+    ON_LINK,
+    AttemptInput,
+    AttemptState,
+)
 from kvwire.transfers.timings import PhaseTimer
 
 if TYPE_CHECKING:
@@ -84,7 +89,7 @@ class SendAttempt(Attempt):
 
     def begin(self, *, settled: bool) -> None:
         """Send what was marked, as agreed, unless the consumer has all of it."""
-        self.advance(AttemptInput.AGREE)
+        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.AGREE]
         transfers = self.connection.transfers
         assert self.core is not None
         record = transfers.records[self.core]
@@ -93,7 +98,7 @@ class SendAttempt(Attempt):
             in_memory = self.outgoing.memory.device is None
             record.marks_in_data = transfers.marks_in_data and in_memory
         if settled:
-            self.advance(AttemptInput.SETTLE)
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.SETTLE]
         self.send_ready()
 
     def plan_with(self, description: TransferOffer) -> None:
@@ -182,7 +187,7 @@ class SendAttempt(Attempt):
             self._send(piece, nbytes, 1 + complete if rides and not pieces else 0)
         record.on_sent_bytes = AHEAD_BYTES // 2 if pieces else 0
         if all_in and not pieces:
-            self.advance(AttemptInput.COMMIT)
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.COMMIT]
             if not (self._under_way and self._phases.phase == "wire"):
                 self._phases.enter("wire" if self._under_way else "commit")
             if not rides:
@@ -250,7 +255,7 @@ class SendAttempt(Attempt):
 
     def resume(self, connection: ConnectionPort) -> None:
         """Go on with another link: what was not acknowledged is sent again."""
-        self.advance(AttemptInput.RESUME)
+        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.RESUME]
         self.connection = connection
         self._links += 1
         self._cursor = 0

@@ -9,7 +9,7 @@ from kvwire.proto.events import SegmentMarked
 from kvwire.transfers.base import Attempt, TransferEvent, recoverable
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.ports import ConnectionPort
-from kvwire.transfers.state import AttemptInput, AttemptState
+from kvwire.transfers.state import ATTEMPT_TRANSITIONS, AttemptInput, AttemptState
 
 if TYPE_CHECKING:
     from kvwire.transfers.incoming import IncomingState
@@ -38,7 +38,7 @@ class SettleAttempt(Attempt):
 
     def pull(self, connection: ConnectionPort) -> None:
         """Pull again, to tell the producer that all is settled."""
-        self.advance(AttemptInput.RESUME)
+        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.RESUME]
         self.ask(
             connection,
             key=self.incoming.key,
@@ -49,7 +49,7 @@ class SettleAttempt(Attempt):
 
     def matched(self, connection: ConnectionPort, core: Any) -> None:
         """Answer a producer that pushes again, not having heard that all is settled."""
-        self.advance(AttemptInput.RESUME)
+        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.RESUME]
         self.connection = connection
         self.core = core
         core.context = self
@@ -62,8 +62,8 @@ class SettleAttempt(Attempt):
         self._settle()
 
     def _settle(self) -> None:
-        self.advance(AttemptInput.AGREE)
-        self.advance(AttemptInput.SETTLE)
+        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.AGREE]
+        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.SETTLE]
 
     def event(self, event: TransferEvent) -> None:
         if isinstance(event, SegmentMarked):
@@ -73,7 +73,9 @@ class SettleAttempt(Attempt):
 
     def ended(self, error: KVWireError | None) -> None:
         lost = recoverable(error)
-        self.advance(AttemptInput.LOSE if lost else AttemptInput.END)
+        self.state = ATTEMPT_TRANSITIONS[
+            self.state, AttemptInput.LOSE if lost else AttemptInput.END
+        ]
         self.release()
         if lost:
             self.incoming.registry.notify_again(self)

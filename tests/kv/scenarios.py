@@ -30,7 +30,7 @@ class End:
         """What it tells the peer, as it comes off the wire."""
         cache = self.store.cache()
         lists = cache.block_lists(self.ids)
-        return Geometry.decode(describe(cache, lists, self.tokens).encode())
+        return Geometry.decode(describe(cache, lists, self.tokens).encoded)
 
 
 @dataclass

@@ -42,7 +42,7 @@ def group(**fields: Any) -> GroupGeometry:
 
 def test_an_address_is_never_told() -> None:
     """Nor a block id: what is told is text and small numbers."""
-    flat = repr(geometry().encode())
+    flat = repr(geometry().encoded)
     for number in cache().groups["full"].bases.ravel().tolist():
         assert str(number) not in flat
 

@@ -326,5 +326,5 @@ def plan_for(
     have: Mapping[str, Bits] | None = None,
 ) -> TransferPlan:
     """A plan of one side where both list the same block ids; from the wire."""
-    there = geometry_of(describe(peer, peer.block_lists(blocks)).encode())
+    there = geometry_of(describe(peer, peer.block_lists(blocks)).encoded)
     return TransferPlan(cache, blocks, there, side, have=have)

@@ -32,7 +32,7 @@ from tests.protocol.raw_plan import (
 
 def shares(geometry: Geometry) -> list[Share]:
     """What kvwire says of one side, as the client reads it."""
-    encoded: Any = geometry.encode()
+    encoded: Any = geometry.encoded
     return [Share(*group) for group in encoded]
 
 

@@ -127,7 +127,9 @@ class OneAttempt(Attempt):
 
     def ended(self, error: kvwire.KVWireError | None) -> None:
         goes_on = recoverable(error) and self.state in ON_LINK
-        self.advance(AttemptInput.LOSE if goes_on else AttemptInput.END)
+        self.state = ATTEMPT_TRANSITIONS[
+            self.state, AttemptInput.LOSE if goes_on else AttemptInput.END
+        ]
 
 
 class Life(RuleBasedStateMachine):
@@ -156,21 +158,25 @@ class Life(RuleBasedStateMachine):
     )
     @rule()
     def the_peer_agrees(self) -> None:
-        self.attempt.advance(AttemptInput.AGREE)
+        self.attempt.state = ATTEMPT_TRANSITIONS[self.attempt.state, AttemptInput.AGREE]
 
     @precondition(
         lambda self: self.attempt.state in (AttemptState.MOVING, AttemptState.REFUSED)
     )
     @rule()
     def all_has_landed(self) -> None:
-        self.attempt.advance(AttemptInput.SETTLE)
+        self.attempt.state = ATTEMPT_TRANSITIONS[
+            self.attempt.state, AttemptInput.SETTLE
+        ]
 
     @precondition(
         lambda self: self.attempt.state in (AttemptState.MOVING, AttemptState.SETTLED)
     )
     @rule()
     def the_producer_commits(self) -> None:
-        self.attempt.advance(AttemptInput.COMMIT)
+        self.attempt.state = ATTEMPT_TRANSITIONS[
+            self.attempt.state, AttemptInput.COMMIT
+        ]
 
     @rule()
     def this_side_ends_it(self) -> None:
@@ -200,7 +206,9 @@ class Life(RuleBasedStateMachine):
     def another_link_comes(self, full: bool) -> None:
         link: Any = Link()
         link.full = full
-        self.attempt.advance(AttemptInput.RESUME)
+        self.attempt.state = ATTEMPT_TRANSITIONS[
+            self.attempt.state, AttemptInput.RESUME
+        ]
         try:
             self._ask(link)
         except kvwire.UsageError:
