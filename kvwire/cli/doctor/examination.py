@@ -9,17 +9,23 @@ refused wherever it stands.
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from typing import Final
 
+import kvwire
 from kvwire.backend import Finding, registry
 from kvwire.backend.selection import check_transports
-from kvwire.cli.doctor import findings
-from kvwire.cli.doctor.facts import Machine, Process, machine_at, process_at
+from kvwire.cli.doctor.checks import Host, check
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import Credentials
+
+_SHOWN: Final = ("uvloop", "msgspec", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +41,26 @@ class Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Holds what was found on one host."""
+    """Holds what was found on one host.
 
-    machine: Machine
-    process: Process
+    Attributes:
+        system: Kernel, its release and the architecture.
+        cpus: Those that this process may use.
+        container: What runs this container: "docker", say.
+        pid: The process; 0 is the doctor itself.
+        settings: Its environment variables that transports and allocators read.
+        findings: Of the machine and the process.
+        asked: What the configuration asks for.
+    """
+
+    system: str
+    cpus: int = 1
+    versions: dict[str, str]
+    container: str = ""
+    pid: int = 0
+    settings: dict[str, str]
     transports: tuple[Transport, ...]
-    # What follows from the facts.
     findings: tuple[Finding, ...]
-    # What the configuration asks for.
     asked: tuple[Finding, ...]
 
     @property
@@ -55,18 +73,32 @@ class Examination:
         return (finding for finding in self.asked if finding.state == "missing")
 
 
-def examine(config: Config, pid: int = 0) -> Examination:
-    """Look at this host, and at one of its processes; 0 is this one."""
+def examine(config: Config, host: Host) -> Examination:
+    """Look at a host, and at one of its processes."""
     # First: it loads the libraries that the process is then seen to have.
     backends = installed()
-    host, seen = machine_at(), process_at(pid)
+    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     return Examination(
-        machine=host,
-        process=seen,
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpus=len(allowed(0)),
+        versions=_versions(),
+        container=host.container,
+        pid=host.pid,
+        settings=host.settings(),
         transports=backends,
-        findings=findings.judged(host, seen),
+        findings=check(host),
         asked=asked(config, backends),
     )
+
+
+def _versions() -> dict[str, str]:
+    found = {"kvwire": kvwire.__version__, "Python": platform.python_version()}
+    for name in _SHOWN:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def installed() -> tuple[Transport, ...]:

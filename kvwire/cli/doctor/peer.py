@@ -28,7 +28,7 @@ from kvwire.cli.doctor.examination import Examination
 from kvwire.limits import KIB, MIB
 from kvwire.types import Address, Candidate
 
-PROFILE: Final = {"kvwire.doctor": "3", **bench.PROFILE}
+PROFILE: Final = {"kvwire.doctor": "4", **bench.PROFILE}
 
 # The bytes of one pass, each way: much beside what starting costs, and little beside
 # the memory of any host.

@@ -8,6 +8,7 @@ cannot do anything to a terminal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -36,24 +37,22 @@ def fitting(examination: Examination, console: Console) -> RenderableType:
 
 def host(examination: Examination, *, brief: bool = False) -> RenderableType:
     """Show one host; in brief, what is in order has only its name."""
-    machine = examination.machine
-    versions = "  ".join(f"{k} {v}" for k, v in machine.versions.items())
-    container = f"  in a {machine.container} container" if machine.container else ""
-    pid = examination.process.pid
-    transports, facts, asked = _Rows(brief), _Rows(brief), _Rows(brief)
-    for transport in examination.transports:
-        transports.add_transport(transport)
-    facts.add_findings(examination.findings)
-    asked.add_findings(examination.asked)
+    versions = "  ".join(f"{k} {v}" for k, v in examination.versions.items())
+    container, pid = examination.container, examination.pid
+    inside = f"  in a {container} container" if container else ""
+    shown = _in_brief if brief else iter
+    transports = (
+        finding for one in examination.transports for finding in _of(one, brief)
+    )
     return Group(
         _line(versions),
-        _line(f"{machine.system}, {machine.cpus} CPUs{container}"),
+        _line(f"{examination.system}, {examination.cpus} CPUs{inside}"),
         Text("transports", style="bold"),
-        transports.table,
+        _findings(transports),
         Text(f"machine and process {pid}" if pid else "machine", style="bold"),
-        facts.table,
+        _findings(shown(examination.findings)),
         Text("config", style="bold"),
-        asked.table,
+        _findings(shown(examination.asked)),
         _verdict(examination),
     )
 
@@ -86,38 +85,37 @@ def written(report: PeerReport) -> RenderableType:
     return Group(*hosts, *trials, Text(), Text(said, style="bold"))
 
 
-class _Rows:
-    """Makes a table of findings: state, name, text; the remedy has its own row."""
+def _of(transport: Transport, brief: bool) -> Iterator[Finding]:
+    """Yield a transport, and below it what it finds and its reason has not said."""
+    yield Finding(
+        name=transport.name,
+        state="ok" if transport.available else "missing",
+        text=transport.reason,
+        remedy=transport.remedy,
+    )
+    for finding in transport.findings:
+        if finding.text != transport.reason and not (brief and finding.state == "ok"):
+            remedy = "" if finding.remedy == transport.remedy else finding.remedy
+            text = f"{finding.name}: {finding.text}"
+            yield replace(finding, name="", text=text, remedy=remedy)
 
-    def __init__(self, brief: bool) -> None:
-        self.table = _table()
-        self._brief = brief
 
-    def add_transport(self, transport: Transport) -> None:
-        state = "ok" if transport.available else "missing"
-        self._add(state, transport.name, transport.reason, transport.remedy)
-        for finding in transport.findings:
-            if finding.text == transport.reason:
-                continue  # that has been said
-            if finding.state != "ok" or not self._brief:
-                # Below the transport it belongs to.
-                text = f"{finding.name}: {finding.text}"
-                said = finding.remedy == transport.remedy
-                self._add(finding.state, "", text, "" if said else finding.remedy)
+def _in_brief(found: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield what is to be done, and the names of what is in order."""
+    yield from (finding for finding in found if finding.state != "ok")
+    if well := ", ".join(finding.name for finding in found if finding.state == "ok"):
+        yield Finding(name="", state="ok", text=well)
 
-    def add_findings(self, found: Sequence[Finding]) -> None:
-        for finding in found:
-            if finding.state != "ok" or not self._brief:
-                self._add(finding.state, finding.name, finding.text, finding.remedy)
-        well = ", ".join(finding.name for finding in found if finding.state == "ok")
-        if self._brief and well:
-            self._add("ok", "", well)
 
-    def _add(self, state: str, name: str, text: str, remedy: str = "") -> None:
-        mark = Text(state, style=_MARK_STYLES[state])
-        self.table.add_row(mark, _line(name), _line(text))
-        if remedy:
-            self.table.add_row("", "", _line(f"-> {remedy}"))
+def _findings(found: Iterable[Finding]) -> Table:
+    """Make a table: state, name, text; the remedy has its own row."""
+    table = _table()
+    for finding in found:
+        mark = Text(finding.state, style=_MARK_STYLES[finding.state])
+        table.add_row(mark, _line(finding.name), _line(finding.text))
+        if finding.remedy:
+            table.add_row("", "", _line(f"-> {finding.remedy}"))
+    return table
 
 
 def _table() -> Table:
@@ -153,24 +151,19 @@ def _measured(trial: Trial) -> Iterator[RenderableType]:
 def _rates(rates: Sequence[Rate]) -> Table:
     """Make a row for each size, a column for each direction."""
     table = Table.grid(padding=(0, 3))
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_row("fragments of", "put, to the peer", "get, from the peer")
+    for name in ("fragments of", "put, to the peer", "get, from the peer"):
+        table.add_column(name, justify="right")
+    table.show_header = True
     for size in dict.fromkeys(rate.fragment_bytes for rate in rates):
-        found = {r.verb: r for r in rates if r.fragment_bytes == size}
-        table.add_row(in_bytes(size), *(_speed(found.get(v)) for v in ("put", "get")))
+        found = {
+            r.verb: f"{r.bytes_per_s / 1e9:.3f} GB/s"
+            for r in rates
+            if r.fragment_bytes == size
+        }
+        table.add_row(in_bytes(size), found.get("put"), found.get("get"))
     return table
-
-
-def _speed(rate: Rate | None) -> str:
-    return "" if rate is None else f"{rate.bytes_per_s / 1e9:.3f} GB/s"
 
 
 def _line(text: str, style: str = "") -> Text:
     """Text that may be a peer's: nothing in it steers a terminal."""
-    return Text("".join(_printable(text)), style)
-
-
-def _printable(text: str) -> Iterable[str]:
-    return (letter if letter.isprintable() else "?" for letter in text)
+    return Text("".join(c if c.isprintable() else "?" for c in text), style)

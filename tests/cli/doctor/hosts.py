@@ -15,10 +15,9 @@ from kvwire import Address, Communicator
 from kvwire.backend import Finding
 from kvwire.cli.bench.peer import attend
 from kvwire.cli.doctor.examination import Examination, Transport
-from kvwire.cli.doctor.facts import Machine, Process, RdmaPort
 from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport
 
-LIMITS = """\
+_LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
 Max cpu time              unlimited            unlimited            seconds
 Max open files            {files:<20} 1048576              files
@@ -56,46 +55,27 @@ def tree(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
-def port(state: str = "ACTIVE") -> RdmaPort:
-    return RdmaPort(
-        device="mlx5_0",
-        number=1,
-        state=state,
-        rate="200 Gb/sec",
-        link_layer="InfiniBand",
-    )
+def limits(files: str = "1024", locked: str = "65536") -> dict[str, str]:
+    """Of this process, as the kernel writes them."""
+    return {"proc/self/limits": _LIMITS.format(files=files, locked=locked)}
 
 
-def machine(**facts: Any) -> Machine:
-    versions = {"kvwire": "0.1.0", "Python": "3.12.9", "uvloop": "0.22.1"}
-    return Machine(**{"system": "Linux 6.8.0 x86_64", "versions": versions} | facts)
-
-
-def examination(
-    host: Machine | None = None,
-    *,
-    transports: tuple[Transport, ...] = (
-        Transport(name="tcp", available=True, reason="sockets"),
-    ),
-    findings: tuple[Finding, ...] = (
-        Finding(name="descriptors", state="ok", text="20,000"),
-    ),
-    asked: tuple[Finding, ...] = (),
-    pid: int = 0,
-) -> Examination:
+def examination(**found: Any) -> Examination:
     """A host where nothing is the matter, but for what is said."""
-    return Examination(
-        machine=host or machine(),
-        process=Process(pid=pid),
-        transports=transports,
-        findings=findings,
-        asked=asked,
-    )
+    well: dict[str, Any] = {
+        "system": "Linux 6.8.0 x86_64",
+        "versions": {"kvwire": "0.1.0", "Python": "3.12.9", "uvloop": "0.22.1"},
+        "settings": {},
+        "transports": (Transport(name="tcp", available=True, reason="sockets"),),
+        "findings": (Finding(name="descriptors", state="ok", text="20,000"),),
+        "asked": (),
+    }
+    return Examination(**well | found)
 
 
 # --- two doctors in this process: one listens, the other one measures -----------------
 
-THERE: Examination = examination(machine(system="the other host"))
+THERE: Examination = examination(system="the other host")
 
 
 @dataclass(slots=True)

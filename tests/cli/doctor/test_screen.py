@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 
 from kvwire.backend import Finding
-from kvwire.cli.doctor import findings
+from kvwire.cli.doctor.checks import Host, check
 from kvwire.cli.doctor.examination import Transport
-from kvwire.cli.doctor.facts import Process
 from kvwire.cli.doctor.peer import PeerReport, Rate, Trial
 from kvwire.cli.doctor.screen import (
     COLUMNS_MAX,
@@ -20,7 +20,7 @@ from kvwire.cli.doctor.screen import (
     written,
 )
 from kvwire.types import Candidate
-from tests.cli.doctor.hosts import examination, machine, port
+from tests.cli.doctor.hosts import GPU, IB, examination, limits, tree
 
 WARNING = Finding(name="ptrace scope", state="warn", text="3: nobody", remedy="reboot")
 TCP = Candidate("tcp", True, "offered by both sides")
@@ -32,27 +32,6 @@ TRIAL = Trial(
         Rate(verb="get", fragment_bytes=2**20, bytes_per_s=3.1e9, passes=5),
         Rate(verb="put", fragment_bytes=2**20, bytes_per_s=2.2e9, passes=5),
     ),
-)
-# All that can be the matter with one host, at the length it has in earnest.
-ILL = Process(
-    locked_bytes=65536,
-    files=256,
-    own_pid_namespace=True,
-    settings={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-    libraries={
-        "libucp": (
-            "/opt/venv/lib/python3.12/site-packages/.nixl_cu12.mesonpy.libs/libucp-9f.so",
-            "/usr/lib/x86_64-linux-gnu/libucp.so.0.0.0",
-        )
-    },
-)
-WARD = machine(
-    ptrace_scope=2,
-    shared_bytes=2**26,
-    container="docker",
-    rdma=tuple(replace(port("DOWN"), device=f"mlx5_{i}") for i in range(8)),
-    gpus=("NVIDIA H200",) * 8,
-    gpu_driver="570.86.15",
 )
 
 
@@ -118,7 +97,8 @@ def test_what_does_not_fit_is_said_in_brief() -> None:
     assert "3: nobody" in text
 
 
-def test_the_worst_host_keeps_every_remedy() -> None:
+def test_the_worst_host_keeps_every_remedy(tmp_path: Path) -> None:
+    """All that can be the matter with one, at the length it has in earnest."""
     reason = "libucp.so.0 of nvidia-ucx cannot be loaded: undefined symbol " * 2
     broken = tuple(
         Transport(
@@ -130,16 +110,27 @@ def test_the_worst_host_keeps_every_remedy() -> None:
         )
         for name in ("inproc", "local", "nccl", "tcp", "ucx")
     )
-    ill = examination(WARD, transports=broken, findings=findings.judged(WARD, ILL))
-    assert all(finding.state == "warn" for finding in ill.findings)
-    found = lines(fitting(ill, console()))
+    files = {k: v for k, v in (IB | GPU).items() if not k.startswith("dev")}
+    place = "7f00-7f01 r-xp 00000000 08:01 11 /opt/venv/lib/python3.12/site-packages"
+    files |= limits(files="256") | {
+        "proc/sys/kernel/yama/ptrace_scope": "2",
+        "proc/self/maps": f"{place}/.a.mesonpy.libs/libucp-9f.so\n{place}/libucp.so.0",
+        ".dockerenv": "",
+    }
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    host = Host(root=tree(tmp_path, files), environment=settings)
+    (tmp_path / "proc/self/ns").mkdir()
+    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[1]")
+    ill = tuple(f for f in check(host) if f.name != "shared memory")
+    assert all(finding.state == "warn" for finding in ill)
+    shown = examination(container="docker", transports=broken, findings=ill)
+    found = lines(fitting(shown, console()))
     assert max(map(len, found)) <= COLUMNS_MAX
-    for finding in ill.findings:
-        assert any(finding.name in line for line in found)
     # Nothing of what is to be done is lost.
     words = "".join("".join(found).split())
-    for remedy in (f.remedy for f in ill.findings):
-        assert "".join(remedy.split()) in words
+    for finding in ill:
+        assert any(finding.name in line for line in found)
+        assert "".join(finding.remedy.split()) in words
 
 
 def test_a_choice_with_its_reasons_and_rates() -> None:

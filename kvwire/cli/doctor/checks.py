@@ -1,0 +1,344 @@
+"""Checks of a machine and of one of its processes: what is so, and what to do about it.
+
+They read ``/proc``, ``/sys`` and ``/dev``, of another process as well, such as a
+running engine: that one has the limits and the libraries that count. No library of a
+GPU is loaded: its driver says in ``/proc`` what there is. What cannot be read, on macOS
+or of somebody else's process, is empty, and nothing here raises for it; only a process
+that is not there is refused.
+
+What is plainly missing, the configuration decides (``examination``) or a backend
+(``Backend.diagnose``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvwire import UsageError
+from kvwire.backend import Finding
+from kvwire.limits import LANES_MAX, MIB
+from kvwire.observe.page import in_bytes
+
+# A driver that hangs must not hang the doctor.
+_ASK_TIMEOUT_S: Final = 10.0
+UNLIMITED: Final = -1
+# Numbers of capabilities(7): pin more memory than the limit; trace any process.
+CAP_IPC_LOCK: Final = 14
+CAP_SYS_PTRACE: Final = 19
+# Namespaces of the host itself have fixed numbers: PROC_PID_INIT_INO of the kernel's
+# include/linux/proc_ns.h.
+_PID_NAMESPACE_OF_HOST: Final = "pid:[4026531836]"
+# Settings that change what a transport does. Others are none of our business, and
+# what a report does not hold cannot leak from it.
+_SETTINGS: Final = re.compile(
+    r"UCX_\w+|NCCL_\w+|CUDA_VISIBLE_DEVICES|PYTORCH_(?:CUDA_)?ALLOC_CONF"
+)
+# auditwheel puts a hash between the name and the suffix: libucp-3a3c2ef6.so.0.0.0.
+_LIBRARIES: Final = re.compile(
+    r"(/.*/lib(ucp|nccl)(?:-[0-9a-f]+)?\.so[\d.]*)$", re.MULTILINE
+)
+# What most systems give by default. A connection takes a descriptor, and one for each
+# lane; what the engine itself has open comes on top.
+_FILES_MIN: Final = 1024
+# Containers commonly get 64 MiB: less than the queues of a few UCX peers and NCCL need.
+_SHARED_BYTES_MIN: Final = 256 * MIB
+_EXPANDABLE: Final = re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE)
+_ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# What is the matter, or is not; and what to do about it, or "".
+Judgement = tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Reads a machine whose ``proc``, ``sys`` and ``dev`` lie below ``root``.
+
+    Attributes:
+        pid: Which of its processes; 0 is this one, and has ``environment``.
+    """
+
+    root: Path = Path("/")
+    pid: int = 0
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def __post_init__(self) -> None:
+        if self.pid and not self.process.is_dir():
+            has_proc = (self.root / "proc/self").is_dir()
+            why = "there is no such process" if has_proc else "this system has no /proc"
+            raise UsageError(f"--pid {self.pid}: {why}")
+
+    @property
+    def process(self) -> Path:
+        """The folder of the process."""
+        return self.root / "proc" / str(self.pid or "self")
+
+    @property
+    def container(self) -> str:
+        """What runs this container: "docker", say; "" outside of one."""
+        if "KUBERNETES_SERVICE_HOST" in self.environment:
+            return "kubernetes"
+        if (self.root / "run/.containerenv").exists():
+            return "podman"
+        return "docker" if (self.root / ".dockerenv").exists() else ""
+
+    def settings(self) -> dict[str, str]:
+        """Return the environment variables that transports and allocators read."""
+        variables = self.environment
+        if self.pid:
+            entries = _text(self.process / "environ").split("\0")
+            variables = dict(entry.partition("=")[::2] for entry in entries)
+        return {k: v for k, v in variables.items() if _SETTINGS.fullmatch(k)}
+
+    def rdma_ports(self) -> Iterator[tuple[str, bool]]:
+        """Yield what a port is, and whether it is up; see sysfs-class-infiniband."""
+        folder = self.root / "sys/class/infiniband"
+        for port in sorted(folder.glob("*/ports/[0-9]*")):
+            # "4: ACTIVE", "200 Gb/sec (4X HDR)"
+            state = _text(port / "state").rpartition(": ")[2]
+            rate = _text(port / "rate").partition(" (")[0]
+            name = f"{port.parent.parent.name}:{port.name}"
+            yield (
+                f"{name} {state} {rate} {_text(port / 'link_layer')}",
+                state == "ACTIVE",
+            )
+
+    def limit(self, name: str) -> int | None:
+        """Return a soft limit of the process, or UNLIMITED; None is not known."""
+        rows = _text(self.process / "limits")
+        found = re.search(rf"^{name} +(\d+|unlimited) ", rows, re.MULTILINE)
+        if found is None:
+            return None
+        return UNLIMITED if found[1] == "unlimited" else int(found[1])
+
+    def may(self, capability: int) -> bool:
+        """Tell whether a capability of the process is effective."""
+        status = _text(self.process / "status")
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+        return found is not None and bool(int(found[1], 16) >> capability & 1)
+
+
+def check(host: Host) -> tuple[Finding, ...]:
+    """Make every finding, in their order: what has a remedy is a warning."""
+    return tuple(
+        Finding(name=name, state="warn" if remedy else "ok", text=text, remedy=remedy)
+        for name, judge in _CHECKS.items()
+        for text, remedy in (judge(host),)
+    )
+
+
+# --- each check -----------------------------------------------------------------------
+
+
+def _gpus(host: Host) -> Judgement:
+    """Name NVIDIA GPUs, and whether this process can open them."""
+    folder, asked = host.root / "proc/driver/nvidia", False
+    version = re.search(
+        r"Module\s+(?:for \S+\s+)?(\d[\d.]+)", _text(folder / "version")
+    )
+    if version is not None:
+        driver = version[1]
+        texts = map(_text, sorted(folder.glob("gpus/*/information")))
+        found = (re.search(r"^Model:(.*)$", text, re.MULTILINE) for text in texts)
+        models = [model[1].strip() for model in found if model]
+    else:
+        rows = [line.partition(", ") for line in _ask_nvidia_smi() if ", " in line]
+        if not rows:
+            return "no NVIDIA driver: KV caches lie in host memory", ""
+        driver, models, asked = rows[0][0], [name for _, _, name in rows], True
+    kinds = dict.fromkeys(models)
+    # Eight of a kind are said once: "8 x NVIDIA H200".
+    named = ", ".join(f"{models.count(kind)} x {kind}" for kind in kinds) or "no GPU"
+    text = f"{named}, driver {driver}"
+    if models and not asked and not any((host.root / "dev").glob("nvidia[0-9]*")):
+        return (
+            f"{text}; but no /dev/nvidia*, so no program here can use it",
+            "docker run --gpus all ...",
+        )
+    visible = host.settings().get("CUDA_VISIBLE_DEVICES")
+    return text if visible is None else f"{text}; CUDA_VISIBLE_DEVICES={visible!r}", ""
+
+
+def _ask_nvidia_smi() -> list[str]:
+    """Ask for "driver, model" of each GPU: under WSL, /proc and /dev have neither."""
+    query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed command
+            query, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
+def _expandable_segments(host: Host) -> Judgement:
+    """Memory from cuMemMap has no CUDA IPC handle, and not every stack registers it.
+
+    openucx/ucx #11548, ai-dynamo/nixl #1754: registering succeeds, and the bytes then
+    go through the host.
+    """
+    settings = host.settings()
+    on = [name for name in _ALLOCATOR if _EXPANDABLE.search(settings.get(name, ""))]
+    if not on:
+        return "no expandable_segments in this environment", ""
+    return (
+        (
+            f"{on[0]} sets expandable_segments: CUDA IPC (UCX before 1.22) and some "
+            "RDMA drivers cannot reach such memory, and become slow or fail"
+        ),
+        "unset it, or allocate the KV cache from a pool of its own",
+    )
+
+
+def _rdma(host: Host) -> Judgement:
+    """Name RDMA devices, whether a port is up, and whether they can be opened."""
+    found = dict(host.rdma_ports())
+    if not found:
+        text = "no device: UCX uses shared memory and TCP, and asking it for RDMA fails"
+        return text, ""
+    ports = ", ".join(found)
+    if not any((host.root / "dev/infiniband").glob("uverbs*")):
+        return (
+            f"{ports}; but no /dev/infiniband/uverbs*, so no program here can use it",
+            "docker run --device /dev/infiniband ..., or load the module ib_uverbs",
+        )
+    if not any(found.values()):
+        return (
+            f"{ports}: no port is up",
+            "check cable and switch; InfiniBand also needs a subnet manager",
+        )
+    return ports, ""
+
+
+def _locked_memory(host: Host) -> Judgement:
+    """RDMA pins the memory it reaches, and the kernel counts that."""
+    limit = host.limit("Max locked memory")
+    if limit is None:
+        return "limit is not known here", ""
+    if limit == UNLIMITED or host.may(CAP_IPC_LOCK):
+        why = "" if limit == UNLIMITED else ": this process has CAP_IPC_LOCK"
+        return f"unlimited{why}", ""
+    if not any(host.rdma_ports()):
+        return f"{in_bytes(limit)}; only RDMA would need more", ""
+    return (
+        f"at most {in_bytes(limit)}: RDMA pins a whole KV cache, and fails beyond it",
+        "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity",
+    )
+
+
+def _pid_namespace(host: Host) -> Judgement:
+    """Processes of two PID namespaces cannot name each other."""
+    container = host.container
+    inside = f"in a container ({container})" if container else "in no known container"
+    try:
+        namespace = os.readlink(host.process / "ns/pid")  # noqa: PTH115 - no path
+    except OSError:
+        return f"not known here; {inside}", ""
+    if namespace == _PID_NAMESPACE_OF_HOST:
+        return f"the host's; {inside}", ""
+    return (
+        f"one of its own, {inside}: same-host memory reaches only the processes in it",
+        (
+            "docker run --pid host, or --pid container:NAME on one side; in a pod, "
+            "shareProcessNamespace: true"
+        ),
+    )
+
+
+def _ptrace(host: Host) -> Judgement:
+    """Reading another process's memory, which is what ``local`` does, is tracing it.
+
+    Scopes as in Documentation/admin-guide/LSM/Yama.rst of the kernel.
+    """
+    scope = _text(host.root / "proc/sys/kernel/yama/ptrace_scope")
+    if scope not in ("1", "2", "3"):
+        where = "0" if scope == "0" else "no Yama module"
+        return f"{where}: processes of one user may read each other's memory", ""
+    if scope != "3" and host.may(CAP_SYS_PTRACE):
+        return f"{scope}, but this process has CAP_SYS_PTRACE", ""
+    if scope == "1":
+        return "1: a process is read by its parents and by whom it names", ""
+    who, remedy = "only with CAP_SYS_PTRACE", "sysctl kernel.yama.ptrace_scope=1"
+    if scope == "3":
+        who = "nobody, until a reboot"
+        remedy = "set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot"
+    return (
+        (
+            f"{scope}: who may read another process's memory: {who}; `local` then "
+            "copies through shared memory"
+        ),
+        remedy,
+    )
+
+
+def _shared_memory(host: Host) -> Judgement:
+    """Judge /dev/shm, where UCX, NCCL and `local` share memory within one host."""
+    try:
+        found = os.statvfs(host.root / "dev/shm")
+    except OSError:
+        return "there is no /dev/shm", ""
+    size = found.f_frsize * found.f_blocks
+    if size >= _SHARED_BYTES_MIN:
+        return f"{in_bytes(size)} in /dev/shm", ""
+    return (
+        f"{in_bytes(size)} in /dev/shm: UCX and NCCL may run out of it",
+        (
+            "docker run --shm-size 1g, or --ipc host; in a pod, an emptyDir of "
+            "medium Memory at /dev/shm"
+        ),
+    )
+
+
+def _libraries(host: Host) -> Judgement:
+    """Two copies of one library in a process: ai-dynamo/nixl #1668, vLLM #32379."""
+    loaded: dict[str, set[str]] = {"nccl": set(), "ucp": set()}
+    for path, name in _LIBRARIES.findall(_text(host.process / "maps")):
+        loaded[name].add(path)
+    twice = {name: paths for name, paths in loaded.items() if len(paths) > 1}
+    if twice:
+        said = "; ".join(f"lib{k}: {' and '.join(sorted(v))}" for k, v in twice.items())
+        return (
+            f"loaded more than once, which hangs or crashes: {said}",
+            "keep one of them: the system's, or that of one wheel",
+        )
+    every = sorted(path for paths in loaded.values() for path in paths)
+    return f"loaded: {', '.join(every) or 'none'}", ""
+
+
+def _descriptors(host: Host) -> Judgement:
+    """Judge the limit of descriptors: a connection is a socket, a lane another."""
+    limit = host.limit("Max open files")
+    if limit is None or limit == UNLIMITED or limit >= _FILES_MIN:
+        shown = {None: "limit is not known here", UNLIMITED: "unlimited"}.get(limit)
+        return shown or f"{limit:,}", ""
+    return (
+        (
+            f"at most {limit}: a connection takes one, and one for each of up to "
+            f"{LANES_MAX} lanes"
+        ),
+        "ulimit -n 65536; docker run --ulimit nofile=65536; LimitNOFILE=65536",
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+_CHECKS: Final[dict[str, Callable[[Host], Judgement]]] = {
+    "GPU": _gpus,
+    "torch allocator": _expandable_segments,
+    "RDMA": _rdma,
+    "locked memory": _locked_memory,
+    "PID namespace": _pid_namespace,
+    "ptrace scope": _ptrace,
+    "shared memory": _shared_memory,
+    "UCX and NCCL": _libraries,
+    "descriptors": _descriptors,
+}
