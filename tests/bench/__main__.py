@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from kvwire.cli.bench import fragments as ours
-from kvwire.cli.bench import messages, report
+from kvwire.cli.bench import ops, report
 from kvwire.cli.bench import store as stores
 from kvwire.cli.main import main
 from kvwire.limits import KIB, MIB
@@ -44,7 +44,7 @@ def _beside(run: Callable[..., int], join: Beside) -> Callable[..., int]:
     return command
 
 
-app.command(_beside(messages.command, iperf3.beside), name="messages")
+app.command(_beside(ops.messages, iperf3.beside), name="messages")
 app.command(_beside(stores.command, store.beside), name="store")
 
 

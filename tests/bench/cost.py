@@ -213,11 +213,11 @@ class CostSide(OpsSide):
 
     async def _open_transfers(self, side: int, count: int) -> dict[str, Any]:
         """Each side begins its ends; they are matched, and nothing is ever ready."""
-        ends = [self._begin(side) for _ in range(_WARM_UP)]
+        ends = [self._start(side) for _ in range(_WARM_UP)]
         await self._meet()
         gc.collect()
         with _traced() as taken:
-            ends += [self._begin(side) for _ in range(count)]
+            ends += [self._start(side) for _ in range(count)]
             await self._meet()
             gc.collect()
             open_bytes = taken()[0]
@@ -227,7 +227,7 @@ class CostSide(OpsSide):
             await end.drained()
         return {"bytes": open_bytes / count}
 
-    def _begin(self, side: int) -> End:
+    def _start(self, side: int) -> End:
         number, cache, block = self.next_id(), self.pool.cache, self.pool.blocks[:1]
         if side == LEFT:
             return self.connection.pull(number, cache, block)

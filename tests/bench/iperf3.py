@@ -64,6 +64,7 @@ class Iperf3Side(BenchSide[OpsWork]):
         self._cpu_s = 0.0
 
     async def connect(self, address: Any) -> dict[str, Any]:
+        self.opened.callback(self._server.kill)
         self._server.start()
         return {"version": _output(["iperf3", "--version"]).partition("\n")[0]}
 
@@ -79,9 +80,6 @@ class Iperf3Side(BenchSide[OpsWork]):
 
     async def cpu(self) -> float:
         return self._cpu_s
-
-    async def close(self) -> None:
-        self._server.kill()
 
 
 def _output(command: Sequence[str]) -> str:

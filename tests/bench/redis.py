@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvwire.cli.bench.bare import receive_into
 from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.store_side import HASH_BYTES, SETS, StoreWork
 from kvwire.cli.bench.turns import Missing
@@ -45,9 +46,11 @@ class RedisSide(PeerSide):
         self._server = Server(command, _READY)
 
     async def connect(self, address: Any) -> dict[str, Any]:
+        self.opened.callback(self._server.kill)
         self._server.start()
         where = HOST, self._server.port
-        self._socket = socket.create_connection(where, _TIMEOUT_S)
+        made = socket.create_connection(where, _TIMEOUT_S)
+        self._socket = self.opened.enter_context(made)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return {"redis": self._info("server")["redis_version"]}
 
@@ -90,11 +93,6 @@ class RedisSide(PeerSide):
         self._socket.sendall(_request(b"GET", _key(work, 0, flat.blocks[at])))
         self._value(flat.block(at)[1].data)
 
-    async def close(self) -> None:
-        if hasattr(self, "_socket"):
-            self._socket.close()
-        self._server.kill()
-
     def _info(self, section: str) -> dict[str, str]:
         self._socket.sendall(_request(b"INFO", section.encode()))
         head = bytearray()
@@ -106,7 +104,7 @@ class RedisSide(PeerSide):
 
     def _value(self, into: memoryview) -> None:
         self._expect(b"$%d\r\n" % into.nbytes)
-        self._fill(into)
+        receive_into(self._socket, into)
         self._expect(_END)
 
     def _expect(self, wanted: bytes) -> None:
@@ -116,16 +114,8 @@ class RedisSide(PeerSide):
 
     def _read(self, count: int) -> bytes:
         found = bytearray(count)
-        self._fill(memoryview(found))
+        receive_into(self._socket, memoryview(found))
         return bytes(found)
-
-    def _fill(self, part: memoryview) -> None:
-        have = 0
-        while have < len(part):
-            count = self._socket.recv_into(part[have:])
-            if not count:
-                raise ConnectionError("redis has ended the connection")
-            have += count
 
 
 def _begins(work: StoreWork) -> range:

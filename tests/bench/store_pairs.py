@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from kvwire.cli.bench.bare import SocketsSide
+from kvwire.cli.bench.bare import SocketsSide, receive_into
 from kvwire.cli.bench.operations import OpsSide
 from kvwire.cli.bench.side import each_timed
 from kvwire.cli.bench.store_side import HASH_BYTES, LOOKUPS, MATCH, ONE, StoreWork
@@ -71,7 +71,7 @@ class BlockSocketsSide(SocketsSide[StoreWork]):
 
         async def ask(number: int) -> None:
             self.socket.sendall(question)
-            self.receive_into(parts[number % len(parts)])
+            receive_into(self.socket, parts[number % len(parts)])
 
         self.wait()
         return await each_timed(times, ask)
@@ -84,7 +84,7 @@ class BlockSocketsSide(SocketsSide[StoreWork]):
         parts = self._answers(work)
         self.socket.sendall(b"!")
         for number in range(times):
-            self.receive_into(question)
+            receive_into(self.socket, question)
             self.socket.sendall(parts[number % len(parts)])
 
     async def digest(self, work: StoreWork) -> str:
@@ -108,7 +108,7 @@ class BlockSocketsSide(SocketsSide[StoreWork]):
 
     def receive(self, work: StoreWork) -> None:
         for part in self.parts(work):
-            self.receive_into(part)
+            receive_into(self.socket, part)
 
     def parts(self, work: StoreWork) -> list[memoryview]:
         return super().parts(replace(work, in_flight=work.set_blocks))

@@ -15,7 +15,6 @@ import numpy as np
 from kvwire.cli.bench.side import Bytes, require_same
 from kvwire.cli.bench.store_side import (
     COLD_GET,
-    FIRST_PUT,
     FLUSHED_PUT,
     HASH_BYTES,
     MATCH,
@@ -68,7 +67,7 @@ class PeerSide(BlocksSide):
 
     async def fill(self, work: StoreWork) -> None:
         # Twice, so that both sets that are got from now on have these bytes.
-        for _ in range(2 * (work.verb != FIRST_PUT)):
+        for _ in range(2):
             await self.put(work)
 
     async def verify(self, work: StoreWork) -> None:
@@ -90,23 +89,19 @@ class PeerSide(BlocksSide):
 class MemorySide(PeerSide):
     """Copies by NumPy: what memory does at best; and a dict of hashes."""
 
-    # Memory that nobody has written to.
-    _new: Bytes = np.empty(0, np.uint8)
     _hashes: Sequence[bytes] = ()
 
     async def connect(self, address: Any) -> dict[str, Any]:
         return {"numpy": np.__version__}
 
     async def ready(self, work: StoreWork) -> None:
-        if work.verb == FIRST_PUT:
-            self._new = np.empty(work.set_bytes, np.uint8)
         if work.verb == MATCH:
             self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
             self._table = dict(zip(self._hashes, range(work.count), strict=True))
 
     async def put(self, work: StoreWork) -> None:
         flat = self.flat(work)
-        np.copyto(self._new if work.verb == FIRST_PUT else flat.want, flat.have)
+        np.copyto(flat.want, flat.have)
 
     async def get(self, work: StoreWork) -> None:
         flat = self.flat(work)
@@ -161,10 +156,6 @@ class FileSide(PeerSide):
         moved = os.preadv(self._file(work), [piece.data], flat.blocks[at])
         _require(moved, piece.size)
 
-    async def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-
     def _path(self, work: StoreWork) -> Path:
         return self._place / f"{work.nbytes}"
 
@@ -172,6 +163,7 @@ class FileSide(PeerSide):
         if work.nbytes not in self._files:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             file = self._files[work.nbytes] = os.open(self._path(work), flags, 0o600)
+            self.opened.callback(os.close, file)
             # As the file of a disk tier, which has its room from the beginning.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, 0, SETS * work.set_bytes)

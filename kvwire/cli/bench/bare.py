@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -10,52 +11,62 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvwire.cli.bench.operations import OpsWork
+from kvwire.cli.bench.operations import SETUP, OpsWork
 from kvwire.cli.bench.side import (
     HOST,
     BenchSide,
-    Bytes,
     W,
     Work,
     digest,
     each_timed,
     fill,
     require_same,
+    setups_timed,
 )
 from kvwire.limits import KIB
 
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 class StreamsSide(BenchSide[OpsWork]):
-    """Runs the streams of asyncio, bare: a round trip and nothing else."""
+    """Runs the streams of asyncio, bare: a round trip and nothing else.
+
+    In a setup they connect, and have one byte answered with all of a transfer: what
+    cannot be less. No handshake above that of TCP, no plan, no checksum.
+    """
 
     work_type: ClassVar[type[Work]] = OpsWork
-    port: int
-    _server: asyncio.Server
-    _streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        self._ball = b""
+    _streams: _Streams
 
     async def listen(self) -> int:
-        self._server = await asyncio.start_server(self.answer, HOST, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
+        server = await asyncio.start_server(self._answer, HOST, 0)
+        self.opened.callback(server.close)
+        port: int = server.sockets[0].getsockname()[1]
         return port
 
     async def connect(self, address: Any) -> dict[str, Any]:
-        self.port = address
+        self._port = address
         self._streams = await asyncio.open_connection(HOST, address)
-        return {"loop": type(asyncio.get_running_loop()).__module__.partition(".")[0]}
+        self.opened.callback(self._streams[1].close)
+        return {}
 
-    async def fill(self, work: OpsWork) -> None:
-        ball = bytearray(work.nbytes)
-        await fill(ball)
-        self._ball = bytes(ball)
+    async def prepare(self, work: OpsWork) -> None:
+        self._work, self._ball = work, os.urandom(work.nbytes)
+
+    async def use(self, work: OpsWork, given: None) -> None:
+        await self.prepare(work)
 
     async def digest(self, work: OpsWork) -> str:
         return digest(self._ball)
 
     async def drive(self, work: OpsWork) -> Sequence[float]:
+        if work.verb == SETUP:
+            return await setups_timed(
+                work.count,
+                lambda: asyncio.open_connection(HOST, self._port),
+                self._transfer,
+                _close,
+            )
         reader, writer = self._streams
 
         async def there_and_back(_: int) -> None:
@@ -64,20 +75,24 @@ class StreamsSide(BenchSide[OpsWork]):
 
         return await each_timed(work.count, there_and_back)
 
-    async def close(self) -> None:
-        if hasattr(self, "_streams"):
-            self._streams[1].close()
-        if hasattr(self, "_server"):
-            self._server.close()
+    async def _transfer(self, streams: _Streams) -> None:
+        streams[1].write(b"!")
+        self._ball = await streams[0].readexactly(len(self._ball))
 
-    async def answer(
+    async def _answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Right: send back what comes, until the connection ends."""
-        while ball := await reader.read(KIB):
-            self._ball = ball
-            writer.write(ball)
+        """Right: send back what comes, or the bytes of a transfer."""
+        while asked := await reader.read(KIB):
+            if self._work.verb != SETUP:
+                self._ball = asked
+            writer.write(self._ball)
         writer.close()
+
+
+async def _close(streams: _Streams) -> None:
+    streams[1].close()
+    await streams[1].wait_closed()
 
 
 class SocketsSide(BenchSide[W]):
@@ -88,7 +103,6 @@ class SocketsSide(BenchSide[W]):
     """
 
     work_type: ClassVar[type[Work]] = OpsWork
-    _listener: socket.socket
     socket: socket.socket
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -97,15 +111,17 @@ class SocketsSide(BenchSide[W]):
         self._parts: dict[tuple[int, int], list[memoryview]] = {}
 
     async def listen(self) -> int:
-        self._listener = socket.create_server((HOST, 0))
-        port: int = self._listener.getsockname()[1]
+        listener = socket.create_server((HOST, 0))
+        self._listener = self.opened.enter_context(listener)
+        port: int = listener.getsockname()[1]
         return port
 
     async def accept(self) -> None:
-        self.socket, _ = self._listener.accept()
+        self.socket = self.opened.enter_context(self._listener.accept()[0])
 
     async def connect(self, address: Any) -> dict[str, Any]:
-        self.socket = socket.create_connection((HOST, address))
+        made = socket.create_connection((HOST, address))
+        self.socket = self.opened.enter_context(made)
         return {}
 
     async def fill(self, work: W) -> None:
@@ -132,11 +148,6 @@ class SocketsSide(BenchSide[W]):
             self.receive(work)
             self.socket.sendall(b"!")
 
-    async def close(self) -> None:
-        for name in ("socket", "_listener"):
-            if hasattr(self, name):
-                getattr(self, name).close()
-
     def send(self, work: W) -> None:
         """Send the same part for each operation."""
         for _ in range(work.count):
@@ -145,7 +156,7 @@ class SocketsSide(BenchSide[W]):
     def receive(self, work: W) -> None:
         """Receive into one part after the other."""
         for number in range(work.count):
-            self.receive_into(self.parts(work)[number % work.in_flight])
+            receive_into(self.socket, self.parts(work)[number % work.in_flight])
 
     def parts(self, work: W) -> list[memoryview]:
         """Return the memory of a work."""
@@ -155,44 +166,44 @@ class SocketsSide(BenchSide[W]):
             self._parts[key] = made
         return self._parts[key]
 
-    def receive_into(self, part: memoryview) -> None:
-        """Fill memory from the socket."""
-        have = 0
-        while have < len(part):
-            count = self.socket.recv_into(part[have:])
-            if not count:
-                raise ConnectionError("the other side has ended")
-            have += count
-
     def wait(self) -> None:
         """Wait for a byte, which says that the other side is there too."""
-        self.receive_into(memoryview(bytearray(1)))
+        receive_into(self.socket, memoryview(bytearray(1)))
+
+
+def receive_into(source: socket.socket, part: memoryview) -> None:
+    """Fill memory from a socket.
+
+    Raises:
+        ConnectionError: The other side has ended.
+    """
+    have = 0
+    while have < len(part):
+        count = source.recv_into(part[have:])
+        if not count:
+            raise ConnectionError("the other side has ended the connection")
+        have += count
 
 
 class MemcpySide(BenchSide[OpsWork]):
     """Copies as many bytes that lie side by side: what memory does at best."""
 
     work_type: ClassVar[type[Work]] = OpsWork
-    _source: Bytes
-    _sink: Bytes
 
     async def connect(self, address: Any) -> dict[str, Any]:
         return {"numpy": np.__version__}
 
     async def use(self, work: OpsWork, given: None) -> None:
-        if not hasattr(self, "_source") or self._source.size != work.moved_bytes:
-            self._source = np.ones(work.moved_bytes, np.uint8)
-            self._sink = np.zeros_like(self._source)
-            self._sink[:] = 1
-
-    async def fill(self, work: OpsWork) -> None:
-        await fill(self._source)
+        if self.memory.size != work.moved_bytes:
+            # Written to, so that no page is missing when it is timed.
+            self.memory = np.ones(work.moved_bytes, np.uint8)
+            self._sink = np.ones(work.moved_bytes, np.uint8)
 
     async def drive(self, work: OpsWork) -> Sequence[float]:
         began = time.perf_counter()
-        np.copyto(self._sink, self._source)
+        np.copyto(self._sink, self.memory)
         return [time.perf_counter() - began]
 
     async def digest(self, work: OpsWork) -> str:
-        require_same(digest(self._source), digest(self._sink))
+        require_same(digest(self.memory), digest(self._sink))
         return ""

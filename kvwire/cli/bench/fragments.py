@@ -20,13 +20,7 @@ from cyclopts.validators import Number
 import kvwire
 from kvwire.backend import registry
 from kvwire.cli.bench.bare import MemcpySide
-from kvwire.cli.bench.operations import (
-    ARENA,
-    PULL,
-    PUSH,
-    OpsSide,
-    OpsWork,
-)
+from kvwire.cli.bench.operations import ARENA, PULL, PUSH, OpsSide, OpsWork
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.peer import contender
 from kvwire.cli.bench.report import (
@@ -53,6 +47,19 @@ UCX: Final = {"tcp": {"UCX_TLS": "tcp"}, "shm": {"UCX_TLS": "self,sm,tcp"}}
 # The receiver reads large fragments where they lie; over TCP they are messages anyway.
 ONE_SIDED: Final = {"KVWIRE_BACKENDS": "ucx.one_sided=yes"}
 LAYERS_MAX: Final = 32
+# A way of a transport: its wire, what is behind its name, environment and options.
+_Way = tuple[str, str, Mapping[str, str], Mapping[str, object]]
+_OTHER: Final[list[_Way]] = [(SAME_HOST, "", {}, {})]
+_WAYS: Final[Mapping[str, list[_Way]]] = {
+    "tcp": [(TCP, "", {}, {})],
+    "local": [(SAME_HOST, "", {}, {}), (SAME_HOST, f" {ARENA}", {}, {"memory": ARENA})],
+    "nixl": [(TCP, " tcp", UCX["tcp"], {}), (SAME_HOST, " shm", UCX["shm"], {})],
+    "ucx": [
+        (TCP, " tcp", UCX["tcp"], {}),
+        (SAME_HOST, " shm", UCX["shm"], {}),
+        (SAME_HOST, " one-sided", {**UCX["shm"], **ONE_SIDED}, {}),
+    ],
+}
 
 Kibibytes = Annotated[
     tuple[int, ...],
@@ -110,26 +117,16 @@ def contenders(
         # The environment of each side says what its UCX may use.
         yield f"to {peer}", contender(name, peer, **options)
         return
-
-    def side(
-        more: str = "", environment: Mapping[str, str] | None = None, **given: str
-    ) -> Contender:
-        return Contender(
-            name + more,
-            OpsSide,
-            options={**options, **given},
-            environment=environment or {},
+    for wire, more, environment, given in _WAYS.get(transport, _OTHER):
+        yield (
+            wire,
+            Contender(
+                name + more,
+                OpsSide,
+                options={**options, **given},
+                environment=environment,
+            ),
         )
-
-    if transport in ("ucx", "nixl"):
-        yield TCP, side(" tcp", UCX["tcp"])
-        yield SAME_HOST, side(" shm", UCX["shm"])
-    else:
-        yield TCP if transport == "tcp" else SAME_HOST, side()
-    if transport == "ucx":
-        yield SAME_HOST, side(" one-sided", {**UCX["shm"], **ONE_SIDED})
-    if transport == "local":
-        yield SAME_HOST, side(f" {ARENA}", memory=ARENA)
 
 
 def fragments(

@@ -14,10 +14,10 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from cyclopts import Parameter
@@ -26,7 +26,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 import kvwire
-from kvwire.cli.bench.operations import End, mark_all, over, paged
+from kvwire.cli.bench.operations import (
+    RIGHT,
+    End,
+    OpsSide,
+    OpsWork,
+    mark_all,
+    over,
+    paged,
+)
 from kvwire.cli.bench.pair import Contender
 from kvwire.cli.bench.report import (
     COMMON,
@@ -35,7 +43,7 @@ from kvwire.cli.bench.report import (
     Rounds,
     require_known,
 )
-from kvwire.cli.bench.side import HOST, BenchSide, Work, digest, fill
+from kvwire.cli.bench.side import Work, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
 from kvwire.limits import KIB, MIB
 from kvwire.types import in_bytes
@@ -66,7 +74,7 @@ Others = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ManyWork(Work):
+class ManyWork(OpsWork):
     """``count`` transfers; ``verb`` is one of those above.
 
     * ``at once``: all of them begin together, spread over all connections; ``nbytes``
@@ -112,139 +120,85 @@ class ManyWork(Work):
         return parts[: len(own)], others
 
 
-class ManySide(BenchSide[ManyWork]):
+class ManySide(OpsSide):
     """Runs some communicators on each side, every one connected to every other."""
 
     work_type: ClassVar[type[Work]] = ManyWork
+    _cache: kvwire.PagedCache
+    # The blocks of those that are timed, and of the others beside.
+    _own: list[list[int]]
+    _others: list[list[int]]
 
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        self._endpoints = int(options["endpoints"])
-        self._communicators: list[kvwire.Communicator] = []
-        self._connections: list[kvwire.Connection] = []
-        self._work: ManyWork | None = None
-        # The blocks of those that are timed, and of the others beside.
-        self._own: list[list[int]] = []
-        self._others: list[list[int]] = []
-        self.memory = np.zeros(0, np.uint8)
-        # Of rounds: ids are never used twice.
-        self._number = 0
+    def have(self, work: OpsWork, side: int) -> None:
+        assert isinstance(work, ManyWork)
+        if self._work == work:
+            return
+        publishes = side == RIGHT
+        self._own, self._others = work.shares(publishes=publishes)
+        different = self._others[:1] if publishes else self._others
+        blocks = sum(map(len, [*self._own, *different]))
+        self.take(blocks * BLOCK_BYTES)
+        self._cache = paged(self.memory, LAYERS, blocks)
+        self._work = work
 
-    async def listen(self) -> list[str]:
-        await self._open("right")
-        return [str(await c.listen(f"tcp://{HOST}:0")) for c in self._communicators]
+    def forget(self) -> None:
+        super().forget()
+        vars(self).pop("_cache", None)
 
-    async def accept(self) -> None:
-        for communicator in self._communicators:
-            for _ in range(self._endpoints):
-                self._connections.append(await communicator.accept())
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        await self._open("left")
-        transport = self.options["transport"]
-        for where in address:
-            for communicator in self._communicators:
-                made = await communicator.connect(where, transport=transport)
-                self._connections.append(made)
-        count, (first, *_) = len(self._connections), self._connections
-        return {"connections": count, "transport": str(first.transport_report)}
-
-    async def prepare(self, work: ManyWork) -> None:
-        await self._have(work, publishes=True)
-
-    async def use(self, work: ManyWork, given: None) -> None:
-        await self._have(work, publishes=False)
-
-    async def fill(self, work: ManyWork) -> None:
-        await fill(self.memory)
-
-    async def digest(self, work: ManyWork) -> str:
+    async def digest(self, work: OpsWork) -> str:
         """Hash the blocks that are timed: the others need not come to their end."""
         own = np.concatenate(self._own)
         layers = self.memory.reshape(LAYERS, -1, LAYER_BYTES)
         return await asyncio.to_thread(lambda: digest(layers[:, own].copy()))
 
-    async def drive(self, work: ManyWork) -> Sequence[float]:
+    async def drive(self, work: OpsWork) -> Sequence[float]:
         """Left: the seconds of each transfer, in their order."""
-        first, control, clock = self._next(), self._connections[0], time.perf_counter
+        assert isinstance(work, ManyWork)
+        first, priority = self.next_id(), work.priority
 
         async def pulled(number: int) -> float:
-            at, priority = number % len(self._own), work.priority
-            own, id = self._own[at], f"{first}-{number}"
-            began = clock()
-            await over(self._pull(id, own, at=at, priority=priority))
-            return clock() - began
+            at, began = number % len(self._own), time.perf_counter()
+            pull = self._pull(f"{first}-{number}", self._own[at], at, priority)
+            await over(pull)
+            return time.perf_counter() - began
 
-        await control.recv(_GO)
+        await self.connection.recv(_GO)
         async with self._beside(f"{first}-other", self._pull):
             if work.verb == AT_ONCE:
                 seconds = await asyncio.gather(*map(pulled, range(work.count)))
             else:
                 seconds = [await pulled(number) for number in range(work.count)]
-            await control.send(_STOP, b"")
+            await self.connection.send(_STOP, b"")
         return seconds
 
-    async def serve(self, work: ManyWork) -> None:
-        first, control = self._next(), self._connections[0]
+    async def serve(self, work: OpsWork) -> None:
+        first = self.next_id()
         ahead = work.count if work.verb == AT_ONCE else min(_AHEAD, work.count)
 
         def published(number: int) -> kvwire.Outgoing:
             at = number % len(self._own)
-            return self._offer(f"{first}-{number}", self._own[at], at=at)
+            return self._publish(f"{first}-{number}", self._own[at], at)
 
-        async with self._beside(f"{first}-other", self._offer):
+        async with self._beside(f"{first}-other", self._publish):
             outgoing = deque(map(published, range(ahead)))
-            await control.send(_GO, b"")
+            await self.connection.send(_GO, b"")
             for number in range(ahead, work.count):
                 await over(outgoing.popleft())
                 outgoing.append(published(number))
             for one in outgoing:
                 await over(one)
-            await control.recv(_STOP)
-
-    async def close(self) -> None:
-        for communicator in self._communicators:
-            communicator.abort()
-            await communicator.close()
-
-    async def _open(self, name: str) -> None:
-        for number in range(self._endpoints):
-            communicator = await kvwire.open(name=f"bench-{name}-{number}")
-            self._communicators.append(communicator)
-
-    async def _have(self, work: ManyWork, *, publishes: bool) -> None:
-        """Have the memory of a work as a cache; never an old one and a new one at once.
-
-        In a thread: a loop that stands still for long is a dead peer to others.
-        """
-        if self._work == work:
-            return
-        self._own, self._others = work.shares(publishes=publishes)
-        different = self._others[:1] if publishes else self._others
-        blocks = sum(map(len, self._own + different))
-        nbytes = blocks * BLOCK_BYTES
-        if self.memory.size != nbytes:
-            vars(self).pop("_cache", None)
-            self.memory = np.zeros(0, np.uint8)
-            # Written to, so that no page is missing when it is timed.
-            self.memory = await asyncio.to_thread(np.ones, nbytes, np.uint8)
-        self._cache = paged(self.memory, LAYERS, blocks)
-        self._work = work
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
+            await self.connection.recv(_STOP)
 
     def _pull(
-        self, id: str, blocks: Sequence[int], *, at: int = 0, priority: int = 0
+        self, id: str, blocks: Sequence[int], at: int = 0, priority: int = 0
     ) -> kvwire.Incoming:
-        connection = self._connections[at % len(self._connections)]
+        connection = self.connections[at % len(self.connections)]
         return connection.pull(id, self._cache, blocks, priority=priority)
 
-    def _offer(self, id: str, blocks: Sequence[int], *, at: int = 0) -> kvwire.Outgoing:
+    def _publish(self, id: str, blocks: Sequence[int], at: int = 0) -> kvwire.Outgoing:
         """Publish at whoever has that connection."""
-        number = at % len(self._connections) // self._endpoints
-        return mark_all(self._communicators[number].publish(id, self._cache, blocks))
+        number = at % len(self.connections) // len(self.communicators)
+        return mark_all(self.communicators[number].publish(id, self._cache, blocks))
 
     @asynccontextmanager
     async def _beside(

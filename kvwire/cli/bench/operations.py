@@ -12,7 +12,7 @@ import contextlib
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
@@ -26,11 +26,10 @@ from kvwire.cli.bench.side import (
     BenchSide,
     Bytes,
     Positive,
-    W,
     Work,
     digest,
     each_timed,
-    fill,
+    setups_timed,
 )
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KV_LAYERS_MAX
@@ -189,73 +188,87 @@ def paged(
     return kvwire.PagedCache(spec, list(numbers.reshape(layers, blocks, *block)))
 
 
-class ConnectedSide(BenchSide[W]):
-    """Runs one communicator of kvwire, with one connection."""
+class OpsSide(BenchSide[OpsWork]):
+    """Does the operations on the left, and is the other end of each on the right.
 
-    communicator: kvwire.Communicator
-    connection: kvwire.Connection
-
-    def __init__(self, options: Mapping[str, str]) -> None:
-        super().__init__(options)
-        self.transport = options["transport"]
-        self._address = ""
-        # Of the last transfer: both sides count alike.
-        self._number = 0
-
-    async def listen(self) -> str:
-        self.communicator = await kvwire.open(name="bench-right")
-        # The transport is that of the link, or a lane beside one over TCP.
-        scheme = self.transport if "by_link" in self.options else "tcp"
-        return str(await self.communicator.listen(f"{scheme}://{HOST}:0"))
-
-    async def accept(self) -> None:
-        self.connection = await self.communicator.accept()
-
-    async def connect(self, address: Any) -> dict[str, Any]:
-        self.communicator = await kvwire.open(name="bench-left")
-        self._address = address
-        self.connection = await self.one_more()
-        loop = type(asyncio.get_running_loop()).__module__
-        return {
-            "kvwire": kvwire.__version__,
-            "python": platform.python_version(),
-            "loop": loop.partition(".")[0],
-            "transport": str(self.connection.transport_report),
-        }
-
-    async def one_more(self) -> kvwire.Connection:
-        """Left: make a connection."""
-        return await self.communicator.connect(self._address, transport=self.transport)
-
-    async def close(self) -> None:
-        if hasattr(self, "communicator"):
-            self.communicator.abort()
-            await self.communicator.close()
-
-    def next_id(self) -> int:
-        """Return the id of the next transfer."""
-        self._number += 1
-        return self._number
-
-
-class OpsSide(ConnectedSide[OpsWork]):
-    """Does the operations on the left, and is the other end of each on the right."""
+    Options are the ``transport``, which is that of the link with ``by_link`` and
+    otherwise a lane beside one over TCP; and ``endpoints``, of which each side has so
+    many, each connected to each. An operation goes over the first connection.
+    """
 
     work_type: ClassVar[type[Work]] = OpsWork
     pool: Pool
-    memory: Bytes
     # Of each operation in flight, and the other side's.
     _parts: Sequence[Bytes | Fragments]
     _grants: Sequence[kvwire.Grant]
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
+        self.communicators: list[kvwire.Communicator] = []
+        self.connections: list[kvwire.Connection] = []
+        self._addresses: Sequence[str] = ()
+        # Of the last transfer: both sides count alike.
+        self._number = 0
         self._arenas: list[Arena] = []
         # The works of all rounds have the same, so that no page is missing in any.
         self._room: Bytes = np.zeros(0, np.uint8)
         self._work: OpsWork | None = None
         # What the other side puts into and gets from.
         self._region: kvwire.Region | None = None
+
+    @property
+    def communicator(self) -> kvwire.Communicator:
+        """Return the first one."""
+        return self.communicators[0]
+
+    @property
+    def connection(self) -> kvwire.Connection:
+        """Return the first one."""
+        return self.connections[0]
+
+    async def listen(self) -> list[str]:
+        await self._open("right")
+        scheme = self.options["transport"] if "by_link" in self.options else "tcp"
+        where = f"{scheme}://{HOST}:0"
+        return [str(await one.listen(where)) for one in self.communicators]
+
+    async def accept(self) -> None:
+        for one in self.communicators:
+            for _ in self.communicators:
+                self.connections.append(await one.accept())
+
+    async def connect(self, address: Any) -> dict[str, Any]:
+        await self._open("left")
+        self._addresses = address
+        for where in address:
+            for one in self.communicators:
+                self.connections.append(await self._connect(one, where))
+        loop = type(asyncio.get_running_loop()).__module__
+        return {
+            "kvwire": kvwire.__version__,
+            "python": platform.python_version(),
+            "loop": loop.partition(".")[0],
+            "transport": str(self.connection.transport_report),
+            "connections": len(self.connections),
+        }
+
+    async def one_more(self) -> kvwire.Connection:
+        """Left: make a connection."""
+        return await self._connect(self.communicator, self._addresses[0])
+
+    async def _connect(
+        self, communicator: kvwire.Communicator, where: str
+    ) -> kvwire.Connection:
+        return await communicator.connect(where, transport=self.options["transport"])
+
+    async def _open(self, side: str) -> None:
+        for _ in range(int(self.options.get("endpoints", 1))):
+            self.communicators.append(await kvwire.open(name=f"bench-{side}"))
+
+    def next_id(self) -> int:
+        """Return the id of the next transfer."""
+        self._number += 1
+        return self._number
 
     async def prepare(self, work: OpsWork) -> str:
         await self.take_back()
@@ -281,7 +294,7 @@ class OpsSide(ConnectedSide[OpsWork]):
             self._grants = [grant[at : at + work.nbytes] for at in starts]
 
     async def fill(self, work: OpsWork) -> None:
-        await fill(self.memory)
+        await super().fill(work)
         if work.layers:
             self.pool.mark_beside()
 
@@ -293,19 +306,30 @@ class OpsSide(ConnectedSide[OpsWork]):
         return found if self.pool.intact else f"{found} and more on the {self.pool}"
 
     async def drive(self, work: OpsWork) -> Sequence[float]:
-        await self.connection.recv(_GO)
-        if work.verb == SETUP:
-            return await self._set_up(work)
+        connection = self.connection
+        await connection.recv(_GO)
         if work.verb == READY:
             return await self._mark_layers(work)
-        if work.in_flight > 1:
-            seconds = await self._in_flight(work)
-        else:
-            seconds = await each_timed(
-                work.count, lambda _: self._once(work, self.connection)
+        if work.verb == SETUP:
+            return await setups_timed(
+                work.count,
+                self.one_more,
+                lambda new: self._begin(work, new),
+                lambda new: new.close(),
             )
+        if work.in_flight == 1:
+            seconds = await each_timed(
+                work.count, lambda _: self._begin(work, connection)
+            )
+        else:
+            began = time.perf_counter()
+            await _keep_busy(work, lambda at: self._begin(work, connection, at))
+            if work.verb == SEND:
+                # All are there.
+                await connection.recv(_DONE)
+            seconds = [time.perf_counter() - began]
         if work.verb in (PUT, GET):
-            await self.connection.send(_DONE, b"")
+            await connection.send(_DONE, b"")
         return seconds
 
     async def serve(self, work: OpsWork) -> None:
@@ -317,7 +341,7 @@ class OpsSide(ConnectedSide[OpsWork]):
         if work.verb in (PUT, GET):
             await connection.recv(_DONE)
         elif work.verb == SEND:
-            await _keep_busy(work, lambda i: connection.recv(_DATA, parts[i]))
+            await _keep_busy(work, lambda at: connection.recv(_DATA, parts[at]))
             if work.in_flight > 1:
                 await connection.send(_DONE, b"")
         elif work.verb == ROUND_TRIP:
@@ -326,9 +350,10 @@ class OpsSide(ConnectedSide[OpsWork]):
                 await connection.send(_BACK, parts[0])
 
     async def close(self) -> None:
-        await super().close()
-        for name in ("pool", "memory", "_parts", "_room"):
-            vars(self).pop(name, None)
+        for communicator in self.communicators:
+            communicator.abort()
+            await communicator.close()
+        self.forget()
         for arena in self._arenas:
             # Transfers may still have arrays in it, which keep it mapped.
             with contextlib.suppress(kvwire.UsageError):
@@ -338,8 +363,17 @@ class OpsSide(ConnectedSide[OpsWork]):
         """Have the memory of a work, as a cache where it has one."""
         if self._work == work:
             return
-        nbytes = work.memory_bytes
+        self.take(work.memory_bytes)
+        self._parts = np.split(self.memory, work.in_flight)
+        if work.layers:
+            self.pool = Pool(self.memory, work, side)
+            self._parts = [self.pool.lent]
+        self._work = work
+
+    def take(self, nbytes: int) -> None:
+        """Have so much memory; never an old one and a new one at once."""
         if self._room.size < nbytes:
+            self.forget()
             if self.options.get("memory") == ARENA:
                 self._arenas.append(Arena(nbytes, populate=True))
                 self._room = self._arenas[-1].buffer(nbytes)
@@ -348,59 +382,38 @@ class OpsSide(ConnectedSide[OpsWork]):
             # Written to, so that no page is missing when it is timed.
             self._room[:] = 1
         self.memory = self._room[:nbytes]
-        self._parts = np.split(self.memory, work.in_flight)
-        if work.layers:
-            self.pool = Pool(self.memory, work, side)
-            self._parts = [self.pool.lent]
-        self._work = work
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        self._work, self._parts = None, ()
+        self._room = self.memory = np.zeros(0, np.uint8)
+        vars(self).pop("pool", None)
 
     # --- left -------------------------------------------------------------------------
 
-    async def _once(self, work: OpsWork, connection: kvwire.Connection) -> None:
-        part = self._parts[0]
+    def _begin(
+        self, work: OpsWork, connection: kvwire.Connection, at: int = 0
+    ) -> Awaitable[object]:
+        """Begin one operation, by its number among those in flight."""
         match work.verb:
             case "pull" | "setup":
                 blocks = self.pool.cache, self.pool.blocks
-                await over(connection.pull(self.next_id(), *blocks))
+                return over(connection.pull(self.next_id(), *blocks))
             case "push":
                 blocks = self.pool.cache, self.pool.blocks
-                await over(mark_all(connection.push(self.next_id(), *blocks)))
+                return over(mark_all(connection.push(self.next_id(), *blocks)))
             case "put":
-                await connection.put(part, self._grants[0])
+                return connection.put(self._parts[0], self._grants[at])
             case "get":
-                await connection.get(self._grants[0], into=part)
+                return connection.get(self._grants[at], into=self._parts[at])
+            case "send":
+                return connection.send(_DATA, self._parts[0])
             case _:
-                await connection.send(_DATA, part)
-                if work.verb == ROUND_TRIP:
-                    await connection.recv(_BACK, part)
+                return self._there_and_back(connection)
 
-    async def _set_up(self, work: OpsWork) -> Sequence[float]:
-        """Time the making of each connection, its first pull, and its second."""
-        clock, seconds = time.perf_counter, []
-        for _ in range(work.count):
-            times = [clock()]
-            connection = await self.one_more()
-            times.append(clock())
-            for _ in range(2):
-                await self._once(work, connection)
-                times.append(clock())
-            await connection.close()
-            seconds += np.diff(times).tolist()
-        return seconds
-
-    async def _in_flight(self, work: OpsWork) -> Sequence[float]:
-        """Time all of them; that of messages ends with the word that all are there."""
-        connection, parts = self.connection, self._parts
-        begin: dict[str, Callable[[int], kvwire.Request[int]]] = {
-            SEND: lambda i: connection.send(_DATA, parts[0]),
-            PUT: lambda i: connection.put(parts[0], self._grants[i]),
-            GET: lambda i: connection.get(self._grants[i], into=parts[i]),
-        }
-        began = time.perf_counter()
-        await _keep_busy(work, begin[work.verb])
-        if work.verb == SEND:
-            await connection.recv(_DONE)
-        return [time.perf_counter() - began]
+    async def _there_and_back(self, connection: kvwire.Connection) -> None:
+        await connection.send(_DATA, self._parts[0])
+        await connection.recv(_BACK, self._parts[0])
 
     async def _mark_layers(self, work: OpsWork) -> Sequence[float]:
         """Time each ``ready`` of a layer but the first."""
@@ -465,11 +478,9 @@ def mark_all(outgoing: kvwire.Outgoing) -> kvwire.Outgoing:
     return outgoing
 
 
-async def _keep_busy(
-    work: OpsWork, begin: Callable[[int], kvwire.Request[int]]
-) -> None:
+async def _keep_busy(work: OpsWork, begin: Callable[[int], Awaitable[object]]) -> None:
     """Do the work with ``in_flight`` operations begun at any time."""
-    pending: deque[kvwire.Request[int]] = deque()
+    pending: deque[Awaitable[object]] = deque()
     for number in range(work.count):
         if len(pending) == work.in_flight:
             await pending.popleft()

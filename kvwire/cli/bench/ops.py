@@ -1,4 +1,4 @@
-"""``kvwire bench ops``: what one operation costs, in time and in CPU of each side."""
+"""``kvwire bench ops``, ``messages`` and ``setup``: operations of one connection."""
 
 from __future__ import annotations
 
@@ -7,28 +7,16 @@ from typing import Final
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvwire.cli.bench import report
-from kvwire.cli.bench.bare import StreamsSide
-from kvwire.cli.bench.operations import (
-    GET,
-    PULL,
-    PUSH,
-    PUT,
-    READY,
-    ROUND_TRIP,
-    SEND,
-    OpsSide,
-    OpsWork,
-)
+from kvwire.cli.bench import operations as of
+from kvwire.cli.bench import report, store_side
+from kvwire.cli.bench.bare import SocketsSide, StreamsSide
+from kvwire.cli.bench.operations import OpsSide, OpsWork
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds
-from kvwire.cli.bench.store_side import (
-    SERVER,
-    StoreServerSide,
-    StoreSide,
-    StoreWork,
-)
+from kvwire.cli.bench.peer import contender
+from kvwire.cli.bench.report import COMMON, Common, Mebibytes, Rounds
+from kvwire.cli.bench.store_side import StoreServerSide, StoreSide, StoreWork
 from kvwire.cli.bench.turns import (
+    GIGABYTES_PER_SECOND,
     MICROSECONDS,
     Benchmark,
     Case,
@@ -40,6 +28,16 @@ from kvwire.types import in_bytes
 
 # Operations of a round: enough that what comes seldom, such as CREDIT, has its share.
 COUNT: Final = 40
+# Of messages.
+PING: Final = OpsWork(verb=of.ROUND_TRIP, nbytes=64, count=500)
+SIZES: Final = (1 * MIB, 16 * MIB)
+# Enough that the wire is never idle while one operation ends and the next begins.
+IN_FLIGHT: Final = 4
+# What a round makes of connections; a prompt of one block, in 16 layers of 4 KiB.
+CONNECTIONS: Final = 20
+TRANSFER_BYTES: Final = 64 * KIB
+COLUMNS: Final = ("handshake", "first transfer", "second transfer")
+_LAYERS: Final = 16
 
 
 def operations() -> dict[str, OpsWork]:
@@ -48,19 +46,19 @@ def operations() -> dict[str, OpsWork]:
     works = [
         OpsWork(verb=verb, nbytes=nbytes, count=COUNT, layers=layers, blocks=blocks)
         for verb, nbytes, blocks, layers in (
-            (PULL, kib64, 1, 16),
-            (PULL, 256 * KIB, 2, 16),
-            (PUSH, 256 * KIB, 2, 16),
-            (PUSH, 4 * MIB, 2, 32),
+            (of.PULL, kib64, 1, 16),
+            (of.PULL, 256 * KIB, 2, 16),
+            (of.PUSH, 256 * KIB, 2, 16),
+            (of.PUSH, 4 * MIB, 2, 32),
         )
     ]
     works += [
-        OpsWork(verb=READY, nbytes=80 * kib64, count=1, layers=80),
-        OpsWork(verb=ROUND_TRIP, nbytes=64, count=10 * COUNT),
-        OpsWork(verb=SEND, nbytes=kib64, count=COUNT),
-        OpsWork(verb=SEND, nbytes=MIB, count=COUNT),
-        OpsWork(verb=PUT, nbytes=kib64, count=COUNT),
-        OpsWork(verb=GET, nbytes=kib64, count=COUNT),
+        OpsWork(verb=of.READY, nbytes=80 * kib64, count=1, layers=80),
+        OpsWork(verb=of.ROUND_TRIP, nbytes=64, count=10 * COUNT),
+        OpsWork(verb=of.SEND, nbytes=kib64, count=COUNT),
+        OpsWork(verb=of.SEND, nbytes=MIB, count=COUNT),
+        OpsWork(verb=of.PUT, nbytes=kib64, count=COUNT),
+        OpsWork(verb=of.GET, nbytes=kib64, count=COUNT),
     ]
     return {work.name: work for work in works}
 
@@ -69,10 +67,15 @@ def store_operations() -> dict[str, StoreWork]:
     """Return one block into a store server and out of it, likewise."""
     return {
         f"store {verb}, {in_bytes(nbytes)}": StoreWork(
-            verb=verb, nbytes=nbytes, count=COUNT, tier=SERVER, layers=16, set_blocks=1
+            verb=verb,
+            nbytes=nbytes,
+            count=COUNT,
+            tier=store_side.SERVER,
+            layers=_LAYERS,
+            set_blocks=1,
         )
         for nbytes in (64 * KIB, MIB)
-        for verb in (PUT, GET)
+        for verb in (store_side.PUT, store_side.GET)
     }
 
 
@@ -92,12 +95,7 @@ def table_of(findings: Findings) -> list[RenderableType]:
     return [Text(), table]
 
 
-def command(
-    *,
-    transport: str = "tcp",
-    rounds: Rounds = 5,
-    common: Common = COMMON,
-) -> int:
+def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) -> int:
     """Measure one operation: its time, and the CPU of each side.
 
     Transfers; one layer of many; messages, put and get; a block into a store server
@@ -116,22 +114,21 @@ def command(
         StoreSide,
         StoreServerSide,
         environment={"KVWIRE_REQUIRE": transport},
-        options={"tier": SERVER, **loop},
+        options={"tier": store_side.SERVER, **loop},
     )
-    streams = Contender(f"{common.loop} streams", StreamsSide, options=loop)
-    works = {**operations(), **store_operations()}
+    cases = [
+        Case(
+            name=name,
+            work=work,
+            unit=MICROSECONDS,
+            ours=[store if isinstance(work, StoreWork) else ours],
+            beside=[_streams(common)] if work.verb == of.ROUND_TRIP else [],
+        )
+        for name, work in {**operations(), **store_operations()}.items()
+    ]
     benchmark = Benchmark(
         name="ops",
-        cases=[
-            Case(
-                name=name,
-                work=work,
-                unit=MICROSECONDS,
-                ours=[store if isinstance(work, StoreWork) else ours],
-                beside=[streams] if work.verb == ROUND_TRIP else [],
-            )
-            for name, work in works.items()
-        ],
+        cases=cases,
         notes=["CPU: of the side that asks, and of the other."],
         below=table_of,
         more=lambda found: {
@@ -139,3 +136,117 @@ def command(
         },
     )
     return common.run(benchmark, transport=transport, rounds=rounds)
+
+
+def messages(
+    *,
+    transport: str = "tcp",
+    peer: str = "",
+    round_mib: Mebibytes = 256,
+    rounds: Rounds = 10,
+    common: Common = COMMON,
+) -> int:
+    """Measure round trips of 64 bytes; send, put and get of 1 MiB and 16 MiB.
+
+    Beside a ping-pong over bare streams of the same loop, and blocking sockets.
+
+    Args:
+        transport: The transport of kvwire.
+        peer: Measure kvwire alone, with the host that runs `kvwire bench serve` at this
+            address.
+        round_mib: MiB that each contender of a rate moves in a round.
+        rounds: How often everybody does their work; more rounds, firmer medians.
+        common: Options of every benchmark.
+    """
+    report.require_known([transport])
+    options = {"transport": transport, "loop": common.loop, "by_link": 1}
+    ours = [contender("kvwire", peer, **options)]
+    sockets = Contender("bare sockets", SocketsSide)
+    group = peer and f"to {peer}"
+    ping = Case(
+        name=f"{PING.nbytes} B {PING.verb}",
+        work=PING,
+        unit=MICROSECONDS,
+        ours=ours,
+        beside=[] if peer else [_streams(common)],
+        tail=True,
+        group=group,
+    )
+    rates = [
+        Case(
+            name=f"{in_bytes(nbytes)} {verb}",
+            work=OpsWork(
+                verb=verb,
+                nbytes=nbytes,
+                count=max(IN_FLIGHT, round_mib * MIB // nbytes),
+                in_flight=IN_FLIGHT,
+            ),
+            unit=GIGABYTES_PER_SECOND,
+            ours=ours,
+            beside=[] if peer else [sockets],
+            group=group,
+        )
+        for nbytes in SIZES
+        for verb in (of.SEND, of.PUT, of.GET)
+    ]
+    benchmark = Benchmark(
+        name="messages",
+        cases=[ping, *rates],
+        notes=[f"{IN_FLIGHT} operations in flight. Only kvwire checks what it moves."],
+    )
+    settings = {"transport": transport, "rounds": rounds, "round_mib": round_mib}
+    return common.run(benchmark, peer=peer, **settings)
+
+
+def setup(
+    *, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON
+) -> int:
+    """Measure the handshake of a connection, its first transfer and its second.
+
+    Args:
+        transport: Of kvwire, separated by commas; those that join two processes.
+        rounds: How often 20 connections are made by everybody.
+        common: Options of every benchmark.
+    """
+    transports = transport.split(",")
+    report.require_known(transports)
+    work = OpsWork(
+        verb=of.SETUP, nbytes=TRANSFER_BYTES, count=CONNECTIONS, layers=_LAYERS
+    )
+    cases, streams = [], _streams(common)
+    for name in transports:
+        options = {"transport": name, "loop": common.loop}
+        case = Case(
+            name=name,
+            work=work,
+            unit=MICROSECONDS,
+            ours=[Contender(f"kvwire {name}", OpsSide, options=options)],
+            beside=[streams],
+            tail=True,
+        )
+        cases.append(case)
+    benchmark = Benchmark(
+        name="setup",
+        cases=cases,
+        notes=[
+            f"A transfer is a pull of one block, {in_bytes(TRANSFER_BYTES)}.",
+            "The streams connect and send as many bytes, and nothing else.",
+        ],
+        split=by_column,
+    )
+    return common.run(benchmark, transport=transports, rounds=rounds)
+
+
+def by_column(found: CaseResult) -> Findings:
+    """Make a row of each thing that is timed of a connection."""
+
+    def row(at: int, name: str) -> CaseResult:
+        whole = f"{found.case.name} {name}"
+        return found.part(whole, lambda seconds: seconds[at :: len(COLUMNS)])
+
+    return [row(at, name) for at, name in enumerate(COLUMNS)]
+
+
+def _streams(common: Common) -> Contender:
+    options = {"loop": common.loop}
+    return Contender(f"{common.loop} streams", StreamsSide, options=options)

@@ -29,7 +29,7 @@ from rich.console import Console
 import kvwire
 from kvwire import Address, Communicator, Connection, ConnectionClosed
 from kvwire.cli.bench.operations import OpsSide, OpsWork
-from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, BenchError, Contender
 from kvwire.cli.bench.report import Loop
 from kvwire.cli.bench.side import answer, require_same, run
 from kvwire.config import Config
@@ -47,8 +47,10 @@ PROFILE: Final = {"kvwire.bench": "1"}
 # Of a call and its answer; those of works are smaller.
 CALL_TAG: Final = 100
 ANSWER_TAG: Final = 101
-# One call, and between two: a peer that takes turns with others waits for them.
+# Between two calls: a contender waits for the rounds of others.
 PATIENCE_S: Final = 600.0
+# One call, as long as a side of this host has for it: others wait for their turn.
+TURN_S: Final = ANSWER_TIMEOUT_S
 
 Memory = Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))]
 
@@ -60,11 +62,11 @@ class PeerSide(OpsSide):
     def of(cls, communicator: Communicator, connection: Connection) -> PeerSide:
         """Make one of a connection that there is."""
         side = cls({"transport": ""})
-        side.communicator, side.connection = communicator, connection
+        side.communicators, side.connections = [communicator], [connection]
         return side
 
     async def connect(self, address: Any) -> dict[str, Any]:
-        facts = await super().connect(self.options["peer"])
+        facts = await super().connect([self.options["peer"]])
         if not serves(self.connection, PROFILE):
             raise BenchError("the peer is no `kvwire bench serve` of this version")
         return facts
@@ -128,7 +130,7 @@ class ServedSide(OpsSide):
         self, communicator: Communicator, connection: Connection, memory_bytes_max: int
     ) -> None:
         super().__init__({"transport": ""})
-        self.communicator, self.connection = communicator, connection
+        self.communicators, self.connections = [communicator], [connection]
         self._memory_bytes_max = memory_bytes_max
 
     def check(self, work: OpsWork) -> None:
@@ -157,20 +159,12 @@ async def attend(
     turn, room = asyncio.Lock(), asyncio.Semaphore(BENCH_PEERS_MAX)
 
     async def serve(side: S) -> None:
-        connection = side.connection
-        answering = asyncio.ensure_future(_answer(side, turn))
-        gone = asyncio.ensure_future(connection.wait_closed())
         try:
-            # A transfer whose peer has gone may not end for long.
-            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+            await _serve(side, turn)
+        except Exception:
+            # The end of one peer is not that of the others.
+            logger.exception("bench: %s", side.connection.peer)
         finally:
-            answering.cancel()
-            gone.cancel()
-            (why, _) = await asyncio.gather(answering, gone, return_exceptions=True)
-            if not isinstance(why, asyncio.CancelledError | ConnectionClosed):
-                logger.warning("bench: %s: %r", connection.peer, why)
-            await connection.close()
-            await side.take_back()
             room.release()
         ended(side)
 
@@ -181,13 +175,32 @@ async def attend(
             serving.create_task(serve(made(communicator, connection)))
 
 
-async def _answer(side: ServedSide, turn: asyncio.Lock) -> None:
+async def _serve(side: ServedSide, turn: asyncio.Lock) -> None:
     """Do what the peer asks, until it goes."""
+    connection = side.connection
+    answering = asyncio.ensure_future(_answer(side, turn))
+    gone = asyncio.ensure_future(connection.wait_closed())
+    try:
+        # A transfer whose peer has gone may not end for long.
+        await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        answering.cancel()
+        gone.cancel()
+        (why, _) = await asyncio.gather(answering, gone, return_exceptions=True)
+        if not isinstance(why, asyncio.CancelledError | ConnectionClosed):
+            logger.warning("bench: %s: %r", connection.peer, why)
+        try:
+            await connection.close()
+        finally:
+            await side.take_back()
+
+
+async def _answer(side: ServedSide, turn: asyncio.Lock) -> None:
     buffer = bytearray(BENCH_CALL_BYTES_MAX)
     while True:
         async with asyncio.timeout(PATIENCE_S):
             count = await side.connection.recv(CALL_TAG, into=buffer)
-        async with turn, asyncio.timeout(PATIENCE_S):
+        async with turn, asyncio.timeout(TURN_S):
             said = await answer(side, bytes(buffer[:count]), side.calls)
         await side.connection.send(ANSWER_TAG, said)
 

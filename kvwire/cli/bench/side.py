@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar
@@ -52,6 +53,7 @@ class Work:
 
 
 W = TypeVar("W", bound=Work)
+C = TypeVar("C")
 
 
 class BenchSide(Generic[W]):
@@ -61,12 +63,18 @@ class BenchSide(Generic[W]):
     is prepare and use, drive and serve at the same time, and verify; before the first
     one of a work there is one more, with fill before and digest after it. Only drive
     and serve are timed.
+
+    Attributes:
+        opened: What is closed with the side.
+        memory: What a work moves, of a side that has all of it in one piece.
     """
 
     work_type: ClassVar[type[Work]] = Work
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = options
+        self.opened = AsyncExitStack()
+        self.memory: Bytes = np.zeros(0, np.uint8)
 
     def check(self, work: W) -> None:
         """Raise if a work must not be done."""
@@ -89,6 +97,7 @@ class BenchSide(Generic[W]):
 
     async def fill(self, work: W) -> None:
         """Have random bytes in the memory of a work, which the next round replaces."""
+        await fill(self.memory)
 
     async def drive(self, work: W) -> Sequence[float]:
         """Left: one round; the answer is the seconds of everything that is timed."""
@@ -99,7 +108,7 @@ class BenchSide(Generic[W]):
 
     async def digest(self, work: W) -> str:
         """Digest what a round has moved: both sides have the same."""
-        return ""
+        return digest(self.memory)
 
     async def verify(self, work: W) -> None:
         """Left: raise if what the last round has moved is not what it should be."""
@@ -110,6 +119,7 @@ class BenchSide(Generic[W]):
 
     async def close(self) -> None:
         """End what was begun."""
+        await self.opened.aclose()
 
 
 CALLS: Final = frozenset(n for n in vars(BenchSide) if n[0] != "_") - {
@@ -128,6 +138,26 @@ async def each_timed(
         began = clock()
         await once(number)
         seconds.append(clock() - began)
+    return seconds
+
+
+async def setups_timed(
+    count: int,
+    connect: Callable[[], Awaitable[C]],
+    transfer: Callable[[C], Awaitable[object]],
+    close: Callable[[C], Awaitable[None]],
+) -> list[float]:
+    """Make connections; seconds of each, of its first transfer and of its second."""
+    clock, seconds = time.perf_counter, []
+    for _ in range(count):
+        times = [clock()]
+        connection = await connect()
+        times.append(clock())
+        for _ in range(2):
+            await transfer(connection)
+            times.append(clock())
+        await close(connection)
+        seconds += np.diff(times).tolist()
     return seconds
 
 

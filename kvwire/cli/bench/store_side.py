@@ -18,8 +18,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any, ClassVar, Final
@@ -43,16 +42,15 @@ SERVER: Final = "server"
 OBJECT: Final = "object"
 
 PUT: Final = "put"
-FIRST_PUT: Final = "put, new memory"
 FLUSHED_PUT: Final = "put, flushed"
 GET: Final = "get"
 COLD_GET: Final = "get, cold"
 ONE: Final = "get of one"
 MATCH: Final = "match"
-PUTS: Final = (PUT, FIRST_PUT, FLUSHED_PUT)
+PUTS: Final = (PUT, FLUSHED_PUT)
 # In their order; a match is of blocks of a size of its own.
 TIERS: Final = {
-    MEMORY: (PUT, FIRST_PUT, GET, ONE),
+    MEMORY: (PUT, GET, ONE),
     DISK: (PUT, FLUSHED_PUT, GET, COLD_GET, ONE),
     SERVER: (PUT, GET, ONE),
     OBJECT: (PUT, GET, ONE),
@@ -147,20 +145,16 @@ class StoreServerSide(BenchSide[StoreWork]):
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options)
         self._addresses: dict[int, str] = {}
-        self._open = AsyncExitStack()
 
     async def prepare(self, work: StoreWork) -> str:
         """Serve a store for a work; the answer is where."""
         if work.nbytes not in self._addresses:
-            enter = self._open.enter_async_context
+            enter = self.opened.enter_async_context
             store = await enter(kvwire.BlockStore.open([_memory(work, SETS)]))
             served = await enter(kvwire.StoreServer(store, f"{HOST}:0"))
             where = f"{served.address.host}:{served.address.port}"
             self._addresses[work.nbytes] = where
         return self._addresses[work.nbytes]
-
-    async def close(self) -> None:
-        await self._open.aclose()
 
 
 class BlocksSide(BenchSide[StoreWork]):
@@ -195,6 +189,25 @@ class BlocksSide(BenchSide[StoreWork]):
         raise NotImplementedError
 
 
+@dataclass(slots=True)
+class Stock:
+    """Blocks of one size: a cache that has them, one that wants them, and a store."""
+
+    store: kvwire.BlockStore
+    # Of a tier on a disk.
+    directory: str
+    have: Pool
+    want: Pool
+    # The last two that were put; the one that was used longer ago is first.
+    sets: list[list[bytes]] = field(default_factory=list)
+    # What came from the tier before this round.
+    read_blocks: int = 0
+
+    def read(self) -> int:
+        """Count the blocks that came from the tier itself."""
+        return [*self.store.stats().values()][-1].read_blocks
+
+
 class StoreSide(BlocksSide):
     """Keeps a store for each size of blocks, so that no round begins cold."""
 
@@ -207,160 +220,111 @@ class StoreSide(BlocksSide):
 
     async def use(self, work: StoreWork, given: str | None) -> None:
         if work.nbytes not in self.stocks:
-            place = self.options.get("place", "")
-            directory = f"{place}/{work.nbytes}" if place else ""
-            size, slab = work.room(SETS)
-            # With memory for one set in front: what is got next is not in it.
-            tiers = {
-                MEMORY: [_memory(work, SETS)],
-                DISK: [_memory(work, 1), f"disk:{directory}?size={size}B&slab={slab}B"],
-                SERVER: [_memory(work, 1), f"kvwire://{given}"],
-                OBJECT: [_memory(work, 1), f"object:file://{directory}"],
-            }[self.options["tier"]]
-            store = await kvwire.BlockStore.open(tiers)
-            self.stocks[work.nbytes] = Stock(work, directory, store)
-        await self.stocks[work.nbytes].prepare(work)
+            self.stocks[work.nbytes] = await self._new_stock(work, given)
+        stock = self.stocks[work.nbytes]
+        if work.verb == ONE and stock.sets:
+            # Of the other set, the last one left some in the memory in front.
+            await self.put(work)
+        if stock.directory:
+            await stock.store.flush()
+        while len(stock.sets) < 2 and work.verb not in PUTS:
+            await self.put(work)
+        if work.verb == COLD_GET:
+            drop(Path(stock.directory) / _IMAGES)
+        stock.want.memory[:] = 0
+        stock.read_blocks = stock.read()
+
+    async def _new_stock(self, work: StoreWork, server: str | None) -> Stock:
+        place = self.options.get("place", "")
+        directory = f"{place}/{work.nbytes}" if place else ""
+        size, slab = work.room(SETS)
+        # With memory for one set in front: what is got next is not in it.
+        tiers = {
+            MEMORY: [_memory(work, SETS)],
+            DISK: [_memory(work, 1), f"disk:{directory}?size={size}B&slab={slab}B"],
+            SERVER: [_memory(work, 1), f"kvwire://{server}"],
+            OBJECT: [_memory(work, 1), f"object:file://{directory}"],
+        }[self.options["tier"]]
+        opening = kvwire.BlockStore.open(tiers)
+        store = await self.opened.enter_async_context(opening)
+        transfer = work.transfer
+        # Written to, so that no page is missing when it is timed.
+        have, want = (
+            Pool(np.ones(transfer.memory_bytes, np.uint8), transfer, side)
+            for side in (LEFT, RIGHT)
+        )
+        return Stock(store, directory, have, want)
 
     async def fill(self, work: StoreWork) -> None:
-        stock = self.stocks[work.nbytes]
-        await fill(stock.have.memory)
+        await fill(self.stocks[work.nbytes].have.memory)
         # Twice, so that both sets that are got from now on have these bytes.
-        await stock.put()
-        await stock.put()
+        await self.put(work)
+        await self.put(work)
 
     async def put(self, work: StoreWork) -> None:
-        await self.stocks[work.nbytes].put(work.verb)
+        stock = self.stocks[work.nbytes]
+        # Hashes that nobody has used: who gets a block knows its name already.
+        names = [secrets.token_bytes(HASH_BYTES) for _ in range(work.set_blocks)]
+        outcome = await stock.store.put(names, stock.have.cache, stock.have.blocks)
+        if work.verb == FLUSHED_PUT:
+            await stock.store.flush()
+        require_complete(outcome)
+        stock.sets = [*stock.sets, names][-2:]
 
     async def get(self, work: StoreWork) -> None:
-        stock = self.stocks[work.nbytes]
-        await stock.get(range(work.set_blocks))
+        await self._get(self.stocks[work.nbytes], range(work.set_blocks))
 
     async def get_one(self, work: StoreWork, at: int) -> None:
-        await self.stocks[work.nbytes].get([at])
+        await self._get(self.stocks[work.nbytes], [at])
 
-    async def match(self, work: StoreWork) -> None:
-        await self.stocks[work.nbytes].match()
-
-    async def verify(self, work: StoreWork) -> None:
-        if work.verb != MATCH:
-            await self.stocks[work.nbytes].verify(work)
-
-    async def close(self) -> None:
-        for stock in self.stocks.values():
-            await stock.close()
-
-
-class Stock:
-    """Blocks of one size: a cache that has them, one that wants them, and a store."""
-
-    def __init__(
-        self, work: StoreWork, directory: str, store: kvwire.BlockStore
-    ) -> None:
-        nbytes = work.transfer.memory_bytes
-        # Written to, so that no page is missing when it is timed.
-        self.have: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, LEFT)
-        self.want: Pool = Pool(np.ones(nbytes, np.uint8), work.transfer, RIGHT)
-        self.store = store
-        # For one put, with memory that nobody has written to.
-        self.new: kvwire.BlockStore | None = None
-        # The last two that were put; the one that was used longer ago is first.
-        self.sets: list[list[bytes]] = []
-        self._directory = directory
-        self._work = work
-        self._last: list[bytes] = []
-        # Blocks that had come from the lowest tier before a round.
-        self._read = 0
-
-    async def prepare(self, work: StoreWork) -> None:
-        """Get ready for a round: nothing is on its way, and the wanted cache empty."""
-        if work.verb == FIRST_PUT:
-            await self._close_new()
-            self.new = await kvwire.BlockStore.open([_memory(work, 1)])
-        if work.verb == ONE and self.sets:
-            # Of the other set, the last one left some in the memory in front.
-            await self.put()
-        if self._directory:
-            await self.store.flush()
-        while len(self.sets) < 2 and work.verb not in PUTS:
-            await self.put()
-        if work.verb == COLD_GET:
-            drop(Path(self._directory) / _IMAGES)
-        self.want.memory[:] = 0
-        self._read = self._read_blocks()
-
-    async def put(self, verb: str = "") -> None:
-        """Put a new set, until it is kept."""
-        store = self.new if verb == FIRST_PUT and self.new else self.store
-        # Hashes that nobody has used: who gets a block knows its name already.
-        names = [secrets.token_bytes(HASH_BYTES) for _ in range(self._work.set_blocks)]
-        outcome = await store.put(names, self.have.cache, self.have.blocks)
-        if verb == FLUSHED_PUT:
-            await store.flush()
-        require_complete(outcome)
-        self._last = names
-        if store is self.store:
-            self.sets = [*self.sets, names][-2:]
-
-    async def get(self, which: Sequence[int]) -> None:
+    async def _get(self, stock: Stock, which: Sequence[int]) -> None:
         """Get some of the set that was used longer ago, the first block first."""
         if which[0] == 0:
-            self.sets.reverse()
-        names, blocks = self.sets[-1], self.want.blocks
+            stock.sets.reverse()
+        names, blocks = stock.sets[-1], stock.want.blocks
         require_complete(
-            await self.store.get(
+            await stock.store.get(
                 [names[at] for at in which],
-                self.want.cache,
+                stock.want.cache,
                 [blocks[at] for at in which],
             )
         )
 
-    async def match(self) -> None:
+    async def match(self, work: StoreWork) -> None:
         """Match a set that is not in the memory in front of a tier."""
-        names = self.sets[0]
-        found = await self.store.match(names)
-        if found != len(names):
-            raise RuntimeError(f"{found} of {len(names)} hashes match")
+        stock = self.stocks[work.nbytes]
+        found = await stock.store.match(stock.sets[0])
+        if found != work.set_blocks:
+            raise RuntimeError(f"{found} of {work.set_blocks} hashes match")
 
     async def verify(self, work: StoreWork) -> None:
         """Compare what was got with what was put; what was put last is got first."""
+        stock = self.stocks[work.nbytes]
+        if work.verb == MATCH:
+            return
         if work.verb in PUTS:
-            store, self.new = self.new or self.store, None
-            got = await store.get(self._last, self.want.cache, self.want.blocks)
+            blocks = stock.want.blocks
+            got = await stock.store.get(stock.sets[-1], stock.want.cache, blocks)
             require_complete(got)
-            if store is not self.store:
-                await store.close()
         else:
-            came = self._read_blocks() - self._read
+            came = stock.read() - stock.read_blocks
             if came != work.count:
                 raise RuntimeError(
                     f"{came} of {work.count} blocks came from the tier itself"
                 )
-            if work.count < len(self.sets[-1]):
-                self.sets.pop()  # the rest was not used, and goes before older sets
-        await asyncio.to_thread(self.compare, min(work.count, work.set_blocks))
+            if work.count < work.set_blocks:
+                stock.sets.pop()  # the rest was not used, and goes before older sets
+        await asyncio.to_thread(compare, stock, work)
 
-    async def close(self) -> None:
-        """Close the store, and the one that was made for a put."""
-        await self._close_new()
-        await self.store.close()
 
-    async def _close_new(self) -> None:
-        new, self.new = self.new, None
-        if new is not None:
-            await new.close()
-
-    def _read_blocks(self) -> int:
-        return [*self.store.stats().values()][-1].read_blocks
-
-    def compare(self, count: int) -> None:
-        """Compare the first blocks of the wanted cache with what was put."""
-        shape = (self._work.layers, self._work.set_blocks, -1)
-        have, want = (
-            pool.fragments().reshape(shape)[:, :count]
-            for pool in (self.have, self.want)
-        )
-        if not np.array_equal(have, want):
-            raise RuntimeError("what was got are not the bytes that were put")
+def compare(stock: Stock, work: StoreWork) -> None:
+    """Compare the first blocks of the wanted cache with what was put."""
+    have, want = (
+        pool.fragments().reshape(work.layers, work.set_blocks, -1)[:, : work.count]
+        for pool in (stock.have, stock.want)
+    )
+    if not np.array_equal(have, want):
+        raise RuntimeError("what was got are not the bytes that were put")
 
 
 def _memory(work: StoreWork, sets: int) -> str:

@@ -23,7 +23,7 @@ from typing import Final
 from kvwire import UsageError
 from kvwire.backend import Finding
 from kvwire.limits import LANES_MAX, MIB
-from kvwire.observe.page import in_bytes
+from kvwire.types import in_bytes
 
 # A driver that hangs must not hang the doctor.
 _ASK_TIMEOUT_S: Final = 10.0
@@ -55,7 +55,7 @@ Judgement = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostFiles:
     """Reads a machine whose ``proc``, ``sys`` and ``dev`` lie below ``root``.
 
     Attributes:
@@ -74,12 +74,12 @@ class Host:
 
     @property
     def process(self) -> Path:
-        """The folder of the process."""
+        """Return the folder of the process."""
         return self.root / "proc" / str(self.pid or "self")
 
     @property
     def container(self) -> str:
-        """What runs this container: "docker", say; "" outside of one."""
+        """Name what runs this container: "docker", say; "" outside of one."""
         if "KUBERNETES_SERVICE_HOST" in self.environment:
             return "kubernetes"
         if (self.root / "run/.containerenv").exists():
@@ -122,7 +122,7 @@ class Host:
         return found is not None and bool(int(found[1], 16) >> capability & 1)
 
 
-def check(host: Host) -> tuple[Finding, ...]:
+def check(host: HostFiles) -> tuple[Finding, ...]:
     """Make every finding, in their order: what has a remedy is a warning."""
     return tuple(
         Finding(name=name, state="warn" if remedy else "ok", text=text, remedy=remedy)
@@ -134,7 +134,7 @@ def check(host: Host) -> tuple[Finding, ...]:
 # --- each check -----------------------------------------------------------------------
 
 
-def _gpus(host: Host) -> Judgement:
+def _gpus(host: HostFiles) -> Judgement:
     """Name NVIDIA GPUs, and whether this process can open them."""
     folder, asked = host.root / "proc/driver/nvidia", False
     version = re.search(
@@ -175,7 +175,7 @@ def _ask_nvidia_smi() -> list[str]:
     return done.stdout.splitlines()
 
 
-def _expandable_segments(host: Host) -> Judgement:
+def _expandable_segments(host: HostFiles) -> Judgement:
     """Memory from cuMemMap has no CUDA IPC handle, and not every stack registers it.
 
     openucx/ucx #11548, ai-dynamo/nixl #1754: registering succeeds, and the bytes then
@@ -194,7 +194,7 @@ def _expandable_segments(host: Host) -> Judgement:
     )
 
 
-def _rdma(host: Host) -> Judgement:
+def _rdma(host: HostFiles) -> Judgement:
     """Name RDMA devices, whether a port is up, and whether they can be opened."""
     found = dict(host.rdma_ports())
     if not found:
@@ -214,7 +214,7 @@ def _rdma(host: Host) -> Judgement:
     return ports, ""
 
 
-def _locked_memory(host: Host) -> Judgement:
+def _locked_memory(host: HostFiles) -> Judgement:
     """RDMA pins the memory it reaches, and the kernel counts that."""
     limit = host.limit("Max locked memory")
     if limit is None:
@@ -230,7 +230,7 @@ def _locked_memory(host: Host) -> Judgement:
     )
 
 
-def _pid_namespace(host: Host) -> Judgement:
+def _pid_namespace(host: HostFiles) -> Judgement:
     """Processes of two PID namespaces cannot name each other."""
     container = host.container
     inside = f"in a container ({container})" if container else "in no known container"
@@ -249,7 +249,7 @@ def _pid_namespace(host: Host) -> Judgement:
     )
 
 
-def _ptrace(host: Host) -> Judgement:
+def _ptrace(host: HostFiles) -> Judgement:
     """Reading another process's memory, which is what ``local`` does, is tracing it.
 
     Scopes as in Documentation/admin-guide/LSM/Yama.rst of the kernel.
@@ -275,7 +275,7 @@ def _ptrace(host: Host) -> Judgement:
     )
 
 
-def _shared_memory(host: Host) -> Judgement:
+def _shared_memory(host: HostFiles) -> Judgement:
     """Judge /dev/shm, where UCX, NCCL and `local` share memory within one host."""
     try:
         found = os.statvfs(host.root / "dev/shm")
@@ -293,7 +293,7 @@ def _shared_memory(host: Host) -> Judgement:
     )
 
 
-def _libraries(host: Host) -> Judgement:
+def _libraries(host: HostFiles) -> Judgement:
     """Two copies of one library in a process: ai-dynamo/nixl #1668, vLLM #32379."""
     loaded: dict[str, set[str]] = {"nccl": set(), "ucp": set()}
     for path, name in _LIBRARIES.findall(_text(host.process / "maps")):
@@ -309,7 +309,7 @@ def _libraries(host: Host) -> Judgement:
     return f"loaded: {', '.join(every) or 'none'}", ""
 
 
-def _descriptors(host: Host) -> Judgement:
+def _descriptors(host: HostFiles) -> Judgement:
     """Judge the limit of descriptors: a connection is a socket, a lane another."""
     limit = host.limit("Max open files")
     if limit is None or limit == UNLIMITED or limit >= _FILES_MIN:
@@ -331,7 +331,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-_CHECKS: Final[dict[str, Callable[[Host], Judgement]]] = {
+_CHECKS: Final[dict[str, Callable[[HostFiles], Judgement]]] = {
     "GPU": _gpus,
     "torch allocator": _expandable_segments,
     "RDMA": _rdma,

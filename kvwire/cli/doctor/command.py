@@ -16,7 +16,7 @@ from rich.console import Console
 import kvwire
 from kvwire import Address, Config, UsageError
 from kvwire.cli.bench.peer import attend_at
-from kvwire.cli.doctor.checks import Host
+from kvwire.cli.doctor.checks import HostFiles
 from kvwire.cli.doctor.examination import Examination, examine
 from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport, examine_peer
 from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
@@ -53,7 +53,7 @@ def doctor(
     if peer and listen:
         raise UsageError("--peer and --listen: one at a time")
     wanted = Config.load(config)
-    found = examine(wanted, Host(pid=pid))
+    found = examine(wanted, HostFiles(pid=pid))
     if peer:
         done = asyncio.run(_ask_peer(wanted, Address.parse(peer), found))
         _show(done, json)

@@ -19,7 +19,7 @@ from typing import Final
 import kvwire
 from kvwire.backend import Finding, registry
 from kvwire.backend.selection import check_transports
-from kvwire.cli.doctor.checks import Host, check
+from kvwire.cli.doctor.checks import HostFiles, check
 from kvwire.config import Config
 from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.security.keys import load_keys
@@ -73,7 +73,7 @@ class Examination:
         return (finding for finding in self.asked if finding.state == "missing")
 
 
-def examine(config: Config, host: Host) -> Examination:
+def examine(config: Config, host: HostFiles) -> Examination:
     """Look at a host, and at one of its processes."""
     # First: it loads the libraries that the process is then seen to have.
     backends = installed()

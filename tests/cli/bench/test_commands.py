@@ -16,15 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvwire.backend import Availability, Capabilities, registry
-from kvwire.cli.bench import (
-    fragments,
-    many,
-    messages,
-    ops,
-    overlap,
-    setup,
-    store,
-)
+from kvwire.cli.bench import fragments, many, ops, overlap, store
 from kvwire.cli.bench.store_side import can_drop
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
@@ -85,13 +77,13 @@ RUNS = {
             *("kvwire", "bare sockets"),
         ),
         ["64 B round trip, us", "ratio"],
-        {(messages, "SIZES"): (64 * KIB, 256 * KIB)},
+        {(ops, "SIZES"): (64 * KIB, 256 * KIB)},
     ),
     "setup": Run(
         "",
-        each([f"tcp {name}" for name in setup.COLUMNS], "kvwire tcp", "uvloop streams"),
+        each([f"tcp {name}" for name in ops.COLUMNS], "kvwire tcp", "uvloop streams"),
         ["tcp first transfer, us"],
-        {(setup, "CONNECTIONS"): 3},
+        {(ops, "CONNECTIONS"): 3},
     ),
     "fragments": Run(
         "--transport tcp --sizes-kib 4 --round-mib 2",
@@ -149,7 +141,7 @@ RUNS = {
         "--tiers memory --blocks small --quick",
         each(
             [
-                *(f"memory 64 KiB {v}" for v in ("put", "put, new memory", "get")),
+                *(f"memory 64 KiB {v}" for v in ("put", "get")),
                 *("memory 64 KiB get of one", "memory 4 KiB match"),
             ],
             "kvwire memory",
@@ -230,7 +222,7 @@ def test_every_tier_is_measured_by_processes(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
     cold = ["get, cold"] * can_drop(place)
     verbs = {
-        "memory": ("put", "put, new memory", "get", "get of one"),
+        "memory": ("put", "get", "get of one"),
         "disk": ("put", "put, flushed", "get", *cold, "get of one"),
         "server over tcp": ("put", "get", "get of one"),
         "object": ("put", "get", "get of one"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
 
-from kvwire.cli.bench import pair
+from kvwire.cli.bench import bare, pair
 from kvwire.cli.bench.bare import SocketsSide
 from kvwire.cli.bench.operations import OpsSide, OpsWork
 from kvwire.cli.bench.pair import BenchError, Contender, SideProcess
@@ -51,13 +52,13 @@ def test_bytes_that_change_on_the_way_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Contender("it", SocketsSide).start() as found:
-        receive = SocketsSide.receive_into
+        receive = bare.receive_into
 
-        def damaged(side: SocketsSide[OpsWork], part: memoryview) -> None:
-            receive(side, part)
+        def damaged(source: socket.socket, part: memoryview) -> None:
+            receive(source, part)
             part[-1] ^= 1
 
-        monkeypatch.setattr(SocketsSide, "receive_into", damaged)
+        monkeypatch.setattr(bare, "receive_into", damaged)
         with pytest.raises(BenchError, match="what arrived is not what was sent"):
             found.check(BULK[0])
 

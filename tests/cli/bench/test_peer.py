@@ -20,7 +20,7 @@ import pytest
 
 import kvwire
 from kvwire import Address
-from kvwire.cli.bench import messages, peer
+from kvwire.cli.bench import ops, peer
 from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import BenchError
 from kvwire.cli.bench.peer import PROFILE, PeerSide, ServedSide, attend
@@ -80,7 +80,7 @@ def test_two_processes_with_a_key_measure_every_benchmark(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(messages, "SIZES", (64 * KIB,))
+    monkeypatch.setattr(ops, "SIZES", (64 * KIB,))
     out = tmp_path / "found.json"
     few = ["--transport", "tcp", "--round-mib", "1", "--rounds", "1"]
     with serving() as (address, process):
@@ -183,13 +183,13 @@ async def test_a_peer_that_vanishes_midway_is_an_error(
     with serving() as (address, process):
         async with connected(Address.parse(address)) as side:
             await side.use(work, None)
-            once, done = side._once, asyncio.Event()
+            begin, done = side._begin, asyncio.Event()
 
             async def counted(work: OpsWork, connection: kvwire.Connection) -> None:
-                await once(work, connection)
+                await begin(work, connection)
                 done.set()
 
-            monkeypatch.setattr(side, "_once", counted)
+            monkeypatch.setattr(side, "_begin", counted)
             driving = asyncio.create_task(side.drive(work))
             await done.wait()
             process.kill()
@@ -232,6 +232,39 @@ async def test_two_peers_take_turns() -> None:
             await asyncio.wait_for(asyncio.shield(second), 0.1)
         one.connection.abort()
         assert len(await second) == 1
+
+
+async def test_a_call_that_does_not_end_is_over_after_its_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peer, "TURN_S", 0.5)
+    async with (
+        served() as (address, _),
+        connected(address) as one,
+        connected(address) as two,
+    ):
+        for side in (one, two):
+            await side.use(PUSH, "")
+        await begin_serving(one)
+        assert len(await two.drive(PUSH)) == 1
+        await one.connection.wait_closed()
+    assert "TimeoutError" in caplog.text
+
+
+async def test_an_end_that_fails_is_not_that_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def failing(side: ServedSide) -> None:
+        raise OSError("no way back")
+
+    monkeypatch.setattr(peer, "BENCH_PEERS_MAX", 1)
+    monkeypatch.setattr(ServedSide, "take_back", failing)
+    async with served() as (address, ended):
+        for _ in range(2):
+            async with connected(address) as side:
+                assert await side.cpu() > 0
+    assert len(ended) == 2
+    assert sum(record.exc_info is not None for record in caplog.records) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvwire import UsageError
-from kvwire.cli.doctor.checks import CAP_IPC_LOCK, CAP_SYS_PTRACE, Host, check
+from kvwire.cli.doctor.checks import CAP_IPC_LOCK, CAP_SYS_PTRACE, HostFiles, check
 from tests.cli.doctor.hosts import GPU, IB, limits, tree
 
 PORT = "mlx5_0:1 ACTIVE 200 Gb/sec InfiniBand"
@@ -148,7 +148,7 @@ def test_a_check_says_what_is_so_and_what_to_do(
     tmp_path: Path,
 ) -> None:
     """What has a remedy is a warning."""
-    host = Host(root=tree(tmp_path, files), environment=environment)
+    host = HostFiles(root=tree(tmp_path, files), environment=environment)
     found = {finding.name: finding for finding in check(host)}
     assert len(found) == 9
     assert text in found[name].text
@@ -169,7 +169,7 @@ def test_shared_memory(
         return os.statvfs_result((4096, 4096, mib * 256, *[0] * 7))
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    (found,) = (f for f in check(Host(root=tmp_path)) if f.name == "shared memory")
+    (found,) = (f for f in check(HostFiles(root=tmp_path)) if f.name == "shared memory")
     assert text in found.text
     assert remedy in found.remedy
 
@@ -198,7 +198,7 @@ def test_nvidia_smi_is_asked_where_proc_knows_no_driver(
         return subprocess.CompletedProcess(command, 0, text)
 
     monkeypatch.setattr(subprocess, "run", run)
-    found, *_ = check(Host(root=tmp_path, environment={}))
+    found, *_ = check(HostFiles(root=tmp_path, environment={}))
     assert said in found.text
     assert found.state == "ok"
 
@@ -215,7 +215,7 @@ def test_the_namespace_of_the_host_has_a_fixed_number(
 ) -> None:
     (tree(tmp_path, limits()) / "proc/self/ns").mkdir()
     (tmp_path / "proc/self/ns/pid").symlink_to(link)
-    (found,) = (f for f in check(Host(root=tmp_path)) if f.name == "PID namespace")
+    (found,) = (f for f in check(HostFiles(root=tmp_path)) if f.name == "PID namespace")
     assert said in found.text
     assert remedy in found.remedy
 
@@ -230,7 +230,7 @@ def test_only_settings_of_transports_are_taken(
     environ = "UCX_TLS=sm,tcp\0HF_TOKEN=secret\0PATH=/bin\0"
     files = {"proc/77/environ": environ, "proc/77/limits": limits(files="9")[LIMITS]}
     mine = {ALLOC: "expandable_segments:True", "KVWIRE_PSK_FILE": "/etc/key"}
-    host = Host(root=tree(tmp_path, files), pid=pid, environment=mine)
+    host = HostFiles(root=tree(tmp_path, files), pid=pid, environment=mine)
     assert set(host.settings()) == names
     assert host.limit("Max open files") == (9 if pid else None)
 
@@ -238,9 +238,9 @@ def test_only_settings_of_transports_are_taken(
 def test_a_process_that_is_not_there(tmp_path: Path) -> None:
     """An empty examination would look as if it were well."""
     with pytest.raises(UsageError, match="--pid 77: this system has no /proc"):
-        Host(root=tmp_path, pid=77)
+        HostFiles(root=tmp_path, pid=77)
     with pytest.raises(UsageError, match="--pid 77: there is no such process"):
-        Host(root=tree(tmp_path, limits()), pid=77)
+        HostFiles(root=tree(tmp_path, limits()), pid=77)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc on this system")
@@ -248,5 +248,5 @@ def test_this_process_is_what_the_system_says() -> None:
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for host in (Host(), Host(pid=os.getpid())):
+    for host in (HostFiles(), HostFiles(pid=os.getpid())):
         assert host.limit("Max open files") == soft

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from kvwire.backend import Finding
-from kvwire.cli.doctor.checks import Host, check
+from kvwire.cli.doctor.checks import HostFiles, check
 from kvwire.cli.doctor.examination import Transport
 from kvwire.cli.doctor.peer import PeerReport, Rate, Trial
 from kvwire.cli.doctor.screen import (
@@ -118,7 +118,7 @@ def test_the_worst_host_keeps_every_remedy(tmp_path: Path) -> None:
         ".dockerenv": "",
     }
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    host = Host(root=tree(tmp_path, files), environment=settings)
+    host = HostFiles(root=tree(tmp_path, files), environment=settings)
     (tmp_path / "proc/self/ns").mkdir()
     (tmp_path / "proc/self/ns/pid").symlink_to("pid:[1]")
     ill = tuple(f for f in check(host) if f.name != "shared memory")
