@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 import kvwire
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
@@ -12,30 +13,36 @@ from kvwire.testing.harness import loopback
 from tests.scenarios.world import SPEC, Memory
 
 
+class Scrape:
+    """What a collector says at the moment, of one communicator or store."""
+
+    def __init__(self, collector: Collector, **labels: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(collector)
+        self._labels = labels
+
+    def __call__(self, metric: str, **labels: str) -> float | None:
+        return self._registry.get_sample_value(metric, self._labels | labels)
+
+
 async def test_a_scrape_shows_what_has_happened() -> None:
     async with loopback(name="one") as pair:
-        registry = CollectorRegistry()
-        registry.register(CommunicatorCollector(pair.a))
-        labels = {"communicator": "one"}
-        assert registry.get_sample_value("kvwire_connections_total", labels) == 1
-        where = {**labels, "transport": "inproc"}
-        assert registry.get_sample_value("kvwire_open_connections", where) == 1
-
+        value = Scrape(CommunicatorCollector(pair.a), communicator="one")
+        assert value("kvwire_connections_total") == 1
+        assert value("kvwire_open_connections", transport="inproc") == 1
         out = pair.b.publish("x", Memory().cache, [0, 1])
         out.ready()
         out.finish()
         inc = pair.ab.pull("x", Memory().cache, [2, 3])
         outcome = await inc
-        got = registry.get_sample_value("kvwire_received_bytes_total", labels)
-        assert got == outcome.nbytes > 0
-        ended = {**labels, "outcome": "complete"}
-        assert registry.get_sample_value("kvwire_transfers_total", ended) == 1
-        failed = {**labels, "outcome": "failed"}  # it is there before there is one
-        assert registry.get_sample_value("kvwire_transfers_total", failed) == 0
+        assert value("kvwire_received_bytes_total") == outcome.nbytes > 0
+        assert value("kvwire_transfers_total", outcome="complete") == 1
+        # It is there before there is one.
+        assert value("kvwire_transfers_total", outcome="failed") == 0
         assert (await out).complete
         assert pair.b.counters.sent_bytes == outcome.nbytes
         await inc.drained()
-        assert registry.get_sample_value("kvwire_quarantined_bytes", labels) == 0
+        assert value("kvwire_quarantined_bytes") == 0
 
 
 async def test_failed_transfers_and_lost_connections_are_counted() -> None:
@@ -49,19 +56,15 @@ async def test_failed_transfers_and_lost_connections_are_counted() -> None:
         assert pair.a.counters.connections_lost == 1
 
 
-async def test_a_scrape_shows_a_store_and_its_tiers(tmp_path: Path) -> None:
+async def test_a_scrape_shows_a_store_its_tiers_and_its_tenants(tmp_path: Path) -> None:
     memory, disk = "memory:1MiB", f"disk:{tmp_path}?size=1MiB"
     hashes = [bytes([i]) * 32 for i in range(3)]
-    async with kvwire.BlockStore.open([memory, disk]) as store:
-        registry = CollectorRegistry()
-        registry.register(StoreCollector(store, "cache"))
+    tenants = ["t?quota=64KiB"]
+    async with kvwire.BlockStore.open([memory, disk], tenants=tenants) as store:
+        value = Scrape(StoreCollector(store, "cache"), store="cache")
         await store.put(hashes[:2], Memory().cache, [0, 1])
         await store.put(hashes[:2], Memory().cache, [0, 1])
         await store.get(hashes, Memory().cache, [0, 1, 2])
-
-        def value(metric: str, **labels: str) -> float | None:
-            return registry.get_sample_value(metric, {"store": "cache", **labels})
-
         assert value("kvwire_store_puts_total") == 2
         assert value("kvwire_store_stored_blocks_total") == 2
         assert value("kvwire_store_present_blocks_total") == 2
@@ -71,21 +74,9 @@ async def test_a_scrape_shows_a_store_and_its_tiers(tmp_path: Path) -> None:
         assert value("kvwire_store_written_blocks_total", tier=disk) == 2
         assert value("kvwire_store_blocks", tier=memory) == 2
         assert value("kvwire_store_trouble", tier=disk) == 0
-
-
-async def test_a_scrape_shows_what_each_tenant_has() -> None:
-    tier = "memory:1MiB"
-    async with kvwire.BlockStore.open([tier], tenants=["t?quota=64KiB"]) as store:
-        registry = CollectorRegistry()
-        registry.register(StoreCollector(store, "cache"))
         await store.put([b"a", b"b"], Memory().cache, [0, 1], tenant="t")
-        of = {"store": "cache", "tenant": "t"}
-        stored = registry.get_sample_value(
-            "kvwire_store_tenant_stored_blocks_total", of
-        )
-        assert stored == 2
-        of["tier"] = tier
-        quota = registry.get_sample_value("kvwire_store_tenant_quota_bytes", of)
-        assert quota == 64 * 1024
-        used = registry.get_sample_value("kvwire_store_tenant_used_bytes", of)
-        assert used == store.tenant_stats()["t"].tiers[tier].used_bytes > 0
+        assert value("kvwire_store_tenant_stored_blocks_total", tenant="t") == 2
+        where = {"tenant": "t", "tier": memory}
+        assert value("kvwire_store_tenant_quota_bytes", **where) == 64 * 1024
+        used = value("kvwire_store_tenant_used_bytes", **where)
+        assert used == store.tenant_stats()["t"].tiers[memory].used_bytes > 0
