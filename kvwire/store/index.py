@@ -42,7 +42,7 @@ import numpy.typing as npt
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.eviction import EVICTIONS, EvictionQueue, Key, Keys, SlotState, each
 from kvwire.store.tenants import Shares
-from kvwire.store.tiers.slabs import Slabs, rounded
+from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
 __all__ = ["NO_SLOT", "Index", "IndexedSlots", "Key", "Keys", "Orders"]
 
@@ -185,8 +185,8 @@ class Index:
 
     def fits(self, nbytes: int, tenant: int = 0) -> bool:
         """Tell whether a block has room at all, beside what a tenant may keep."""
-        half = self.shares.quota_bytes.item(tenant) // 2
-        return rounded(nbytes) <= min(half, self.slabs.slab_bytes)
+        half = self.shares.quota_bytes.item(tenant) // 2 // GRAIN_BYTES * GRAIN_BYTES
+        return nbytes <= min(half, self.slabs.slab_bytes)
 
     def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take up to so many free slots for blocks of ``nbytes``; each is pinned."""

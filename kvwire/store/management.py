@@ -8,7 +8,7 @@ from kvwire.clock import yields_before_raising
 from kvwire.driver.loop_thread import AsyncWith, LoopThread
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.blocks import Bits
-from kvwire.kv.paged import PagedCache
+from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.store.index import Keys
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of
@@ -186,8 +186,17 @@ class StoreManagement(AsyncWith):
         if tenant:
             self._tiers.tenants.require(tenant)
         groups, lossy = cache.groups, self._tiers.lossy
+        if hash_tokens is None:
+            return computed_once(
+                cache,
+                ("namespaces", tenant, lossy),
+                lambda: {
+                    name: namespace_of(group, None, tenant, lossy)
+                    for name, group in groups.items()
+                },
+            )
         tokens: Mapping[str, int | None]
-        if hash_tokens is not None and isinstance(hash_tokens, Mapping):
+        if isinstance(hash_tokens, Mapping):
             tokens = hash_tokens
         else:
             tokens = dict.fromkeys(groups, hash_tokens)

@@ -28,10 +28,10 @@ CEILINGS: Final = {
     "send, 1 MiB": (242, 3),
     "put, 64 KiB": (220, 3),
     "get, 64 KiB": (187, 2),
-    "store put, 64 KiB": (454, 2.125),
-    "store get, 64 KiB": (366, 2.125),
-    "store put, 1 MiB": (875, 6),
-    "store get, 1 MiB": (828, 6),
+    "store put, 64 KiB": (441, 2.125),
+    "store get, 64 KiB": (359, 2.125),
+    "store put, 1 MiB": (862, 6),
+    "store get, 1 MiB": (812, 6),
 }
 # A wake-up more or less; a ping.
 _MARGIN: Final = 1.03

@@ -142,8 +142,10 @@ class GetOperation(Operation):
         # Taking may have waited: somebody else may have brought some of them.
         free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)
         mine = free.nonzero()[0][-taken.size :]
-        memory.give_back(taken[mine.size :])
-        taken, keys, orders = taken[: mine.size], keys[mine], orders[mine]
+        if mine.size < taken.size:
+            memory.give_back(taken[mine.size :])
+            taken = taken[: mine.size]
+        keys, orders = keys[mine], orders[mine]
         positions = positions[mine]
         landed = np.zeros(mine.size, np.bool_)
         memory.in_flight.begin(keys)
@@ -167,7 +169,8 @@ class GetOperation(Operation):
                 memory.index.name(keys[landed], taken[landed], since)
         finally:
             memory.in_flight.end(keys)
-            memory.give_back(taken[~landed])
+            if not all_of(landed):
+                memory.give_back(taken[~landed])
         if any_of(landed):
             await self._hand_out(request, positions[landed], taken[landed])
         return positions[landed], positions[~landed]

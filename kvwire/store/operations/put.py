@@ -115,12 +115,14 @@ class PutOperation(Operation):
         if copying:
             # Without room for all, the head of the chain comes last and stays.
             mine = lacking[max(0, lacking.size - taken.size) :]
-            memory.give_back(taken[mine.size :])
-            taken = taken[: mine.size]
+            if mine.size < taken.size:
+                memory.give_back(taken[mine.size :])
+                taken = taken[: mine.size]
         else:
             mine, taken = lacking, self._arrived[positions[lacking]]
             self._arrived[positions[lacking]] = NO_SLOT
-        memory.index.pin(keys[held], slots[held])
+        if any_of(held):
+            memory.index.pin(keys[held], slots[held])
         memory.in_flight.begin(keys[mine])
         try:
             if mine.size:

@@ -120,7 +120,8 @@ class MemoryTier:
     def unpin(self, keys: Keys, slots: Ids) -> None:
         """Let go of named slots."""
         self.index.unpin(keys, slots)
-        self._notify()
+        if self._changed is not None:
+            self._notify()
 
     async def delete(self, keys: Keys) -> None:
         """Forget blocks; nobody reads them or writes them down any more.
