@@ -30,7 +30,7 @@ Pythons = Annotated[
 ]
 
 app = App(name="python -m tests.bench", help=__doc__)
-# Codecs are measured with the demo's KV, and pictures drawn as the demo draws them.
+# Codecs are measured with the demo's KV.
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 
@@ -158,16 +158,6 @@ def counts(*, transport: str = "tcp") -> None:
         print(f"{name}: {asyncio.run(counting.count(work, transport))}")
 
 
-app.command(
-    "tests.bench.control:command",
-    name="control",
-    help="The CPU that layers of a transfer cost.",
-)
-app.command(
-    "tests.bench.picture:command",
-    name="picture",
-    help="Draw what a benchmark has written.",
-)
 app.command(
     "tests.bench.codecs:command",
     name="codecs",
