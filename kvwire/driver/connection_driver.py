@@ -190,7 +190,11 @@ class ConnectionDriver(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
-        place = self._destination(arrival)
+        place: Payload | None
+        if arrival.place is _CONTROL:
+            place = memoryview(bytearray(arrival.header.length))
+        else:
+            place = self._destination(arrival)
         landing = _Landing(arrival, place)
         if isinstance(place, Fragments):
             landing.payload = landing_for(place, arrival.header, self._copies, arrival)
@@ -229,8 +233,10 @@ class ConnectionDriver(LinkHandler):
 
     def frame_sent(self, link: Link, token: object) -> None:
         assert isinstance(token, Chunk)
-        self.staging.sent(token)
-        self._copies.give_back(token)
+        if self.staging.leaving:
+            self.staging.sent(token)
+        if self._copies.lent_bytes:
+            self._copies.give_back(token)
         self._core.chunk_sent(token)
         self.run()
 
@@ -375,7 +381,7 @@ class ConnectionDriver(LinkHandler):
         while link.queued_bytes < LINK_QUEUE_BYTES and queued_bytes < WAKEUP_BYTES:
             if (lanes.open or not lanes.fallback) and scheduler.full:
                 break
-            if not ready and self.staging.full:
+            if not ready and self.staging.waiting is not None:
                 break
             endpoint = scheduler.pick(link.queued_bytes) if lanes.open else None
             if ready:

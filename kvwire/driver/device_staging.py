@@ -49,6 +49,8 @@ class DeviceStaging:
     Attributes:
         ready: Chunks in host memory that are to be sent, oldest first.
         landing: Arrivals that have a slot.
+        leaving: Chunks that have one.
+        waiting: A chunk that waits for one; then none is taken from the core.
     """
 
     def __init__(
@@ -70,9 +72,9 @@ class DeviceStaging:
         self._check_ended = check_ended
         # As many as there are devices in this host.
         self._slots: dict[Device, tuple[_Slots, _Slots]] = {}
-        self._waiting: Chunk | None = None
+        self.waiting: Chunk | None = None
         # Chunks and arrivals that have a slot; bounded: STAGING_SLOTS for each device
-        self._leaving: dict[Chunk, _Slot] = {}
+        self.leaving: dict[Chunk, _Slot] = {}
         self.landing: dict[ChunkArrival, _Slot] = {}
         self._copying = 0
         self._paused = False
@@ -110,18 +112,13 @@ class DeviceStaging:
 
     # --- outbound ---------------------------------------------------------------------
 
-    @property
-    def full(self) -> bool:
-        """Tell whether a chunk waits for a slot; then none is taken from the core."""
-        return self._waiting is not None
-
     def whole(self, buffer: BufferId) -> Payload:
         """Return all of a buffer, where it has always been."""
         return self._buffers.whole(buffer)
 
     def payload(self, chunk: Chunk) -> Payload:
         """Return the bytes of a chunk: in its slot, or where they have always been."""
-        slot = self._leaving.get(chunk)
+        slot = self.leaving.get(chunk)
         if slot is not None:
             return slot.view
         return self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
@@ -131,10 +128,10 @@ class DeviceStaging:
         assert source.device is not None
         slots, _ = self._slots[source.device]
         if not slots.free:
-            assert self._waiting is None
-            self._waiting = chunk
+            assert self.waiting is None
+            self.waiting = chunk
             return
-        slot = self._leaving[chunk] = slots.take(chunk.length)
+        slot = self.leaving[chunk] = slots.take(chunk.length)
         self._copy(
             chunk.buffer,
             lambda done: slots.copy_engine.to_host(source, slot.view, done),
@@ -144,7 +141,7 @@ class DeviceStaging:
 
     def sent(self, chunk: Chunk) -> None:
         """Free the slot of a chunk that the transport is through with."""
-        slot = self._leaving.pop(chunk, None)
+        slot = self.leaving.pop(chunk, None)
         if slot is not None:
             slot.give_back()
             self._stage_waiting()
@@ -195,7 +192,7 @@ class DeviceStaging:
 
     def lane_gone(self, number: int) -> None:
         """Free the slots of a lane that touches no memory any more."""
-        for chunk in [c for c in self._leaving if c.lane == number]:
+        for chunk in [c for c in self.leaving if c.lane == number]:
             self.sent(chunk)
         for arrival in [a for a in self.landing if a.lane == number]:
             slot = self.landing.pop(arrival)
@@ -205,7 +202,7 @@ class DeviceStaging:
     def link_gone(self) -> None:
         """Note the end of the control link: nothing more is sent or told."""
         self._ended = True
-        self._waiting = None
+        self.waiting = None
         self.ready.clear()
 
     # --- inside -----------------------------------------------------------------------
@@ -260,7 +257,7 @@ class DeviceStaging:
         self._resume()
 
     def _stage_waiting(self) -> None:
-        chunk, self._waiting = self._waiting, None
+        chunk, self.waiting = self.waiting, None
         if chunk is None:
             return
         if chunk.request.state is not RequestStage.MOVING:

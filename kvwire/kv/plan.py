@@ -157,10 +157,7 @@ class TransferPlan:
             wanted = _wanted(self.groups, consumer, have)
         self._whole = not have
         self.maps: tuple[GroupMap, ...] = tuple(
-            [
-                GroupMap(steps, ids[steps.walk.group], granules)
-                for steps, granules in zip(template.steps, wanted, strict=True)
-            ]
+            map(GroupMap, template.steps, map(ids.__getitem__, self.indices), wanted)
         )
         self.nbytes: int = template.nbytes
         if have:

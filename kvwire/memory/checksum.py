@@ -35,7 +35,7 @@ def checksum(payload: Payload) -> int:
     if isinstance(payload, memoryview):
         return xxhash.xxh3_64_intdigest(payload) & _LOW_32_BITS
     state = xxhash.xxh3_64()
-    if is_scattered(payload):
+    if payload.addresses.size >= _FEW_FRAGMENTS and is_scattered(payload):
         _add_gathered(state, payload)
     else:
         pieces = zip(payload.addresses.tolist(), payload.lengths.tolist(), strict=True)

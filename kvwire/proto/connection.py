@@ -429,7 +429,8 @@ class ConnectionCore:
     ) -> RequestRecord:
         """Ask the peer for a KV transfer; ``pull`` if this side is the consumer."""
         kind = RequestKind.INCOMING if pull else RequestKind.OUTGOING
-        self._check_open()
+        if self.phase is not _OPEN:
+            self._check_open()
         request = self._record(kind, None, 0, deadline)
         self.transfers.open(request, transfer, description)
         return request

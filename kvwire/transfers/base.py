@@ -244,6 +244,8 @@ class KVTransfer:
     trace: bytes = b""
     peer_trace: bytes = b""
     _own_trace = False
+    # A digest of what its blocks hold; b"" where the caller has not said.
+    hashes: bytes = b""
     # Who waits for the outcome, and what is set when it is drained, if anybody waits.
     _waiters: tuple[asyncio.Future[None], ...] = ()
     # Nothing of kvwire can touch the transfer's blocks any more.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.clock import yields_before_raising
 from kvwire.errors import (
@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from kvwire.kv.blocks import Bits
 
 
+_OF_CONTENT: Final = frozenset({"hashes", "content", "have"})
+
+
 class IncomingState(KVTransfer):
     """Holds the state of a transfer that this side consumes."""
 
@@ -76,9 +79,11 @@ class IncomingState(KVTransfer):
             raise UsageError(
                 "this cache has a tensor that is not writable: nothing can land in it"
             )
-        listed = listed_hashes(options.get("hashes"), self.geometry)
-        self.have: dict[str, Bits] = held(options.get("have"), listed, self.lists)
-        self.hashes: bytes = digest(listed, options.get("content"))
+        self.have: dict[str, Bits] = {}
+        if options.keys() & _OF_CONTENT:
+            listed = listed_hashes(options.get("hashes"), self.geometry)
+            self.have = held(options.get("have"), listed, self.lists)
+            self.hashes = digest(listed, options.get("content"))
         self.attempt: ReceiveAttempt | None = None
         self.peer_id: bytes = b""
         self.reported: list[Segment] = []
@@ -354,7 +359,8 @@ class IncomingState(KVTransfer):
     # --- inside -----------------------------------------------------------------------
 
     def _new_attempt(self, connection: ConnectionPort, *, asks: bool) -> ReceiveAttempt:
-        self.stop_lease()
+        if self._lease is not None:
+            self.stop_lease()
         self.attempt = ReceiveAttempt(self, connection, asks=asks)
         return self.attempt
 

@@ -198,7 +198,9 @@ class TransferRegistry:
             # What is said of that on its last link comes first.
             self._stash(key, connection, event)
             return
-        ended = self._ended(key, description)
+        ended = None
+        if description.peer_id or key in self._tombstones:
+            ended = self._ended(key, description)
         if ended is not None:
             error = PeerError(f"it has ended: {ended.reason}")
             _refuse(connection, request, error, ended.code)

@@ -70,8 +70,9 @@ class OutgoingState(KVTransfer):
             raise UsageError(
                 f"group_bytes={group_bytes}: at least 1, for layer by layer"
             )
-        listed = listed_hashes(options.get("hashes"), self.geometry)
-        self.hashes: bytes = digest(listed, options.get("content"))
+        if "hashes" in options or "content" in options:
+            listed = listed_hashes(options.get("hashes"), self.geometry)
+            self.hashes = digest(listed, options.get("content"))
         self.group_bytes: int = GROUP_BYTES if group_bytes is None else group_bytes
         self.ready_log: ReadyLog = ReadyLog(
             self.cache,
@@ -282,7 +283,7 @@ class OutgoingState(KVTransfer):
             for other in self._in(*ON_LINK):
                 other.refuse(RequestCancelled(str(error)), WireCode.CANCELLED)
             self.end(error)
-        elif len(self._in(AttemptState.OVER)) == self.consumers:
+        elif self.consumers == 1 or len(self._in(AttemptState.OVER)) == self.consumers:
             self.end(PeerCancelled(UNMARKED))
         else:
             self.renew_lease()

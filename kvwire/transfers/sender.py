@@ -132,7 +132,8 @@ class SendAttempt(Attempt):
             local=out.geometry,
             named=out.lists,
         )
-        out.require_same_tokens(plan)
+        if len(out.attempts) > 1:
+            out.require_same_tokens(plan)
         if not self.planned:
             self.plan, self.landed = plan, Landed(plan)
             self.planned = True

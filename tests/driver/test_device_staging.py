@@ -243,7 +243,7 @@ async def test_a_slow_device_is_given_no_more_than_its_slots(
     near.hold()
     out, inc = begin(pair, source, target)
     staged = pair.left._state.staging
-    await until(lambda: staged.full)
+    await until(lambda: staged.waiting is not None)
     assert not staged.quiet
     # Host memory is not held up by that: a message overtakes all of it.
     received = pair.right.recv(7)
