@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 NO_SLOTS: Final = np.empty(0, np.int64)
+"""None were taken for a put: it takes its own."""
 
 
 class PutOperation(Operation):

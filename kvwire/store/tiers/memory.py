@@ -63,8 +63,10 @@ class MemoryTier:
         self._headroom_bytes = min(
             STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS
         )
-        # Whether room is cleared before somebody needs it.
+        # Whether room is cleared before somebody needs it; if not, what goes with it.
         self._ahead = demote is not None and ahead
+        through = demote is not None and not ahead
+        self._more_bytes = self._headroom_bytes // 4 if through else 0
         self._demote = demote
         # Set and gone when room may have become free; made by who waits for that.
         self._changed: asyncio.Event | None = None
@@ -89,10 +91,9 @@ class MemoryTier:
                 break
             # Made before looking: room that becomes free meanwhile sets it.
             changed = self._changed = self._changed or asyncio.Event()
-            needed = count - slots.size
-            if self._demote is not None and not tenant:
-                # A tenant's quota is for its own blocks: no more of them go.
-                needed = max(needed, self._headroom_bytes // 4 // nbytes)
+            # A tenant's quota is for its own blocks: no more of them go than have to.
+            more_bytes = 0 if tenant else self._more_bytes
+            needed = max(count - slots.size, more_bytes // nbytes)
             try:
                 more = await self._evict(nbytes, needed, tenant)
             except BaseException:

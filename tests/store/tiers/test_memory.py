@@ -202,6 +202,24 @@ async def test_some_room_is_cleared_in_the_background() -> None:
     memory.close()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_what_is_below_goes_some_at_once_and_only_when_room_is_needed(
+    ahead: bool,
+) -> None:
+    """In front of a tier that is written through; where not, each has to be written."""
+    below = Below()
+    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below.demote, ahead=ahead)
+    keys = as_keys(chain(256))
+    slots = memory.index.take(BYTES, 256)
+    name(memory, keys, slots)
+    taken = await memory.take(BYTES, 1)
+    assert len(below.given) == (1 if ahead else 4)
+    memory.give_back(taken)
+    await memory.settle()
+    assert len(below.given) == (SLOTS + 1 if ahead else 4)
+    memory.close()
+
+
 # --- the end --------------------------------------------------------------------------
 
 
