@@ -401,7 +401,11 @@ class ConnectionDriver(LinkHandler):
         self, core: ConnectionCore, chunk: Chunk, endpoint: LaneEndpoint | None
     ) -> int:
         """Hand a chunk to what carries it, or to staging; the bytes handed over."""
-        payload = self.staging.payload(chunk)
+        slot = self.staging.leaving.get(chunk)
+        if slot is not None:
+            payload: Payload = slot.view
+        else:
+            payload = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
         if (
             endpoint is not None
             and not chunk.unsaid

@@ -49,7 +49,7 @@ class DeviceStaging:
     Attributes:
         ready: Chunks in host memory that are to be sent, oldest first.
         landing: Arrivals that have a slot.
-        leaving: Chunks that have one.
+        leaving: Chunks that have one, from which they are sent.
         waiting: A chunk that waits for one; then none is taken from the core.
     """
 
@@ -115,13 +115,6 @@ class DeviceStaging:
     def whole(self, buffer: BufferId) -> Payload:
         """Return all of a buffer, where it has always been."""
         return self._buffers.whole(buffer)
-
-    def payload(self, chunk: Chunk) -> Payload:
-        """Return the bytes of a chunk: in its slot, or where they have always been."""
-        slot = self.leaving.get(chunk)
-        if slot is not None:
-            return slot.view
-        return self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
 
     def stage(self, chunk: Chunk, source: Fragments) -> None:
         """Copy a chunk to the host; it is in ``ready`` after that."""

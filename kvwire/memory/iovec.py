@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Final, final
+from typing import Final, NoReturn, final
 
 import numpy as np
 
@@ -145,12 +145,14 @@ def readv(fd: int, window: tuple[int, int]) -> int:
     Raises:
         OSError: As the system call says; BlockingIOError if nothing is there.
     """
-    return _moved(_LIBC.readv(fd, window[0], window[1]))
+    moved: int = _LIBC.readv(fd, window[0], window[1])
+    return moved if moved >= 0 else _failed()
 
 
 def writev(fd: int, window: tuple[int, int]) -> int:
     """Write a window to ``fd`` without holding the GIL."""
-    return _moved(_LIBC.writev(fd, window[0], window[1]))
+    moved: int = _LIBC.writev(fd, window[0], window[1])
+    return moved if moved >= 0 else _failed()
 
 
 def simplest(payload: Payload) -> Payload:
@@ -168,11 +170,9 @@ def simplest(payload: Payload) -> Payload:
     return view if payload.writable else view.toreadonly()
 
 
-def _moved(result: int) -> int:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return result
+def _failed() -> NoReturn:
+    code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))
 
 
 def _libc() -> ctypes.CDLL:
