@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvwire.cli.bench.bare import receive_into
 from kvwire.cli.bench.side import HOST
-from kvwire.cli.bench.store_side import HASH_BYTES, SETS, StoreWork
+from kvwire.cli.bench.store_side import HASH_BYTES, StoreWork
 from kvwire.cli.bench.turns import Missing
 from kvwire.store.namespace import DIGEST_BYTES
 from tests.bench.store_peers import PeerSide
@@ -67,8 +67,7 @@ class RedisSide(PeerSide):
 
     async def put(self, work: StoreWork) -> None:
         flat = self.flat(work)
-        number = flat.number
-        flat.number = (number + 1) % SETS
+        number = flat.next_put()
         for begin in _begins(work):
             key = _key(work, number, begin)
             head = _request(b"SET", key, None) + b"$%d\r\n" % work.nbytes
@@ -77,7 +76,6 @@ class RedisSide(PeerSide):
             self._socket.sendall(_END)
         for _ in range(work.set_blocks):
             self._expect(_STORED)
-        flat.sets = [*flat.sets, number][-2:]
 
     async def get(self, work: StoreWork) -> None:
         flat = self.flat(work)

@@ -49,6 +49,13 @@ class FlatSet:
         self.sets.reverse()
         return self.sets[-1]
 
+    def next_put(self) -> int:
+        """The place of the next put, which is now the set that was put last."""
+        number = self.number
+        self.number = (number + 1) % SETS
+        self.sets = [*self.sets, number][-2:]
+        return number
+
     def block(self, at: int) -> tuple[Bytes, Bytes]:
         part = slice(self.blocks[at], self.blocks[at] + self._nbytes)
         return self.have[part], self.want[part]
@@ -132,15 +139,13 @@ class FileSide(PeerSide):
 
     async def put(self, work: StoreWork) -> None:
         file, flat = self._file(work), self.flat(work)
-        number = flat.number
-        flat.number = (number + 1) % SETS
+        number = flat.next_put()
         for first in range(0, work.set_bytes, STORE_BATCH_BYTES):
             piece = flat.have[first : first + STORE_BATCH_BYTES]
             moved = os.pwrite(file, piece.data, number * work.set_bytes + first)
             _require(moved, piece.size)
         if work.verb == FLUSHED_PUT:
             os.fsync(file)
-        flat.sets = [*flat.sets, number][-2:]
 
     async def get(self, work: StoreWork) -> None:
         flat = self.flat(work)

@@ -70,7 +70,7 @@ def _prefill(
 ) -> tuple[float, Any, float]:
     """Compute a prompt: how long it took, what to tell decode, and when it ended."""
     began = time.perf_counter()
-    body = _body(ids, 1, params)
+    body = completion(ids, 1, params)
     said = CLIENT.post(f"{engine.url}/v1/completions", json=body)
     ended = time.perf_counter()
     said.raise_for_status()
@@ -78,14 +78,19 @@ def _prefill(
 
 
 def _decode(engine: Engine, ids: list[int], params: Any) -> list[float]:
-    body = _body(ids, DECODE_STEPS, params) | {"stream": True}
+    return [at for at, _ in streamed(engine, completion(ids, DECODE_STEPS, params))]
+
+
+def streamed(engine: Engine, body: dict[str, Any]) -> list[tuple[float, str]]:
+    """Ask for tokens as they are made: when each part came, and its JSON."""
+    body = body | {"stream": True}
     with CLIENT.stream("POST", f"{engine.url}/v1/completions", json=body) as said:
         said.raise_for_status()
         lines = (line for line in said.iter_lines() if line.startswith("data: {"))
-        return [time.perf_counter() for _ in lines]
+        return [(time.perf_counter(), line.removeprefix("data: ")) for line in lines]
 
 
-def _body(ids: list[int], tokens: int, params: Any) -> dict[str, Any]:
+def completion(ids: list[int], tokens: int, params: Any = None) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": "m",
         "prompt": ids,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.bench.vllm_requests import CLIENT
+from tests.bench.vllm_requests import CLIENT, completion, streamed
 from tests.integrations.vllm import serving
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import running
@@ -219,25 +219,11 @@ def _forget(engine: Engine) -> None:
 
 
 def _ask(engine: Engine, ids: list[int]) -> tuple[float, list[int]]:
-    body = {
-        "model": "m",
-        "prompt": ids,
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    began, first_s = time.perf_counter(), 0.0
-    answer: list[int] = []
-    with CLIENT.stream("POST", f"{engine.url}/v1/completions", json=body) as said:
-        said.raise_for_status()
-        for line in said.iter_lines():
-            if line.startswith("data: {"):
-                first_s = first_s or time.perf_counter() - began
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    answer += choice["token_ids"]
-    return first_s, answer
+    body = completion(ids, ANSWER_TOKENS) | {"return_token_ids": True}
+    began = time.perf_counter()
+    parts = streamed(engine, body)
+    choices = (one for _, part in parts for one in json.loads(part)["choices"])
+    return parts[0][0] - began, [id for one in choices for id in one["token_ids"]]
 
 
 def _print(found: Found, load: tuple[float, float, float]) -> None:
