@@ -88,6 +88,8 @@ class ConnectionCore:
         outbox: Frames to send and events to deal with.
         holds: Shared by the connections of a communicator.
         chunks: Payload under way.
+        eager_header: Sends a small message at once, if there is credit; see Messages.
+        next_chunk: Returns the next piece of payload to send, if any; see ChunkMover.
         lanes: Data paths beside the control link.
         phase: How far the connection is.
         error: Why it is closed, once it is.
@@ -124,6 +126,11 @@ class ConnectionCore:
             mine=parameters,
             theirs=agreement.peer_parameters,
         )
+        # The parts' own, since there is nothing to add.
+        self.eager_header: Callable[[int, int, int | None], bytes | None] = (
+            self.messages.eager_header
+        )
+        self.next_chunk: Callable[..., Chunk | None] = self.chunks.next_chunk
         self.transfers: Transfers = Transfers(
             self.outbox,
             self._requests,
@@ -275,14 +282,6 @@ class ConnectionCore:
             self._end(error or ConnectionLost(gone))
         self._turn(CloseInput.LOST)
 
-    def next_chunk(
-        self, burst: Callable[[BufferId], int] | None = None
-    ) -> Chunk | None:
-        """Return the next piece of payload to send, if any."""
-        if self.error is not None:
-            return None
-        return self.chunks.next_chunk(burst)
-
     @property
     def sending(self) -> bool:
         """Tell whether ``next_chunk`` may have something."""
@@ -338,12 +337,6 @@ class ConnectionCore:
 
     # --- the application --------------------------------------------------------------
 
-    def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
-        """Send a small message at once, if there is credit; see Messages."""
-        if self.phase is not _OPEN:
-            self._check_open()
-        return self.messages.eager_header(tag, nbytes, check)
-
     def send(
         self, tag: int, buffer: BufferId, nbytes: int, deadline: float | None
     ) -> RequestRecord:
@@ -363,7 +356,6 @@ class ConnectionCore:
         """
         if self.phase is not _OPEN and not self.messages.waits(tag, whole=self.closed):
             self._check_open()
-        self._requests.check_room()
         request = RequestRecord(
             kind=_RECV,
             buffer=buffer,
@@ -521,6 +513,7 @@ class ConnectionCore:
         if self.error is not None:
             return
         self.phase = CloseState.CLOSED
+        self.messages.end_eager()
         self.error = error
         self.transfers.say_last_words()
         self.outbox.shut = True
@@ -539,6 +532,7 @@ class ConnectionCore:
 
     def _turn(self, turn: CloseInput) -> None:
         self.phase = CLOSE_TRANSITIONS[self.phase, turn]
+        self.messages.end_eager()
 
     def _record(
         self,
@@ -549,7 +543,6 @@ class ConnectionCore:
         *,
         tag: int = 0,
     ) -> RequestRecord:
-        self._requests.check_room()
         return RequestRecord(
             kind=kind,
             buffer=buffer,

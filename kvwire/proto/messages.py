@@ -35,7 +35,12 @@ from kvwire.proto.credits import ReceiveCredit, SendCredit
 from kvwire.proto.events import MemoryWanted, MessageDropped, Outbox
 from kvwire.proto.holds import Holds
 from kvwire.proto.requests import RequestRecord, RequestTable
-from kvwire.proto.state import RequestInput, RequestKind, RequestStage
+from kvwire.proto.state import (
+    REQUEST_TRANSITIONS,
+    RequestInput,
+    RequestKind,
+    RequestStage,
+)
 from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.handshake_messages import ConnectionParameters
@@ -44,8 +49,9 @@ from kvwire.wire.header import FrameType, Header
 # What each message needs: a member of an enum takes several times as long to look up.
 _MESSAGE = int(FrameType.MESSAGE)
 _BUFFER = ChunkPlace.BUFFER
-_GO = RequestInput.GO
-_MOVED = RequestInput.MOVED
+# The way of a receive that an eager message meets: nothing else can happen to it.
+_MOVING = REQUEST_TRANSITIONS[RequestKind.RECV, RequestStage.POSTED, RequestInput.GO]
+_WHOLE = REQUEST_TRANSITIONS[RequestKind.RECV, _MOVING, RequestInput.MOVED]
 
 
 class UnreceivedMessage(msgspec.Struct, eq=False, kw_only=True):
@@ -84,6 +90,8 @@ class Messages:
         self._chunks = chunks
         self._holds = holds
         self._eager_bytes = min(mine.eager_bytes, theirs.eager_bytes)
+        # The same for what is sent, as long as the connection is open.
+        self._may_send_bytes = self._eager_bytes
         self._send_credit = SendCredit(theirs.window_messages, theirs.window_bytes)
         self._credit = ReceiveCredit(mine.window_messages, mine.window_bytes)
         # By tag, oldest first. A peer may take back any of them as often as it likes.
@@ -101,11 +109,16 @@ class Messages:
     def eager_header(self, tag: int, nbytes: int, check: int | None) -> bytes | None:
         """Return an eager message's header; None if it has to be announced.
 
-        The message is over for its sender as soon as the link has its bytes.
+        The message is over for its sender as soon as the link has its bytes. A
+        connection that is not open announces all of them, and refuses that.
         """
-        if nbytes > self._eager_bytes or not self._send_credit.spend(nbytes):
+        if nbytes > self._may_send_bytes or not self._send_credit.spend(nbytes):
             return None
         return self._framing.payload(_MESSAGE, nbytes, 0, 0, tag, check)
+
+    def end_eager(self) -> None:
+        """Send no eager message any more: the connection is not open."""
+        self._may_send_bytes = -1
 
     def announce(self, request: RequestRecord) -> None:
         """Tell the receiver of a message that waits for its memory."""
@@ -136,7 +149,7 @@ class Messages:
 
     def post(self, request: RequestRecord) -> None:
         """Wait for the next message of a tag, or take one that waits already."""
-        self._requests.post(request)
+        self._requests.start(request)
         tag = request.tag
         if self._unwanted:
             self._unwanted.pop(tag, None)
@@ -221,7 +234,7 @@ class Messages:
                 if not posted:
                     del self._posted[tag]
                 request.nbytes = length
-                request.advance(_GO)
+                request.state = _MOVING
                 self._holds.take(buffer)
                 arrival = ChunkArrival(_BUFFER, header, buffer, request.base, request)
                 self._arriving[arrival] = None  # bounded: EAGER_WINDOW_MESSAGES
@@ -260,7 +273,7 @@ class Messages:
         if error:
             self._requests.fail(request, error, tell=None)
             return
-        request.advance(_MOVED)
+        request.state, request.over = _WHOLE, True
         self._requests.finish(request)
 
     def announced(self, header: Header, body: Announce) -> None:

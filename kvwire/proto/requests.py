@@ -40,7 +40,7 @@ SENDING: Final = frozenset({RequestKind.SEND, RequestKind.PUT, RequestKind.SERVE
 SERVING: Final = frozenset({RequestKind.SERVE_PUT, RequestKind.SERVE_GET})
 _UNMATCHED: Final = RequestId(0)
 # A member of an enum takes several times as long to look up.
-_DONE: Final = RequestStage.DONE
+_RECV: Final = RequestKind.RECV
 
 
 class ChunkSet:
@@ -169,10 +169,14 @@ class RequestTable:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def check_room(self) -> None:
-        """Refuse to start one more than the table holds.
+    def start(self, request: RequestRecord) -> None:
+        """Keep a request of our own until it is over, and number it.
 
-        What the peer has started does not count: it cannot take our room.
+        A RECV gets the number of the message that it meets. What the peer has started
+        does not count: it cannot take our room.
+
+        Raises:
+            UsageError: It would be one more than the table holds.
         """
         if len(self._ours) + len(self._unmatched) >= REQUESTS_MAX:
             raise UsageError(
@@ -183,18 +187,12 @@ class RequestTable:
             raise UsageError(
                 "this connection has used all of its 2**31 request numbers; reconnect"
             )
-
-    def start(self, request: RequestRecord) -> None:
-        """Number a request of our own and keep it until it is over."""
-        request.wire_id = RequestId(self._next_id)
-        self._ours[self._next_id] = request  # bounded: REQUESTS_MAX
-        self._next_id += 2
-        if request.deadline is not None:
-            self._note_deadline(request)
-
-    def post(self, request: RequestRecord) -> None:
-        """Keep a RECV that has no match yet."""
-        self._unmatched[id(request)] = request  # bounded: REQUESTS_MAX
+        if request.kind is _RECV:
+            self._unmatched[id(request)] = request  # bounded: REQUESTS_MAX
+        else:
+            request.wire_id = RequestId(self._next_id)
+            self._ours[self._next_id] = request  # bounded: REQUESTS_MAX
+            self._next_id += 2
         if request.deadline is not None:
             self._note_deadline(request)
 
@@ -238,12 +236,27 @@ class RequestTable:
             )
         return request
 
-    def finish(self, request: RequestRecord, *, held: BufferId | None = None) -> None:
-        """Remove a request that has reached DONE."""
-        assert request.state is _DONE
-        self._leave(request)
+    def finish(
+        self,
+        request: RequestRecord,
+        *,
+        error: KVWireError | None = None,
+        held: BufferId | None = None,
+    ) -> None:
+        """Remove a request that is over, and report its end."""
+        assert request.over
+        wire_id, buffer = request.wire_id, request.buffer
+        if not wire_id:
+            self._unmatched.pop(id(request), None)
+        elif (wire_id ^ self._next_theirs) % 2 == 0:
+            self._theirs.pop(wire_id, None)
+        else:
+            self._ours.pop(wire_id, None)
+        if buffer is not None and request.kind not in SERVING:
+            self._holds.retire(buffer)
+        nbytes = request.nbytes if error is None else 0
         self._outbox.report(
-            RequestDone(request=request, error=None, nbytes=request.nbytes, held=held)
+            RequestDone(request=request, error=error, nbytes=nbytes, held=held)
         )
 
     def fail(
@@ -265,12 +278,9 @@ class RequestTable:
         if request.over:
             return
         request.advance(RequestInput.FAIL)
-        self._leave(request)
         if tell is not None and request.wire_id:
             self.tell_failed(request.wire_id, tell, str(error))
-        self._outbox.report(
-            RequestDone(request=request, error=error, nbytes=0, held=held)
-        )
+        self.finish(request, error=error, held=held)
 
     def tell_failed(self, wire_id: int, code: WireCode, reason: str) -> None:
         """Send FAIL for a request, open here or not."""
@@ -316,20 +326,6 @@ class RequestTable:
         self._deadline_count += 1
         entry = (request.deadline, self._deadline_count, request)
         heapq.heappush(self._deadlines, entry)  # bounded: twice REQUESTS_MAX
-
-    def _leave(self, request: RequestRecord) -> None:
-        wire_id, buffer = request.wire_id, request.buffer
-        if not wire_id:
-            self._unmatched.pop(id(request), None)
-        elif self._is_theirs(wire_id):
-            self._theirs.pop(wire_id, None)
-        else:
-            self._ours.pop(wire_id, None)
-        if buffer is not None and request.kind not in SERVING:
-            self._holds.retire(buffer)
-
-    def _is_theirs(self, wire_id: int) -> bool:
-        return (wire_id ^ self._next_theirs) % 2 == 0
 
 
 def _stands(entry: _Deadline) -> bool:

@@ -52,8 +52,7 @@ def test_what_is_due_is_the_rest_of_what_has_its_turn() -> None:
 def test_a_link_that_reports_nothing_gets_no_more() -> None:
     """And goes on with the first chunk that it has sent."""
     side = Side()
-    for _ in range(LINK_CHUNKS_MAX + 1):
-        side.put(1)
+    side.put((LINK_CHUNKS_MAX + 1) * CHUNK)
     leaving = [side.chunks.next_chunk() for _ in range(LINK_CHUNKS_MAX)]
     assert None not in leaving
     sending = [side.chunks.sending]
@@ -190,6 +189,7 @@ def test_payload_for_what_does_not_receive() -> None:
     """A put of ours, and a receive that has no memory yet."""
     side = Side()
     put, receive = side.put(5), side.request(RequestKind.RECV, 5)
+    side.requests.match(receive, side.requests.admit(2))
     for request in (put, receive):
         with pytest.raises(UnexpectedFrame, match=request.state.value) as caught:
             side.chunks.data_header(data(request.wire_id, 0, 5))

@@ -282,7 +282,6 @@ def test_a_frame_whose_body_comes_after_the_end() -> None:
 
 STARTS: tuple[Callable[[Peer, AccessBody], object], ...] = (
     lambda end, _: end.core.send(TAG, end.lend(100), 100, None),
-    lambda end, _: end.core.eager_header(TAG, 5, None),
     lambda end, access: end.put(bytes(5), access),
     Peer.get,
     lambda end, _: end.grant(end.expose(5)),
@@ -298,6 +297,7 @@ def test_nothing_can_be_started_any_more(phase: CloseState) -> None:
         end = in_phase(phase).server
         with pytest.raises(ConnectionClosed) as caught:
             begin(end, other.grant(other.expose(5)))
+        assert end.core.eager_header(TAG, 5, None) is None
         expected = ConnectionLost if phase is CloseState.CLOSED else ClosedOK
         assert type(caught.value) is expected
         assert not end.wire

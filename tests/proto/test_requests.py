@@ -84,7 +84,7 @@ def test_how_many_the_peer_may_have_open() -> None:
     assert last is not None
     side.requests.fail(last, ConnectionLost("over"), tell=None)
     assert side.requests.admit(following) == following
-    side.requests.check_room()
+    side.request(RequestKind.PUT)
 
 
 def test_how_many_this_side_may_have_open() -> None:
@@ -94,26 +94,26 @@ def test_how_many_this_side_may_have_open() -> None:
     waiting = RequestRecord(
         kind=RequestKind.RECV, buffer=None, nbytes=5, state=RequestStage.POSTED
     )
-    side.requests.post(waiting)
+    side.requests.start(waiting)
     for _ in range(REQUESTS_MAX - 2):
         side.request(RequestKind.PUT)
-    side.requests.check_room()
     last = side.request(RequestKind.PUT)
-    with pytest.raises(UsageError, match=f"{REQUESTS_MAX} requests are open"):
-        side.requests.check_room()
+    for kind in (RequestKind.PUT, RequestKind.RECV):
+        with pytest.raises(UsageError, match=f"{REQUESTS_MAX} requests are open"):
+            side.request(kind)
+    assert len(side.requests) == REQUESTS_MAX + 1
     side.requests.fail(last, ConnectionLost("over"), tell=None)
-    side.requests.check_room()
-    assert len(side.requests) == REQUESTS_MAX
+    side.request(RequestKind.PUT)
 
 
 def test_numbers_are_used_up_some_day() -> None:
     """They are 32 bits, and never the same twice."""
     side = Side()
     side.requests._next_id = REQUEST_ID_MAX
-    side.requests.check_room()
     assert side.request(RequestKind.PUT).wire_id == REQUEST_ID_MAX
-    with pytest.raises(UsageError, match="reconnect"):
-        side.requests.check_room()
+    for kind in (RequestKind.PUT, RequestKind.RECV):
+        with pytest.raises(UsageError, match="reconnect"):
+            side.request(kind)
 
 
 @pytest.mark.rule("KVW-RQ-01", "breaks")

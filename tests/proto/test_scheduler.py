@@ -207,8 +207,8 @@ def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
         drop_dead(turns)
 
     monkeypatch.setattr(Scheduler, "_drop_dead", counted)
-    for _ in range(REQUESTS_MAX):
-        side.put(5)
+    for count in range(1, REQUESTS_MAX + 1):
+        side.chunks.begin_send(side.served(2 * count))
     for _ in range(2 * REQUESTS_MAX):
         request = side.put(5)
         side.requests.fail(request, ConnectionLost("x"), tell=None)

@@ -51,11 +51,7 @@ class MessageApp:
         header = None
         if nbytes <= EAGER_BYTES_MAX:
             check = 0 if world.plan.setup.checked else None
-            try:
-                header = core.eager_header(tag, nbytes, check)
-            except ConnectionClosed:
-                world.judge.truth.refused_as_closed(endpoint)
-                return
+            header = core.eager_header(tag, nbytes, check)
         if header is not None:
             world.note(endpoint.name, "sends", tag, nbytes)
             box.messages.append(message)

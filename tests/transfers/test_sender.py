@@ -48,7 +48,7 @@ def chunks_of(connection: kvwire.Connection) -> Iterator[list[Chunk]]:
 
     core.next_chunk = noted
     yield sent
-    del core.next_chunk
+    core.next_chunk = following
 
 
 async def on_another_link(w: World, inc: kvwire.Incoming, before: object) -> None:
