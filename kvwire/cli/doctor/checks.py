@@ -23,6 +23,7 @@ from typing import Final
 from kvwire import UsageError
 from kvwire.backend import Finding
 from kvwire.limits import LANES_MAX, MIB
+from kvwire.memory import pieces
 from kvwire.types import in_bytes
 
 # A driver that hangs must not hang the doctor.
@@ -309,6 +310,17 @@ def _libraries(host: HostFiles) -> Judgement:
     return f"loaded: {', '.join(every) or 'none'}", ""
 
 
+def _copies(_: HostFiles) -> Judgement:
+    """Judge the copies of this installation: docs/adr/0046-a-compiled-copy.md."""
+    if pieces.compiled is not None:
+        return "of scattered pieces by the compiled loop", ""
+    return (
+        "of scattered pieces at half the rate: no C compiler was there when kvwire was "
+        "installed",
+        "have gcc or clang, then pip install --force-reinstall --no-deps the same",
+    )
+
+
 def _descriptors(host: HostFiles) -> Judgement:
     """Judge the limit of descriptors: a connection is a socket, a lane another."""
     limit = host.limit("Max open files")
@@ -341,4 +353,5 @@ _CHECKS: Final[dict[str, Callable[[HostFiles], Judgement]]] = {
     "shared memory": _shared_memory,
     "UCX and NCCL": _libraries,
     "descriptors": _descriptors,
+    "copies": _copies,
 }

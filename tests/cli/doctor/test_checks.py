@@ -11,6 +11,7 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.cli.doctor.checks import CAP_IPC_LOCK, CAP_SYS_PTRACE, HostFiles, check
+from kvwire.memory import pieces
 from tests.cli.doctor.hosts import GPU, IB, limits, tree
 
 PORT = "mlx5_0:1 ACTIVE 200 Gb/sec InfiniBand"
@@ -150,7 +151,7 @@ def test_a_check_says_what_is_so_and_what_to_do(
     """What has a remedy is a warning."""
     host = HostFiles(root=tree(tmp_path, files), environment=environment)
     found = {finding.name: finding for finding in check(host)}
-    assert len(found) == 9
+    assert len(found) == 10
     assert text in found[name].text
     assert remedy in found[name].remedy
     assert bool(found[name].remedy) is bool(remedy)
@@ -172,6 +173,16 @@ def test_shared_memory(
     (found,) = (f for f in check(HostFiles(root=tmp_path)) if f.name == "shared memory")
     assert text in found.text
     assert remedy in found.remedy
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_copies(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "compiled", (print, print) if compiled else None)
+    (found,) = (f for f in check(HostFiles(root=tmp_path)) if f.name == "copies")
+    assert ("compiled loop" in found.text) is compiled
+    assert ("pip install" in found.remedy) is not compiled
 
 
 @pytest.mark.parametrize(
