@@ -315,8 +315,7 @@ def _copies(_: HostFiles) -> Judgement:
     if pieces.compiled is not None:
         return "of scattered pieces by the compiled loop", ""
     return (
-        "of scattered pieces at half the rate: no C compiler was there when kvwire was "
-        "installed",
+        "of scattered pieces at half the rate: kvwire was installed without a compiler",
         "have gcc or clang, then pip install --force-reinstall --no-deps the same",
     )
 
