@@ -6,6 +6,7 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console, RenderableType
 
 from kvwire.backend import Finding
@@ -19,6 +20,7 @@ from kvwire.cli.doctor.screen import (
     negotiated,
     written,
 )
+from kvwire.memory import pieces
 from kvwire.types import Candidate
 from tests.cli.doctor.hosts import GPU, IB, examination, limits, tree
 
@@ -97,8 +99,11 @@ def test_what_does_not_fit_is_said_in_brief() -> None:
     assert "3: nobody" in text
 
 
-def test_the_worst_host_keeps_every_remedy(tmp_path: Path) -> None:
+def test_the_worst_host_keeps_every_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All that can be the matter with one, at the length it has in earnest."""
+    monkeypatch.setattr(pieces, "compiled", None)
     reason = "libucp.so.0 of nvidia-ucx cannot be loaded: undefined symbol " * 2
     broken = tuple(
         Transport(
