@@ -286,6 +286,7 @@ class OutgoingState(KVTransfer):
         elif self.consumers == 1 or len(self._in(AttemptState.OVER)) == self.consumers:
             self.end(PeerCancelled(UNMARKED))
         else:
+            attempt.note_served()
             self.renew_lease()
 
     def require_same_tokens(self, plan: TransferPlan) -> None:

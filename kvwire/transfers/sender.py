@@ -234,11 +234,13 @@ class SendAttempt(Attempt):
         self.send_ready(in_turn=True)
 
     def ended(self, error: KVWireError | None) -> None:
-        if error is None:
-            assert self.core is not None
-            self.confirmed = True
-            self._note_settled(self.connection.transfers.records[self.core])
-        self.outgoing.attempt_ended(self, error)
+        try:
+            if error is None:
+                assert self.core is not None
+                self.confirmed = True
+                self._note_settled(self.connection.transfers.records[self.core])
+        finally:  # without memory to note it too: no other word of the end comes
+            self.outgoing.attempt_ended(self, error)
         if self.state is AttemptState.OVER:
             # Each names the other; else only the garbage collector would end both.
             del self.outgoing
@@ -264,6 +266,10 @@ class SendAttempt(Attempt):
         self._pieces.clear()
         self._sent = {}
         self._under_way = 0
+
+    def note_served(self) -> None:
+        """Count the time from here on as waiting for the last word of others."""
+        self._phases.enter("commit")
 
     def note_lost(self) -> None:
         """Count the time from here on, and that of its silence, as lost."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import kvwire
+from kvwire.kv.plan import Segment
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from tests.scenarios.world import DEST, LAYERS, LIST, World, scenario
@@ -126,4 +127,24 @@ async def test_without_memory_for_an_outcome_it_comes_when_there_is_some(
     assert not refusals
     assert all(outcome.complete == (end == "settled") for outcome in outcomes)
     await inc.drained()
+    await out.drained()
+
+
+@scenario("inproc")
+async def test_without_memory_to_note_what_has_landed_a_transfer_ends(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last word of a consumer ends it even so; what was not noted is missing."""
+    out, inc = w.begin()
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+
+    def short(segment: Segment) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(out._state.attempts[0].landed, "mark", short)
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    async with asyncio.timeout(60):
+        assert not (await out).complete
     await out.drained()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvwire.transfers import timings as module
 from kvwire.transfers.timings import Phase, PhaseTimer
-from tests.scenarios.world import LAYERS, World, play, scenario
+from tests.scenarios.world import LAYERS, Memory, World, play, scenario
 from tests.support import virtual_time
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
@@ -147,3 +147,26 @@ async def test_silence_counts_before_the_peer_is_taken_for_dead(w: World) -> Non
     assert times.lost_s == pytest.approx(5, abs=0.5)
     thaw()
     out.abort()
+
+
+@pytest.mark.usefixtures("clock")
+@scenario("inproc")
+async def test_a_consumer_that_was_served_has_nothing_on_the_wire(w: World) -> None:
+    """What its producer waits for after that is the last word of another one."""
+    other = await w.d.connect(w.address)
+    out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+    served = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: served._state.planned)
+    late = other.pull("t", Memory().cache, DEST)
+    await w.until(lambda: late._state.planned)
+    thaw = w.freeze(other)
+    out.ready()
+    out.finish()
+    assert (await served).complete
+    assert await w.stays_open(out, 1)
+    times = [attempt._phases.timings() for attempt in out._state.attempts]
+    thaw()
+    assert (await out).complete
+    assert times[0].wire_s < SLACK_S
+    assert times[0].commit_s == pytest.approx(1, abs=2 * SLACK_S)
+    assert times[1].wire_s == pytest.approx(1, abs=2 * SLACK_S)
