@@ -38,6 +38,7 @@ from kvwire.memory.buffers import mid_page_memory
 Items = npt.NDArray[np.void]
 """Pieces of one length, each an item of so many bytes."""
 Places = npt.NDArray[np.intp]
+_Loops = tuple[Callable[..., None], Callable[..., None]]
 
 HELD_BYTES: Final = 4 * MIB
 """Copied without letting go of the GIL: half a millisecond, for which nobody misses it.
@@ -104,7 +105,7 @@ def copy_alike(pieces: Fragments, line: memoryview, *, gather: bool) -> bool:
     return True
 
 
-def _load(library: Path) -> tuple[Callable[..., None], Callable[..., None]] | None:
+def _load(library: Path) -> _Loops | None:
     """Return the loop of C's, keeping the GIL and not; None where it is not there."""
     try:
         loaders = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
@@ -118,7 +119,7 @@ def _load(library: Path) -> tuple[Callable[..., None], Callable[..., None]] | No
 
 
 _COLUMNS: Final = (*(ctypes.c_void_p,) * 3, ctypes.c_size_t, ctypes.c_uint64)
-compiled = _load(Path(__file__).with_name("_copy.so"))
+compiled: _Loops | None = _load(Path(__file__).with_name("_copy.so"))
 
 
 def _numpy_is_faster(lengths: Array) -> bool:

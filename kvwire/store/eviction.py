@@ -59,7 +59,7 @@ class EvictionQueue(ABC):
     """Whether it wants to be told of each use."""
 
     def __init__(self, state: SlotState) -> None:
-        self.state = state
+        self.state: SlotState = state
 
     @abstractmethod
     def hold(self, keys: Keys, slots: Ids) -> None:

@@ -234,35 +234,35 @@ class KVTransfer:
     """Holds one end of a KV transfer; belongs to the loop of its communicator."""
 
     # Which end it is.
-    receives = False
+    receives: bool = False
     # Not all of its blocks are known yet.
-    growing = False
+    growing: bool = False
     # What links read or write: the listed blocks, unless they are encoded.
     memory: PagedCache
     memory_lists: BlockLists
     # Its trace and the peer's, as TransferOffer has them; b"" where nobody traces.
     trace: bytes = b""
     peer_trace: bytes = b""
-    _own_trace = False
+    _own_trace: bool = False
     # A digest of what its blocks hold; b"" where the caller has not said.
     hashes: bytes = b""
     # Who waits for the outcome, and what is set when it is drained, if anybody waits.
     _waiters: tuple[asyncio.Future[None], ...] = ()
     # Nothing of kvwire can touch the transfer's blocks any more.
-    is_drained = False
+    is_drained: bool = False
     # None while it is not known.
     outcome: Outcome | None = None
     # What ended a transfer that has not begun yet.
     _ends: KVWireError | None = None
     # What keeps it from being drained.
-    _busy = 0
+    _busy: int = 0
     _lease: asyncio.TimerHandle | None = None
     _lease_until: float | None = None
     _expiry: asyncio.TimerHandle | None = None
     _free: asyncio.Event | None = None
     # It was open at the last look, and the log has named it.
-    seen_open = False
-    named_in_log = False
+    seen_open: bool = False
+    named_in_log: bool = False
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class IncomingState(KVTransfer):
     plan: TransferPlan
     landed: Landed
 
-    receives = True
+    receives: bool = True
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class IncomingState(KVTransfer):
         if options.keys() & _OF_CONTENT:
             listed = listed_hashes(options.get("hashes"), self.geometry)
             self.have = held(options.get("have"), listed, self.lists)
-            self.hashes = digest(listed, options.get("content"))
+            self.hashes: bytes = digest(listed, options.get("content"))
         self.attempt: ReceiveAttempt | None = None
         self.peer_id: bytes = b""
         self.reported: list[Segment] = []

@@ -60,7 +60,7 @@ class OutgoingState(KVTransfer):
         options: SendOptions,
         consumers: int = 1,
     ) -> None:
-        self.growing = options.get("growing", False)
+        self.growing: bool = options.get("growing", False)
         super().__init__(communicator, id, cache, blocks, options)
         if type(consumers) is not int or consumers < 1:
             raise UsageError(f"consumers={consumers!r}: a number, at least 1")
@@ -72,7 +72,7 @@ class OutgoingState(KVTransfer):
             )
         if "hashes" in options or "content" in options:
             listed = listed_hashes(options.get("hashes"), self.geometry)
-            self.hashes = digest(listed, options.get("content"))
+            self.hashes: bytes = digest(listed, options.get("content"))
         self.group_bytes: int = GROUP_BYTES if group_bytes is None else group_bytes
         self.ready_log: ReadyLog = ReadyLog(
             self.cache,

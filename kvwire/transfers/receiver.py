@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class ReceiveAttempt(Attempt):
     """Receives an incoming transfer on one connection."""
 
+    state: AttemptState
+
     def __init__(
         self, incoming: IncomingState, connection: ConnectionPort, *, asks: bool
     ) -> None:

@@ -48,6 +48,7 @@ class SendAttempt(Attempt):
             only then does what it had before count as landed on its side too.
     """
 
+    state: AttemptState
     plan: TransferPlan
     landed: Landed
 

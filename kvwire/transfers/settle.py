@@ -23,6 +23,8 @@ class SettleAttempt(Attempt):
     nothing may land any more: the producer is told that everything has.
     """
 
+    state: AttemptState
+
     def __init__(self, incoming: IncomingState, attempt: ReceiveAttempt) -> None:
         super().__init__(
             attempt.connection, asks=attempt.asks, state=AttemptState.WAITING

@@ -70,12 +70,12 @@ class SideProcess:
     """
 
     def __init__(self, contender: Contender, role: type[Any] | str) -> None:
-        self.role = (
+        self.role: str = (
             role if isinstance(role, str) else f"{role.__module__}:{role.__qualname__}"
         )
         self._said = TemporaryFile()  # noqa: SIM115 - until stop()
         options = (f"{name}={value}" for name, value in contender.options.items())
-        self.process = subprocess.Popen(  # noqa: S603 - a program that we know
+        self.process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - a program that we know
             [*contender.program, self.role, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

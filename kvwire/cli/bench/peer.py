@@ -130,7 +130,8 @@ class ServedSide(OpsSide):
         self, communicator: Communicator, connection: Connection, memory_bytes_max: int
     ) -> None:
         super().__init__({"transport": ""})
-        self.communicators, self.connections = [communicator], [connection]
+        self.communicators: list[Communicator] = [communicator]
+        self.connections: list[Connection] = [connection]
         self._memory_bytes_max = memory_bytes_max
 
     def check(self, work: OpsWork) -> None:

@@ -73,7 +73,7 @@ class BenchSide(Generic[W]):
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = options
-        self.opened = AsyncExitStack()
+        self.opened: AsyncExitStack = AsyncExitStack()
         self.memory: Bytes = np.zeros(0, np.uint8)
 
     def check(self, work: W) -> None:

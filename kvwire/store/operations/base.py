@@ -60,7 +60,8 @@ class Operation(ABC):
         self._codes: dict[BlockRequest, Codes] = {}
         # Of which memory has let go of all slots at once, in the order of the chain.
         self._released: set[BlockRequest] = set()
-        self.blocks = self.nbytes = 0
+        self.blocks: int = 0
+        self.nbytes: int = 0
         for request in requests:
             self._codes[request] = np.zeros(request.keys.size, np.uint16)
             self.blocks += request.keys.size

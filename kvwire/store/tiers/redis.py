@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -82,8 +82,12 @@ class RedisTier(ValueTier):
     server says that answers.
     """
 
-    faults = _FAULTS
-    refusals = (AuthenticationError, ValueError, TypeError)
+    faults: ClassVar[tuple[type[Exception], ...]] = _FAULTS
+    refusals: ClassVar[tuple[type[Exception], ...]] = (
+        AuthenticationError,
+        ValueError,
+        TypeError,
+    )
 
     def __init__(self, address: TierAddress) -> None:
         super().__init__(address, "prefix", "ttl", "timeout", *_TLS)

@@ -137,7 +137,7 @@ class ValueTier(Tier):
         return self._prefix + path_of(key)
 
     def _note(self, error: str) -> None:
-        self.error = error[:REASON_CHARS_MAX]
+        self.error: str = error[:REASON_CHARS_MAX]
 
     def _failed(self, error: BaseException, server: str = "") -> None:
         """Pass a server over until it was asked again who is there."""
