@@ -82,9 +82,10 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
     move_some = _copy_by_numpy if _numpy_is_faster(lengths) else _copy_one_by_one
     for first, end in itertools.pairwise((0, *distinct(ends).tolist(), starts.size)):
         part = slice(first, end)
+        if first:
+            time.sleep(0)  # another thread has its turn
         if end > first:
             move_some(origin[part], target[part], lengths[part])
-            time.sleep(0)  # another thread has its turn
 
 
 def copy_alike(pieces: Fragments, line: memoryview, *, gather: bool) -> bool:

@@ -79,6 +79,9 @@ _NOWHERE = ChunkPlace.NOWHERE
 _RECV = RequestKind.RECV
 _POSTED = FIRST_STATE[_RECV]
 
+EagerHeader = Callable[[int, int, int | None], bytes | None]
+"""Takes a tag, a length and a checksum, and returns the header of a small message."""
+
 
 class ConnectionCore:
     """Keeps the protocol state of one connection.
@@ -127,9 +130,7 @@ class ConnectionCore:
             theirs=agreement.peer_parameters,
         )
         # The parts' own, since there is nothing to add.
-        self.eager_header: Callable[[int, int, int | None], bytes | None] = (
-            self.messages.eager_header
-        )
+        self.eager_header: EagerHeader = self.messages.eager_header
         self.next_chunk: Callable[..., Chunk | None] = self.chunks.next_chunk
         self.transfers: Transfers = Transfers(
             self.outbox,
