@@ -530,7 +530,7 @@ class ConnectionState:
         core.context = None
         held = None
         if event.held is not None:
-            held = self.driver.held.pop(event.held, None)  # None if it came damaged
+            held = self.driver.held.pop(event.held)
         if not isinstance(request, RequestState):
             return
         if event.error is not None:

@@ -374,7 +374,9 @@ class Messages:
             self._requests.tell_failed(
                 waiting.wire_id, WireCode.TOO_LARGE, f"the receiver: {error}"
             )
-        self._requests.fail(request, error, held=waiting.buffer)
+        # What came damaged the front has not kept.
+        held = None if waiting.error else waiting.buffer
+        self._requests.fail(request, error, held=held)
 
     def _drop(self, tag: int, waiting: UnreceivedMessage) -> None:
         """Drop a message that nobody wants; its sender has its credit back."""

@@ -108,6 +108,17 @@ def test_a_message_that_came_damaged(posted: bool) -> None:
     assert pair.server.received(again) == SMALL
 
 
+def test_a_damaged_message_over_the_limit_is_held_by_nobody() -> None:
+    """Its memory went when it came damaged; the refusal names none."""
+    pair = ConnectionPair()
+    pair.client.send(TAG, SMALL)
+    header, _ = pair.client.wire.popleft()
+    pair.server.receive((header, b"smell"))
+    refused = pair.server.recv(TAG, None, limit=len(SMALL) - 1)
+    expect_error(pair.server, refused, MessageTooLarge)
+    assert pair.server.done[refused].held is None
+
+
 # --- credit
 
 
