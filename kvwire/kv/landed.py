@@ -8,15 +8,19 @@ after a reconnect changes nothing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits
+from kvwire.kv.coverage import ANY, Coverage, mask_of
 from kvwire.kv.plan import Segment, TransferPlan
+
+_COMPLETE: Final = operator.attrgetter("complete")
 
 
 class Landed:
@@ -27,52 +31,59 @@ class Landed:
 
     def __init__(self, plan: TransferPlan, *, held: bool = True) -> None:
         self.plan: TransferPlan = plan
-        self._cells: list[Bits] = []
-        self._left: list[npt.NDArray[np.int64]] = []
-        for index, walk in enumerate(plan.groups):
-            if plan.maps[index].moves_all:
-                shape = len(walk.layers), walk.granules
-                self._cells.append(np.zeros(shape, np.bool_))
-                left = np.empty(shape[0], np.int64)
-                left.fill(walk.granules)
-                self._left.append(left)
-                continue
-            here = ~plan.maps[index].wanted & held
-            cells = np.repeat(here[None, :], len(walk.layers), axis=0)
-            self._cells.append(cells)
-            self._left.append(np.count_nonzero(~cells, axis=1))
+        self._groups: list[Coverage] = []
+        # Of each group that does not move as a whole, what moves of it.
+        self._moving: list[int] = []
+        for walk, part in zip(plan.groups, plan.maps, strict=True):
+            cells = Coverage(len(walk.layers), walk.granules)
+            self._groups.append(cells)
+            self._moving.append(ANY if part.moves_all else mask_of(part.wanted))
+            if held and not part.moves_all:
+                for layer in range(len(walk.layers)):
+                    cells.add_blocks(layer, mask_of(~part.wanted))
 
     def mark(self, segment: Segment) -> None:
         """Note that every byte of a segment has landed."""
-        part, left = self._views(segment)
-        left -= part.shape[1] - np.add.reduce(part, axis=1)
-        part.fill(True)
+        group, layer, layers, granule, granules = segment
+        try:
+            top = layer - self.plan.groups[group].layers.start
+            self._groups[group].claim(
+                range(top, top + layers), range(granule, granule + granules), 0
+            )
+        except (IndexError, ValueError):
+            self.plan.check(segment)  # which says what is outside
+            raise
 
     def claim(self, segment: Segment) -> bool:
         """Mark a segment; False, and nothing, if a byte that moves in it was marked."""
-        part, left = self._views(segment)
-        moving, group_map = part, self.plan.maps[segment.group]
-        if not group_map.moves_all:
-            moving = part & group_map.wanted[segment.granule_slice]
-        if np.logical_or.reduce(moving, axis=None):
-            return False
-        left -= part.shape[1] - np.add.reduce(part, axis=1)
-        part.fill(True)
-        return True
+        group, layer, layers, granule, granules = segment
+        try:
+            top = layer - self.plan.groups[group].layers.start
+            return self._groups[group].claim(
+                range(top, top + layers),
+                range(granule, granule + granules),
+                self._moving[group],
+            )
+        except (IndexError, ValueError):
+            self.plan.check(segment)
+            raise
 
     def mark_granules(self, group: int, granules: Bits) -> None:
         """Note granules of a group landed in every layer: (granules,)."""
-        self._cells[group][:, granules] = True
-        self._left[group][:] = np.count_nonzero(~self._cells[group], axis=1)
+        mask = mask_of(granules)
+        for layer in range(len(self.plan.groups[group].layers)):
+            self._groups[group].add_blocks(layer, mask)
 
     def mark_but(self, segment: Segment, missing: Iterable[tuple[int, int]]) -> None:
         """Note that every byte of a segment has landed but some (offset, bytes)."""
-        part, left = self._views(segment)
-        whole = np.ones_like(part)
+        self.plan.check(segment)
+        whole = np.ones((segment.layers, segment.granules), np.bool_)
         for offset, nbytes in missing:
             whole &= ~self.plan.touched(segment, offset, nbytes)
-        left -= (whole & ~part).sum(axis=1)
-        part |= whole
+        top = segment.layer - self.plan.groups[segment.group].layers.start
+        for layer, granules in enumerate(whole, top):
+            mask = mask_of(granules) << segment.granule
+            self._groups[segment.group].add_blocks(layer, mask)
 
     def mark_boxes(self, boxes: Sequence[Segment]) -> None:
         """Note what a peer says has landed, as :meth:`boxes` returns it.
@@ -82,7 +93,9 @@ class Landed:
         """
         if not boxes:
             return
-        told = [np.zeros_like(cells) for cells in self._cells]
+        told = [
+            np.zeros((len(w.layers), w.granules), np.bool_) for w in self.plan.groups
+        ]
         room = sum(cells.size for cells in told)
         for box in boxes:
             self.plan.check(box)
@@ -102,14 +115,14 @@ class Landed:
 
     def has(self, segment: Segment) -> bool:
         """Tell whether every byte of a segment has landed."""
-        return bool(self._views(segment)[0].all())
+        return bool(self._cells(segment).all())
 
     def boxes(self, most: int) -> list[Segment]:
         """Return what has landed as segments, ``most`` of them at most."""
         found = (
             Segment(index, walk.layers.start + top, layers, left, granules)
             for index, walk in enumerate(self.plan.groups)
-            for top, layers, left, granules in _boxes(self._cells[index])
+            for top, layers, left, granules in _boxes(self._all_cells(index))
         )
         return list(islice(found, most))
 
@@ -128,33 +141,34 @@ class Landed:
                 segment.granule + left,
                 granules,
             )
-            for top, layers, left, granules in _boxes(~self._views(segment)[0] | held)
+            for top, layers, left, granules in _boxes(~self._cells(segment) | held)
         ]
 
     @property
     def left(self) -> int:
         """Return how many cells have not landed."""
-        return sum([int(np.add.reduce(left)) for left in self._left])
+        return sum(cells.left for cells in self._groups)
 
     @property
     def complete(self) -> bool:
         """Tell whether everything has landed."""
-        return not any(map(np.logical_or.reduce, self._left))
+        return all(map(_COMPLETE, self._groups))
 
     @property
     def layers(self) -> int:
         """Return how many layers of every block have landed, over all groups."""
-        return sum(int(np.count_nonzero(left == 0)) for left in self._left)
+        return sum(cells.whole_layers.bit_count() for cells in self._groups)
 
     @property
     def nbytes(self) -> int:
         """Return how many payload bytes have landed, without what was there before."""
-        moved = (
-            np.count_nonzero(cells if part.moves_all else cells[:, part.wanted])
-            * part.granule_bytes
-            for part, cells in zip(self.plan.maps, self._cells, strict=True)
+        return sum(
+            (cells.blocks_of(layer) & moving).bit_count() * part.granule_bytes
+            for part, cells, moving in zip(
+                self.plan.maps, self._groups, self._moving, strict=True
+            )
+            for layer in range(len(part.walk.layers))
         )
-        return int(sum(moved))
 
     def layer(self, layer: int, group: str | None = None) -> bool:
         """Tell whether a layer, by the model's index, of every block has landed.
@@ -166,13 +180,15 @@ class Landed:
             groups = range(index := self.plan.group_index(group), index + 1)
         for index in groups:
             layers = self.plan.groups[index].layers
-            if layer in layers and self._left[index][layer - layers.start]:
-                return False
+            if layer in layers:
+                whole = self._groups[index].whole_layers >> (layer - layers.start)
+                if not whole & 1:
+                    return False
         return True
 
     def by_layer(self, group: int) -> Bits:
         """Return which layers of which local blocks landed: (layers, blocks)."""
-        cells = self._cells[group]
+        cells = self._all_cells(group)
         per_block = self.plan.maps[group].granules_per_block
         blocks = self.plan.lists[self.plan.groups[group].group].size
         # The last block may have room behind the last granule; nothing is owed there.
@@ -220,18 +236,15 @@ class Landed:
         block_tokens = self.plan.local.groups[group].spec.block_tokens
         return min(leading * block_tokens, walk.tokens)
 
-    def _views(self, segment: Segment) -> tuple[Bits, npt.NDArray[np.int64]]:
-        """Return the cells of a segment, and how many are left of each layer."""
-        group, granule = segment.group, segment.granule
-        if not 0 <= group < len(self._cells):
-            self.plan.check(segment)  # which says what is outside, here and below
-        cells = self._cells[group]
-        top = segment.layer - self.plan.groups[group].layers.start
-        end, last = top + segment.layers, granule + segment.granules
-        layers, granules = cells.shape
-        if not (0 <= top < end <= layers and 0 <= granule < last <= granules):
-            self.plan.check(segment)
-        return cells[top:end, granule:last], self._left[group][top:end]
+    def _cells(self, segment: Segment) -> Bits:
+        """Return the cells of a segment: (layers, granules)."""
+        self.plan.check(segment)
+        top = segment.layer - self.plan.groups[segment.group].layers.start
+        rows = self._groups[segment.group].cells(range(top, top + segment.layers))
+        return rows[:, segment.granule_slice]
+
+    def _all_cells(self, group: int) -> Bits:
+        return self._groups[group].cells(range(len(self.plan.groups[group].layers)))
 
 
 def _boxes(cells: Bits) -> Iterator[tuple[int, int, int, int]]:

@@ -15,16 +15,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from kvwire.driver.devices import Devices
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import UNNAMED, Ids, among
+from kvwire.kv.coverage import Coverage
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
-from kvwire.transfers.coverage import Coverage
 from kvwire.transfers.event_wait import EventWaiter, Failure
 
 _COMPLETE: Final = operator.attrgetter("coverage.complete")
@@ -34,7 +35,7 @@ Encoder: TypeAlias = "Callable[[ReadyRange, Callable[[Failure], None]], None]"
 """Begins to encode a part, and calls back once and from any thread; thread-safe."""
 
 
-class ReadyRange(NamedTuple):
+class ReadyRange(msgspec.Struct, frozen=True):
     """Names layers and block positions of one group, by index within the group."""
 
     group: str
@@ -175,7 +176,7 @@ class ReadyLog:
     def layers(self) -> tuple[int, int]:
         """Return how many layers were marked in whole, and how many there are."""
         groups = self._groups.values()
-        whole = sum(group.coverage.whole for group in groups)
+        whole = sum(group.coverage.whole_layers.bit_count() for group in groups)
         return whole, sum(len(group.layers) for group in groups)
 
     @property
@@ -231,14 +232,19 @@ class ReadyLog:
                 f"ready: more than {SEGMENTS_MAX} marks in one transfer; mark more "
                 f"layers or blocks at once"
             )
-        for mark in made:
+        # All of them before any is added.
+        for mark in made[1:]:
             if self._groups[mark.group].coverage.overlaps(mark.layers, mark.blocks):
-                raise UsageError(
-                    f"ready: part of {self._named([mark])} was marked before; marked "
-                    f"memory may not change, so it is not marked twice"
-                )
+                raise self._marked_before(mark)
         for mark in made:
-            self._groups[mark.group].coverage.add(mark.layers, mark.blocks)
+            if not self._groups[mark.group].coverage.claim(mark.layers, mark.blocks):
+                raise self._marked_before(mark)
+
+    def _marked_before(self, mark: ReadyRange) -> UsageError:
+        return UsageError(
+            f"ready: part of {self._named([mark])} was marked before; marked memory "
+            f"may not change, so it is not marked twice"
+        )
 
     def _named(self, made: list[ReadyRange]) -> str:
         return ", ".join(
@@ -293,7 +299,7 @@ class ReadyLog:
 def _by_layer(made: list[ReadyRange]) -> Iterator[ReadyRange]:
     for mark in made:
         for layer in mark.layers:
-            yield mark._replace(layers=range(layer, layer + 1))
+            yield ReadyRange(mark.group, range(layer, layer + 1), mark.blocks)
 
 
 def _nobody() -> None:

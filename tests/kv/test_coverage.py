@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.transfers.coverage import Coverage
+from kvwire.kv.coverage import Coverage
 
 LAYERS, BLOCKS = 5, 7
 
@@ -24,8 +24,8 @@ def test_any_marks_in_any_order(marks: list[tuple[range, range]]) -> None:
     for layers, blocks in marks:
         part = cells[layers.start : layers.stop, blocks.start : blocks.stop]
         assert claims.overlaps(layers, blocks) == bool(part.any())
+        assert claims.claim(layers, blocks) == (not part.any())
         if not part.any():
-            claims.add(layers, blocks)
             part[:] = True
         assert claims.complete == bool(cells.all())
         assert claims.untouched == int((~cells.any(axis=1)).sum())

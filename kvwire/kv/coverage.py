@@ -1,0 +1,144 @@
+"""Which layers of which blocks were named, such as marked or landed: bits of integers.
+
+One mark is a few operations on integers, since it is made in the middle of a forward
+pass: a bit for each layer that is named in whole, and for the others an integer with a
+bit for each block. On arrays of booleans the same takes five times as long.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvwire.kv.blocks import Bits
+
+ANY: Final = -1
+"""All blocks, as a mask."""
+
+
+class Coverage:
+    """Records which cells, layers times blocks, of one group were added.
+
+    Attributes:
+        whole_layers: A bit for each layer of which every block was added.
+        complete: Every cell was added.
+    """
+
+    __slots__ = (
+        "_all_blocks",
+        "_all_layers",
+        "_begun",
+        "_bits",
+        "_blocks",
+        "_layers",
+        "complete",
+        "whole_layers",
+    )
+
+    def __init__(self, layers: int, blocks: int) -> None:
+        self._layers = layers
+        self._blocks = blocks
+        self._all_layers = (1 << layers) - 1
+        self._all_blocks = (1 << blocks) - 1
+        # Without blocks there is nothing to add.
+        self.whole_layers: int = 0 if blocks else self._all_layers
+        self.complete: bool = not blocks
+        # Layers of which some blocks were added, and which blocks those are.
+        self._begun = 0
+        self._bits: dict[int, int] = {}
+
+    def claim(self, layers: range, blocks: range, among: int = ANY) -> bool:
+        """Add cells; False, and none, if one in a mask of blocks was added before.
+
+        Raises:
+            IndexError, ValueError: There are no such cells.
+        """
+        rows = (1 << layers.stop) - (1 << layers.start)
+        if rows > self._all_layers or blocks.stop > self._blocks:
+            raise IndexError(f"{layers}, {blocks}")
+        if rows & (self.whole_layers | self._begun):
+            if among and self.overlaps(layers, blocks, among):
+                return False
+        elif blocks and len(blocks) == self._blocks:
+            self.whole_layers |= rows
+            self.complete = self.whole_layers == self._all_layers
+            return True
+        mask = _mask(blocks)
+        for layer in layers if mask else ():
+            self.add_blocks(layer, mask)
+        return True
+
+    def overlaps(self, layers: range, blocks: range, among: int = ANY) -> bool:
+        """Tell whether any of these cells that is in a mask of blocks was added."""
+        rows = (1 << layers.stop) - (1 << layers.start)
+        mask = _mask(blocks) & among
+        if rows & self.whole_layers and mask:
+            return True
+        if not rows & self._begun:
+            return False
+        return any(self._bits.get(layer, 0) & mask for layer in layers)
+
+    def add_blocks(self, layer: int, mask: int) -> None:
+        """Add the blocks of a mask to one layer, whether they were added before."""
+        row = 1 << layer
+        if row & self.whole_layers:
+            return
+        bits = self._bits.get(layer, 0) | mask
+        if bits == self._all_blocks:
+            self.whole_layers |= row
+            self.complete = self.whole_layers == self._all_layers
+            self._begun &= ~row
+            self._bits.pop(layer, None)
+        else:
+            self._begun |= row
+            self._bits[layer] = bits
+
+    def blocks_of(self, layer: int) -> int:
+        """Return the blocks of one layer that were added, as a mask."""
+        if self.whole_layers >> layer & 1:
+            return self._all_blocks
+        return self._bits.get(layer, 0)
+
+    def cells(self, layers: range) -> Bits:
+        """Return what was added of some layers as an array: (layers, blocks)."""
+        nbytes = -(-self._blocks // 8)
+        rows = [self.blocks_of(layer).to_bytes(nbytes, "little") for layer in layers]
+        bits = np.frombuffer(bytearray().join(rows), np.uint8)
+        cells = np.unpackbits(
+            bits.reshape(len(layers), nbytes),
+            axis=1,
+            count=self._blocks,
+            bitorder="little",
+        )
+        return cells.view(np.bool_)
+
+    @property
+    def left(self) -> int:
+        """Return how many cells were not added."""
+        layers = self._layers - self.whole_layers.bit_count()
+        return layers * self._blocks - sum(map(int.bit_count, self._bits.values()))
+
+    @property
+    def untouched(self) -> int:
+        """Return how many layers have no block that was added."""
+        return (self._all_layers & ~self.whole_layers & ~self._begun).bit_count()
+
+    def first_gap(self) -> tuple[int, int]:
+        """Return the first (layer, block) that was not added; there must be one."""
+        assert not self.complete
+        layer = _lowest(self._all_layers & ~self.whole_layers)
+        return layer, _lowest(self._all_blocks & ~self._bits.get(layer, 0))
+
+
+def mask_of(blocks: Bits) -> int:
+    """Return booleans, one for each block, as a mask."""
+    return int.from_bytes(np.packbits(blocks, bitorder="little").tobytes(), "little")
+
+
+def _mask(indices: range) -> int:
+    return ((1 << len(indices)) - 1) << indices.start
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
