@@ -47,7 +47,7 @@ from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.topology import check_ranks
 from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.hashing import HashScheme
-from kvwire.limits import PRIORITY_MAX
+from kvwire.limits import KV_BLOCK_TOKENS_MAX, PRIORITY_MAX
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -234,12 +234,11 @@ class SchedulerSide:
             "request_id": request.request_id,
             "transfer_id": wanted.transfer_id,
             "listed": {one.name: one.listed_tokens(tokens) for one in self._shapes},
-            "hashes": self._hashes(request, tokens),
             "remote": wanted.remote,
             "stages": wanted.stages,
-            "content": self._content(request, tokens),
             "priority": _priority(request),
             "traceparent": _traceparent(request),
+            **self._names(request, tokens),
         }
 
     def _declined(self, request: Any, wanted: TransferParams) -> LoadPrompt:
@@ -252,31 +251,31 @@ class SchedulerSide:
             declined=True,
         )
 
-    def _content(self, request: Any, count: int) -> bytes:
-        """Name a prompt's first tokens, whatever the sizes of blocks are."""
-        if request.prompt_token_ids is None:
-            return b""
-        scheme, tokens = HashScheme(count), request.prompt_token_ids[:count]
-        return scheme.block_hashes(tokens, salt=self._salt + identity_of(request))[0]
+    def _names(self, request: Any, count: int) -> dict[str, Any]:
+        """Name a prompt's first tokens, and the blocks of each group that are moved.
 
-    def _hashes(self, request: Any, count: int) -> dict[str, list[bytes]]:
-        """Name the blocks that are moved of a prompt's first tokens, group by group."""
+        The tokens as a whole, for engines whose blocks have other sizes.
+        """
         if request.prompt_token_ids is None:
             return {}
         tokens = request.prompt_token_ids[:count]
         salt = self._salt + identity_of(request)
-        chains: dict[int, list[bytes]] = {}
-        found: dict[str, list[bytes]] = {}
+        whole = _chain(min(count, KV_BLOCK_TOKENS_MAX), tokens, salt)[-1:]
+        sizes = {shape.block_tokens for shape in self._shapes if not shape.state}
+        chains = {size: _chain(size, tokens, salt) for size in sizes}
+        hashes: dict[str, list[bytes]] = {}
         for shape in self._shapes:
-            size = shape.block_tokens
-            if size not in chains:
-                chains[size] = _chain(size, tokens, salt)
             needed = shape.needed(count)
-            found[shape.name] = [
-                _of_group(shape.name, one)
-                for one in chains[size][needed.start : needed.stop]
-            ]
-        return found
+            # A state is of all tokens, and its block may be for more than a chain's.
+            found = whole
+            if not shape.state:
+                found = chains[shape.block_tokens][needed.start : needed.stop]
+            if shape.name != DEFAULT_GROUP:
+                # Told from another group's blocks of the same tokens.
+                name = shape.name.encode()
+                found = [hashlib.sha256(one + name).digest() for one in found]
+            hashes[shape.name] = found
+        return {"content": whole[0], "hashes": hashes}
 
     def _scheduled(self, step: WorkerStep, one: ScheduledRequest) -> None:
         """Add one request of a step: its new blocks, what is computed."""
@@ -340,10 +339,3 @@ def _chain(block_tokens: int, tokens: Sequence[int], salt: bytes) -> list[bytes]
         parent = hashes[-1] if hashes else scheme.root(salt)
         hashes.append(hashlib.sha256(parent + repr(list(rest)).encode()).digest())
     return hashes
-
-
-def _of_group(name: str, named: bytes) -> bytes:
-    """Tell a group's block from another's of the same tokens."""
-    if name == DEFAULT_GROUP:
-        return named
-    return hashlib.sha256(named + name.encode()).digest()

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import VllmSettings
-from kvwire.integrations.vllm.metadata import ComputedTokens, LoadPrompt, SendPrompt
+from kvwire.integrations.vllm.metadata import ComputedTokens, SendPrompt
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
+from kvwire.limits import KV_BLOCK_TOKENS_MAX
 from tests.integrations.vllm.fakes import (
     SHAPE,
     Cached,
@@ -162,14 +164,21 @@ def test_a_prompt_that_is_fetched() -> None:
     assert scheduler.finished(request) == (False, None)
 
 
-def test_both_engines_name_blocks_alike() -> None:
-    producer, consumer = side(), side()
-    sent, fetched = Request("r", TOKENS, dict(SENDS)), Request("q", TOKENS, loads())
-    producer.allocated(sent, [[1, 2, 3]], 0)
-    consumer.allocated(fetched, [[1, 2, 3]], 10)
-    send: SendPrompt = producer.step(first_step([1, 2, 3], 10)).sends[0]
-    load: LoadPrompt = consumer.step(Output({})).loads[0]
-    assert send.hashes == load.hashes
+@pytest.mark.parametrize("count", [10, KV_BLOCK_TOKENS_MAX + 10])
+def test_both_engines_name_a_prompt_and_its_blocks_alike(count: int) -> None:
+    """Also one with more tokens than a block may have."""
+    producer, consumer, tokens = side(), side(), list(range(count))
+    other = [*tokens[:-1], 0]
+    blocks = list(range(-(-count // SHAPE.block_tokens)))
+    producer.allocated(Request("r", tokens, dict(SENDS)), [blocks], 0)
+    for request in (Request("q", tokens, loads()), Request("s", other, loads())):
+        consumer.allocated(request, [blocks], count)
+    send: SendPrompt = producer.step(first_step(blocks, count)).sends[0]
+    same, unlike = consumer.step(Output({})).loads
+    assert (same.hashes, same.content) == (send.hashes, send.content)
+    assert unlike.hashes["kv"][:-1] == send.hashes["kv"][:-1]
+    assert unlike.hashes["kv"][-1] != send.hashes["kv"][-1]
+    assert unlike.content != send.content
 
 
 @pytest.mark.parametrize(
@@ -231,9 +240,9 @@ STATE = replace(SHAPE, name="2 state", table=2, state=True, block_tokens=64)
 FULL = replace(SHAPE, name="0 full")
 
 
-def hybrid() -> SchedulerSide:
+def hybrid(state: CacheShape = STATE) -> SchedulerSide:
     """Blocks of four tokens: everything, a window of four, and one state."""
-    made = SchedulerSide(VllmSettings(), [FULL, WINDOW, STATE], PEERS)
+    made = SchedulerSide(VllmSettings(), [FULL, WINDOW, state], PEERS)
     made.hear_addresses({(0, 0): "a:1"})
     return made
 
@@ -298,14 +307,19 @@ def test_of_each_group_only_what_decode_reads_is_fetched() -> None:
     assert not set(load.hashes["0 full"]) & set(load.hashes["1 window"])
 
 
-def test_the_two_engines_name_a_state_by_all_tokens_before_it() -> None:
-    sends, fetches = hybrid(), hybrid()
+@pytest.mark.parametrize("state", [STATE, replace(STATE, block_tokens=131_072)])
+def test_the_two_engines_name_a_state_by_all_tokens_before_it(
+    state: CacheShape,
+) -> None:
+    """Its block has as many tokens as a prompt may have, where none is kept in it."""
+    sends, fetches = hybrid(state), hybrid(state)
     sent = Request("r", TOKENS, dict(SENDS))
     sends.begun(sent)
     sends.allocated(sent, [[1], [1], [1]], 0)
     blocks = ([1, 2, 3], [4, 5, 6], [7])
     (send,) = sends.step(Output({"r": 9}, [New("r", blocks)])).sends
-    for tokens, same in ((TOKENS, True), ([99, *TOKENS[1:]], False)):
+    others = [99, *TOKENS[1:]], [*TOKENS[:8], 99, 99]
+    for tokens, same in ((TOKENS, True), *((one, False) for one in others)):
         fetched = Request("q", tokens, loads())
         fetches.allocated(fetched, blocks, 9)
         (load,) = fetches.step(Output({})).loads
