@@ -86,6 +86,9 @@ class TransferRegistry:
         self._all_settled = asyncio.Event()
         self._all_settled.set()
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
+        # What ends were told, by their name over all links: they ask again if their
+        # link is lost before they hear it.
+        self._told: OrderedDict[tuple[Key, bytes], Tombstone] = OrderedDict()
         # The next look at what is open for long; there is none while nothing is.
         self._look: asyncio.TimerHandle | None = None
 
@@ -198,9 +201,7 @@ class TransferRegistry:
             # What is said of that on its last link comes first.
             self._stash(key, connection, event)
             return
-        ended = None
-        if description.peer_id or key in self._tombstones:
-            ended = self._ended(key, description)
+        ended = self._ended(key, description)
         if ended is not None:
             error = PeerError(f"it has ended: {ended.reason}")
             _refuse(connection, request, error, ended.code)
@@ -235,6 +236,21 @@ class TransferRegistry:
 
     def _ended(self, key: Key, description: TransferOffer) -> Tombstone | None:
         """Return why the transfer that a peer asks for has ended; None if it has not.
+
+        An end that was told, and lost its link before it heard, is told again.
+        """
+        asker = key, description.endpoint_id
+        ended = self._told.get(asker)
+        if ended is None and (description.peer_id or key in self._tombstones):
+            ended = self._last_use(key, description)
+            if ended is not None:
+                self._told[asker] = ended  # bounded: TOMBSTONES_MAX
+                if len(self._told) > TOMBSTONES_MAX:
+                    self._told.popitem(last=False)
+        return ended
+
+    def _last_use(self, key: Key, description: TransferOffer) -> Tombstone | None:
+        """Return how the last use of an id has ended, if a peer asks for that.
 
         A peer that never came is told once. After that the id can be used anew,
         untainted by its last use.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
-from tests.scenarios.world import World, same, scenario
+from tests.scenarios.world import PATIENCE_S, World, same, scenario
 from tests.support import virtual_time
 
 LIST = [3, 1, 4]
@@ -44,6 +45,20 @@ async def test_the_reason_is_said_once_to_each_who_may_ask(w: World) -> None:
     out.ready()
     out.finish()
     assert (await inc).complete
+
+
+@scenario()
+async def test_a_reason_that_is_lost_with_its_link_is_said_again(w: World) -> None:
+    """Who asks has no lease, and would wait for ever."""
+    w.p.publish("t", w.source.cache, LIST).abort("no prefill today")
+    # From here the consumer hears nothing but the end of its link.
+    w.freeze(w.pull_side)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    await w.until(lambda: not w.p._state.registry._tombstones)
+    w.cut()
+    async with asyncio.timeout(PATIENCE_S):
+        outcome = await inc
+    assert "no prefill today" in outcome.missing["kv", DEST[0]]
 
 
 @scenario("inproc")
