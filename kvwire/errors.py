@@ -283,6 +283,11 @@ def printable(text: str) -> str:
     return shown(text, REASON_CHARS_MAX)
 
 
+def sayable(reason: str) -> str:
+    """Return what a peer is told of a reason: short, and no half of a character."""
+    return reason[:REASON_CHARS_MAX].encode(errors="replace").decode()
+
+
 def error_from_code(code: int, text: str) -> KVWireError:
     """Turn what the peer said into the exception its caller can catch.
 

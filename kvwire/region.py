@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from kvwire.endpoint.connection import ConnectionState
 from kvwire.errors import UsageError, wrong_type
 from kvwire.proto.regions import RegionRecord
 from kvwire.types import Access, AccessName, Grant
@@ -63,9 +64,9 @@ class Region:
         """
         self._communicator.thread.check("Region.grant")
         wanted = self._core.access if access is None else Access.parse(access)
-        if not hasattr(connection, "_state"):
+        state = getattr(connection, "_state", None)
+        if not isinstance(state, ConnectionState):
             raise wrong_type("grant", connection, "a kvwire.Connection")
-        state = connection._state  # noqa: SLF001 - of the same endpoint
         if state.communicator is not self._communicator:
             raise UsageError("grant: the connection is of another communicator")
         return state.make_grant(self._core, offset, nbytes, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import operator
 import re
 import struct
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Generic, Literal, NewType, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from kvwire.errors import UsageError, nearest
+from kvwire.errors import UsageError, nearest, wrong_type
 from kvwire.limits import GIB, KIB, MIB, REQUEST_BYTES_MAX
 
 _GRANT: Final = struct.Struct("<4sI16sQQ16sQQ")
@@ -92,10 +93,10 @@ class Access(enum.Flag):
         Raises:
             UsageError: Any other text.
         """
-        if isinstance(text, Access):
+        if isinstance(text, Access) and text:
             return text
         names = {"read": cls.READ, "write": cls.WRITE, "readwrite": cls.READWRITE}
-        if text not in names:
+        if not isinstance(text, str) or text not in names:
             raise UsageError(
                 f'access={text!r}: use "read" (the peer may get), "write" (the peer '
                 f'may put) or "readwrite"; {nearest(text, names)}'
@@ -325,11 +326,16 @@ class Grant:
             UsageError: These bytes are no grant. Whether the peer honours it shows only
                 when it is used.
         """
-        if len(raw) != _GRANT.size:
-            raise UsageError(f"a grant has {_GRANT.size} bytes, these are {len(raw)}")
-        magic, access, connection, grant, generation, token, offset, nbytes = (
-            _GRANT.unpack(raw)
-        )
+        try:
+            if len(raw) != _GRANT.size:
+                raise UsageError(
+                    f"a grant has {_GRANT.size} bytes, these are {len(raw)}"
+                )
+            magic, access, connection, grant, generation, token, offset, nbytes = (
+                _GRANT.unpack(raw)
+            )
+        except (TypeError, struct.error):
+            raise wrong_type("from_bytes", raw, "bytes of a grant") from None
         in_range = (
             max(offset, nbytes) <= REQUEST_BYTES_MAX and max(grant, generation) < 2**63
         )
@@ -344,6 +350,16 @@ class Grant:
             offset=offset,
             nbytes=nbytes,
         )
+
+
+def whole(value: object) -> int | None:
+    """Return a whole number of any type, NumPy's too, as an int; None of all else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 _UNITS: Final = {

@@ -21,6 +21,7 @@ from kvwire import (
     Request,
     UsageError,
 )
+from kvwire.errors import WireCode
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES
 from tests.support.pairs import Pair, connected
 
@@ -47,6 +48,16 @@ async def test_the_send_comes_first(pair: Pair, nbytes: int) -> None:
     assert type(message) is bytearray
     assert await request == nbytes
     message += b"mine to change"
+
+
+@pytest.mark.parametrize("tag", [np.int64(7), np.uint64(2**64 - 1), WireCode.OTHER])
+@pytest.mark.parametrize("nbytes", [1, EAGER_BYTES + 1])
+async def test_a_tag_is_any_whole_number(pair: Pair, tag: int, nbytes: int) -> None:
+    pair.left.send(tag, content(nbytes))
+    assert await pair.right.recv(int(tag)) == content(nbytes)
+    pair.right.send(int(tag), content(nbytes))
+    assert await pair.left.recv(tag) == content(nbytes)
+    assert pair.right.discard(tag) == 0
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

@@ -63,6 +63,7 @@ from kvwire.types import (
     Grant,
     PeerInfo,
     TransportReport,
+    whole,
 )
 from kvwire.wire.control import AccessBody
 
@@ -192,7 +193,7 @@ class ConnectionState:
         payload = as_payload(buffer, writable=False)
         nbytes = payload.nbytes
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            raise _wrong_tag(tag)
+            tag = _tag(tag)
         at = None if deadline is None else absolute(deadline)
         driver = self.driver
         # Not while the link is full: then no message makes its queue too long. Nor from
@@ -222,7 +223,7 @@ class ConnectionState:
     ) -> RequestState[int] | RequestState[bytearray]:
         """Receive the next message of a tag."""
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            raise _wrong_tag(tag)
+            tag = _tag(tag)
         at = None if deadline is None else absolute(deadline)
         if into is None:
             post = partial(self.core.recv, tag, None, self._message_bytes, at)
@@ -239,7 +240,7 @@ class ConnectionState:
     def discard(self, tag: int) -> int:
         """Drop the messages of a tag."""
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
-            raise _wrong_tag(tag)
+            tag = _tag(tag)
         dropped = self.core.messages.discard(tag)
         self.driver.run()
         return dropped
@@ -561,8 +562,12 @@ class ConnectionState:
         return held.obj
 
 
-def _wrong_tag(tag: Any) -> UsageError:
-    return UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
+def _tag(tag: Any) -> int:
+    """Return a tag that is no plain int, or not in range, as one that is."""
+    number = whole(tag)
+    if number is None or not 0 <= number <= _TAG_MAX:
+        raise UsageError(f"tag={tag!r}: an integer from 0 to 2**64 - 1 is needed")
+    return number
 
 
 def _check_size(nbytes: int) -> None:

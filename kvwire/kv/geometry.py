@@ -17,6 +17,7 @@ from kvwire.kv.blocks import Ids
 from kvwire.kv.layout import AXES
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.spec import KVSpec
+from kvwire.types import whole
 
 Tokens: TypeAlias = "int | Mapping[str, int] | None"
 """Valid tokens in the block lists: of every group, of each, or None for full blocks."""
@@ -42,10 +43,7 @@ class GroupGeometry:
             )
         if self.tokens is None:
             return
-        try:
-            needed = -(-self.tokens // self.spec.block_tokens)
-        except TypeError:
-            raise UsageError(f"{where}: tokens={self.tokens!r}: a number") from None
+        needed = -(-self.tokens // self.spec.block_tokens)
         if self.tokens < 0 or needed != self.blocks:
             raise UsageError(
                 f"{where}: tokens={self.tokens} is {needed} blocks of "
@@ -94,12 +92,8 @@ def describe(
     cache: PagedCache, lists: Mapping[str, Ids], tokens: Tokens = None
 ) -> Geometry:
     """Describe this side's part of a transfer."""
-    key: object = tokens
-    if tokens is not None and isinstance(tokens, Mapping):
-        if tokens.keys() - cache.groups.keys():
-            unknown = ", ".join(sorted(tokens.keys() - cache.groups.keys()))
-            raise UsageError(f"tokens: no group {unknown}; there is {', '.join(lists)}")
-        key = tuple(tokens.items())
+    tokens = checked_tokens(tokens, cache)
+    key = tuple(tokens.items()) if isinstance(tokens, Mapping) else tokens
     sizes = tuple(map(len, map(lists.__getitem__, cache.groups)))
 
     def compute() -> Geometry:
@@ -118,6 +112,36 @@ def describe(
         )
 
     return computed_once(cache, ("described", sizes, key), compute)
+
+
+def checked_tokens(tokens: Tokens, cache: PagedCache) -> Tokens:
+    """Return tokens as plain numbers: 4, 4.0 and NumPy's 4 are one key of a table.
+
+    Raises:
+        UsageError: They are no whole numbers, or of a group that there is not.
+    """
+    if tokens is None or type(tokens) is int:
+        return tokens
+    if not isinstance(tokens, Mapping):
+        return _checked_count(tokens, next(iter(cache.groups)))
+    unknown = sorted(map(str, tokens.keys() - cache.groups.keys()))
+    if unknown:
+        raise UsageError(
+            f"tokens: no group {', '.join(unknown)}; there is {', '.join(cache.groups)}"
+        )
+    given: Mapping[str, int | None] = tokens
+    return {
+        name: _checked_count(count, name)
+        for name, count in given.items()
+        if count is not None
+    }
+
+
+def _checked_count(tokens: object, group: str) -> int:
+    count = whole(tokens)
+    if count is None:
+        raise UsageError(f"group {group!r}: tokens={tokens!r}: a number of tokens")
+    return count
 
 
 @lru_cache(limits.KV_TEMPLATES_MAX)

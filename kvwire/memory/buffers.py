@@ -108,14 +108,14 @@ def _byte_view(buffer: Any, what: str) -> memoryview:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(buffer, torch.Tensor):
         buffer = _tensor_bytes(torch, buffer, what)
-    elif (
-        isinstance(buffer, np.ndarray)
-        and buffer.flags.c_contiguous
-        and not buffer.dtype.hasobject
-    ):
-        # bfloat16 and float8 arrays (ml_dtypes) have no buffer format of their own.
-        buffer = buffer.reshape(-1).view(np.uint8)
     try:
+        if (
+            isinstance(buffer, np.ndarray)
+            and buffer.flags.c_contiguous
+            and not buffer.dtype.hasobject
+        ):
+            # bfloat16 and float8 arrays (ml_dtypes) have no buffer format of their own.
+            buffer = buffer.reshape(-1).view(np.uint8)
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError):
         advice = "bytes, a bytearray, a NumPy array or a CPU torch tensor"

@@ -46,12 +46,12 @@ from kvwire.errors import (
     MalformedFrame,
     UnexpectedFrame,
     printable,
+    sayable,
 )
 from kvwire.limits import (
     LANE_NUMBER_MAX,
     LANE_PAYLOADS_MAX,
     LANES_MAX,
-    REASON_CHARS_MAX,
 )
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkMover
 from kvwire.proto.events import (
@@ -446,7 +446,7 @@ class LaneTable:
         missed, lane.missed = tuple(lane.missed), []
         body = LaneClose(
             lane=lane.number,
-            reason=reason[:REASON_CHARS_MAX],
+            reason=sayable(reason),
             seen=lane.seen,
             missed=missed,
         )

@@ -21,8 +21,9 @@ from kvwire.errors import (
     UnexpectedFrame,
     UsageError,
     WireCode,
+    sayable,
 )
-from kvwire.limits import REASON_CHARS_MAX, REQUEST_ID_MAX, REQUESTS_MAX
+from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
 from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.holds import Holds
 from kvwire.proto.state import (
@@ -284,7 +285,7 @@ class RequestTable:
 
     def tell_failed(self, wire_id: int, code: WireCode, reason: str) -> None:
         """Send FAIL for a request, open here or not."""
-        body = Fail(code=code, reason=reason[:REASON_CHARS_MAX])
+        body = Fail(code=code, reason=sayable(reason))
         self._outbox.send(FrameType.FAIL, body, request=wire_id)
 
     def tell_done(self, request: RequestRecord) -> None:

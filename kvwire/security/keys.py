@@ -114,7 +114,7 @@ async def resolve(address: Address, trust: TrustMode) -> Address:
     Cancel safety: safe.
     """
     host = address.host
-    if not host:
+    if host in ("", "*"):  # of which the system makes this host alone
         raise UsageError(
             f"address {str(address)!r} names no host; write 127.0.0.1 for this host, "
             f"or 0.0.0.0 for every interface (with a key)"

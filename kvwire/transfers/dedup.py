@@ -10,12 +10,12 @@ whole content in place of the lists.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import TypeAlias
 
 import numpy as np
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, wrong_type
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.geometry import Geometry, GroupGeometry
 
@@ -44,6 +44,8 @@ def listed_hashes(hashes: Hashes, geometry: Geometry) -> dict[str, list[bytes]]:
 
 def _of_group(hashes: Sequence[object], group: GroupGeometry) -> list[bytes]:
     full = group.capacity // group.spec.block_tokens
+    if not isinstance(hashes, Sized):
+        raise wrong_type("hashes", hashes, "a list with one for each block")
     if len(hashes) not in (group.blocks, full):
         raise UsageError(
             f"hashes: {len(hashes)} for the {group.blocks} blocks of group "

@@ -388,11 +388,13 @@ class IncomingState(KVTransfer):
         groups = self.cache.groups
         if group is not None and group not in groups:
             raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
-        named = [groups[group]] if group is not None else groups.values()
+        named = [groups[group]] if group is not None else list(groups.values())
         for part in named:
             if layer in part.spec.layer_indices:
                 return
-        raise UsageError(f"layer {layer} is not in this cache")
+        held = {part.spec.layer_indices for part in named}
+        there = ", ".join(f"{one.start} to {one.stop - 1}" for one in held)
+        raise UsageError(f"layer {layer} is not in this cache: there is {there}")
 
     def _has(self, layer: int, group: str | None) -> bool:
         return bool(self.peer_id) and self.landed.layer(layer, group)

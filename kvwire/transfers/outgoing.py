@@ -7,6 +7,7 @@ tensor-parallel group, each with its own plan: a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvwire.errors import (
@@ -22,7 +23,7 @@ from kvwire.kv.blocks import BlockLists, Blocks
 from kvwire.kv.outcome import join_outcomes
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import TransferPlan
-from kvwire.limits import GROUP_BYTES
+from kvwire.limits import GROUP_BYTES, KV_BLOCKS_MAX
 from kvwire.transfers.base import (
     UNMARKED,
     Answer,
@@ -46,6 +47,7 @@ from kvwire.transfers.state import (
     AttemptState,
     TransferState,
 )
+from kvwire.types import whole
 
 
 class OutgoingState(KVTransfer):
@@ -62,14 +64,18 @@ class OutgoingState(KVTransfer):
     ) -> None:
         self.growing: bool = options.get("growing", False)
         super().__init__(communicator, id, cache, blocks, options)
-        if type(consumers) is not int or consumers < 1:
+        count = whole(consumers)
+        if count is None or count < 1:
             raise UsageError(f"consumers={consumers!r}: a number, at least 1")
-        self.consumers = consumers
+        self.consumers: int = count
         group_bytes = options.get("group_bytes")
-        if group_bytes is not None and group_bytes < 1:
-            raise UsageError(
-                f"group_bytes={group_bytes}: at least 1, for layer by layer"
-            )
+        if group_bytes is not None:
+            group_bytes = whole(group_bytes)
+            if group_bytes is None or group_bytes < 1:
+                raise UsageError(
+                    f"group_bytes={options['group_bytes']!r}: at least 1, for layer by "
+                    f"layer; a number of bytes"
+                )
         if "hashes" in options or "content" in options:
             listed = listed_hashes(options.get("hashes"), self.geometry)
             self.hashes: bytes = digest(listed, options.get("content"))
@@ -101,13 +107,22 @@ class OutgoingState(KVTransfer):
             )
         room: dict[str, int] = {}
         for name, ids in lists.items():
-            tokens = self.tokens if isinstance(self.tokens, int) else self.tokens[name]
+            tokens = self.tokens
+            if isinstance(tokens, Mapping):
+                if name not in tokens:
+                    raise UsageError(f"growing=True: tokens= lacks group {name!r}")
+                tokens = tokens[name]
             room[name] = -(-tokens // self.cache.groups[name].spec.block_tokens)
             if room[name] < ids.size:
                 raise UsageError(
                     f"growing=True: {ids.size} blocks of group {name!r} are more than "
                     f"the {room[name]} that tokens={tokens} need"
                 )
+        if sum(room.values()) > KV_BLOCKS_MAX:
+            raise UsageError(
+                f"growing=True: tokens={self.tokens} need {sum(room.values())} blocks; "
+                f"a transfer has 1 to {KV_BLOCKS_MAX}"
+            )
         return lists.padded(room)
 
     # --- for the registry -------------------------------------------------------------

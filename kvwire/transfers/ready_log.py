@@ -159,7 +159,7 @@ class ReadyLog:
     def finish(self, *, partial: bool) -> None:
         """Close the log: no mark will come any more."""
         with self._lock:
-            if not (partial or self.complete):
+            if not (partial or self.finished or self.complete):
                 raise UsageError(
                     f"finish: {self._gaps()} was never marked ready; mark it, call "
                     f"finish(partial=True) to send what there is, or abort()"

@@ -128,6 +128,13 @@ def test_pointers_are_refused(buffer: Any) -> None:
         as_payload(buffer, writable=True)
 
 
+def test_a_masked_array_is_refused() -> None:
+    """Half of it is its mask, which lies elsewhere."""
+    masked = np.ma.array([1, 2], mask=[False, True])
+    with pytest.raises(UsageError, match="MaskedArray is no memory that kvwire can"):
+        as_payload(masked, writable=False)
+
+
 def test_payload_keeps_the_memory_alive() -> None:
     memory = np.arange(8, dtype=np.float32)
     alive = weakref.ref(memory)

@@ -95,6 +95,16 @@ async def test_drained_waits_for_the_outcome(w: World) -> None:
     assert inc.done()
 
 
+@scenario("inproc")
+async def test_half_a_character_does_not_keep_a_reason_from_its_peer(w: World) -> None:
+    """Python reads one of each byte of a file's name that is no UTF-8."""
+    out, inc = w.begin()
+    await w.until(lambda: out._state.attempts)
+    inc.abort("cannot read /tmp/\udcff")
+    assert "cannot read /tmp/?" in (await out).missing["kv", LIST[0]]
+    assert "/tmp/\udcff" in (await inc).missing["kv", DEST[0]]
+
+
 @pytest.mark.parametrize("end", ["settled", "abort", "cut", "deadline"])
 @pytest.mark.parametrize("side", [IncomingState, OutgoingState])
 @scenario(resume=False)

@@ -192,3 +192,40 @@ async def test_on_what_is_closed(w: World, verb: str) -> None:
         await end.drained()
     for side in (w.p, w.d):
         assert not side._state.registry.live
+
+
+@VERBS
+@scenario("inproc")
+async def test_numbers_of_numpy_are_numbers(w: World, verb: str) -> None:
+    """And what is computed of them is what plain ones find later."""
+    other = {"publish": "pull", "pull": "publish", "push": "expect", "expect": "push"}
+    tokens = len(LIST) * SPEC.block_tokens
+    for kind in (np.int64, int):
+        lists = {"publish": LIST, "push": LIST, "pull": DEST, "expect": DEST}
+        caches = {"publish": w.source, "push": w.source}
+        ends = [
+            verbs(w)[name](
+                kind(7),
+                caches.get(name, w.target).cache,
+                lists[name],
+                tokens=kind(tokens),
+                priority=kind(3),
+            )
+            for name in (verb, other[verb])
+        ]
+        out, inc = ends if verb in caches else reversed(ends)
+        out.ready()
+        out.finish()
+        assert (await inc).complete
+        assert (await out).usable_tokens == tokens
+        assert w.p.snapshot().counters
+
+
+@scenario("inproc")
+async def test_consumers_and_group_bytes_of_numpy(w: World) -> None:
+    count: Any = np.int64(1)
+    out = w.p.publish("t", w.source.cache, LIST, consumers=count, group_bytes=count)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    out.ready()
+    out.finish()
+    assert (await inc).complete

@@ -53,6 +53,20 @@ async def test_a_block_of_a_transfer_that_has_ended(w: World) -> None:
     out.finish()
 
 
+@scenario("inproc")
+async def test_a_block_that_was_finished_inside(w: World) -> None:
+    """Its end has nothing to add, be it that a part was left out."""
+    async with w.p.publish("t", w.source.cache, LIST) as out:
+        out.ready(layers=0)
+        out.finish(partial=True)
+    inc = w.pull_side.pull("t", w.target.cache, DEST)
+    await inc.layer(0)
+    outcome = await inc
+    assert outcome.missing.layers(("kv", DEST[0])) == tuple(range(1, LAYERS))
+    assert "not marked ready" in outcome.missing["kv", DEST[0]]
+    out.finish()
+
+
 @scenario()
 async def test_a_tensor_parallel_group_of_consumers(w: World) -> None:
     """Each rank takes its heads, into blocks of another size and layout."""
