@@ -1,24 +1,34 @@
-"""Lanes of two processes: payloads both ways, each way, and peers that end badly."""
+"""Lanes of two processes, who may read whom, and peers that end badly."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+import kvwire
 from kvwire.backend import Landing
+from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.limits import MIB
+from kvwire.memory.arena import Arena
 from kvwire.testing.conformance.content import CUTS, Memory, pattern
 from kvwire.testing.conformance.rig import open_descriptors
 from kvwire.types import Role
 from kvwire_local.backend import LocalBackend
 from kvwire_local.lane import LocalLane
+from kvwire_local.peer import PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.wire import LocalWire
-from tests.backends.kvwire_local.child import Child, child, open_lane
 from tests.backends.lane_recorder import LaneRecorder
+from tests.support.child import GRANTED_BYTES, REPORT_TAG, Child, child, granted
 
 # A child takes a third of a second to start.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -28,114 +38,129 @@ METHODS = (
     pytest.param("cma", marks=pytest.mark.matrix),
     pytest.param("arena", marks=pytest.mark.matrix),
 )
+SECRET = hashlib.sha256(b"what both halves know").digest()
 
 
-async def assert_all_arrive(there: Child, memories: list[Memory]) -> None:
-    """Wait for all payloads that were queued here, and compare them."""
-    there.lane.flush()
-    await there.handler.moved(received=len(memories))
-    assert there.handler.closed == []
-    for number, memory in enumerate(memories):
-        assert memory.differs_at(pattern(number, memory.nbytes)) is None
-        assert memory.gaps_are_whole()
+# --- another process ------------------------------------------------------------------
 
 
-# --- payloads -------------------------------------------------------------------------
+@asynccontextmanager
+async def peer(way: str = "auto", *, hidden: bool = False) -> AsyncIterator[Child]:
+    """A process that reads this one's memory, and is read."""
+    async with (
+        kvwire.open(require=("local",), backends={"local": {"way": way}}) as comm,
+        child(comm, hidden=hidden) as there,
+    ):
+        assert there.connection.transport == "local"
+        yield there
+
+
+async def expect_both_are_read(there: Child) -> None:
+    """Its memory by this process, and this one's by it."""
+    back, other = bytearray(GRANTED_BYTES), os.urandom(GRANTED_BYTES)
+    assert await there.connection.get(there.grant, back) == GRANTED_BYTES
+    assert back == granted()
+    assert await there.connection.put(other, there.grant) == GRANTED_BYTES
+    assert await there.connection.get(there.grant, back) == GRANTED_BYTES
+    assert back == other
 
 
 @pytest.mark.parametrize("way", METHODS)
-async def test_payloads_come_from_another_process(way: str) -> None:
-    async with child() as there:
-        await there.join(way=way)
-        assert there.lane.description == (
-            "arena (asked for)" if way == "arena" else "cma"
-        )
-        memories = [
-            await there.send_here(number, nbytes, cut=cut, arena=arena, land=land)
-            for number, (nbytes, cut, arena, land) in enumerate(
-                [
-                    (1, "view", False, "view"),
-                    (MIB, "view", False, "pages"),
-                    (MIB + 1, "pages", False, "uneven"),
-                    (300_000, "thousands", False, "thousands"),
-                    (300_000, "uneven", False, "view"),
-                    (2 * MIB, "view", True, "odd-pages"),
-                    (16 * MIB, "odd-pages", False, "view"),
-                ]
-            )
-        ]
-        await assert_all_arrive(there, memories)
-        assert (await there.ask("sent", count=7))["sent"] == list(range(7))
-        assert there.lane.received_bytes == sum(memory.nbytes for memory in memories)
-
-
-@one_loop
-@pytest.mark.parametrize("way", METHODS)
-async def test_payloads_go_to_another_process(way: str) -> None:
-    async with child(way=way) as there:
-        await there.join()
-        for number, cut in enumerate(CUTS):
-            answer = await there.send_there(number, MIB + number, cut)
-            assert answer == {"received": True, "wrong": None}
-        await there.handler.moved(sent=len(CUTS))
-        assert there.handler.sent == list(range(len(CUTS)))
-
-
-async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
-    left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
-    handlers = LaneRecorder(), LaneRecorder()
-    await right.join(left.bootstrap, handlers[1])
-    await left.join(right.bootstrap, handlers[0])
-    assert isinstance(left, LocalLane)
-    assert isinstance(right, LocalLane)
-    await right._rendezvous_task  # type: ignore[misc]
-    loop, wires = left._loop, (left._wire, right._wire)
-    assert wires[0] is not None
-    assert wires[1] is not None
-    loop.remove_reader(wires[0].fileno())
-    payload, count, full = memoryview(bytearray(100)), 0, False
-    while not full:
-        right.receive(left.send(payload, count), Landing(100, None))
-        right.flush()
-        count += 1
-        full = wires[1].has_unsaid
-    loop.add_reader(wires[0].fileno(), left._run, left._readable)
-    await handlers[0].moved(sent=count)
-    assert handlers[0].sent == list(range(count))
-    assert not wires[1].has_unsaid
-    left.abort()
-    right.abort()
-    for handler in handlers:
-        await handler.end()
-
-
-# --- who may be read ------------------------------------------------------------------
+async def test_memory_of_another_process(way: str) -> None:
+    async with peer(way) as there:
+        said = "arena (asked for)" if way == "arena" else "cma"
+        assert f"local: taken, {said}" in str(there.connection.transport_report)
+        await expect_both_are_read(there)
 
 
 @one_loop
 async def test_where_the_kernel_refuses_arenas_are_used() -> None:
-    async with child("hidden") as there:
-        await there.join()
-        described = {there.lane.description, there.description}
-        assert "cma" in described
-        (refused,) = described - {"cma"}
-        assert refused.startswith("arena (EPERM: ")
-        assert "ptrace_scope" in refused
-        memories = [
-            await there.send_here(number, MIB, cut="pages") for number in range(12)
+    async with peer(hidden=True) as there:
+        reports = [
+            str(there.connection.transport_report),
+            (await there.connection.recv(REPORT_TAG)).decode(),
         ]
-        await assert_all_arrive(there, memories)
-        for number in range(12):
-            answer = await there.send_there(number, MIB, "uneven")
-            assert answer == {"received": True, "wrong": None}
+        (refused,) = [text for text in reports if "local: taken, cma" not in text]
+        assert "local: taken, arena (EPERM: " in refused
+        assert "ptrace_scope" in refused
+        await expect_both_are_read(there)
 
 
-@one_loop
-async def test_a_way_that_is_asked_for_and_refused_is_unavailable() -> None:
-    async with child("hidden", way="cma") as there:
-        with pytest.raises(BackendUnavailable, match="way=cma is asked for") as caught:
-            await there.join(way="cma")
-        assert "cannot read" in str(caught.value) or "EPERM" in str(caught.value)
+@pytest.mark.parametrize("way", METHODS)
+async def test_nothing_torn_is_taken_of_a_peer_that_dies(way: str) -> None:
+    async with peer(way) as there:
+        into = [bytearray(GRANTED_BYTES) for _ in range(4)]
+        gets = [there.connection.get(there.grant, each) for each in into]
+        await gets[0]
+        there.signal(signal.SIGKILL)
+        ends = await asyncio.gather(*gets, return_exceptions=True)
+        for end, each in zip(ends, into, strict=True):
+            assert isinstance(end, ConnectionLost) or each == granted()
+        for request in gets:
+            await request.released()
+
+
+# --- both halves in this process ------------------------------------------------------
+
+
+class Halves(NamedTuple):
+    """Both halves of a lane, and what each of them was told."""
+
+    client: LocalLane
+    server: LocalLane
+    at_client: LaneRecorder
+    at_server: LaneRecorder
+
+
+def open_lane(role: Role, way: str = "auto") -> LocalLane:
+    settings = {"way": way}
+    context = LaneContext(role=role, number=1, secret=SECRET, settings=settings)
+    lane = LocalBackend().open_lane(context)
+    assert isinstance(lane, LocalLane)
+    return lane
+
+
+@asynccontextmanager
+async def halves(way: str = "auto") -> AsyncIterator[Halves]:
+    """A lane that is up; aborted at the end, unless it has ended before."""
+    client, server = open_lane(Role.CLIENT, way), open_lane(Role.SERVER, way)
+    both = Halves(client, server, LaneRecorder(), LaneRecorder())
+    try:
+        await server.join(client.bootstrap, both.at_server)
+        await client.join(server.bootstrap, both.at_client)
+        await server._rendezvous_task  # type: ignore[misc]
+        yield both
+    finally:
+        client.abort()
+        server.abort()
+        await asyncio.sleep(0)
+
+
+async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
+    async with halves() as (client, server, at_client, _):
+        loop, wires = client._loop, (client._wire, server._wire)
+        assert wires[0] is not None
+        assert wires[1] is not None
+        loop.remove_reader(wires[0].fileno())
+        payload, count, full = memoryview(bytearray(100)), 0, False
+        while not full:
+            server.receive(client.send(payload, count), Landing(100, None))
+            server.flush()
+            count += 1
+            full = wires[1].has_unsaid
+        loop.add_reader(wires[0].fileno(), client._run, client._readable)
+        await at_client.moved(sent=count)
+        assert at_client.sent == list(range(count))
+        assert not wires[1].has_unsaid
+
+
+async def test_a_way_that_is_asked_for_and_refused_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PeerMemory, "refusal", lambda self: "EPERM: not by this one")
+    with pytest.raises(BackendUnavailable, match=r"way=cma is asked for, and .*EPERM"):
+        async with halves("cma"):
+            pass
 
 
 def _abstract_names() -> list[bytes]:
@@ -153,7 +178,6 @@ def _abstract_names() -> list[bytes]:
 @one_loop
 async def test_who_does_not_know_the_secret_is_refused() -> None:
     left, right = open_lane(Role.CLIENT), open_lane(Role.SERVER)
-    assert isinstance(left, LocalLane)
     handler = LaneRecorder()
     await right.join(left.bootstrap, handler)
     left._rendezvous._name = lambda: _abstract_names()[0]  # type: ignore[method-assign]
@@ -171,24 +195,7 @@ async def test_settings_are_checked(setting: str) -> None:
         LocalBackend.check_settings({setting: "fast"})
 
 
-# --- the end --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", METHODS)
-async def test_a_peer_that_dies_ends_the_lane(way: str) -> None:
-    async with child() as there:
-        await there.join(way=way)
-        memories = [
-            await there.send_here(number, MIB, cut="pages") for number in range(8)
-        ]
-        there.process.kill()
-        await there.process.wait()
-        there.lane.flush()
-        await there.handler.end()
-        assert isinstance(there.handler.closed[0], ConnectionLost)
-        for landing, memory in zip(there.handler.received, memories, strict=False):
-            assert landing.payload is memory.payload
-            assert memory.differs_at(pattern(memories.index(memory), MIB)) is None
+# --- memory that is reused while it is read -------------------------------------------
 
 
 @one_loop
@@ -197,12 +204,10 @@ async def test_memory_that_is_reused_in_the_middle_is_noticed(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The race of the module's docstring, with each step where it hurts most."""
-    async with child() as there:
-        torn, landed = await _torn(there, way, monkeypatch)
-        assert torn, "the payload was not overwritten in time, so nothing was shown"
-        await there.handler.end()
-        assert isinstance(there.handler.closed[0], ConnectionLost)
-        assert landed == []
+    async with halves(way) as both:
+        assert await _torn(both, monkeypatch), "it was not overwritten in time"
+        assert isinstance(await both.at_client.end(), ConnectionLost)
+        assert both.at_client.received == []
 
 
 @one_loop
@@ -214,28 +219,22 @@ async def test_without_the_guard_the_same_payload_arrives_torn(
     monkeypatch.setattr(
         LocalWire, "hear", lambda self, **how: (hear(self, **how)[0], True)
     )
-    async with child() as there:
-        torn, landed = await _torn(there, "cma", monkeypatch)
-        assert torn
-        assert len(landed) == 1
+    async with halves("cma") as both:
+        assert await _torn(both, monkeypatch)
+        assert len(both.at_client.received) == 1
 
 
-async def _torn(
-    there: Child, way: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[bool, list[Landing]]:
-    """Read half a payload; let the child abort and overwrite; read the other half."""
-    await there.join(way=way)
-    # Not in staging, where only the lane itself could overwrite it.
-    memory = await there.send_here(0, 2 * MIB, arena=way != "cma", land="odd-pages")
-    lane = there.lane
-    assert isinstance(lane, LocalLane)
+async def _torn(both: Halves, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Read half a payload; let its owner abort and overwrite; read the other half."""
+    reader, sender = both.client, both.server
+    target = Memory(2 * MIB, CUTS["odd-pages"])
     read = ReceivedPayloads.read
-    halves: list[int] = []
+    halves_read: list[int] = []
 
     def half(self: ReceivedPayloads) -> list[Landing]:
-        halves.append(len(halves))
-        if len(halves) > 1:
+        if self is not reader._incoming or halves_read:
             return read(self)
+        halves_read.append(1)
         assert self._is_ready(self._arrivals[0])
         reading = self._arrivals[0].reading
         assert reading is not None
@@ -243,13 +242,23 @@ async def _torn(
         return []
 
     monkeypatch.setattr(ReceivedPayloads, "read", half)
-    with monkeypatch.context() as deaf:
-        # The event loop would tell of the end of the stream; a race would not wait.
-        deaf.setattr(LocalLane, "_readable", lambda self: None)
-        deaf.setattr(lane, "_go_on", lambda: None)
-        lane._loop.remove_reader(lane._wire.fileno())  # type: ignore[union-attr]
-        lane.flush()
-        await there.ask("abort")
-    lane.flush()
-    torn = memory.differs_at(pattern(0, 2 * MIB)) is not None
-    return torn, there.handler.received
+    # Not in staging, where only the lane itself could overwrite it.
+    with Arena(2 * MIB) as arena:
+        memory = arena.buffer(2 * MIB)
+        memory[:] = pattern(0, 2 * MIB)
+        descriptor = sender.send(memory.data, "token")
+        assert reader._peer_is_there()  # and has told of its arena
+        reader.receive(descriptor, Landing(2 * MIB, target.payload))
+        with monkeypatch.context() as deaf:
+            # The event loop would tell of the end of the stream; a race does not wait.
+            deaf.setattr(LocalLane, "_readable", lambda self: None)
+            deaf.setattr(reader, "_go_on", lambda: None)
+            assert reader._wire is not None
+            reader._loop.remove_reader(reader._wire.fileno())
+            reader.flush()
+            sender.abort()
+            await both.at_server.end()
+            memory[:] = 0xEE
+        del memory
+        reader.flush()
+        return target.differs_at(pattern(0, 2 * MIB)) is not None
