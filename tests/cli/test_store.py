@@ -82,7 +82,7 @@ async def test_what_is_served_is_shown(tmp_path: Path, run: Run) -> None:
             assert "clients: 2" in out
         # It ends as it should, and what was put is on the disk.
         server.signal(signal.SIGTERM)
-        assert await server.wait() == 0
+        assert await server.process.wait() == 0
     async with BlockStore.open(["memory:1MiB", disk]) as store:
         assert await store.match(chain(3)) == 3
 

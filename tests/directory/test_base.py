@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from kvwire import ClosedOK, ConnectError, UsageError
+from kvwire import ClosedOK, UsageError
 from kvwire.directory import ChangeKind
 from tests.directory.memory import MemoryDirectory
 from tests.directory.records import a_lease_has_ended, record
@@ -112,14 +112,6 @@ async def test_what_is_no_record_is_said_once(
     assert await here.members() == (record(1),)
     assert here.ignored == 2
     assert caplog.text.count("an entry was ignored") == 1
-    await here.close()
-
-
-async def test_members_of_a_directory_that_is_away() -> None:
-    here = MemoryDirectory()
-    here.hub.away = True
-    with pytest.raises(ConnectError):
-        await here.members("role=decode")
     await here.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import pytest
@@ -22,19 +22,29 @@ def said(span: ReadableSpan) -> Mapping[str, object]:
     return span.attributes
 
 
-async def test_both_ends_of_a_transfer() -> None:
-    traces = Traces()
+Below = Callable[[str], AbstractContextManager[object]]
+
+
+async def transferred(traces: Traces, below: Below) -> kvwire.Outcome:
+    """Publish below one span, and pull below another."""
     async with loopback() as pair:
         with (
             TransferTracer(pair.a, traces.provider),
             TransferTracer(pair.b, traces.provider),
         ):
-            out = pair.b.publish("request-7", Memory().cache, [0, 1])
+            with below("answerer"):
+                out = pair.b.publish("request-7", Memory().cache, [0, 1])
             out.ready()
             out.finish()
-            inc = pair.ab.pull("request-7", Memory().cache, [2, 3])
-            outcome = await inc
+            with below("asker"):
+                inc = pair.ab.pull("request-7", Memory().cache, [2, 3])
             await out
+            return await inc
+
+
+async def test_both_ends_of_a_transfer() -> None:
+    traces = Traces()
+    outcome = await transferred(traces, contextlib.nullcontext)
     spans = traces.spans()
     send, receive = spans["kvwire send"], spans["kvwire receive"]
     assert (send.kind, receive.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
@@ -111,19 +121,7 @@ async def test_both_ends_are_one_trace(where: str) -> None:
     def below(side: str) -> AbstractContextManager[object]:
         return tracer.start_as_current_span(side) if where in (side, "both") else none
 
-    async with loopback() as pair:
-        with (
-            TransferTracer(pair.a, traces.provider),
-            TransferTracer(pair.b, traces.provider),
-        ):
-            with below("answerer"):
-                out = pair.b.publish("t", Memory().cache, [0, 1])
-            out.ready()
-            out.finish()
-            with below("asker"):
-                inc = pair.ab.pull("t", Memory().cache, [2, 3])
-            await inc
-            await out
+    await transferred(traces, below)
     spans = traces.spans()
     send, receive = spans["kvwire send"], spans["kvwire receive"]
     assert send.context is not None

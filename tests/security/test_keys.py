@@ -33,7 +33,11 @@ def key_file(folder: Path, name: str = "key") -> Path:
 
 
 def test_a_new_key_is_random_and_for_its_owner_alone(tmp_path: Path) -> None:
-    one, other = key_file(tmp_path, "one"), key_file(tmp_path, "other")
+    before = os.umask(0)
+    try:
+        one, other = key_file(tmp_path, "one"), key_file(tmp_path, "other")
+    finally:
+        os.umask(before)
     assert stat.S_IMODE(one.stat().st_mode) == 0o600
     key = read_key_file(str(one))
     assert len(key) == PSK_BYTES_MIN

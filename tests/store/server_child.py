@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from tests.support.tree import ROOT
 
 
+@dataclass(frozen=True, slots=True)
 class ServerProcess:
-    def __init__(
-        self, process: asyncio.subprocess.Process, port: int, said: str
-    ) -> None:
-        self.said = said
-        self.port = port
-        self.where = f"kvwire://127.0.0.1:{port}"
-        self._process = process
+    process: asyncio.subprocess.Process
+    port: int
+    # Its first line.
+    said: str
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def where(self) -> str:
+        return f"kvwire://127.0.0.1:{self.port}"
 
     @property
     def running(self) -> bool:
-        return self._process.returncode is None
+        return self.process.returncode is None
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid, number)
-
-    async def wait(self) -> int:
-        return await self._process.wait()
+        self.process.send_signal(number)
 
 
 @contextlib.asynccontextmanager

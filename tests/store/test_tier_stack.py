@@ -84,18 +84,6 @@ async def test_a_block_is_found_where_it_is_first() -> None:
         assert (number, orders.tolist()) == (2, [ABSENT])
 
 
-async def test_what_memory_has_is_asked_of_nobody() -> None:
-    class Silent(FakeTier):
-        async def find(self, keys: Keys) -> BlockResults:
-            raise AssertionError(keys)
-
-    async with hierarchy(Silent()) as tiers:
-        keys = keys_of(3)
-        await fill(tiers, keys)
-        assert (await tiers.find(keys)).all()
-        assert (await tiers.orders(keys) == 0).all()
-
-
 class FarTier(FakeTier):
     """A tier to which every question is a round trip, and has no time for one."""
 
@@ -103,6 +91,14 @@ class FarTier(FakeTier):
 
     async def find(self, keys: Keys) -> BlockResults:
         raise AssertionError(keys)
+
+
+async def test_what_memory_has_is_asked_of_nobody() -> None:
+    async with hierarchy(FarTier()) as tiers:
+        keys = keys_of(3)
+        await fill(tiers, keys)
+        assert (await tiers.find(keys)).all()
+        assert (await tiers.orders(keys) == 0).all()
 
 
 async def test_a_far_tier_is_not_asked_for_little() -> None:

@@ -28,6 +28,8 @@ OTHERS = "7f07-7f08 r-xp 00000000 08:01 14 /opt/libucpp.so.1\n7ffd-7ffe rw-p [st
 NCCL = "7f05-7f06 r-xp 00000000 08:01 13 /opt/nvidia/nccl/lib/libnccl.so.2\n"
 LIMITS = "proc/self/limits"
 ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+LOW = limits(locked="65536")
 
 
 def status(capability: int) -> dict[str, str]:
@@ -48,97 +50,67 @@ def _no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
 
 
+def without(files: dict[str, str], folder: str) -> dict[str, str]:
+    return {name: text for name, text in files.items() if folder not in name}
+
+
+VERBS, HAS = "/dev/infiniband", "this process has CAP_"
+UNLIMIT = "ulimit -l unlimited"
+BOTH_UCX = "/opt/a venv/nixl.libs/libucp-3a3c2ef6.so.0 and /usr/lib/libucp.so.0.0.0"
+# What a check makes of files: its name, what it says, and what to do about it.
+FILES: list[tuple[str, dict[str, str], str, str]] = [
+    ("RDMA", {}, "no device", ""),
+    ("RDMA", IB, PORT, ""),
+    ("RDMA", DOWN, "40 Gb/sec Ethernet: no port is up", "subnet manager"),
+    (
+        "RDMA",
+        without(IB, "dev"),
+        f"{PORT}; but no {VERBS}/uverbs*",
+        f"--device {VERBS}",
+    ),
+    ("locked memory", {}, "not known", ""),
+    ("locked memory", limits(locked="8388608"), "8 MiB; only RDMA", ""),
+    ("locked memory", IB | limits(locked="unlimited"), "unlimited", ""),
+    ("locked memory", IB | LOW | status(CAP_IPC_LOCK), f"unlimited: {HAS}IPC_LOCK", ""),
+    ("locked memory", IB | LOW | status(CAP_SYS_PTRACE), "at most 64 KiB", UNLIMIT),
+    ("GPU", {}, "no NVIDIA driver", ""),
+    ("GPU", GPU, "2 x NVIDIA H200, driver 570.86.15", ""),
+    # The closed driver words its version otherwise.
+    ("GPU", {"proc/driver/nvidia/version": CLOSED}, "no GPU, driver 535", ""),
+    ("GPU", without(GPU, "dev"), "no /dev/nvidia*", "--gpus all"),
+    ("ptrace scope", {}, "no Yama", ""),
+    ("ptrace scope", yama("nonsense"), "no Yama", ""),
+    ("ptrace scope", yama("0"), "0: processes of one user may", ""),
+    ("ptrace scope", yama("1"), "whom it names", ""),
+    ("ptrace scope", yama("2") | status(CAP_SYS_PTRACE), f"2, but {HAS}SYS_PTRACE", ""),
+    ("ptrace scope", yama("2"), "CAP_SYS_PTRACE", "sysctl kernel.yama"),
+    ("ptrace scope", yama("3") | status(CAP_SYS_PTRACE), "nobody", "reboot"),
+    ("PID namespace", {}, "not known here; in no known container", ""),
+    ("PID namespace", {".dockerenv": ""}, "in a container (docker)", ""),
+    ("PID namespace", {"run/.containerenv": ""}, "container (podman)", ""),
+    ("shared memory", {}, "there is no /dev/shm", ""),
+    ("UCX and NCCL", maps(OTHERS), "loaded: none", ""),
+    ("UCX and NCCL", maps(UCP, UCP), "loaded: /usr/lib/libucp.so.0.0.0", ""),
+    ("UCX and NCCL", maps(UCP, NIXL, NCCL), f"libucp: {BOTH_UCX}", "keep one"),
+    ("descriptors", {}, "not known", ""),
+    ("descriptors", limits(files="unlimited"), "unlimited", ""),
+    ("descriptors", limits(files="1048576"), "1,048,576", ""),
+    ("descriptors", limits(files="256"), "at most 256", "ulimit -n"),
+]
+# And of what is set beside files.
+EXPANDABLE = "expandable_segments"
+SPLIT = f"max_split_size_mb:64,{EXPANDABLE}:True"
+SET: list[tuple[str, dict[str, str], dict[str, str], str, str]] = [
+    ("GPU", GPU, {"CUDA_VISIBLE_DEVICES": ""}, "; CUDA_VISIBLE_DEVICES=''", ""),
+    ("torch allocator", {}, {ALLOC: "expandable_segments:False"}, "no exp", ""),
+    ("torch allocator", {}, {ALLOC: SPLIT}, f"{ALLOC} sets {EXPANDABLE}", "unset"),
+    ("PID namespace", {".dockerenv": ""}, KUBERNETES, "container (kubernetes)", ""),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "files", "environment", "text", "remedy"),
-    [
-        ("RDMA", {}, {}, "no device", ""),
-        ("RDMA", IB, {}, PORT, ""),
-        ("RDMA", DOWN, {}, "40 Gb/sec Ethernet: no port is up", "subnet manager"),
-        (
-            "RDMA",
-            {k: v for k, v in IB.items() if "dev" not in k},
-            {},
-            f"{PORT}; but no /dev/infiniband/uverbs*",
-            "--device /dev/infiniband",
-        ),
-        ("locked memory", {}, {}, "not known", ""),
-        ("locked memory", limits(locked="8388608"), {}, "8 MiB; only RDMA", ""),
-        ("locked memory", IB | limits(locked="unlimited"), {}, "unlimited", ""),
-        (
-            "locked memory",
-            IB | limits(locked="1") | status(CAP_IPC_LOCK),
-            {},
-            "unlimited: this process has CAP_IPC_LOCK",
-            "",
-        ),
-        (
-            "locked memory",
-            IB | limits(locked="65536") | status(CAP_SYS_PTRACE),
-            {},
-            "at most 64 KiB",
-            "ulimit -l unlimited",
-        ),
-        ("GPU", {}, {}, "no NVIDIA driver", ""),
-        ("GPU", GPU, {}, "2 x NVIDIA H200, driver 570.86.15", ""),
-        ("GPU", GPU, {"CUDA_VISIBLE_DEVICES": ""}, "; CUDA_VISIBLE_DEVICES=''", ""),
-        # The closed driver words its version otherwise.
-        ("GPU", {"proc/driver/nvidia/version": CLOSED}, {}, "no GPU, driver 535", ""),
-        (
-            "GPU",
-            {k: v for k, v in GPU.items() if "dev" not in k},
-            {},
-            "no /dev/nvidia*",
-            "--gpus all",
-        ),
-        ("torch allocator", {}, {ALLOC: "expandable_segments:False"}, "no exp", ""),
-        (
-            "torch allocator",
-            {},
-            {ALLOC: "max_split_size_mb:64,expandable_segments:True"},
-            f"{ALLOC} sets expandable_segments",
-            "unset",
-        ),
-        ("ptrace scope", {}, {}, "no Yama", ""),
-        ("ptrace scope", yama("nonsense"), {}, "no Yama", ""),
-        ("ptrace scope", yama("0"), {}, "0: processes of one user may", ""),
-        ("ptrace scope", yama("1"), {}, "whom it names", ""),
-        (
-            "ptrace scope",
-            yama("2") | status(CAP_SYS_PTRACE),
-            {},
-            "2, but this process has CAP_SYS_PTRACE",
-            "",
-        ),
-        ("ptrace scope", yama("2"), {}, "CAP_SYS_PTRACE", "sysctl kernel.yama"),
-        ("ptrace scope", yama("3") | status(CAP_SYS_PTRACE), {}, "nobody", "reboot"),
-        ("PID namespace", {}, {}, "not known here; in no known container", ""),
-        ("PID namespace", {".dockerenv": ""}, {}, "in a container (docker)", ""),
-        ("PID namespace", {"run/.containerenv": ""}, {}, "container (podman)", ""),
-        (
-            "PID namespace",
-            {".dockerenv": ""},
-            {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
-            "container (kubernetes)",
-            "",
-        ),
-        ("shared memory", {}, {}, "there is no /dev/shm", ""),
-        ("UCX and NCCL", maps(OTHERS), {}, "loaded: none", ""),
-        ("UCX and NCCL", maps(UCP, UCP), {}, "loaded: /usr/lib/libucp.so.0.0.0", ""),
-        (
-            "UCX and NCCL",
-            maps(UCP, NIXL, NCCL),
-            {},
-            (
-                "libucp: /opt/a venv/nixl.libs/libucp-3a3c2ef6.so.0 and "
-                "/usr/lib/libucp.so.0.0.0"
-            ),
-            "keep one",
-        ),
-        ("descriptors", {}, {}, "not known", ""),
-        ("descriptors", limits(files="unlimited"), {}, "unlimited", ""),
-        ("descriptors", limits(files="1048576"), {}, "1,048,576", ""),
-        ("descriptors", limits(files="256"), {}, "at most 256", "ulimit -n"),
-    ],
+    [*((name, files, {}, *said) for name, files, *said in FILES), *SET],
 )
 def test_a_check_says_what_is_so_and_what_to_do(
     name: str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from kvwire.integrations.vllm.metadata import (
@@ -76,12 +75,6 @@ def freed(worker: Worker) -> bool:
     """Whether the scheduler has heard that the prompt's blocks are free."""
     worker.side.finished(())
     return not worker.side._departures
-
-
-def write_layers(worker: Worker, blocks: list[int], names: Sequence[str]) -> None:
-    for name in names:
-        worker.write(name, blocks)
-        worker.side.layer_written(name)
 
 
 def drained(worker: Worker) -> bool:

@@ -106,18 +106,15 @@ def _expect_open(index: DiskIndex) -> None:
     assert not index.closed
 
 
-def test_another_version_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path):
-        pass
-    change(tmp_path, f"PRAGMA user_version={FORMAT + 1}")
-    with pytest.raises(UsageError, match=r"its format is 3.*give another directory"):
-        DiskIndex(tmp_path / "index", SLAB, synced=False)
-
-
-def test_somebody_elses_database_is_refused(tmp_path: Path) -> None:
-    change(tmp_path, "CREATE TABLE theirs (one)")
-    with pytest.raises(UsageError, match="its format is 0"):
-        DiskIndex(tmp_path / "index", SLAB, synced=False)
+def test_another_version_and_another_database_are_refused(tmp_path: Path) -> None:
+    for statement, found in (
+        ("CREATE TABLE theirs (one)", 0),
+        (f"PRAGMA user_version={FORMAT + 1}", FORMAT + 1),
+    ):
+        change(tmp_path, statement)
+        said = f"its format is {found}.*give another directory"
+        with pytest.raises(UsageError, match=said), opened(tmp_path):
+            pass
 
 
 @pytest.mark.parametrize("length", [0, "'x'", 4097, 2**40])

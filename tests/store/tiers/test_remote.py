@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -155,28 +156,43 @@ async def test_a_server_that_is_not_there_yet() -> None:
 )
 async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
     """It is not believed, and not asked again on that connection."""
+
+    async def lie(connection: kvwire.Connection) -> None:
+        find = decode_request(await connection.recv(TAG))
+        assert isinstance(find, Find)
+        if (reply := answer(find)) is not None:
+            body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
+            await connection.send(TAG, body)
+
+    welcome = Welcome(VERSION, requests=4, berth_bytes=4096)
+    async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
+        assert await s.match(chain(2), Filled().cache) == 0
+        assert said in tier_of(s, RemoteTier).error
+        await until(lambda: not tier_of(s, RemoteTier).taking)
+
+
+async def silent(_: kvwire.Connection) -> None:
+    """Says no more than its welcome."""
+
+
+@asynccontextmanager
+async def lying(
+    welcome: Welcome, lie: Callable[[kvwire.Connection], Awaitable[None]] = silent
+) -> AsyncIterator[str]:
+    """Where one client is welcomed, and then lied to until it goes."""
     async with kvwire.open() as liar:
         address = await liar.listen("127.0.0.1:0")
-        lying = asyncio.create_task(_lie(liar, answer))
-        where = f"kvwire://{address.host}:{address.port}?timeout=0.5"
-        async with BlockStore.open([where]) as s:
-            assert await s.match(chain(2), Filled().cache) == 0
-            assert said in tier_of(s, RemoteTier).error
-            await until(lambda: not tier_of(s, RemoteTier).taking)
-        lying.cancel()
-        await asyncio.wait((lying,))
 
+        async def serve() -> None:
+            connection = await liar.accept()
+            assert isinstance(decode_request(await connection.recv(TAG)), StoreHello)
+            await connection.send(TAG, encode(welcome))
+            await lie(connection)
+            await connection.wait_closed()
 
-async def _lie(liar: kvwire.Communicator, answer: Any) -> None:
-    connection = await liar.accept()
-    assert isinstance(decode_request(await connection.recv(TAG)), StoreHello)
-    await connection.send(TAG, encode(Welcome(VERSION, requests=4, berth_bytes=4096)))
-    find = decode_request(await connection.recv(TAG))
-    assert isinstance(find, Find)
-    if (reply := answer(find)) is not None:
-        body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
-        await connection.send(TAG, body)
-    await asyncio.Event().wait()
+        serving = asyncio.create_task(serve())
+        yield f"kvwire://{address.host}:{address.port}?timeout=0.5"
+        await serving
 
 
 @pytest.mark.parametrize(
@@ -196,46 +212,27 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
 ) -> None:
     """None of them is believed, and nothing is left of them."""
     images = bytes(blocks * spec.block_bytes)
-    async with kvwire.open() as liar:
-        address = await liar.listen("127.0.0.1:0")
 
-        async def serve() -> None:
-            connection = await liar.accept()
-            await connection.recv(TAG)
-            await connection.send(TAG, encode(Welcome(VERSION, berth_bytes=BERTH)))
-            asked = decode_request(await connection.recv(TAG))
-            assert isinstance(asked, Get)
-            inline = images if spec is SPEC else b""
-            done = StoreDone(asked.number, bytes(3), "", orders, inline)
-            await connection.send(TAG, encode(done))
-            if spec is LARGE:
-                with suppress(kvwire.KVWireError):
-                    await connection.send(payload_tag(asked.number), images)
-            await connection.wait_closed()
+    async def lie(connection: kvwire.Connection) -> None:
+        asked = decode_request(await connection.recv(TAG))
+        assert isinstance(asked, Get)
+        inline = images if spec is SPEC else b""
+        done = StoreDone(asked.number, bytes(3), "", orders, inline)
+        await connection.send(TAG, encode(done))
+        if spec is LARGE:
+            with suppress(kvwire.KVWireError):
+                await connection.send(payload_tag(asked.number), images)
 
-        serving = asyncio.create_task(serve())
-        target = Filled(8, spec)
-        where = f"kvwire://{address.host}:{address.port}?timeout=0.5"
-        async with BlockStore.open([where]) as s:
-            outcome = await s.get(chain(3), target.cache, [5, 6, 7])
-            assert not outcome.landed
-            assert said in outcome.missing["kv", 7]
-            assert not len(s._tiers.memory.index)
-            assert not s._tiers.memory.index.slabs.used_bytes
-        await serving
+    welcome = Welcome(VERSION, berth_bytes=BERTH)
+    async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
+        outcome = await s.get(chain(3), Filled(8, spec).cache, [5, 6, 7])
+        assert not outcome.landed
+        assert said in outcome.missing["kv", 7]
+        assert not len(s._tiers.memory.index)
+        assert not s._tiers.memory.index.slabs.used_bytes
 
 
 async def test_a_server_of_another_version_is_refused() -> None:
-    async with kvwire.open() as stranger:
-        address = await stranger.listen("127.0.0.1:0")
-
-        async def greet() -> None:
-            connection = await stranger.accept()
-            await connection.recv(TAG)
-            await connection.send(TAG, encode(Welcome(VERSION + 1)))
-            await connection.wait_closed()
-
-        greeting = asyncio.create_task(greet())
+    async with lying(Welcome(VERSION + 1)) as where:
         with pytest.raises(UsageError, match=r"speaks version 4 and this side 3"):
-            await BlockStore.open([f"kvwire://{address.host}:{address.port}"])
-        await greeting
+            await BlockStore.open([where])

@@ -27,11 +27,11 @@ from kvwire import BlockStore, KVSpec
 from kvwire.limits import MIB
 from kvwire.store.tiers import object as object_module
 from tests.store.caches import Filled, chain
+from tests.store.contract import expect_shared
 from tests.support.pairs import until
 from tests.support.servers import free_port, s3_server
 
 pytestmark = pytest.mark.timeout(90)
-BLOCKS = 8
 MEMORY = "memory:64MiB?slab=32MiB"
 
 # Its threads start with the first request of a process, and stay.
@@ -90,21 +90,6 @@ async def proxy(server: str, fault: Fault) -> AsyncIterator[str]:
         finally:
             running.should_exit = True
             await serving
-
-
-async def put_and_get(address: str, name: str) -> tuple[int, int, bool]:
-    """Blocks stored, those that another store found, and whether they are right."""
-    source, target = Filled(BLOCKS, seed=3), Filled(BLOCKS)
-    async with BlockStore.open(["memory:1MiB", address]) as store:
-        put = await store.put(chain(BLOCKS, name), source.cache, range(BLOCKS))
-    async with BlockStore.open(["memory:1MiB", address]) as store:
-        got = await store.get(chain(BLOCKS, name), target.cache, range(BLOCKS))
-        landed = [block for _, block in got.landed]
-    right = all(
-        here[landed].tobytes() == there[landed].tobytes()
-        for here, there in zip(source.tensors, target.tensors, strict=True)
-    )
-    return len(put.landed), len(landed), right
 
 
 @pytest.mark.parametrize(
@@ -183,7 +168,7 @@ def throttles(times: int) -> Fault:
 
 async def test_a_bucket_that_throttles_is_asked_again(server: str) -> None:
     async with proxy(server, throttles(2)) as url:
-        assert await put_and_get(tier(url), "throttled") == (BLOCKS, BLOCKS, True)
+        await expect_shared(tier(url))
 
 
 @pytest.mark.parametrize(

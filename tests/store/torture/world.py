@@ -291,7 +291,7 @@ class World:
         self._trouble = True
         if self._server.running:
             self._server.signal(signal.SIGKILL)
-            await self._server.wait()
+            await self._server.process.wait()
             self._killed("server")
         if self._draw.random() < 0.5:
             await self._start_server()
@@ -330,10 +330,10 @@ class World:
         """Let no file of the server, or of the engine with a disk, grow beyond this."""
         limits = nbytes, resource.RLIM_INFINITY
         assert self._server is not None
-        for pid in (self._server.pid, getattr(self._engines[1].process, "pid", None)):
-            if pid is not None:
+        for process in (self._server.process, self._engines[1].process):
+            if process is not None:
                 with suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
 
     async def _open_twice(self) -> None:
         assert self._server is not None
