@@ -16,11 +16,10 @@ from kvwire.cli.bench import fragments as ours
 from kvwire.cli.bench import ops, report
 from kvwire.cli.bench import store as stores
 from kvwire.cli.main import main
-from kvwire.limits import KIB, MIB
+from kvwire.limits import MIB
 from tests.bench import cost as costs
 from tests.bench import counts as counting
 from tests.bench import iperf3, store
-from tests.bench import profile as profiles
 from tests.bench.fragments import ALL_PEERS, Beside, joining
 from tests.bench.peer import PEERS, interpreters
 
@@ -115,47 +114,18 @@ def cost(
 
 
 @app.command
-def profile(
-    *,
-    transport: str = "ucx",
-    wire: Literal["tcp", "shm"] = "tcp",
-    kib: int = 1024,
-    mib: report.Mebibytes = 512,
-    verb: Literal["push", "pull"] = "push",
-    cross_layer: bool = False,
-    rounds: report.Rounds = 5,
-    top: int = 15,
-    loop: report.Loop = "uvloop",
-) -> None:
-    """Where the time of a KV transfer goes, by function, on both sides.
-
-    Args:
-        transport: Of kvwire.
-        wire: What UCX uses.
-        kib: KiB of one layer of a block.
-        mib: MiB of a round.
-        verb: Which side asks.
-        cross_layer: Blocks across layers.
-        rounds: Plain rounds, whose medians are shown; one more is profiled.
-        top: Functions to show.
-        loop: The event loop.
-    """
-    work = ours.work_of(verb, kib * KIB, cross_layer=cross_layer, round_bytes=mib * MIB)
-    environment = ours.UCX[wire] if transport in ("ucx", "nixl") else {}
-    options = {"transport": transport, "loop": loop}
-    for line in profiles.profile(work, rounds, top, options, environment):
-        print(line)
-
-
-@app.command
-def counts(*, transport: str = "tcp") -> None:
+def counts(*, transport: str = "tcp", only: str = "", top: int = 0) -> None:
     """What operations consist of: calls of Python, system calls and frames.
 
     Args:
         transport: Of kvwire.
+        only: Operations with this in their name.
+        top: Functions of each to show, those first that take the most time themselves.
     """
     for name, work in counting.works().items():
-        print(f"{name}: {asyncio.run(counting.count(work, transport))}")
+        if only in name:
+            found = asyncio.run(counting.count(work, transport))
+            print(f"{name}: {found}", *found.functions[:top], sep="\n  ")
 
 
 app.command(

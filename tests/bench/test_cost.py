@@ -1,4 +1,4 @@
-"""``python -m tests.bench cost`` and ``profile``."""
+"""``python -m tests.bench cost``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kvwire.cli.main import main
 from tests.bench import cost
 from tests.bench.__main__ import app
 from tests.bench.cost import watched
-from tests.bench.profile import COSTS, SIDES
 
 # Starts processes, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(120)
@@ -72,18 +71,3 @@ def _spin() -> None:
     end = time.thread_time() + 0.002
     while time.thread_time() < end:
         pass
-
-
-@pytest.mark.slow
-def test_both_sides_say_where_their_time_went(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = ["--transport", "tcp", "--kib", "64", "--mib", "1", "--rounds", "1"]
-    assert main(["profile", *arguments, "--top", "999"], app) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("a round of 1 MiB: ")
-    for side, line in zip(SIDES, lines, strict=False):
-        assert line.startswith(f"{side}: wall ms ")
-        assert all(name in line for name in COSTS)
-    run = "kvwire/driver/connection_driver.py ConnectionDriver.run"
-    assert sum(line.endswith(run) for line in lines) == len(SIDES)

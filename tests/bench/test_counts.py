@@ -50,3 +50,4 @@ def test_an_operation_is_no_dearer_than_it_was(name: str) -> None:
     calls, frames = CEILINGS[name]
     assert counts.calls <= calls * _MARGIN, f"{name}: Python calls"
     assert sum(counts.frames.values()) <= frames * _MARGIN, f"{name}: frames"
+    assert any("/connection_driver.py ConnectionDriver." in f for f in counts.functions)
