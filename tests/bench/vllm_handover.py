@@ -75,7 +75,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="of those together")
     parser.add_argument("--only", action="append", help="contenders, by parts of names")
     parser.add_argument("--wire", default="", help="a rate between two hosts: 1gbit")
-    parser.add_argument("--placement", choices=vllm_servers.PLACEMENTS, default="bound")
     parser.add_argument("--json", type=Path, help="where every sample goes")
     return parser.parse_args()
 
@@ -87,8 +86,7 @@ def _run(
     save: Callable[[], None],
 ) -> None:
     """Start the servers of a group, measure, and end them."""
-    placement = vllm_servers.PLACEMENTS[options.placement]
-    with vllm_servers.running(group, found.shape, options.wire, placement) as turns:
+    with vllm_servers.running(group, found.shape, options.wire) as turns:
         asked = _measure(turns, found, options, save)
         for one, turn in zip(group, turns, strict=False):
             # Of all contenders that share the server.

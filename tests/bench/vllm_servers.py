@@ -48,17 +48,6 @@ _BYTES_A_NUMBER: Final = 2
 Connector = Callable[[str, str], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    # The server's processes run on one core. If not, only what computes in parallel
-    # does, and only if vLLM binds it.
-    bound: bool
-    # Of its server; ``{core}`` is the number of its core.
-    environment: dict[str, str]
-    # For vLLM.
-    arguments: tuple[str, ...] = ()
-
-
 # On CPUs vLLM puts a worker into a process beside its engine's unless it is told this,
 # and each waits actively for the other: on two cores, for what another engine computes.
 # On GPUs one rank is one process by itself. OpenMP cannot be told how to bind then, so
@@ -69,11 +58,6 @@ _ONE_PROCESS: Final = {
     "OMP_NUM_THREADS": "1",
 }
 _ONE_RANK: Final = ("--distributed-executor-backend", "uni")
-PLACEMENTS: Final = {
-    "bound": Placement(True, _ONE_PROCESS, _ONE_RANK),
-    "free": Placement(False, _ONE_PROCESS, _ONE_RANK),
-    "two-processes": Placement(False, {"VLLM_CPU_OMP_THREADS_BIND": "{core}"}),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +92,11 @@ def server(
     core: int,
     model: Path,
     folder: Path,
-    placement: Placement,
     host: Host = HERE,
 ) -> Engine:
     port, kv = free_port(), free_port()
-    core %= os.cpu_count() or 1
-    bound = ("taskset", "-c", str(core)) if placement.bound else ()
-    environment = {
-        key: value.format(core=core) for key, value in placement.environment.items()
-    }
-    environment |= host.engine_environment(kv)
+    bound = ("taskset", "-c", str(core % (os.cpu_count() or 1)))
+    environment = _ONE_PROCESS | host.engine_environment(kv)
     name, transfer = "off", None
     more: tuple[str, ...] = ()
     if contender is not None:
@@ -138,7 +117,7 @@ def server(
         transfer,
         *("--max-model-len", "4352", "--max-num-batched-tokens", str(CHUNK_TOKENS)),
         *("--dtype", "bfloat16", "--load-format", "dummy"),
-        *("--no-enable-prefix-caching", *placement.arguments, *more),
+        *("--no-enable-prefix-caching", *_ONE_RANK, *more),
         prefix=(*bound, *host.prefix),
         **environment,
     )
@@ -212,12 +191,7 @@ def chosen(only: Sequence[str] | None) -> list[list[Contender]]:
 
 
 @contextmanager
-def running(
-    group: Sequence[Contender],
-    shape: str,
-    wire: str,
-    placement: Placement,
-) -> Iterator[list[Turn]]:
+def running(group: Sequence[Contender], shape: str, wire: str) -> Iterator[list[Turn]]:
     """Run a group's servers, and one without a connector, until the block ends."""
     # Servers are process groups of their own: they would outlive a bench that is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -227,7 +201,7 @@ def running(
         hosts: tuple[Host, Host] = (HERE, HERE)
         if wire:
             hosts = stack.enter_context(two_hosts(wire, folder))
-        make = partial(server, model=model, folder=folder, placement=placement)
+        make = partial(server, model=model, folder=folder)
         alone = make(None, "", 0)
         pairs = {
             one.servers: (

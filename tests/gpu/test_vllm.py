@@ -44,16 +44,12 @@ def side(stack: ExitStack, caches: dict[str, Any], **settings: Any) -> WorkerSid
     return made
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("stream", ["layer", "chunk"])
-def test_kernels_and_copies_wait_for_each_other(
-    gpu: Gpu, mode: str, stream: str
-) -> None:
+def test_kernels_and_copies_wait_for_each_other(gpu: Gpu, stream: str) -> None:
     """Slow kernels before each layer, and before the blocks it goes to are free."""
     source, target = tensors(), tensors()
     with ExitStack() as stack:
-        p = side(stack, source, mode=mode, stream=stream)
-        d = side(stack, target, mode=mode)
+        p, d = side(stack, source, stream=stream), side(stack, target)
         d.begin_step(fetching((p.address,)))
         gpu.spin(0.2)
         read = {name: caches.clone() for name, caches in target.items()}

@@ -14,11 +14,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.integrations.vllm.caches import layer_caches
 from kvwire.integrations.vllm.config import VllmSettings
-from kvwire.integrations.vllm.metadata import (
-    ComputedTokens,
-    LoadPrompt,
-    WorkerStep,
-)
+from kvwire.integrations.vllm.metadata import ComputedTokens, WorkerStep
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.integrations.vllm import steps
 from tests.integrations.vllm.fakes import BLOCKS, SHAPE
@@ -154,20 +150,6 @@ def test_requests_fail_where_ids_are_of_several_groups() -> None:
         assert d.side.take_errors() == set()
         assert d.side.take_failed() == {"d"}
         assert d.side.take_failed() == set()
-
-
-def test_nobody_wants_it() -> None:
-    with pair() as (p, d):
-        p.side.begin_step(sending(FROM, TOKENS))
-        p.side.step_written()
-        p.side.finished(("p",))
-        declined = LoadPrompt(
-            request_id="d", transfer_id="t", remote=(p.side.address,), declined=True
-        )
-        d.side.begin_step(WorkerStep(loads=[declined]))
-        d.side.start_loads()
-        assert eventually(lambda: p.side.finished(()) == ({"p"}, set()))
-        assert not d.memory.any()
 
 
 RAW = np.zeros((8, 100), np.uint8)

@@ -105,17 +105,6 @@ def test_blocks_that_are_not_there_are_told(tmp_path: Path) -> None:
         assert made.side.take_errors() == set()
 
 
-def test_blocks_that_are_lost_since_the_look_up_are_told(tmp_path: Path) -> None:
-    with worker(tmp_path) as made:
-        made.save()
-        assert made.freed()
-        store, cache = made.side._store, made.side._cache
-        made.side._engine.start(lambda _: store.delete_all(cache)).result()
-        made.load()
-        assert made.loaded()
-        assert made.side.take_errors() == set(INTO)
-
-
 def test_a_load_that_fails_is_told_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,19 +82,6 @@ async def test_one_tenant_neither_finds_gets_deletes_nor_pins_anothers(
             assert await again.match(A, cache.cache) == 0
 
 
-async def test_a_tenant_evicts_its_own_beyond_its_quota(shop: Shop) -> None:
-    cache = Filled(seed=1).cache
-    async with shop.client("x") as x, shop.client("y") as y:
-        await y.put(A + B, cache, range(8))
-        for number in range(20):
-            await x.put(chain(8, f"{number}"), cache, range(8))
-        uses = shop.store.tenant_stats()["x"].tiers
-        assert [use.used_bytes for use in uses.values()] == [32 * 1024] * 2
-        assert uses["memory:128KiB"].evicted_blocks == 19 * 8
-    async with shop.client("y") as y:
-        assert await y.match(A + B, cache) == 8
-
-
 async def test_a_tenant_is_told_of_itself_and_the_operator_of_all(shop: Shop) -> None:
     cache, address = Filled(seed=1).cache, str(shop.server.address).split("//")[-1]
     async with shop.client("x") as x, shop.client("all", tenants=["y"]) as operator:

@@ -143,6 +143,11 @@ def _other(path: Path, other: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
+def _gone(path: Path, _: Path) -> None:
+    """Such as by a rule for their life, after it was found."""
+    path.unlink()
+
+
 DAMAGES: dict[str, Callable[[Path, Path], None]] = {
     "empty": _cut(0),
     "half a head": _cut(HEAD_BYTES // 2),
@@ -155,6 +160,7 @@ DAMAGES: dict[str, Callable[[Path, Path], None]] = {
     "first byte": _flip(HEAD_BYTES),
     "last byte": _flip(-1),
     "another block": _other,
+    "gone": _gone,
 }
 
 
@@ -174,19 +180,6 @@ async def test_what_shows_in_a_head_is_not_even_found(
     DAMAGES[damage](file_of(tmp_path, hashes[1]), file_of(tmp_path, hashes[2]))
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
         assert await store.match(hashes, source.cache) == 1
-
-
-async def test_an_object_that_was_deleted_is_missing(tmp_path: Path) -> None:
-    """Such as by a rule for their life, after it was found."""
-    source, hashes = Filled(seed=1), chain(2)
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        await store.put(hashes, source.cache, [0, 1])
-        await store._tiers.memory.empty()
-        file_of(tmp_path, hashes[0]).unlink()
-        target = Filled()
-        outcome = await store.get(hashes, target.cache, [0, 1])
-        assert outcome.landed.ids().tolist() == [1]
-        assert await store.match(hashes, target.cache) == 0
 
 
 # --- requests -------------------------------------------------------------------------
