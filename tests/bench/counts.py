@@ -14,7 +14,7 @@ import selectors
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,7 +49,7 @@ class Counts:
     # By name, on the wire.
     frames: dict[str, float]
     # Each with its own microseconds under the profiler, and its calls; dearest first.
-    functions: list[str]
+    functions: list[str] = field(repr=False)
 
     def __str__(self) -> str:
         """Name frames without those that come less than once in two."""

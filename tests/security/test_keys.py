@@ -10,13 +10,7 @@ import pytest
 
 from kvwire import Address, Config, UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
-from kvwire.security.keys import (
-    load_keys,
-    read_file,
-    read_key_file,
-    resolve,
-    write_key_file,
-)
+from kvwire.security import keys
 from kvwire.types import TrustMode, is_loopback
 
 GROUP = os.getegid()
@@ -25,7 +19,7 @@ OTHERS = (0o640, 0o604, 0o660, 0o620, 0o601)
 
 def key_file(folder: Path, name: str = "key") -> Path:
     path = folder / name
-    write_key_file(path)
+    keys.write_key_file(path)
     return path
 
 
@@ -39,22 +33,22 @@ def test_a_new_key_is_random_and_for_its_owner_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE(one.stat().st_mode) == 0o600
-    key = read_key_file(str(one))
+    key = keys.read_key_file(str(one))
     assert len(key) == PSK_BYTES_MIN
-    assert key != read_key_file(str(other))
+    assert key != keys.read_key_file(str(other))
 
 
 def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     path = key_file(tmp_path)
     before = path.read_bytes()
     with pytest.raises(UsageError, match="never overwritten"):
-        write_key_file(path)
+        keys.write_key_file(path)
     assert path.read_bytes() == before
 
 
 def test_a_key_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        write_key_file(tmp_path / "no folder" / "key")
+        keys.write_key_file(tmp_path / "no folder" / "key")
 
 
 def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path) -> None:
@@ -69,22 +63,22 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path) -> None:
         path.write_bytes(content)
         path.chmod(0o600)
         with pytest.raises(UsageError, match=said) as caught:
-            read_key_file(str(path))
+            keys.read_key_file(str(path))
         assert str(path) in str(caught.value)
         assert "secret words" not in str(caught.value)
 
 
 def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        read_key_file(str(tmp_path / "none"))
+        keys.read_key_file(str(tmp_path / "none"))
     path = key_file(tmp_path)
     path.chmod(0o640)
     with pytest.raises(UsageError, match=r"mode 0640 .*chmod 600"):
-        read_key_file(str(path))
+        keys.read_key_file(str(path))
 
 
 def test_loopback_has_no_keys() -> None:
-    assert load_keys(Config()) == (TrustMode.LOOPBACK, b"", {})
+    assert keys.load_keys(Config()) == (TrustMode.LOOPBACK, b"", {})
 
 
 # --- addresses ------------------------------------------------------------------------
@@ -100,19 +94,19 @@ async def test_what_names_no_host_is_refused_in_every_mode() -> None:
         expected = UsageError if host in MALFORMED else OSError
         for trust in TrustMode:
             with pytest.raises(expected, match=r".+"):
-                await resolve(address, trust)
+                await keys.resolve(address, trust)
 
 
 async def test_this_host_alone_needs_no_key() -> None:
     for host in LOOPBACK:
         address = Address.parse(f"{host}:7")
-        found = await resolve(address, TrustMode.LOOPBACK)
+        found = await keys.resolve(address, TrustMode.LOOPBACK)
         assert is_loopback(found.host)
         assert found.port == 7
 
 
 async def test_a_name_stands_for_one_numeric_address() -> None:
-    found = await resolve(Address("tcp", "localhost", 7), TrustMode.LOOPBACK)
+    found = await keys.resolve(Address("tcp", "localhost", 7), TrustMode.LOOPBACK)
     assert found.host in {"127.0.0.1", "::1"}
 
 
@@ -152,9 +146,9 @@ def test_who_may_reach_a_private_file(
     status = os.stat_result((0o100000 | mode, 1, 1, 1, owner, group, 6, 0, 0, 0))
     monkeypatch.setattr("kvwire.security.keys.os.fstat", lambda _: status)
     monkeypatch.setattr("kvwire.security.keys.os.geteuid", lambda: user)
-    assert read_file("tls_ca_file", str(path), 3) == b"sec"
+    assert keys.read_file("tls_ca_file", str(path), 3) == b"sec"
     if is_read:
-        assert read_file("psk_file", str(path), 9, private=True) == b"secret"
+        assert keys.read_file("psk_file", str(path), 9, private=True) == b"secret"
     else:
         with pytest.raises(UsageError, match=rf"psk_file .* mode {mode:04o} .*chmod"):
-            read_file("psk_file", str(path), 9, private=True)
+            keys.read_file("psk_file", str(path), 9, private=True)

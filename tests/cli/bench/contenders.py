@@ -12,28 +12,14 @@ from typing import Any, Final
 
 import uvloop
 
-from kvwire.cli.bench.pair import (
-    ANSWER_TIMEOUT_S,
-    BenchError,
-    Contender,
-    Pair,
-    Sample,
-    SideProcess,
-)
+from kvwire.cli.bench import pair, turns
 from kvwire.cli.bench.side import Work, answer, make
-from kvwire.cli.bench.turns import (
-    MICROSECONDS,
-    Benchmark,
-    Case,
-    Findings,
-    take_turns,
-)
 
 WORK = Work(verb="send", nbytes=1024, count=4)
 Log = list[tuple[str, str]]
 
 
-class Scripted(Contender):
+class Scripted(pair.Contender):
     """Answers the values of each round, of which the last is repeated.
 
     An empty one is Ctrl-C; ``failing`` is the call that fails.
@@ -53,12 +39,12 @@ class Scripted(Contender):
         script = ScriptedPair(name, list(rounds), [] if log is None else log, failing)
         object.__setattr__(self, "script", script)
 
-    def start(self) -> Pair:
+    def start(self) -> pair.Pair:
         self.script.done("start")
         return self.script
 
 
-class ScriptedPair(Pair):
+class ScriptedPair(pair.Pair):
     """Answers the samples of its contender, and notes what was asked of it."""
 
     def __init__(
@@ -73,13 +59,13 @@ class ScriptedPair(Pair):
     def check(self, work: Work) -> None:
         self.done("check")
 
-    def round(self, work: Work) -> Sample:
+    def round(self, work: Work) -> pair.Sample:
         self.done("round")
         rounds = self._rounds
         seconds = rounds.pop(0) if len(rounds) > 1 else rounds[0]
         if not seconds:
             raise KeyboardInterrupt
-        return Sample(seconds, [0.2, 0.3])
+        return pair.Sample(seconds, [0.2, 0.3])
 
     def stop(self) -> None:
         self._log.append((self._name, "stop"))
@@ -87,7 +73,7 @@ class ScriptedPair(Pair):
     def done(self, call: str) -> None:
         self._log.append((self._name, call))
         if call == self._failing:
-            raise BenchError(f"{self._name} failed to {call}")
+            raise pair.BenchError(f"{self._name} failed to {call}")
 
 
 def rated(name: str, *rates: float, work: Work = WORK) -> Scripted:
@@ -95,19 +81,29 @@ def rated(name: str, *rates: float, work: Work = WORK) -> Scripted:
     return Scripted(name, [[work.moved_bytes / rate] for rate in rates])
 
 
-def case(*contenders: Contender, ours: int = 1, **changed: Any) -> Case:
+def case(*contenders: pair.Contender, ours: int = 1, **changed: Any) -> turns.Case:
     """Make a case of times, of which the first are ours."""
-    given = {"name": "1 KiB send", "work": WORK, "unit": MICROSECONDS}
+    given = {"name": "1 KiB send", "work": WORK, "unit": turns.MICROSECONDS}
     both = {"ours": contenders[:ours], "beside": contenders[ours:]}
-    return Case(**{**given, **both, **changed})
+    return turns.Case(**{**given, **both, **changed})
 
 
-def benchmark(*cases: Case, **changed: Any) -> Benchmark:
-    return Benchmark(name="scripted", cases=cases, **changed)
+def benchmark(*cases: turns.Case, **changed: Any) -> turns.Benchmark:
+    return turns.Benchmark(name="scripted", cases=cases, **changed)
 
 
-def measured(*cases: Case, rounds: int = 1) -> Findings:
-    return take_turns(benchmark(*cases), rounds, lambda _: None)
+def does(running: pair.Pair, work: Work, samples: int = 1) -> pair.Sample:
+    """Have a work checked, then timed; what the round reports is plausible."""
+    running.check(work)
+    found = running.round(work)
+    assert len(found.seconds) == samples
+    assert min(found.seconds) > 0
+    assert min(found.cpu_s) >= 0 < sum(found.cpu_s)
+    return found
+
+
+def measured(*cases: turns.Case, rounds: int = 1) -> turns.Findings:
+    return turns.take_turns(benchmark(*cases), rounds, lambda _: None)
 
 
 # --- threads in place of processes ----------------------------------------------------
@@ -118,14 +114,14 @@ _LOOPS: Final[dict[str, Callable[[], asyncio.AbstractEventLoop]]] = {
 }
 
 
-class ThreadSide(SideProcess):
+class ThreadSide(pair.SideProcess):
     """A side on a loop of its own: what it does, in a second.
 
     What a process adds, tests of :mod:`kvwire.cli.bench.pair` show, and those marked
     slow.
     """
 
-    def __init__(self, contender: Contender, role: type[Any] | str) -> None:
+    def __init__(self, contender: pair.Contender, role: type[Any] | str) -> None:
         assert isinstance(role, type), "a peer is a program of its own"
         # Undone by the fixture; all sides of one test get the same.
         os.environ.update(contender.environment)
@@ -143,7 +139,7 @@ class ThreadSide(SideProcess):
         self._answer = asyncio.run_coroutine_threadsafe(answering, self._loop)
 
     def line(self) -> bytes:
-        return self._answer.result(ANSWER_TIMEOUT_S)
+        return self._answer.result(pair.ANSWER_TIMEOUT_S)
 
     def stop(self) -> None:
         # It may wait for somebody who will never come; a process is killed then.

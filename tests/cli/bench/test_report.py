@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import kvwire
+from kvwire.cli.bench import turns
 from kvwire.cli.bench.report import Common, render, show
-from kvwire.cli.bench.turns import (
-    GIGABYTES_PER_SECOND,
-    Benchmark,
-    Missing,
-    Samples,
-    compare,
-    take_turns,
-)
 from tests.cli.bench.contenders import Scripted, benchmark, case, measured, rated
 
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
@@ -30,7 +23,7 @@ SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
 @given(SOME)
 def test_samples_are_summed_up_as_numpy_does(values: list[float]) -> None:
     # A fifth and three tenths of a second for 4 KiB.
-    found = Samples(4096, [values], [[0.2, 0.3]]).document()
+    found = turns.Samples(4096, [values], [[0.2, 0.3]]).document()
     middle = np.median(values)
     assert found["median"] == pytest.approx(middle)
     assert found["p99"] == np.percentile(values, 99, method="inverted_cdf")
@@ -44,9 +37,9 @@ def test_samples_are_summed_up_as_numpy_does(values: list[float]) -> None:
 
 def test_a_rate_is_compared_with_the_highest() -> None:
     contenders = rated("ours", 8.0, 8.0, 10.0), rated("slow", 5.0), rated("fast", 10.0)
-    row = case(*contenders, unit=GIGABYTES_PER_SECOND)
+    row = case(*contenders, unit=turns.GIGABYTES_PER_SECOND)
     (finding,) = measured(row, rounds=2)
-    found = compare(finding)
+    found = turns.compare(finding)
     assert (found.best, found.ratio) == ("fast", 0.9)
     assert (found.low, found.high) == (0.8, 1.0)
 
@@ -56,17 +49,17 @@ def test_a_time_is_compared_with_the_lowest_of_others() -> None:
     ours, also = Scripted("kvwire tcp", [[3.0]]), Scripted("kvwire local", [[1.0]])
     slow, fast = Scripted("slow", [[9.0]]), Scripted("fast", [[2.0]])
     (finding,) = measured(case(ours, also, slow, fast, ours=2))
-    found = compare(finding)
+    found = turns.compare(finding)
     assert (found.best, found.ratio) == ("fast", 1.5)
     (alone,) = measured(case(ours, also, ours=2))
-    assert compare(alone).ratio is None
+    assert turns.compare(alone).ratio is None
 
 
 # --- the table ------------------------------------------------------------------------
 
 
-def shown(whole: Benchmark) -> list[str]:
-    findings = take_turns(whole, 1, lambda _: None)
+def shown(whole: turns.Benchmark) -> list[str]:
+    findings = turns.take_turns(whole, 1, lambda _: None)
     output = io.StringIO()
     Console(file=output, width=80).print(render(whole, findings))
     return [line.rstrip() for line in output.getvalue().splitlines()]
@@ -78,7 +71,7 @@ def test_a_rate_has_its_cpu_a_time_its_tail_and_both_a_ratio() -> None:
     times = Scripted("kvwire", [tail]), Scripted("streams", [[1e-6]])
     lines = shown(
         benchmark(
-            case(*rates, group="x", unit=GIGABYTES_PER_SECOND),
+            case(*rates, group="x", unit=turns.GIGABYTES_PER_SECOND),
             case(*times, group="y", tail=True),
         )
     )
@@ -106,7 +99,7 @@ def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
     long = "4 KiB push, cross-layer"
     lines = shown(
         benchmark(
-            case(*rates, name=long, unit=GIGABYTES_PER_SECOND),
+            case(*rates, name=long, unit=turns.GIGABYTES_PER_SECOND),
             case(*times, name=long, tail=True),
         )
     )
@@ -126,7 +119,7 @@ def test_a_run_shows_and_writes_everything(
     whole = benchmark(
         case(ours, *peers),
         case(ours, peers[1]),
-        missing=[Missing("iperf3", "install it")],
+        missing=[turns.Missing("iperf3", "install it")],
         notes=["a note"],
         below=lambda _: ["below"],
         more=lambda _: {"more": 1},

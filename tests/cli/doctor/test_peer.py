@@ -14,15 +14,6 @@ from kvwire.cli.bench.operations import OpsWork
 from kvwire.cli.bench.pair import BenchError
 from kvwire.cli.bench.peer import PeerSide
 from kvwire.cli.doctor import peer
-from kvwire.cli.doctor.peer import (
-    FRAGMENT_BYTES,
-    PROFILE,
-    PeerReport,
-    Rate,
-    Trial,
-    examine_peer,
-    try_out,
-)
 from kvwire.limits import KIB, MIB
 from kvwire.types import Candidate
 from tests.cli.doctor.hosts import THERE, examination, ward
@@ -37,7 +28,7 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
     said: list[str] = []
     here = examination()
     async with ward() as found:
-        report = await examine_peer(found.prober, found.address, here, said.append)
+        report = await peer.examine_peer(found.prober, found.address, here, said.append)
     assert found.heard == [None, None, report]
     assert report.well
     assert (report.here, report.there) == (here, THERE)
@@ -47,7 +38,7 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
     assert (trial.error, trial.damaged) == ("", ())
     assert trial.round_trip_s is not None
     assert [(rate.verb, rate.fragment_bytes) for rate in trial.rates] == [
-        (verb, size) for size in FRAGMENT_BYTES for verb in ("get", "put")
+        (verb, size) for size in peer.FRAGMENT_BYTES for verb in ("get", "put")
     ]
     assert all(rate.bytes_per_s > 0 for rate in trial.rates)
     reasons = {c.name: c.reason for c in report.trials[0].candidates}
@@ -61,7 +52,7 @@ async def test_a_report_that_is_none_is_refused() -> None:
         with pytest.raises(BenchError, match=r"take_report: ValidationError: .*`str`"):
             await side.call("take_report", report={"address": 1})
         await connection.close()
-        _, there = await try_out(found.prober, found.address, ())
+        _, there = await peer.try_out(found.prober, found.address, ())
     assert there == THERE
     assert found.heard == [None, None]
 
@@ -83,7 +74,7 @@ async def test_damage_is_named(
     monkeypatch.setattr(PeerSide, "drive", damaging)
     monkeypatch.setattr(peer, "_BUDGET_S", 1e-9)  # as on a slow wire
     async with ward() as found:
-        trial, _ = await try_out(found.prober, found.address, (256 * KIB,))
+        trial, _ = await peer.try_out(found.prober, found.address, (256 * KIB,))
     (said,) = trial.damaged
     digest = "[0-9a-f]{32}"
     assert re.fullmatch(
@@ -98,10 +89,10 @@ async def test_damage_is_named(
 async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
     async with kvwire.open() as there, kvwire.open(require=("tcp",)) as here:
         address = await there.listen("127.0.0.1:0")
-        trial, _ = await try_out(here, address, (MIB,))
+        trial, _ = await peer.try_out(here, address, (MIB,))
         assert "no `kvwire doctor --listen`" in trial.error
         assert [c.name for c in trial.candidates if c.taken] == ["tcp"]
-        report = await examine_peer(here, address, examination(), lambda _: None)
+        report = await peer.examine_peer(here, address, examination(), lambda _: None)
         assert len(report.trials) == 1
         assert not report.well
 
@@ -109,30 +100,30 @@ async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
 async def test_a_transport_that_is_not_there_is_the_reason() -> None:
     async with kvwire.open() as here:
         address = Address("tcp", "127.0.0.1", 1)
-        trial, _ = await try_out(here, address, (MIB,), transport="carrier-pigeon")
+        trial, _ = await peer.try_out(here, address, (MIB,), transport="carrier-pigeon")
     assert trial.asked == "carrier-pigeon"
     assert "no backend called 'carrier-pigeon'" in trial.error
 
 
 async def test_a_peer_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "TRIAL_TIMEOUT_S", 0.05)
-    async with kvwire.open(profile=PROFILE) as there, kvwire.open() as here:
+    async with kvwire.open(profile=peer.PROFILE) as there, kvwire.open() as here:
         address = await there.listen("127.0.0.1:0")
-        trial, greeted = await try_out(here, address, ())
+        trial, greeted = await peer.try_out(here, address, ())
     assert trial.error == "not done within 0.05 s"
     assert greeted is None
 
 
-RATE = Rate(verb="put", fragment_bytes=4096, bytes_per_s=1e9, passes=1)
-GOOD = Trial(candidates=(Candidate("tcp", True, ""),), rates=(RATE,))
+RATE = peer.Rate(verb="put", fragment_bytes=4096, bytes_per_s=1e9, passes=1)
+GOOD = peer.Trial(candidates=(Candidate("tcp", True, ""),), rates=(RATE,))
 
 
-def report(*trials: Trial) -> PeerReport:
-    return PeerReport(address="", here=examination(), there=None, trials=trials)
+def report(*trials: peer.Trial) -> peer.PeerReport:
+    return peer.PeerReport(address="", here=examination(), there=None, trials=trials)
 
 
 def test_one_good_trial_is_enough_and_damage_is_never_well() -> None:
-    assert report(Trial(error="no libucp"), GOOD).well
+    assert report(peer.Trial(error="no libucp"), GOOD).well
     assert not report().well
     assert not report(replace(GOOD, error="lost")).well
     assert not report(GOOD, replace(GOOD, damaged=("put",))).well

@@ -14,19 +14,7 @@ import pytest
 
 import kvwire
 from kvwire import BlockStore, KVSpec, StoreServer, UsageError
-from kvwire.store.server.messages import (
-    TAG,
-    VERSION,
-    Find,
-    Found,
-    Get,
-    StoreDone,
-    StoreHello,
-    Welcome,
-    decode_request,
-    encode,
-    payload_tag,
-)
+from kvwire.store.server import messages
 from kvwire.store.tiers.remote import RemoteTier
 from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.store.contract import expect_shared, tier_of
@@ -145,9 +133,9 @@ async def test_a_server_that_is_not_there_yet() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda find: Found(find.number, b""), "0 orders of 2"),
-        (lambda find: StoreDone(find.number, b"\0\0"), "something else"),
-        (lambda _: Welcome(VERSION), "welcomes twice"),
+        (lambda find: messages.Found(find.number, b""), "0 orders of 2"),
+        (lambda find: messages.StoreDone(find.number, b"\0\0"), "something else"),
+        (lambda _: messages.Welcome(messages.VERSION), "welcomes twice"),
         (lambda find: [2, find.number, b"\xfd\xfd"], "not a reply"),
         (lambda _: b"\xc1", "not a reply"),
         (lambda _: None, "no answer within 0.5 s"),
@@ -158,13 +146,13 @@ async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
     """It is not believed, and not asked again on that connection."""
 
     async def lie(connection: kvwire.Connection) -> None:
-        find = decode_request(await connection.recv(TAG))
-        assert isinstance(find, Find)
+        find = messages.decode_request(await connection.recv(messages.TAG))
+        assert isinstance(find, messages.Find)
         if (reply := answer(find)) is not None:
             body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
-            await connection.send(TAG, body)
+            await connection.send(messages.TAG, body)
 
-    welcome = Welcome(VERSION, requests=4, berth_bytes=4096)
+    welcome = messages.Welcome(messages.VERSION, requests=4, berth_bytes=4096)
     async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
         assert await s.match(chain(2), Filled().cache) == 0
         assert said in tier_of(s, RemoteTier).error
@@ -177,7 +165,8 @@ async def silent(_: kvwire.Connection) -> None:
 
 @asynccontextmanager
 async def lying(
-    welcome: Welcome, lie: Callable[[kvwire.Connection], Awaitable[None]] = silent
+    welcome: messages.Welcome,
+    lie: Callable[[kvwire.Connection], Awaitable[None]] = silent,
 ) -> AsyncIterator[str]:
     """Where one client is welcomed, and then lied to until it goes."""
     async with kvwire.open() as liar:
@@ -185,8 +174,11 @@ async def lying(
 
         async def serve() -> None:
             connection = await liar.accept()
-            assert isinstance(decode_request(await connection.recv(TAG)), StoreHello)
-            await connection.send(TAG, encode(welcome))
+            assert isinstance(
+                messages.decode_request(await connection.recv(messages.TAG)),
+                messages.StoreHello,
+            )
+            await connection.send(messages.TAG, messages.encode(welcome))
             await lie(connection)
             await connection.wait_closed()
 
@@ -214,16 +206,16 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
     images = bytes(blocks * spec.block_bytes)
 
     async def lie(connection: kvwire.Connection) -> None:
-        asked = decode_request(await connection.recv(TAG))
-        assert isinstance(asked, Get)
+        asked = messages.decode_request(await connection.recv(messages.TAG))
+        assert isinstance(asked, messages.Get)
         inline = images if spec is SPEC else b""
-        done = StoreDone(asked.number, bytes(3), "", orders, inline)
-        await connection.send(TAG, encode(done))
+        done = messages.StoreDone(asked.number, bytes(3), "", orders, inline)
+        await connection.send(messages.TAG, messages.encode(done))
         if spec is LARGE:
             with suppress(kvwire.KVWireError):
-                await connection.send(payload_tag(asked.number), images)
+                await connection.send(messages.payload_tag(asked.number), images)
 
-    welcome = Welcome(VERSION, berth_bytes=BERTH)
+    welcome = messages.Welcome(messages.VERSION, berth_bytes=BERTH)
     async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
         outcome = await s.get(chain(3), Filled(8, spec).cache, [5, 6, 7])
         assert not outcome.landed
@@ -233,6 +225,6 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
 
 
 async def test_a_server_of_another_version_is_refused() -> None:
-    async with lying(Welcome(VERSION + 1)) as where:
+    async with lying(messages.Welcome(messages.VERSION + 1)) as where:
         with pytest.raises(UsageError, match=r"speaks version 4 and this side 3"):
             await BlockStore.open([where])
