@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from kvwire.clock import yields_before_raising
 from kvwire.driver.loop_thread import AsyncWith, LoopThread
@@ -25,6 +27,8 @@ class StoreManagement(AsyncWith):
     _tiers: TierStack
     _closed: bool
     _thread: LoopThread
+    # What is under way here, and a close waits for.
+    _calls: set[asyncio.Future[None]]
 
     @yields_before_raising
     async def delete(
@@ -54,8 +58,10 @@ class StoreManagement(AsyncWith):
         """
         self._check("BlockStore.delete", cache)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
-        for keys in self._keys(hashes, namespaces).values():
-            await self._tiers.delete(keys)
+        listed = self._keys(hashes, namespaces)
+        with self._under_way():
+            for keys in listed.values():
+                await self._tiers.delete(keys)
 
     @yields_before_raising
     async def delete_all(
@@ -85,8 +91,9 @@ class StoreManagement(AsyncWith):
         known = [s for s in self._tiers.namespaces.values() if s.tenant == tenant]
         if cache is not None:
             known = list(self._namespaces(cache, hash_tokens, tenant).values())
-        for namespace in known:
-            await self._tiers.delete_namespace(namespace.digest)
+        with self._under_way():
+            for namespace in known:
+                await self._tiers.delete_namespace(namespace.digest)
 
     @yields_before_raising
     async def pin(
@@ -122,7 +129,8 @@ class StoreManagement(AsyncWith):
         self._check("BlockStore.pin", cache)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         (keys,) = self._keys(hashes, namespaces).values()
-        return leading(await self._tiers.pin(keys, pinned=True))
+        with self._under_way():
+            return leading(await self._tiers.pin(keys, pinned=True))
 
     @yields_before_raising
     async def unpin(
@@ -150,7 +158,8 @@ class StoreManagement(AsyncWith):
         self._check("BlockStore.unpin", cache)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         (keys,) = self._keys(hashes, namespaces).values()
-        await self._tiers.pin(keys, pinned=False)
+        with self._under_way():
+            await self._tiers.pin(keys, pinned=False)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return what each tenant has and does, by its name; "" is who is none."""
@@ -168,6 +177,17 @@ class StoreManagement(AsyncWith):
         }
 
     # --- for the store ----------------------------------------------------------------
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Have a close wait for what is done within."""
+        over = asyncio.get_running_loop().create_future()
+        self._calls.add(over)
+        try:
+            yield
+        finally:
+            self._calls.remove(over)
+            over.set_result(None)
 
     def _check(
         self, call: str, cache: PagedCache | None, *, optional: bool = False

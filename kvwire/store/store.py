@@ -15,7 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AsyncExitStack
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -91,6 +98,9 @@ class BlockStore(StoreManagement):
             tenants=tenants,
         )
         self._live: dict[asyncio.Task[Any], Operation] = {}
+        self._calls = set()
+        # How whoever serves it to others ends.
+        self._servers: set[Callable[[], Awaitable[None]]] = set()
         self._closed = False
         self._closing = asyncio.Lock()
         # The tiers below that are not closed yet.
@@ -324,18 +334,28 @@ class BlockStore(StoreManagement):
         Cancel safety: safe, it may be called again.
         """
         self._check("BlockStore.flush", None, optional=True)
-        await self._settled()
-        await self._tiers.flush()
+        with self._under_way():
+            # And not what is begun meanwhile: there may always be something.
+            if so_far := tuple(self._live):
+                await asyncio.wait(so_far)
+            await self._tiers.memory.settle()
+            await self._tiers.flush()
 
     async def close(self) -> None:
         """End the store, once what was begun is over. Any number of times.
+
+        Nothing can be begun from the call on. Who serves it is closed first.
 
         Cancel safety: safe, it may be called again, and goes on where it was.
         """
         self._thread.check("BlockStore.close")
         async with self._closing:
-            await self._settled()
+            while self._servers:
+                await next(iter(self._servers))()
             self._closed = True
+            while under_way := (*self._live, *self._calls):
+                await asyncio.wait(under_way)
+            await self._tiers.memory.settle()
             if self._open:
                 await self._tiers.memory.empty()
             while self._open:
@@ -411,12 +431,6 @@ class BlockStore(StoreManagement):
             counters=msgspec.structs.asdict(self.counters),
             trouble={name: said for name, said in self.report.items() if said},
         )
-
-    async def _settled(self) -> None:
-        """Wait for every request so far, and for what goes on in the background."""
-        while self._live:
-            await asyncio.wait((next(iter(self._live)),))
-        await self._tiers.memory.settle()
 
 
 def _images(requests: tuple[GroupRequest, ...]) -> Geometry:

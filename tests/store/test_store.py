@@ -132,6 +132,70 @@ async def test_a_close_that_was_cancelled_is_gone_on_with() -> None:
     assert [tier.closes for tier in tiers] == [1, 1]
 
 
+async def test_nothing_begins_behind_a_close() -> None:
+    """It would move blocks of memory that is given back; what is under way goes on."""
+    tier, go, source = FakeTier(), asyncio.Event(), Filled(seed=1)
+    store = store_on(tier)
+    tier.before = go.wait
+    put = store.put(chain(1), source.cache, [0])
+    await until(lambda: tier.moving)
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    with pytest.raises(ClosedOK):
+        store.put(chain(2), source.cache, [0, 1])
+    with pytest.raises(ClosedOK):
+        await store.flush()
+    go.set()
+    await closing
+    assert (await put).complete
+
+
+@pytest.mark.parametrize("call", ["delete", "delete_all", "pin", "unpin", "flush"])
+async def test_a_close_waits_for_every_call(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, go, begun = FakeTier(), asyncio.Event(), asyncio.Event()
+
+    async def wait(*_: object, **__: object) -> object:
+        begun.set()
+        await go.wait()
+        return np.zeros(1, np.bool_)
+
+    for name in ("delete", "delete_namespace", "pin", "flush"):
+        monkeypatch.setattr(tier, name, wait)
+    store, cache = store_on(tier), Filled().cache
+    arguments = {"flush": (), "delete_all": (cache,)}.get(call, (chain(1), cache))
+    calling = asyncio.create_task(getattr(store, call)(*arguments))
+    await begun.wait()
+    closing = asyncio.create_task(store.close())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    closed_meanwhile = tier.closes
+    go.set()
+    await asyncio.gather(calling, closing)
+    assert (closed_meanwhile, tier.closes) == (0, 1)
+
+
+async def test_a_flush_does_not_wait_for_what_is_put_meanwhile() -> None:
+    tier, source = FakeTier(), Filled(seed=1)
+    gates = [asyncio.Event(), asyncio.Event()]
+    left = iter(gates)
+    tier.before = lambda: next(left).wait()
+    async with store_on(tier) as store:
+        first = store.put(chain(1, "a"), source.cache, [0])
+        await until(lambda: len(tier.moving) == 1)
+        flushing = asyncio.create_task(store.flush())
+        await asyncio.sleep(0)
+        second = store.put(chain(1, "b"), source.cache, [0])
+        await until(lambda: len(tier.moving) == 2)
+        gates[0].set()
+        await flushing
+        assert first.done()
+        assert not second.done()
+        gates[1].set()
+        await second
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 async def test_an_open_that_fails_closes_every_tier_that_is_open(
     monkeypatch: pytest.MonkeyPatch, slow: int

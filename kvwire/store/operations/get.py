@@ -162,7 +162,9 @@ class GetOperation(Operation):
                     # What nobody had found was not evicted: it is just not there.
                     told = found | (results != MISSING)
                     self._note(request, positions[told], results[told], tier)
-                self.tiers.namespaces[request.namespace.digest] = request.namespace
+                if any_of(landed):
+                    namespace = request.namespace
+                    self.tiers.namespaces[namespace.digest] = namespace
                 memory.index.mark(taken[landed], orders[landed])
                 memory.below[taken[landed]] = True
                 since = None if born is None else born[landed]

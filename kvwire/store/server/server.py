@@ -133,6 +133,9 @@ class StoreServer:
         """
         if self._entered or self._stopped.is_set():
             raise UsageError("a StoreServer is entered once; make another one")
+        store = self._served.store
+        if store._closed:  # noqa: SLF001 - the library's own
+            raise UsageError("the store is closed; a StoreServer serves an open one")
         self._entered = True
         self._communicator = await kvwire.open(self._config)
         self._served.name = self._communicator.name
@@ -146,6 +149,7 @@ class StoreServer:
             await self._communicator.close()
             raise
         self._accepting = asyncio.create_task(self._accept())
+        store._servers.add(self.close)  # noqa: SLF001
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
@@ -165,6 +169,7 @@ class StoreServer:
             await asyncio.wait((self._accepting,))
         if self._served.clients:
             await asyncio.wait(tuple(self._served.clients.values()))
+        self._served.store._servers.discard(self.close)  # noqa: SLF001
         self._stopped.set()
 
     async def closed(self) -> None:

@@ -93,6 +93,9 @@ class ClientSession:
         self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.berth_bytes)
         self._open: set[asyncio.Task[None]] = set()
+        # Of those the gets of which only the images are not through yet; each has a
+        # berth.
+        self._answered = 0
         self._asked = 0
         self._read_bytes = self._written_bytes = 0
 
@@ -146,7 +149,7 @@ class ClientSession:
         if isinstance(request, Touch):
             self._tiers.touch(request.names.keys_of(self._tenant))
             return
-        if len(self._open) >= STORE_REQUESTS_MAX:
+        if len(self._open) - self._answered >= STORE_REQUESTS_MAX:
             raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
         answer = self._answer(request)
         if isinstance(answer, Request) and answer.done():
@@ -335,9 +338,7 @@ class ClientSession:
             results = np.where(landed, LANDED, FAILED)
             results[got.absent(blocks)] = MISSING
             reason, found = "; ".join(got.reasons), room.selected(landed)
-            inline = keys.size * namespace.image_bytes <= STORE_INLINE_BYTES
-            images = bytes_of(found) if inline else found
-            await self._send_found(request, results, reason, blocks.orders, images)
+            await self._send_found(request, results, reason, blocks.orders, found)
 
     async def _send_found(
         self,
@@ -345,16 +346,27 @@ class ClientSession:
         results: BlockResults,
         reason: str,
         orders: Orders,
-        images: bytes | Fragments,
+        found: Fragments,
     ) -> None:
         """Answer a get, and send the images of the blocks that landed."""
-        inline = images if isinstance(images, bytes) else b""
-        self._read_bytes += len(inline)
-        await self._send(
-            StoreDone.of(request.number, results, reason, orders.tobytes(), inline)
-        )
-        if isinstance(images, bytes) or not images.nbytes:
-            return
+        # Which way they go is told by what was asked, since the client knows no more.
+        asked_bytes = results.size * request.namespace.namespace().image_bytes
+        inline = asked_bytes <= STORE_INLINE_BYTES
+        images = bytes_of(found) if inline else b""
+        self._read_bytes += len(images)
+        # From here on the client counts it as answered, and may ask for something else.
+        self._answered += 1
+        try:
+            await self._send(
+                StoreDone.of(request.number, results, reason, orders.tobytes(), images)
+            )
+            if not inline and found.nbytes:
+                await self._send_images(request, found)
+        finally:
+            self._answered -= 1
+
+    async def _send_images(self, request: Get, images: Fragments) -> None:
+        """Send images behind an answer."""
         sent = self._connection.send(
             payload_tag(request.number), payload_of(images), deadline=_deadline(request)
         )
