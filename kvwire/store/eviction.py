@@ -187,7 +187,14 @@ class S3FifoQueue(EvictionQueue):
         each(map(self._main.pop, names, repeat(None)))
 
     def oldest(self) -> int | None:
-        return next(iter((self._small or self._main).values()), None)
+        """Return the slot in front; what is in use is passed over as in ``pop``."""
+        for queue in (self._small, self._main):
+            while queue:
+                key, slot = next(iter(queue.items()))
+                if not self.state.pins[slot]:
+                    return slot
+                del queue[key]
+        return None
 
 
 EVICTIONS: Final[dict[str, type[EvictionQueue]]] = {

@@ -293,7 +293,7 @@ class Index:
             return named
         return self._pinned(queue, count)
 
-    def forget(self, keys: Keys, slots: Ids) -> Bits:
+    def forget(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
         """Take the names of pinned blocks that nobody else has pinned.
 
         Returns:
@@ -301,7 +301,8 @@ class Index:
         """
         # A second pin is a reader's: its slot keeps name and image until it lets go.
         kept = self._kept[slots] & (self._state.pins[slots] == 2)
-        if any_of(kept):
+        # What was to make room and is kept since then stays.
+        if any_of(kept) and not evicted:
             self._unkeep(slots[kept])
         alone: Bits = (self._state.pins[slots] == 1) & ~self._doomed[slots]
         if not all_of(alone):
@@ -314,7 +315,7 @@ class Index:
 
     def drop(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
         """Forget pinned blocks that nobody else has pinned; let go of the others."""
-        alone = self.forget(keys, slots)
+        alone = self.forget(keys, slots, evicted=evicted)
         gone = slots[alone]
         if evicted:
             np.add.at(self.evicted_blocks, self._owner[gone], 1)
@@ -395,9 +396,10 @@ class Index:
 
     def pin_named(self, keys: Keys, *, pinned: bool) -> Bits:
         """Keep what is here of some blocks, or no more; which are kept now."""
-        here = (self.find(keys) >= 0) & once(keys)
+        slots = self.find(keys)
+        here = (slots >= 0) & once(keys)
         kept = np.zeros(keys.size, np.bool_)
-        named = keys[here], self.find(keys[here])
+        named = keys[here], slots[here]
         if pinned:
             kept[here] = self.keep(*named)
         else:

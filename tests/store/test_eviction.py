@@ -90,3 +90,15 @@ def test_scans_cost_s3fifo_fewer_hits() -> None:
     scans = list(agents(scans=True, prompts=400))
     lru, s3fifo = (hit_share(kind, 700, scans) for kind in ("lru", "s3fifo"))
     assert s3fifo > lru + 0.05
+
+
+def test_what_is_in_use_is_not_the_next_to_go() -> None:
+    some = Queued("s3fifo")
+    some.add(*range(3))
+    some.state.pins[[0, 1]] = 1
+    assert some.queue.oldest() == 2
+    some.state.pins[2] = 1
+    assert some.queue.oldest() is None
+    some.state.pins[:] = 0
+    some.add(1)
+    assert some.pop(3) == [1]

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvwire import BlockStore, UsageError
+from kvwire.kv.blocks import Ids
+from kvwire.store.index import as_keys
+from kvwire.store.tenants import Tenants
+from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.caches import Filled, chain
+from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
 from tests.support.pairs import until
@@ -108,6 +113,54 @@ async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
             assert uses[""].tiers[tiers[1]].pinned_bytes == 0
             assert uses["t"].tiers[tiers[1]].pinned_bytes == left * 4096
             await store.unpin(A, cache, tenant="t")
+
+
+async def test_two_deletes_at_once_are_both_done(tmp_path: Path) -> None:
+    """One erases, and the other has just said what to erase: nothing has failed."""
+    tiers, cache = ["memory:64KiB", f"disk:{tmp_path}?size=1MiB"], Filled(seed=1).cache
+    async with BlockStore.open(tiers) as store:
+        await store.put(A, cache, range(4))
+        await asyncio.gather(*(store.delete([one], cache) for one in A))
+    async with BlockStore.open(tiers) as store:
+        assert await store.match(A, cache) == 0
+
+
+async def test_what_is_pinned_while_it_makes_room_stays() -> None:
+    tier, go, cache = FakeTier(), asyncio.Event(), Filled(seed=1).cache
+    hashes = chain(16)
+    async with store_on(tier, memory="memory:64KiB", write="back") as store:
+        await store.put(hashes, cache, range(16))
+        tier.before = go.wait
+        put = store.put(B[:1], cache, [0])
+        await until(lambda: tier.moving)
+        index = store._tiers.memory.index
+        going = [h for h in hashes if index._state.pins[_slots(store, [h])].all()]
+        assert [await store.pin([one], cache) for one in going] == [1] * len(going)
+        go.set()
+        await put
+        assert all(_slots(store, going) >= 0)
+        assert index.kept_bytes.sum() == len(going) * GRAIN_BYTES
+
+
+@pytest.mark.parametrize("evict", ["lru", "s3fifo"])
+async def test_what_one_tenant_has_pinned_lets_another_put(evict: str) -> None:
+    """Also where it is all that the one has, and was used less recently."""
+    memory, tenants = f"memory:128KiB?evict={evict}", Tenants(["a", "b"])
+    cache = Filled(seed=1).cache
+    async with store_on(memory=memory, tenants=tenants) as store:
+        pinned, hashes = chain(8, "pinned"), chain(32)
+        await store.put(pinned, cache, range(8), tenant="a")
+        assert await store.pin(pinned, cache, tenant="a") == 8
+        for first in range(0, 32, 8):
+            some = hashes[first : first + 8]
+            assert (await store.put(some, cache, range(8), tenant="b")).complete
+        assert await store.match(pinned, cache, tenant="a") == 8
+
+
+def _slots(store: BlockStore, hashes: list[bytes]) -> Ids:
+    return store._tiers.memory.index.find(
+        as_keys(NAMESPACE.digest + one for one in hashes)
+    )
 
 
 async def test_what_a_disk_cannot_note_is_not_pinned(tmp_path: Path) -> None:

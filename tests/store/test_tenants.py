@@ -181,3 +181,22 @@ def test_what_is_deleted_is_not_found_and_free_when_nobody_reads_it(evict: str) 
     index.delete(as_keys([b"b", b"c"]))
     assert not index.slabs.used.any()
     assert not np.count_nonzero(index.used_bytes)
+
+
+def test_a_block_that_grows_too_old_while_it_is_pinned_is_not_pinned() -> None:
+    """Of a call that looks once, whatever the time is at its end."""
+    clock = Clock()
+    shares = Tenants(["t?ttl=60"]).shares("memory", 1 << 20)
+    index = Index(Slabs(1, 8 * GRAIN_BYTES), "lru", shares, clock=clock)
+    keys, slots = as_keys([b"a"]), index.take(GRAIN_BYTES, 1, 1)
+    index.name(keys, slots)
+    index.unpin(keys, slots)
+    looked = []
+
+    def later() -> float:
+        looked.append(clock.now)
+        return clock.now + 60 * (len(looked) > 1)
+
+    index._now = later
+    assert index.pin_named(keys, pinned=True).tolist() == [True]
+    assert index._kept.tolist() == [True] + [False] * 7

@@ -217,8 +217,7 @@ class DiskTier(CodedTier):
             continue
         # An older row of a key is of a slot that was written over, or stale already.
         self._stale.update(self._index.delete(keys).tolist())
-        await self._settled()
-        if self._stale:
+        if not await self._erased():
             raise OSError(
                 f"{self.name}: deleted until it is opened again: {self.error}"
             )
@@ -274,8 +273,10 @@ class DiskTier(CodedTier):
     async def close(self) -> None:
         in_order = False
         try:
-            in_order = await self._settled()
+            in_order = await self._erased()
             await self.flush()
+            named = self._index.named().slots
+            in_order &= not self._stale and bool(self._trusted[named].all())
         except OSError:
             in_order = False  # `error` says why
         finally:
@@ -367,12 +368,12 @@ class DiskTier(CodedTier):
         gone = slots[self._index.forget(keys, slots)]
         self._stale.update(gone.tolist())
         try:
-            await self._settled()
+            await self._erased()
         finally:
             self._index.give_back(gone)
 
-    async def _settled(self) -> bool:
-        """Erase stale rows; whether every row is true, as far as this process knows."""
+    async def _erased(self) -> bool:
+        """Erase the rows that are stale by now; whether the disk has done so."""
         try:
             async with self._writing:
                 stale = [range(slot, slot + 1) for slot in sorted(self._stale)]
@@ -381,7 +382,8 @@ class DiskTier(CodedTier):
                 self._stale.difference_update(slot for (slot,) in stale)
         except _ERRORS as exc:
             self._failed("writing", exc)
-        return not self._stale and bool(self._trusted[self._index.named().slots].all())
+            return False
+        return True
 
     def _failed(self, what: str, error: Exception) -> None:
         text = getattr(error, "strerror", None) or str(error)

@@ -68,6 +68,8 @@ class MemoryTier:
         through = demote is not None and not ahead
         self._more_bytes = self._headroom_bytes // 4 if through else 0
         self._demote = demote
+        # Whether the last blocks that went were taken by no tier below.
+        self._losing = False
         # Set and gone when room may have become free; made by who waits for that.
         self._changed: asyncio.Event | None = None
         self._clearing: asyncio.Task[None] | None = None
@@ -92,7 +94,7 @@ class MemoryTier:
             # Made before looking: room that becomes free meanwhile sets it.
             changed = self._changed = self._changed or asyncio.Event()
             # A tenant's quota is for its own blocks: no more of them go than have to.
-            more_bytes = 0 if tenant else self._more_bytes
+            more_bytes = 0 if tenant or self._losing else self._more_bytes
             needed = max(count - slots.size, more_bytes // nbytes)
             try:
                 more = await self._evict(nbytes, needed, tenant)
@@ -223,7 +225,8 @@ class MemoryTier:
         kept = True
         try:
             error = await self._demote(named) if self._demote is not None else ""
-            kept = bool(error) and not lose
+            self._losing = bool(error)
+            kept = self._losing and not lose
         finally:
             if kept:  # they may be nowhere else
                 self.unpin(named.keys[::-1], named.slots[::-1])

@@ -47,13 +47,19 @@ with needed_by("a tier in Redis", extra="redis"):
     from redis.asyncio import Redis, RedisCluster
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
-    from redis.exceptions import AuthenticationError, OutOfMemoryError, RedisError
+    from redis.exceptions import (
+        AuthenticationError,
+        OutOfMemoryError,
+        RedisClusterException,
+        RedisError,
+    )
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 Command: TypeAlias = tuple[Any, ...]
 
-_FAULTS: Final = (RedisError, OSError, LookupError)
+# Of the client of a cluster one kind is no RedisError.
+_FAULTS: Final = (RedisError, RedisClusterException, OSError, LookupError)
 # Errors that say something of the server, or where slots are, and not of one command.
 _AWAY: Final = (
     OSError,

@@ -226,6 +226,8 @@ class ShardedTier(Tier):
         self, do: Callable[[RemoteTier], Coroutine[Any, Any, None]]
     ) -> None:
         """Have every node do something; one that cannot be asked says so."""
+        if not self._nodes:
+            raise OSError(f"{self.name}: {self.error}")
         await gather_all(*(do(node.tier) for node in self._nodes.values()))
 
     # --- who is there -----------------------------------------------------------------

@@ -167,5 +167,5 @@ class ValueTier(Tier):
             try:
                 if await self._is_back():
                     self._failing.clear()
-            except self.faults as exc:
+            except Exception as exc:  # noqa: BLE001 - or nobody would ever ask again
                 self._note(error_text(exc))

@@ -220,6 +220,22 @@ async def test_what_is_below_goes_some_at_once_and_only_when_room_is_needed(
     memory.close()
 
 
+async def test_no_more_goes_than_has_to_where_nobody_takes_it() -> None:
+    below = Below()
+    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below.demote, ahead=False)
+    keys = as_keys(chain(256))
+    name(memory, keys, memory.index.take(BYTES, 256))
+    below.error = "away"
+    taken = [await memory.take(BYTES, 1) for _ in range(5)]
+    # That nobody takes them is known from the first ones.
+    assert len(below.given) == 5
+    below.error = ""
+    taken += [await memory.take(BYTES, 1) for _ in range(2)]
+    assert len(below.given) == 5 + 1 + 4
+    memory.give_back(np.concatenate(taken))
+    memory.close()
+
+
 # --- the end --------------------------------------------------------------------------
 
 

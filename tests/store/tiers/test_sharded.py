@@ -107,6 +107,15 @@ async def test_a_node_that_is_killed_is_misses(tmp_path: Path) -> None:
         assert (await fresh.put(hashes, source.cache, blocks)).complete
 
 
+async def test_without_a_node_nothing_is_deleted_or_safe(tmp_path: Path) -> None:
+    tier = f"kvwire://role=store?directory=file:{tmp_path}"
+    async with BlockStore.open([tier]) as store:
+        with pytest.raises(OSError, match="no store server has announced itself"):
+            await store.delete(chain(1), Filled().cache)
+        with pytest.raises(OSError, match="no store server has announced itself"):
+            await store.flush()
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 5, 16])
 def test_a_node_that_joins_takes_only_its_share(nodes: int) -> None:
     keys = as_keys(chain(4000))
