@@ -89,12 +89,12 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request)
+        return self._scheduler.finished(request)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request)
+        return self._scheduler.finished(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Name every group: a prompt's blocks of each are fetched."""
@@ -109,7 +109,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], ListeningAt]
     ) -> None:
-        self._scheduling.hear_addresses(
+        self._scheduler.hear_addresses(
             {rank: said.address for rank, said in metadata.items()}
         )
 
@@ -118,23 +118,22 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._working.layer_written(layer_name)
+        self._worker.layer_written(layer_name)
 
     def get_handshake_metadata(self) -> ListeningAt:
-        return ListeningAt(self._working.address)
+        return ListeningAt(self._worker.address)
 
     def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
-        sent, received = self._working.finished(finished_req_ids)
+        sent, received = self._worker.finished(finished_req_ids)
         return base.KVConnectorTransferResults(
             finished_sending=sent,
             finished_recving=received,
-            failed_recving=self._working.take_failed(),
+            failed_recving=self._worker.take_failed(),
         )
 
     def get_kv_connector_stats(self) -> Any:
-        if self._worker is None:
-            return None
-        observed = self._worker.take_observed()
+        # Also called where there is a scheduler only.
+        observed = self._worker.take_observed() if hasattr(self, "_worker") else None
         return KvwireStats(data=observed) if observed else None
 
     # --- both -------------------------------------------------------------------------

@@ -54,47 +54,49 @@ class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]  # vLLM is n
 
 
 class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[misc]  # likewise
-    """Forwards vLLM's hooks to the side that this process has."""
+    """Forwards vLLM's hooks to the side that it has.
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: S | None = None
-        self._worker: W | None = None
+    Most are called in every step, and one of them for every layer: nothing is asked on
+    the way. A side that a connector does not have is no attribute of it.
+    """
+
+    _scheduler: S
+    _worker: W
 
     # --- scheduler --------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        self._scheduling.begun(request)
+        self._scheduler.begun(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduling.matched(request, num_computed_tokens)
+        return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        self._scheduling.allocated(
+        self._scheduler.allocated(
             request, blocks.get_block_ids() or (), num_external_tokens
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        return StepMetadata(self._scheduling.step(scheduler_output))
+        return StepMetadata(self._scheduler.step(scheduler_output))
 
     # --- worker -----------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        self._working.register(kv_caches)
+        self._worker.register(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        self._working.fence(kv_connector_metadata.step)
+        self._worker.fence(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._working.begin_step(connector_metadata.step)
+        self._worker.begin_step(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._working.start_loads()
+        self._worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is reported when all its layers are here."""
@@ -106,30 +108,20 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
 
     def wait_for_save(self) -> None:
         """Mark the step as written; blocks are held until they have drained."""
-        self._working.step_written()
+        self._worker.step_written()
 
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        sent, received = self._working.finished(finished_req_ids)
+        sent, received = self._worker.finished(finished_req_ids)
         return sent or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working.take_errors()
+        return self._worker.take_errors()
 
     def shutdown(self) -> None:
-        if self._worker is not None:
+        if hasattr(self, "_worker"):
             self._worker.close()
-
-    @property
-    def _scheduling(self) -> S:
-        assert self._scheduler is not None, "vLLM called a worker as a scheduler"
-        return self._scheduler
-
-    @property
-    def _working(self) -> W:
-        assert self._worker is not None, "vLLM called a scheduler as a worker"
-        return self._worker
 
 
 def register_connector(connector: type[ConnectorHooks[Any, Any]]) -> None:

@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -129,7 +129,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"kv_transfer_params: stages: how many pipeline stages the "
                 f"{len(made.remote)} addresses in remote are"
             )
-        remote = tuple(str(Address.parse(one)) for one in made.remote)
+        remote = tuple(map(str, map(Address.parse, made.remote)))
         return msgspec.structs.replace(made, remote=remote)
 
     def check(self) -> None:
@@ -153,17 +153,25 @@ class ScheduledRequest(NamedTuple):
     stop: int  # tokens that are computed when it is over
 
 
-def scheduled_requests(output: Any) -> Iterator[ScheduledRequest]:
-    """Return what vLLM's ``SchedulerOutput`` says of each request."""
+def scheduled_requests(
+    output: Any, known: Collection[str]
+) -> Iterator[ScheduledRequest]:
+    """Return what vLLM's ``SchedulerOutput`` says of the requests that are known.
+
+    A step has hundreds of others, of which nothing may be asked one by one.
+    """
+    if not known:
+        return
     cached = output.scheduled_cached_reqs
     rows = [
         (one.req_id, True, one.block_ids, one.num_computed_tokens)
         for one in output.scheduled_new_reqs
+        if one.req_id in known
     ]
     later = zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     )
-    rows += [(name, False, tables, computed) for name, tables, computed in later]
+    rows += [(name, False, *rest) for name, *rest in later if name in known]
     for name, new, tables, computed in rows:
         count = output.num_scheduled_tokens.get(name, 0)
         yield ScheduledRequest(name, new, tables, computed, computed + count)

@@ -101,8 +101,7 @@ class SchedulerSide:
 
     def begun(self, request: Any) -> None:
         """Take the last token from a prompt that is sent, where decode needs that."""
-        wanted = self._wanted(request)
-        if not self._partial or not wanted.sends:
+        if not self._partial or not (wanted := self._wanted(request)).sends:
             return
         known = request.prompt_token_ids or ()
         if (
@@ -154,7 +153,7 @@ class SchedulerSide:
             self._preempted(request_id)
         step.running = len(output.num_scheduled_tokens)
         step.idle = not step.running
-        for one in scheduled_requests(output):
+        for one in scheduled_requests(output, self._prompts):
             self._scheduled(step, one)
         step.loads, self._loads = self._loads, []
         return step
@@ -279,8 +278,8 @@ class SchedulerSide:
 
     def _scheduled(self, step: WorkerStep, one: ScheduledRequest) -> None:
         """Add one request of a step: its new blocks, what is computed."""
-        prompt = self._prompts.get(one.id)
-        if prompt is None or prompt.lost or prompt.whole:
+        prompt = self._prompts[one.id]
+        if prompt.lost or prompt.whole:
             return
         if one.tables is not None:
             prompt.tables = prompt.tables or [[] for _ in one.tables]

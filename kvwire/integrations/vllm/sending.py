@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final
 
 from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
@@ -141,22 +141,26 @@ class _Layers:
 
     unwritten: set[int]  # by the model's indices
     together: int  # how many go in one mark
-    held: range = range(0)  # written, and not said
+    held: range = range(0)  # written, and not said; where the next one goes on
 
 
 class ForwardPass:
-    """Marks what one forward pass writes."""
+    """Marks what one forward pass writes.
+
+    Attributes:
+        over: All of it is marked, or there is nothing.
+    """
 
     def __init__(
         self,
-        parts: Sequence[PromptBlocks] = (),
-        groups: Mapping[str, KVSpec] = MappingProxyType({}),
+        parts: Sequence[PromptBlocks],
+        groups: Mapping[str, KVSpec],
         group_bytes: int = 0,
         recorded: Recorded = lambda: None,
     ) -> None:
+        self.over: bool = not parts
         self._parts = parts
         self._recorded = recorded
-        self._over = not parts
         self._groups: dict[str, _Layers] = {}
         for name, spec in groups.items():
             blocks = sum(len(part.blocks[name]) for part in parts)
@@ -170,7 +174,12 @@ class ForwardPass:
         layers = self._groups.get(group)
         if layers is None or layer not in layers.unwritten:
             return
-        self._hold(group, layers, layer)
+        if layer != layers.held.stop:
+            self._mark(group, layers)
+            layers.held = range(layer, layer)
+        layers.unwritten.remove(layer)
+        layers.held = range(layers.held.start, layer + 1)
+        self._left -= 1
         if self._left <= 1:
             self._mark_all()
         elif len(layers.held) >= layers.together:
@@ -178,36 +187,37 @@ class ForwardPass:
 
     def rest(self) -> None:
         """Mark what was not named: the pass is over."""
+        self._left = sys.maxsize  # none of them is the last one, which goes alone
         for name, layers in self._groups.items():
+            layers.together = sys.maxsize
             for layer in sorted(layers.unwritten):
-                self._hold(name, layers, layer)
+                self.layer(name, layer)
+        self._left = 0
         self._mark_all()
-
-    def _hold(self, group: str, layers: _Layers, layer: int) -> None:
-        if layers.held and layer != layers.held.stop:
-            self._mark(group, layers)
-        layers.unwritten.discard(layer)
-        self._left -= 1
-        layers.held = range(layers.held.start if layers.held else layer, layer + 1)
 
     def _mark_all(self) -> None:
         for name, layers in self._groups.items():
-            if layers.held:
-                self._mark(name, layers)
-        if not self._left and not self._over:
-            self._over = True
+            self._mark(name, layers)
+        if not self._left and not self.over:
+            self.over = True
             for part in self._parts:
                 if part.last:
                     part.departure.finish()
 
     def _mark(self, group: str, layers: _Layers) -> None:
+        if not layers.held:
+            return
         after = self._recorded()
-        held, layers.held = slice(layers.held.start, layers.held.stop), range(0)
+        held = slice(layers.held.start, layers.held.stop)
+        layers.held = range(held.stop, held.stop)
         for part in self._parts:
             blocks = part.blocks[group]
             if blocks:
                 which = slice(blocks.start, blocks.stop)
                 part.departure.ready(group, held, which, after)
+
+
+NOTHING_WRITTEN: Final = ForwardPass((), {})
 
 
 def _group_layers(layer_bytes: int, group_bytes: int) -> int:

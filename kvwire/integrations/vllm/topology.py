@@ -12,6 +12,7 @@ what this rank holds (:func:`lacking`) before any of it is used.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,6 +121,7 @@ def group_specs(spec: KVSpec, size: int, stages: int = 1) -> list[KVSpec]:
     ]
 
 
+@functools.lru_cache
 def sources(spec: KVSpec, producers: int, stages: int = 1) -> tuple[int, ...]:
     """Return the producing engine's ranks that this consuming rank fetches from."""
     there = group_specs(spec, producers, stages)
@@ -131,6 +133,7 @@ def sources(spec: KVSpec, producers: int, stages: int = 1) -> tuple[int, ...]:
     return tuple(found)
 
 
+@functools.lru_cache
 def targets(spec: KVSpec, consumers: int, stages: int = 1) -> tuple[int, ...]:
     """Return the ranks of the consuming engine that fetch from this producing rank.
 

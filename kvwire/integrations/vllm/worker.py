@@ -34,6 +34,7 @@ from kvwire.integrations.vllm.metrics import (
 from kvwire.integrations.vllm.peers import Peers
 from kvwire.integrations.vllm.receiving import PromptReceive
 from kvwire.integrations.vllm.sending import (
+    NOTHING_WRITTEN,
     ForwardPass,
     PromptBlocks,
     PromptSend,
@@ -87,7 +88,7 @@ class WorkerSide:
         self._quarantined: set[str] = set()
         self._observed: Observed = {}
         self._step = WorkerStep()
-        self._forward_pass = ForwardPass()
+        self._forward_pass = NOTHING_WRITTEN
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Take the caches of this worker."""
@@ -144,7 +145,7 @@ class WorkerSide:
             for one in step.written
             if one.request_id in self._departures
         ]
-        self._forward_pass = ForwardPass()
+        self._forward_pass = NOTHING_WRITTEN
         if parts:
             self._forward_pass = ForwardPass(
                 parts, self._specs, self._settings.group_bytes, self._device.recorded
@@ -160,15 +161,17 @@ class WorkerSide:
 
     def layer_written(self, name: str) -> None:
         """Mark a layer that the pass has written or queued."""
-        if self._settings.stream != LAYER or not self._specs:
+        writing = self._forward_pass
+        if writing.over or self._settings.stream != LAYER:
             return
         layer = self._caches.layers.get(name)
         if layer is not None:
-            self._forward_pass.layer(*layer)
+            writing.layer(*layer)
 
     def step_written(self) -> None:
         """Mark what no hook has named: the forward pass is over."""
-        self._forward_pass.rest()
+        if not self._forward_pass.over:
+            self._forward_pass.rest()
 
     def finished(self, over: Iterable[str]) -> tuple[set[str], set[str]]:
         """Return requests whose blocks have drained since then, and those fetched."""
@@ -178,13 +181,14 @@ class WorkerSide:
             self._end(request_id)
         if self._step.idle and not unsent:
             self._wait_idle()
-        self._log_quarantined()
+        if self._device.failed:
+            self._log_quarantined()
         sent = {r for r in self._leaving if self._departures[r].done.done()}
         for request_id in sent:
             self._leaving.discard(request_id)
             departure = self._departures.pop(request_id)
             observe_sent(self._observed, departure.done.result())
-        return sent | unsent, self._received()
+        return sent | unsent, self._received() if self._arrivals else set()
 
     def take_errors(self) -> set[int]:
         """Return the blocks that did not arrive, once each."""
@@ -309,8 +313,6 @@ class WorkerSide:
                 dropped = True
 
     def _log_quarantined(self) -> None:
-        if not self._device.failed:
-            return
         for request_id, end in self._ends().items():
             if end.quarantined and request_id not in self._quarantined:
                 # bounded by the requests whose blocks are lost

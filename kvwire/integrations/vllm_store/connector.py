@@ -63,18 +63,18 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
 
     def update_connector_output(self, connector_output: Any) -> None:
         said = connector_output
-        self._scheduling.reported(
+        self._scheduler.reported(
             said.finished_sending or (), said.finished_recving or ()
         )
 
     def has_pending_push_work(self) -> bool:
         """Tell whether blocks of requests that are over become free in some step."""
-        return self._scheduling.waiting
+        return self._scheduler.waiting
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request), None
+        return self._scheduler.finished(request), None
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -134,7 +134,7 @@ class StoreScheduler:
                 tracked.ids, tracked.busy = [], False
             step.fenced.add(request_id)
         step.idle = not output.num_scheduled_tokens
-        for one in scheduled_requests(output):
+        for one in scheduled_requests(output, self._requests):
             self._scheduled(step, one)
         return step
 
@@ -188,9 +188,7 @@ class StoreScheduler:
 
     def _scheduled(self, step: StoreStep, one: ScheduledRequest) -> None:
         """Add what one request of a step completes."""
-        tracked = self._requests.get(one.id)
-        if tracked is None:
-            return
+        tracked = self._requests[one.id]
         if one.new:
             tracked.ids = []
         if one.tables is not None:

@@ -158,13 +158,13 @@ def test_halves_of_a_batch_are_not_marked_by_hooks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with worker(use_ubatching=False) as made:
-        assert made._working._settings.stream == "layer"
+        assert made._worker._settings.stream == "layer"
     assert not any("halves of a batch" in message for message in caplog.messages)
     with (
         caplog.at_level(logging.WARNING, "kvwire"),
         worker(use_ubatching=True) as made,
     ):
-        assert made._working._settings.stream == "chunk"
+        assert made._worker._settings.stream == "chunk"
     assert any("halves of a batch" in message for message in caplog.messages)
 
 
