@@ -92,7 +92,8 @@ def describe(
     cache: PagedCache, lists: Mapping[str, Ids], tokens: Tokens = None
 ) -> Geometry:
     """Describe this side's part of a transfer."""
-    tokens = checked_tokens(tokens, cache)
+    if tokens is not None and type(tokens) is not int:
+        tokens = checked_tokens(tokens, cache)
     key = tuple(tokens.items()) if isinstance(tokens, Mapping) else tokens
     sizes = tuple(map(len, map(lists.__getitem__, cache.groups)))
 
@@ -114,13 +115,15 @@ def describe(
     return computed_once(cache, ("described", sizes, key), compute)
 
 
-def checked_tokens(tokens: Tokens, cache: PagedCache) -> Tokens:
+def checked_tokens(
+    tokens: int | Mapping[str, int], cache: PagedCache
+) -> int | dict[str, int]:
     """Return tokens as plain numbers: 4, 4.0 and NumPy's 4 are one key of a table.
 
     Raises:
         UsageError: They are no whole numbers, or of a group that there is not.
     """
-    if tokens is None or type(tokens) is int:
+    if type(tokens) is int:
         return tokens
     if not isinstance(tokens, Mapping):
         return _checked_count(tokens, next(iter(cache.groups)))

@@ -31,7 +31,7 @@ from kvwire.errors import (
     wrong_type,
 )
 from kvwire.kv.blocks import Bits, BlockLists, Blocks
-from kvwire.kv.geometry import Geometry, Tokens, checked_tokens, describe
+from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, TransferPlan
@@ -275,19 +275,18 @@ class KVTransfer:
         blocks: Blocks,
         options: TransferOptions,
     ) -> None:
-        priority, lease_s = whole(options.get("priority", 0)), options.get("lease_s")
+        priority, lease_s = options.get("priority", 0), options.get("lease_s")
         if not isinstance(cache, PagedCache):
             raise wrong_type("cache", cache, "a kvwire.PagedCache")
-        if priority is None or not 0 <= priority <= PRIORITY_MAX:
+        if type(priority) is not int or not 0 <= priority <= PRIORITY_MAX:
             raise UsageError(
-                f"priority={options['priority']!r}: 0 to {PRIORITY_MAX}; a higher one "
-                f"goes first"
+                f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
             )
         number = isinstance(lease_s, int | float)
         if lease_s is not None and not (number and 0 < lease_s < math.inf):
             raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")
+        self.id = id
         self.key: bytes = transfer_key(id)
-        self.id: str | bytes | int = id if isinstance(id, str | bytes) else int(id)
         # A producer and a consumer of one name may live in one communicator.
         self.role_key: tuple[bytes, bool] = self.key, not self.receives
         self.cache = cache
@@ -299,7 +298,7 @@ class KVTransfer:
         # Lends memory of the cache to links, until they have drained it.
         self.lend: Callable[[Payload], BufferId] = communicator.buffers.lend
         self.priority = priority
-        self.tokens: Tokens = checked_tokens(options.get("tokens"), cache)
+        self.tokens: Tokens = options.get("tokens")
         self.lists: BlockLists = cache.block_lists(blocks)
         if self.growing:
             self.lists = self.padded(self.lists)

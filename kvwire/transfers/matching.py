@@ -201,7 +201,9 @@ class TransferRegistry:
             # What is said of that on its last link comes first.
             self._stash(key, connection, event)
             return
-        ended = self._ended(key, description)
+        ended = None
+        if description.peer_id or key in self._tombstones or self._told:
+            ended = self._ended(key, description)
         if ended is not None:
             error = PeerError(f"it has ended: {ended.reason}")
             _refuse(connection, request, error, ended.code)
@@ -241,7 +243,7 @@ class TransferRegistry:
         """
         asker = key, description.endpoint_id
         ended = self._told.get(asker)
-        if ended is None and (description.peer_id or key in self._tombstones):
+        if ended is None:
             ended = self._last_use(key, description)
             if ended is not None:
                 self._told[asker] = ended  # bounded: TOMBSTONES_MAX

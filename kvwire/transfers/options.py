@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final, TypedDict
 
 from kvwire.errors import UsageError, nearest
 from kvwire.kv.codecs.rows import TransferCodec
 from kvwire.kv.geometry import Tokens
 from kvwire.transfers.dedup import Hashes, Have
-from kvwire.types import Deadline
+from kvwire.types import Deadline, whole
 
 
 class TransferOptions(TypedDict, total=False):
@@ -76,9 +75,14 @@ _VERBS: Final[dict[str, Any]] = {
 }
 
 
-def check_options(verb: str, options: Mapping[str, object]) -> None:
-    """Refuse an option that a verb does not have."""
+_NUMBERS: Final = frozenset({"priority", "consumers", "group_bytes", "tokens"})
+
+
+def check_options(verb: str, options: Any) -> None:
+    """Refuse an option that a verb does not have; make plain ints of NumPy's."""
     names = _VERBS[verb].__optional_keys__
-    for name in options:
+    for name, value in options.items():
         if name not in names:
             raise UsageError(f"{verb}: no option {name!r}; {nearest(name, names)}")
+        if name in _NUMBERS and (number := whole(value)) is not None:
+            options[name] = number

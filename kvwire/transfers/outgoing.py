@@ -20,6 +20,7 @@ from kvwire.errors import (
     shown,
 )
 from kvwire.kv.blocks import BlockLists, Blocks
+from kvwire.kv.geometry import checked_tokens
 from kvwire.kv.outcome import join_outcomes
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import TransferPlan
@@ -47,7 +48,6 @@ from kvwire.transfers.state import (
     AttemptState,
     TransferState,
 )
-from kvwire.types import whole
 
 
 class OutgoingState(KVTransfer):
@@ -64,18 +64,16 @@ class OutgoingState(KVTransfer):
     ) -> None:
         self.growing: bool = options.get("growing", False)
         super().__init__(communicator, id, cache, blocks, options)
-        count = whole(consumers)
-        if count is None or count < 1:
+        if type(consumers) is not int or consumers < 1:
             raise UsageError(f"consumers={consumers!r}: a number, at least 1")
-        self.consumers: int = count
+        self.consumers = consumers
         group_bytes = options.get("group_bytes")
-        if group_bytes is not None:
-            group_bytes = whole(group_bytes)
-            if group_bytes is None or group_bytes < 1:
-                raise UsageError(
-                    f"group_bytes={options['group_bytes']!r}: at least 1, for layer by "
-                    f"layer; a number of bytes"
-                )
+        number = type(group_bytes) is int
+        if group_bytes is not None and not (number and group_bytes > 0):
+            raise UsageError(
+                f"group_bytes={group_bytes!r}: at least 1, for layer by layer; a "
+                f"number of bytes"
+            )
         if "hashes" in options or "content" in options:
             listed = listed_hashes(options.get("hashes"), self.geometry)
             self.hashes: bytes = digest(listed, options.get("content"))
@@ -107,7 +105,7 @@ class OutgoingState(KVTransfer):
             )
         room: dict[str, int] = {}
         for name, ids in lists.items():
-            tokens = self.tokens
+            tokens = checked_tokens(self.tokens, self.cache)
             if isinstance(tokens, Mapping):
                 if name not in tokens:
                     raise UsageError(f"growing=True: tokens= lacks group {name!r}")
