@@ -1,10 +1,10 @@
 """Every numbered protocol rule is shown kept and shown broken (goal Q1).
 
 docs/topics/protocol.md defines a rule in a heading or in the first cell of a table row.
-A test says which rule it shows, and which way::
+A test says which rules it shows, and which way::
 
     @pytest.mark.rule("KVW-HD-01", "keeps")     # the rule followed, and what it gives
-    @pytest.mark.rule("KVW-HD-01", "breaks")    # the rule broken, and how it is refused
+    @pytest.mark.rule("KVW-HD-01", "KVW-HD-02", "breaks")    # and how it is refused
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEFINITION = re.compile(rf"^(?:#+ +|\| *)[`*]*({_ID.pattern})\b", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One ``pytest.mark.rule`` in the tests."""
+    """One rule of a ``pytest.mark.rule`` in the tests."""
 
     where: str
     rule: str
@@ -51,8 +51,9 @@ def marks(source: Source) -> Iterator[Mark]:
                 args=arguments,
             ):
                 said = [ast.unparse(argument).strip("'\"") for argument in arguments]
-                rule, side = [*said, "", ""][:2]
-                yield Mark(f"{source.path}:{node.lineno}", rule, side)
+                *rules, side = said if len(said) > 1 else [*said, ""]
+                for rule in rules:
+                    yield Mark(f"{source.path}:{node.lineno}", rule, side)
 
 
 def cited(source: Source) -> Iterator[tuple[str, str]]:
@@ -108,7 +109,7 @@ def test_each_kind_of_problem_is_named() -> None:
 @pytest.mark.rule("KVW-HD-01", "keeps")
 def test_a(): ...
 
-@pytest.mark.rule("KVW-HD-01", "breaks")
+@pytest.mark.rule("KVW-HD-05", "KVW-HD-01", "breaks")
 class TestB: ...
 
 @pytest.mark.parametrize("x", [pytest.param(1, marks=pytest.mark.rule("KVW-HD-03"))])
@@ -121,6 +122,7 @@ def test_c(x): "pytest.mark.rule('KVW-HS-02', 'keeps')"
         'KVW-HS-02: no test is marked rule("KVW-HS-02", "breaks")',
         'KVW-HS-02: no test is marked rule("KVW-HS-02", "keeps")',
         "k.py:1: 'KVW-HD-04' is not in docs/topics/protocol.md",
+        "t.py:5: 'KVW-HD-05' is not in docs/topics/protocol.md",
         "t.py:8: 'KVW-HD-03' is not in docs/topics/protocol.md",
         "t.py:8: the side is one of ('keeps', 'breaks'), not ''",
     ]

@@ -154,10 +154,7 @@ def test_a_lost_arrival_of_a_segment_may_come_again() -> None:
 # --- receiving
 
 
-@pytest.mark.rule("KVW-DT-01", "keeps")
-@pytest.mark.rule("KVW-DT-02", "keeps")
-@pytest.mark.rule("KVW-DT-03", "keeps")
-@pytest.mark.rule("KVW-DT-04", "keeps")
+@pytest.mark.rule("KVW-DT-01", "KVW-DT-02", "KVW-DT-03", "KVW-DT-04", "keeps")
 def test_chunks_in_any_order() -> None:
     """Each lands at its own place, and the last one ends it."""
     for nbytes in [1, 9, 10, 11, 20, 95]:

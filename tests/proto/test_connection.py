@@ -82,8 +82,7 @@ def everything(
 # --- the link
 
 
-@pytest.mark.rule("KVW-CN-01", "keeps")
-@pytest.mark.rule("KVW-CN-02", "keeps")
+@pytest.mark.rule("KVW-CN-01", "KVW-CN-02", "keeps")
 def test_no_rule_is_broken_in_a_quiet_hour() -> None:
     """Pings and their answers, nothing else."""
     pair = ConnectionPair()
@@ -164,8 +163,7 @@ def test_a_deadline_ends_its_requests() -> None:
 # --- closing
 
 
-@pytest.mark.rule("KVW-CL-01", "keeps")
-@pytest.mark.rule("KVW-CL-02", "keeps")
+@pytest.mark.rule("KVW-CL-01", "KVW-CL-02", "keeps")
 @pytest.mark.parametrize("who", ["client", "server", "both"])
 def test_close_when_idle(who: str) -> None:
     """One CLOSE from each side, and both end gracefully."""

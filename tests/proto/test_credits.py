@@ -10,8 +10,7 @@ from kvwire.errors import FlowControlViolation
 from kvwire.proto.credits import ReceiveCredit, SendCredit
 
 
-@pytest.mark.rule("KVW-CR-01", "keeps")
-@pytest.mark.rule("KVW-CR-02", "keeps")
+@pytest.mark.rule("KVW-CR-01", "KVW-CR-02", "keeps")
 @given(
     st.integers(1, 9),
     st.integers(0, 200),

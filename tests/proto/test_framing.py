@@ -30,10 +30,7 @@ def pass_on(receiver: Framing, header: bytes, body: bytes) -> bytes:
 both_modes = pytest.mark.parametrize("sealed", [False, True], ids=["checked", "sealed"])
 
 
-@pytest.mark.rule("KVW-HD-05", "keeps")
-@pytest.mark.rule("KVW-HD-07", "keeps")
-@pytest.mark.rule("KVW-AU-01", "keeps")
-@pytest.mark.rule("KVW-AU-02", "keeps")
+@pytest.mark.rule("KVW-HD-05", "KVW-HD-07", "KVW-AU-01", "KVW-AU-02", "keeps")
 @both_modes
 def test_frames_arrive(sealed: bool) -> None:
     """Control and payload, numbered together in each direction."""
@@ -87,8 +84,7 @@ def test_lost_doubled_and_reordered(sealed: bool, order: list[int], bad: int) ->
     raise AssertionError("no frame was out of order")
 
 
-@pytest.mark.rule("KVW-HD-07", "breaks")
-@pytest.mark.rule("KVW-AU-02", "breaks")
+@pytest.mark.rule("KVW-HD-07", "KVW-AU-02", "breaks")
 @both_modes
 def test_every_bit_of_a_control_body_counts(sealed: bool) -> None:
     """And every byte cut off or added."""

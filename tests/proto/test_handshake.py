@@ -48,11 +48,8 @@ from tests.support.debug import needs_asserts
 OTHER_PSK = bytes(range(1, 33))
 
 
-@pytest.mark.rule("KVW-HS-04", "keeps")
-@pytest.mark.rule("KVW-HS-05", "keeps")
-@pytest.mark.rule("KVW-HS-06", "keeps")
-@pytest.mark.rule("KVW-HS-07", "keeps")
-@pytest.mark.rule("KVW-HS-08", "keeps")
+@pytest.mark.rule("KVW-HS-04", "KVW-HS-05", "KVW-HS-06", "keeps")
+@pytest.mark.rule("KVW-HS-07", "KVW-HS-08", "keeps")
 @both_modes
 def test_both_sides_agree(trust: TrustMode) -> None:
     """On keys, digest, the smaller of all terms, names, and the transport."""
@@ -350,8 +347,7 @@ def accept_with(shaking: Shaking, change: dict[str, Any], *, prove: bool) -> Fra
     return Framing().control(FrameType.ACCEPT, replace(changed, mac=proof).encode())
 
 
-@pytest.mark.rule("KVW-HS-06", "breaks")
-@pytest.mark.rule("KVW-HS-07", "breaks")
+@pytest.mark.rule("KVW-HS-06", "KVW-HS-07", "breaks")
 def test_what_was_not_asked_for() -> None:
     """Another version, or a trust mode: a downgrade, even under a right proof."""
     cases = [({"version": version}, True) for version in (0, 2, 65_535)]

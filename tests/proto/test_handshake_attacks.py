@@ -45,8 +45,7 @@ def with_body(frame: Frame, body: bytes) -> Frame:
     return fresh.control(header.type, body)
 
 
-@pytest.mark.rule("KVW-HS-07", "breaks")
-@pytest.mark.rule("KVW-HD-07", "breaks")
+@pytest.mark.rule("KVW-HS-07", "KVW-HD-07", "breaks")
 @both_modes
 def test_every_flipped_bit_and_truncation(trust: TrustMode) -> None:
     """In headers and bodies of all five, as damage on the way does it."""
@@ -86,8 +85,7 @@ def test_every_bit_changed_by_somebody(trust: TrustMode) -> None:
 # --- replayed, reflected
 
 
-@pytest.mark.rule("KVW-HS-03", "breaks")
-@pytest.mark.rule("KVW-HS-04", "breaks")
+@pytest.mark.rule("KVW-HS-03", "KVW-HS-04", "breaks")
 @both_modes
 def test_every_reflected_frame(trust: TrustMode) -> None:
     """Each frame sent back to where it came from, as it is and under the type due."""

@@ -76,8 +76,7 @@ def expect_whole(scene: Scene, request: RequestRecord) -> None:
     assert request.buffer in scene.client.freed
 
 
-@pytest.mark.rule("KVW-LN-01", "keeps")
-@pytest.mark.rule("KVW-LN-02", "keeps")
+@pytest.mark.rule("KVW-LN-01", "KVW-LN-02", "keeps")
 def test_a_lane_comes_up() -> None:
     """Asked for, answered, confirmed; in that order each side sees its part."""
     scene = Scene()
@@ -206,12 +205,8 @@ def in_state(state: str) -> Scene:
     return scene
 
 
-@pytest.mark.rule("KVW-LN-01", "breaks")
-@pytest.mark.rule("KVW-LN-02", "breaks")
-@pytest.mark.rule("KVW-LN-03", "breaks")
-@pytest.mark.rule("KVW-LN-05", "breaks")
-@pytest.mark.rule("KVW-LN-06", "breaks")
-@pytest.mark.rule("KVW-LN-08", "breaks")
+@pytest.mark.rule("KVW-LN-01", "KVW-LN-02", "KVW-LN-03", "breaks")
+@pytest.mark.rule("KVW-LN-05", "KVW-LN-06", "KVW-LN-08", "breaks")
 def test_what_breaks_a_rule() -> None:
     """Out of turn, twice, of what was not sent, or of a lane that is over."""
     for rule, state, role, frame_type, body in WRONG:
@@ -221,8 +216,7 @@ def test_what_breaks_a_rule() -> None:
         expect_broken(scene.pair, scene.pair.of(role.other), rule)
 
 
-@pytest.mark.rule("KVW-LN-03", "keeps")
-@pytest.mark.rule("KVW-LN-05", "keeps")
+@pytest.mark.rule("KVW-LN-03", "KVW-LN-05", "keeps")
 @pytest.mark.parametrize("backwards", [False, True])
 def test_payload_in_any_order(backwards: bool) -> None:
     """LANE_ACK counts those that came without a gap; memory is held until then."""

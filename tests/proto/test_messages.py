@@ -36,8 +36,7 @@ def use_up_credit(pair: ConnectionPair) -> None:
     pair.run()
 
 
-@pytest.mark.rule("KVW-MS-01", "keeps")
-@pytest.mark.rule("KVW-MS-02", "keeps")
+@pytest.mark.rule("KVW-MS-01", "KVW-MS-02", "keeps")
 def test_a_message_arrives() -> None:
     """Of any size, whoever is first, into memory that fits, is larger, or is none."""
     for room in [None, 0, 7]:
@@ -133,8 +132,7 @@ def test_damaged_messages_give_their_credit_back() -> None:
         pair.run()
 
 
-@pytest.mark.rule("KVW-CR-01", "keeps")
-@pytest.mark.rule("KVW-CR-02", "keeps")
+@pytest.mark.rule("KVW-CR-01", "KVW-CR-02", "keeps")
 def test_credit_runs_out_and_comes_back() -> None:
     """Without it a message is announced, even one of 0 bytes; nothing is lost."""
     pair = ConnectionPair()

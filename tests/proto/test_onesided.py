@@ -39,8 +39,7 @@ def part(grant: AccessBody, offset: int, nbytes: int) -> AccessBody:
     return AccessBody(grant.grant, grant.generation, grant.token, offset, nbytes)
 
 
-@pytest.mark.rule("KVW-OS-01", "keeps")
-@pytest.mark.rule("KVW-OS-02", "keeps")
+@pytest.mark.rule("KVW-OS-01", "KVW-OS-02", "keeps")
 def test_put_and_get() -> None:
     """A part in the middle of a grant in the middle of a region, and only that."""
     for nbytes in [1, CHUNK - 1, CHUNK, CHUNK + 1, LARGE]:

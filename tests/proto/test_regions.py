@@ -72,10 +72,8 @@ def test_every_edge_of_every_range(size: int) -> None:
     assert accepted > 0
 
 
-@pytest.mark.rule("KVW-OS-03", "keeps")
-@pytest.mark.rule("KVW-OS-03", "breaks")
-@pytest.mark.rule("KVW-OS-04", "keeps")
-@pytest.mark.rule("KVW-OS-04", "breaks")
+@pytest.mark.rule("KVW-OS-03", "KVW-OS-04", "keeps")
+@pytest.mark.rule("KVW-OS-03", "KVW-OS-04", "breaks")
 @pytest.mark.parametrize("state", ["open", "revoked", "granted anew", "closed"])
 def test_every_direction_in_every_state(state: str) -> None:
     """A grant allows what it says, until its region is revoked or closed."""

@@ -50,14 +50,8 @@ from tests.proto.moving import (
 from tests.support.core_pair.peer import ConnectionPair
 
 
-@pytest.mark.rule("KVW-TR-01", "keeps")
-@pytest.mark.rule("KVW-TR-02", "keeps")
-@pytest.mark.rule("KVW-TR-03", "keeps")
-@pytest.mark.rule("KVW-TR-04", "keeps")
-@pytest.mark.rule("KVW-TR-05", "keeps")
-@pytest.mark.rule("KVW-TR-06", "keeps")
-@pytest.mark.rule("KVW-TR-07", "keeps")
-@pytest.mark.rule("KVW-TR-08", "keeps")
+@pytest.mark.rule("KVW-TR-01", "KVW-TR-02", "KVW-TR-03", "KVW-TR-04", "keeps")
+@pytest.mark.rule("KVW-TR-05", "KVW-TR-06", "KVW-TR-07", "KVW-TR-08", "keeps")
 @both_ways
 def test_a_transfer(pull: bool) -> None:
     """Marked, moved, landed, committed, settled; in the end all memory is free."""
@@ -191,14 +185,8 @@ def one_landed(*, sent: bool) -> Moved:
     return m
 
 
-@pytest.mark.rule("KVW-TR-03", "breaks")
-@pytest.mark.rule("KVW-TR-04", "breaks")
-@pytest.mark.rule("KVW-TR-05", "breaks")
-@pytest.mark.rule("KVW-TR-06", "breaks")
-@pytest.mark.rule("KVW-TR-07", "breaks")
-@pytest.mark.rule("KVW-TR-08", "breaks")
-@pytest.mark.rule("KVW-DT-02", "breaks")
-@pytest.mark.rule("KVW-DT-03", "breaks")
+@pytest.mark.rule("KVW-TR-03", "KVW-TR-04", "KVW-TR-05", "KVW-TR-06", "breaks")
+@pytest.mark.rule("KVW-TR-07", "KVW-TR-08", "KVW-DT-02", "KVW-DT-03", "breaks")
 def test_what_breaks_a_rule() -> None:
     """Out of turn, of what was not sent, and for the other side to say."""
     for rule, who, frame_type, body in WRONG:
@@ -219,8 +207,7 @@ def test_what_breaks_a_rule() -> None:
     expect_broken(m.pair, m.producer, "KVW-TR-08")
 
 
-@pytest.mark.rule("KVW-TR-03", "breaks")
-@pytest.mark.rule("KVW-TR-04", "breaks")
+@pytest.mark.rule("KVW-TR-03", "KVW-TR-04", "breaks")
 @pytest.mark.parametrize(
     ("rule", "frame_type", "body"),
     [

@@ -89,8 +89,7 @@ async def test_r26_what_waits_for_its_counterpart_is_bounded(w: World) -> None:
         inc.abort("not needed")
 
 
-@pytest.mark.rule("KVW-TR-09", "keeps")
-@pytest.mark.rule("KVW-TR-11", "keeps")
+@pytest.mark.rule("KVW-TR-09", "KVW-TR-11", "keeps")
 @scenario()
 async def test_r27_two_forwards_mark_the_same_part(w: World) -> None:
     out, inc = w.begin()

@@ -116,9 +116,7 @@ def messages(draw: st.DrawFn) -> Message:
     return Refuse(code=draw(u16), version_min=low, version_max=high, trust=trust)
 
 
-@pytest.mark.rule("KVW-HS-01", "keeps")
-@pytest.mark.rule("KVW-HS-02", "keeps")
-@pytest.mark.rule("KVW-HS-03", "keeps")
+@pytest.mark.rule("KVW-HS-01", "KVW-HS-02", "KVW-HS-03", "keeps")
 @given(messages())
 def test_what_is_written_is_read(message: Message) -> None:
     """Over the whole range of every field, in a body of one size."""

@@ -119,8 +119,7 @@ def test_what_is_written_is_read(header: Header) -> None:
         assert decode_header(view) == header
 
 
-@pytest.mark.rule("KVW-HD-01", "keeps")
-@pytest.mark.rule("KVW-HD-02", "keeps")
+@pytest.mark.rule("KVW-HD-01", "KVW-HD-02", "keeps")
 def test_each_type_is_read() -> None:
     """The layout, byte by byte, for one frame of each type."""
     for frame_type in FrameType:
