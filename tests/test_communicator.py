@@ -336,9 +336,13 @@ async def test_connections_at_once_are_bounded() -> None:
 async def test_unread_messages_go_with_their_connection() -> None:
     async with communicators() as (near, far):
         connection = await near.connect(await far.listen("127.0.0.1:0"))
-        await connection.send(1, bytes(1000))
-        await connection.close()
+        for tag in (*[1] * 10, 2):
+            await connection.send(tag, b"never asked for")
         other = await far.accept()
+        await other.recv(2)
+        assert len(far._state.buffers) == 0
+        assert bytes(await other.recv(1)) == b"never asked for"
+        await connection.close()
         await other.wait_closed()
         gone = weakref.ref(other)
         del other, connection

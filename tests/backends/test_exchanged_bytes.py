@@ -23,7 +23,6 @@ from kvwire_nccl.lane import NcclBootstrap
 from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
 from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap
 from kvwire_ucx.bootstrap import parse as parse_ucx
-from kvwire_ucx.library import Version
 from kvwire_ucx.pieces import (
     PIECES_MAX,
     LentFragment,
@@ -32,6 +31,7 @@ from kvwire_ucx.pieces import (
     read_descriptor,
     read_lent,
 )
+from tests.backends.kvwire_ucx.test_bootstrap import ucx_bootstraps
 
 
 class Bootstraps(NamedTuple):
@@ -60,17 +60,7 @@ BOOTSTRAPS = {
         NixlBootstrap.encode,
         NixlBootstrap.decode,
     ),
-    "ucx": Bootstraps(
-        st.builds(
-            UcxBootstrap,
-            lane=st.integers(0, 2**40 - 1),
-            version=st.builds(Version, *(st.integers(0, 255),) * 3),
-            address=st.binary(min_size=1, max_size=1000),
-            one_sided=st.booleans(),
-        ),
-        UcxBootstrap.to_bytes,
-        parse_ucx,
-    ),
+    "ucx": Bootstraps(ucx_bootstraps, UcxBootstrap.to_bytes, parse_ucx),
 }
 each_bootstrap = pytest.mark.parametrize("form", BOOTSTRAPS.values(), ids=BOOTSTRAPS)
 

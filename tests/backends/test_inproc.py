@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvwire.backend import Landing, Link, LinkHandler, Listener
+from kvwire.backend import Landing, Link, Listener
 from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES
 from kvwire.memory.copy import as_fragments
@@ -19,24 +19,24 @@ from kvwire.testing.faults import FaultPlan
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.faults import Fault, schedule
+from tests.backends.kvwire_tcp.recorder import Recorder
 from tests.support.pairs import until
 
 ANY = Address("inproc", "")
 LENGTH = 1000
 
 
-class Ear(LinkHandler):
-    """Takes payloads of 1,000 bytes and keeps all that it is told."""
+class Ear(Recorder):
+    """Takes payloads of 1,000 bytes, and keeps headers as they came."""
 
     def __init__(self) -> None:
-        self.headers: list[bytes] = []
+        super().__init__()
+        self.raw: list[bytes] = []
         self.payloads: list[bytes] = []
-        self.sent: list[object] = []
-        self.closed: list[Exception | None] = []
         self.kept: memoryview | None = None
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
-        self.headers.append(bytes(header))
+        self.raw.append(bytes(header))
         self.kept = header
         return Landing(LENGTH, memoryview(bytearray(LENGTH)))
 
@@ -44,18 +44,9 @@ class Ear(LinkHandler):
         assert isinstance(landing.payload, memoryview)
         self.payloads.append(bytes(landing.payload))
 
-    def frame_sent(self, link: Link, token: object) -> None:
-        self.sent.append(token)
-
-    def link_writable(self, link: Link) -> None:
-        return
-
-    def link_closed(self, link: Link, error: Exception | None) -> None:
-        self.closed.append(error)
-
     @property
     def numbers(self) -> list[int]:
-        return [header[0] for header in self.headers]
+        return [header[0] for header in self.raw]
 
 
 class Pair:
@@ -214,7 +205,7 @@ async def test_corrupt(seed: int) -> None:
     joined.left.send(bytes(HEADER_BYTES), as_fragments(payload), "t")
     joined.left.flush()
     await until(lambda: joined.far.payloads)
-    bits = int.from_bytes(joined.far.headers[0] + joined.far.payloads[0], "big")
+    bits = int.from_bytes(joined.far.raw[0] + joined.far.payloads[0], "big")
     assert bits.bit_count() == 1
     assert bytes(payload) == bytes(LENGTH), "the sender's own memory was changed"
     await joined.end()

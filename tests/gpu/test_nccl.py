@@ -15,7 +15,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.types import Role
 from kvwire_nccl.lane import NcclLane
 from kvwire_nccl.nccl import Nccl
-from tests.backends.lane_recorder import LaneRecorder
+from tests.backends.recorders import LaneRecorder
 from tests.gpu.devices import Gpu, pieces
 from tests.support.pairs import until
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from kvwire.errors import ConnectionLost
 from tests.support.core_pair.peer import ConnectionPair
-from tests.support.pairs import connected
 
 
 def test_half_a_message_is_gone_when_the_connection_has_ended() -> None:
@@ -25,15 +22,3 @@ def test_half_a_message_is_gone_when_the_connection_has_ended() -> None:
     assert arrival is not None
     pair.server.body(arrival, b"half")
     assert pair.server.received(pair.server.recv(8)) == b"half"
-
-
-async def test_messages_that_nobody_took_go_with_their_connection() -> None:
-    """They used to stay in the communicator's table of memory for ever."""
-    async with connected() as pair:
-        for _ in range(10):
-            await pair.left.send(7, b"never asked for")
-        await pair.left.send(8, b"the last one")
-        await pair.right.recv(8)
-        assert len(pair.far._state.buffers) == 0
-        assert bytes(await pair.right.recv(7)) == b"never asked for"
-    gc.collect()

@@ -50,11 +50,8 @@ def nothing_sent(w: World) -> Iterator[None]:
         assert not len(side._state.buffers)
 
 
-def grouped() -> kvwire.PagedCache:
-    groups = {name: (SPEC, Memory().tensors) for name in ("full", "window")}
-    return kvwire.PagedCache.grouped(groups)
-
-
+EACH = {"full": LIST, "window": LIST}
+GROUPED = kvwire.PagedCache.grouped({name: (SPEC, Memory().tensors) for name in EACH})
 # Beside those of docs/reference/wrong-uses.md.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"blocks": [3, BLOCKS]}, "block id 32 at position 1 is out of range"),
@@ -73,44 +70,26 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hashes": {"window": [b"a"]}}, "hashes: the groups are kv"),
     ({"id": "x" * 256}, "a transfer id of 256 bytes"),
     ({"id": None}, "transfer id None: pass a str, bytes or int"),
+    ({"cache": Memory().tensors}, "PagedCache is needed, and"),
+    ({"cache": GROUPED}, "has the groups full, window"),
+    ({"cache": GROUPED, "blocks": {"full": LIST}}, "group 'window' is missing"),
+    ({"cache": GROUPED, "blocks": EACH, "hashes": [b"a"]}, "pass {group: hashes}"),
+]
+# Of an end that receives.
+WRONG_HAVE: list[tuple[dict[str, Any], str]] = [
+    ({"have": {b"a"}}, "only with hashes="),
+    ({"hashes": [b"a"] * 3, "have": 7}, "or a predicate"),
 ]
 
 
 @VERBS
 @scenario("inproc")
 async def test_a_wrong_argument(w: World, verb: str) -> None:
-    for wrong, said in WRONG:
-        arguments: dict[str, Any] = {"id": "t", "blocks": LIST} | wrong
+    for wrong, said in WRONG + WRONG_HAVE * (verb in ("pull", "expect")):
+        right: dict[str, Any] = {"id": "t", "cache": w.source.cache, "blocks": LIST}
         with nothing_sent(w), pytest.raises(kvwire.UsageError) as caught:
-            verbs(w)[verb](cache=w.source.cache, **arguments)
+            verbs(w)[verb](**right | wrong)
         assert said in str(caught.value)
-
-
-@VERBS
-@scenario("inproc")
-async def test_a_wrong_cache(w: World, verb: str) -> None:
-    call = verbs(w)[verb]
-    with nothing_sent(w):
-        with pytest.raises(kvwire.UsageError, match="PagedCache is needed, and"):
-            call("t", w.source.tensors, LIST)
-        with pytest.raises(kvwire.UsageError, match="has the groups full, window"):
-            call("t", grouped(), LIST)
-        with pytest.raises(kvwire.UsageError, match="group 'window' is missing"):
-            call("t", grouped(), {"full": LIST})
-        both = {"full": LIST, "window": LIST}
-        with pytest.raises(kvwire.UsageError, match=r"pass \{group: hashes\}"):
-            call("t", grouped(), both, hashes=[b"a"] * 3)
-
-
-@pytest.mark.parametrize("verb", ["pull", "expect"])
-@scenario("inproc")
-async def test_a_wrong_have(w: World, verb: str) -> None:
-    call = verbs(w)[verb]
-    with nothing_sent(w):
-        with pytest.raises(kvwire.UsageError, match="only with hashes="):
-            call("t", w.target.cache, DEST, have={b"a"})
-        with pytest.raises(kvwire.UsageError, match="or a predicate"):
-            call("t", w.target.cache, DEST, hashes=[b"a"] * 3, have=7)
 
 
 @scenario("inproc")

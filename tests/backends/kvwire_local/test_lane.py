@@ -27,7 +27,7 @@ from kvwire_local.lane import LocalLane
 from kvwire_local.peer import PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.wire import LocalWire
-from tests.backends.lane_recorder import LaneRecorder
+from tests.backends.recorders import LaneRecorder
 from tests.support.child import GRANTED_BYTES, REPORT_TAG, Child, child, granted
 
 # A child takes a third of a second to start.

@@ -15,7 +15,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.types import MemoryKind, Role
 from kvwire_nccl.lane import NcclBootstrap, NcclLane
 from tests.backends.kvwire_nccl.fake import FakeLibrary, Faults
-from tests.backends.lane_recorder import LaneRecorder
+from tests.backends.recorders import LaneRecorder
 from tests.support.pairs import until
 
 

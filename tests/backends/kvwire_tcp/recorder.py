@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from kvwire.memory.copy import address_of
 from kvwire.types import Address
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.link import TcpLink
+from tests.backends.recorders import Told
 
 ANYWHERE: Final = Address("tcp", "127.0.0.1", 0)
 
@@ -74,17 +75,14 @@ class Body(Landing):
         return None if self.payload is None else bytes(self.payload)
 
 
-class Recorder(LinkHandler):
+class Recorder(Told, LinkHandler):
     """Notes every callback, and refuses one that comes from inside a call of ours."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.frames: list[tuple[int, bytes | None]] = []
-        self.sent: list[object] = []
-        self.closed: list[Exception | None] = []
         self.landings: list[Body] = []
-        self.writable = 0
         self._calling = ""
-        self._changed = asyncio.Event()
 
     def header_received(self, link: Link, header: memoryview) -> Landing:
         self._note("header_received")
@@ -124,26 +122,13 @@ class Recorder(LinkHandler):
         yield
         self._calling = ""
 
-    async def until(self, ready: Callable[[], object]) -> None:
-        """Wait for callbacks until ``ready`` holds."""
-        while not ready():
-            assert not self.closed, f"closed with {self.closed[0]!r}"
-            self._changed.clear()
-            await self._changed.wait()
-
     async def received(self, count: int) -> None:
         """Wait for so many frames."""
         await self.until(lambda: len(self.frames) >= count)
 
-    async def end(self) -> Exception | None:
-        """What the link was closed with."""
-        await self.until(lambda: self.closed)
-        return self.closed[0]
-
     def _note(self, callback: str) -> None:
         assert not self._calling, f"{callback} from inside {self._calling}"
-        assert not self.closed, f"{callback} after link_closed"
-        self._changed.set()
+        super()._note(callback)
 
 
 class Pair:

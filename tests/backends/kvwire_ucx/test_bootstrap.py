@@ -13,7 +13,7 @@ from kvwire_ucx.library import Version
 
 SAMPLE = UcxBootstrap(lane=7, version=Version(1, 22, 0), address=b"an address")
 
-bootstraps = st.builds(
+ucx_bootstraps = st.builds(
     UcxBootstrap,
     lane=st.integers(0, 2**40 - 1),
     version=st.builds(Version, *(st.integers(0, 255),) * 3),
@@ -45,9 +45,7 @@ def test_an_address_without_end_leads_into_zeros() -> None:
     assert len(SAMPLE.padded_address) > len(SAMPLE.address) + 1000
 
 
-@given(
-    bootstraps, bootstraps, st.integers(0, MESSAGES - 1), st.integers(0, MESSAGES - 1)
-)
+@given(ucx_bootstraps, ucx_bootstraps, *[st.integers(0, MESSAGES - 1)] * 2)
 def test_tags_of_two_lanes_never_meet(
     one: UcxBootstrap, other: UcxBootstrap, first: int, second: int
 ) -> None:
