@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvwire import Config
 from kvwire.directory import Directory, Record, open_directory
+from kvwire.directory.registry import without_password
 
 app: App = App(name="directory")
 
@@ -34,12 +35,13 @@ def ls(
 
     Args:
         selector: Whom to show, such as role=decode,model=demo; everybody without it.
-        url: The directory, such as redis://host:6379; that of the configuration
-            without it.
+        url: The directory, such as redis://host:6379. Without it that of the
+            configuration, or else the folder of this user on this host, file:
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
         json: Print a JSON list instead.
     """
-    directory = _opened(url, config)
+    url = _url(url, config)
+    directory = open_directory(url)
     members = asyncio.run(_members(directory, selector))
     if json:
         _print_json(members)
@@ -53,7 +55,8 @@ def ls(
             table
         )
     else:
-        print(f"no member is {selector or 'there'}", file=sys.stderr)
+        where = without_password(url)
+        print(f"no member is {selector or 'there'} in {where}", file=sys.stderr)
     if directory.ignored:
         print(f"{directory.ignored} entries are no records", file=sys.stderr)
 
@@ -71,16 +74,16 @@ def watch(
 
     Args:
         selector: Whom to show, such as role=decode,model=demo; everybody without it.
-        url: The directory, such as redis://host:6379; that of the configuration
-            without it.
+        url: The directory, such as redis://host:6379. Without it that of the
+            configuration, or else the folder of this user on this host, file:
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
         json: Print each change as a line of JSON instead.
     """
-    asyncio.run(_watch(_opened(url, config), selector, json))
+    asyncio.run(_watch(open_directory(_url(url, config)), selector, json))
 
 
-def _opened(url: str, config: Path | None) -> Directory:
-    return open_directory(url or Config.load(config).directory or "file:")
+def _url(url: str, config: Path | None) -> str:
+    return url or Config.load(config).directory or "file:"
 
 
 async def _members(directory: Directory, selector: str) -> list[Record]:

@@ -1,17 +1,18 @@
 """The ``kvwire`` command: its subcommands, and how its errors look.
 
-A subcommand that needs much is imported when it is called. An error of kvwire is one
-line that says what to do, and an exit status: 2 if the command was called wrong, 1 for
-everything else.
+A subcommand that needs much is imported when it is called. An error of kvwire,
+a missing package and what the system refuses are one line that says what to do, and an
+exit status: 2 if the command was called wrong, 1 for everything else.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Parameter
 
 import kvwire
 from kvwire.cli.keygen import keygen
@@ -21,12 +22,20 @@ CALLED_WRONG: Final = 2
 # What shells report for a command that Ctrl-C has ended: 128 + SIGINT.
 INTERRUPTED: Final = 130
 
+
+def _default(value: Any) -> str | None:
+    """Write a default for --help, or nothing where it only says that there is none."""
+    several = isinstance(value, tuple)
+    return (" ".join(map(str, value)) if several else str(value)) if value else None
+
+
 app: App = App(
     name="kvwire",
     help="Awaitable transport for LLM KV cache.",
     version=kvwire.__version__,
     # Ours to turn into an exit status.
     suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(negative="", show_default=_default),
 )
 app.command(keygen)
 app.command(
@@ -89,11 +98,29 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
         status = (command or app)(
             tokens, exit_on_error=False, result_action="return_value"
         )
+        print(end="", flush=True)  # what cannot be written is an error, too
     except CycloptsError:
         return CALLED_WRONG  # it has been printed
     except kvwire.KVWireError as exc:
         print(f"kvwire: {exc}", file=sys.stderr)
         return CALLED_WRONG if isinstance(exc, kvwire.UsageError) else FAILED
+    except BrokenPipeError:  # as in `kvwire ... | head`
+        return _unread()
+    except (ModuleNotFoundError, OSError) as exc:  # an extra, a disk
+        print(f"kvwire: {_said(exc)}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     return status or 0
+
+
+def _unread() -> int:
+    """End without a word, now and when Python flushes its output at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
+
+
+def _said(exc: ModuleNotFoundError | OSError) -> str:
+    if isinstance(exc, ModuleNotFoundError) or not exc.strerror:
+        return str(exc)
+    return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror

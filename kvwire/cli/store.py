@@ -8,21 +8,20 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.console import Console
 
 import kvwire
 from kvwire import Config, KVWireError, UsageError
 from kvwire.directory import Selector
 from kvwire.limits import STORE_BERTH_BYTES
-from kvwire.store.address import TierAddress
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
 from kvwire.store.tiers.base import TenantUse
-from kvwire.types import in_bytes
+from kvwire.types import in_bytes, read_bytes
 
 app: App = App(name="store")
 
@@ -35,16 +34,16 @@ _CLIENT_COLUMNS: Final = ("open", "requests", "read", "written")
 def serve(  # noqa: PLR0913 - each is an option of the command
     *,
     listen: str,
-    tier: Annotated[list[str], Parameter(negative="")],
+    tier: list[str],
     psk_file: Path | None = None,
     config: Path | None = None,
     read_only: bool = False,
-    berth: str = "",
+    berth: str = in_bytes(STORE_BERTH_BYTES),
     write: Literal["through", "back"] = "through",
     metrics: str = "",
-    tenant: Annotated[list[str] | None, Parameter(negative="")] = None,
+    tenant: list[str] | None = None,
     directory: str = "",
-    label: Annotated[list[str] | None, Parameter(negative="")] = None,
+    label: list[str] | None = None,
     advertise: str = "",
 ) -> None:
     """Serve a store to other processes, whose tier it is as kvwire://HOST:PORT.
@@ -58,7 +57,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         psk_file: The key that clients have to prove; made by `kvwire keygen`.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
         read_only: Clients may get and not put.
-        berth: The most that one transfer moves, so the largest block; 16MiB.
+        berth: The most that one transfer moves, so the largest block.
         write: When a put is complete: "through", when a disk has it, or "back", when
             memory has it.
         metrics: Answer GET of /metrics (Prometheus) and /health here, to anybody who
@@ -75,11 +74,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
         settings["psk_file"] = str(psk_file)
-    settings["berth_bytes"] = (
-        TierAddress.parse(f"memory:{berth}").size(berth, "--berth")
-        if berth
-        else STORE_BERTH_BYTES
-    )
+    settings["berth_bytes"] = _berth_bytes(berth)
     if directory:
         settings |= {"directory": directory, "advertise": advertise or None}
         # A selector is written in the same way.
@@ -136,6 +131,13 @@ def delete(
     """
     wanted = _wanted(psk_file, config)
     _run(delete_all(address.removeprefix("kvwire://"), wanted, tenant), address)
+
+
+def _berth_bytes(text: str) -> int:
+    try:
+        return read_bytes(text)
+    except UsageError as exc:
+        raise UsageError(f"--berth {exc}") from None
 
 
 def _wanted(psk_file: Path | None, config: Path | None) -> Config:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import signal
 import subprocess
@@ -96,6 +98,59 @@ def test_any_other_error_is_a_bug_and_shows_where(
     raises(ZeroDivisionError(), monkeypatch)
     with pytest.raises(ZeroDivisionError):
         main([])
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ModuleNotFoundError("x needs y: pip install y"), "x needs y: pip install y"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (FileNotFoundError(2, "No such file", "/a/b"), "/a/b: No such file"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    error: Exception,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raises(error, monkeypatch)
+    assert main([]) == FAILED
+    assert capsys.readouterr().err == f"kvwire: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["config", "show"],
+        ["config", "show", "--json"],
+        ["directory", "ls", "--json", "--directory", "file:/nobody/here"],
+    ],
+)
+def test_a_reader_that_has_gone_is_no_news(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvwire", *arguments],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (FAILED, "")
+
+
+def test_help_has_no_empty_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor flags that only say what is so without them."""
+    for words in ("doctor", "store serve", "top", "bench fragments"):
+        assert main([*words.split(), "--help"]) == 0
+        said = " ".join(capsys.readouterr().out.replace("│", "").split())
+        assert "--no-" not in said
+        assert not re.search(r"\[default: (\"\"|False|0|\(|\])", said), said
 
 
 def test_ctrl_c_is_what_shells_expect(monkeypatch: pytest.MonkeyPatch) -> None:

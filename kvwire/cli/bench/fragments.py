@@ -63,9 +63,7 @@ _WAYS: Final[Mapping[str, list[_Way]]] = {
 
 Kibibytes = Annotated[
     tuple[int, ...],
-    Parameter(
-        validator=Number(gte=4, lte=16_384), consume_multiple=True, negative_iterable=()
-    ),
+    Parameter(validator=Number(gte=4, lte=16_384), consume_multiple=True),
 ]
 # A contender and the wire that it uses.
 Member = tuple[str, Contender]
@@ -209,7 +207,7 @@ def command(
             ordinary memory and in arenas, ucx as messages and one-sided.
         peer: Measure with the host that runs `kvwire bench serve` at this address; all
             transports are then those that join two hosts.
-        sizes_kib: Sizes of one layer of one block.
+        sizes_kib: Sizes of one layer of one block, such as --sizes-kib 4 1024.
         verb: Which side asks.
         layout: A tensor for each layer, or blocks across layers; the latter up to 64
             KiB a layer.

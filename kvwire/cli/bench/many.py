@@ -41,7 +41,7 @@ from kvwire.cli.bench.report import (
     Common,
     Mebibytes,
     Rounds,
-    require_known,
+    require_able,
 )
 from kvwire.cli.bench.side import Work, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
@@ -282,7 +282,7 @@ def command(
         common: Options of every benchmark.
     """
     transports = transport.split(",")
-    require_known(transports)
+    require_able(transports)
     options = {"loop": common.loop, "endpoints": endpoints}
     pairs = [
         Contender(f"kvwire {name}", ManySide, options={"transport": name, **options})

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
+from kvwire.backend import registry
 from kvwire.cli.bench.side import (
     HOST,
     BenchSide,
@@ -191,9 +192,10 @@ def paged(
 class OpsSide(BenchSide[OpsWork]):
     """Does the operations on the left, and is the other end of each on the right.
 
-    Options are the ``transport``, which is that of the link with ``by_link`` and
-    otherwise a lane beside one over TCP; and ``endpoints``, of which each side has so
-    many, each connected to each. An operation goes over the first connection.
+    Options are the ``transport``, which is that of the link with ``by_link`` if it has
+    links, and otherwise a lane beside one over TCP; and ``endpoints``, of which each
+    side has so many, each connected to each. An operation goes over the first
+    connection.
     """
 
     work_type: ClassVar[type[Work]] = OpsWork
@@ -228,8 +230,11 @@ class OpsSide(BenchSide[OpsWork]):
 
     async def listen(self) -> list[str]:
         await self._open("right")
-        scheme = self.options["transport"] if "by_link" in self.options else "tcp"
-        where = f"{scheme}://{HOST}:0"
+        transport = self.options["transport"]
+        by_link = (
+            "by_link" in self.options and registry.load(transport).capabilities.links
+        )
+        where = f"{transport if by_link else 'tcp'}://{HOST}:0"
         return [str(await one.listen(where)) for one in self.communicators]
 
     async def accept(self) -> None:

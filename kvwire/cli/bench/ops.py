@@ -89,7 +89,7 @@ def sides_cpu_s(row: CaseResult) -> list[float]:
 
 def table_of(findings: Findings) -> list[RenderableType]:
     """Make a table of the CPU that each operation takes."""
-    table = report.new_table("of one operation", "CPU us", "of the other side")
+    table = report.new_table("CPU of one operation", "us", "of the other side")
     for row in findings:
         table.add_row(row.case.name, *(f"{1e6 * s:.0f}" for s in sides_cpu_s(row)))
     return [Text(), table]
@@ -106,7 +106,7 @@ def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) 
         rounds: How often everything is measured.
         common: Options of every benchmark.
     """
-    report.require_known([transport])
+    report.require_able([transport])
     name, loop = f"kvwire {transport}", {"loop": common.loop}
     ours = Contender(name, OpsSide, options={"transport": transport, **loop})
     store = Contender(
@@ -158,7 +158,7 @@ def messages(
         rounds: How often everybody does their work; more rounds, firmer medians.
         common: Options of every benchmark.
     """
-    report.require_known([transport])
+    report.require_able([transport])
     options = {"transport": transport, "loop": common.loop, "by_link": 1}
     ours = [contender("kvwire", peer, **options)]
     sockets = Contender("bare sockets", SocketsSide)
@@ -209,7 +209,7 @@ def setup(
         common: Options of every benchmark.
     """
     transports = transport.split(",")
-    report.require_known(transports)
+    report.require_able(transports)
     work = OpsWork(
         verb=of.SETUP, nbytes=TRANSFER_BYTES, count=CONNECTIONS, layers=_LAYERS
     )

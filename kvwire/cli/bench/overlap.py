@@ -42,7 +42,7 @@ from kvwire.cli.bench.report import (
     Common,
     Rounds,
     new_table,
-    require_known,
+    require_able,
 )
 from kvwire.cli.bench.side import Work, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
@@ -80,9 +80,7 @@ _SPAN: Final = struct.Struct("<2d")
 Kibibytes = Annotated[int, Parameter(validator=Number(gte=64, lte=1_048_576))]
 Layers = Annotated[
     tuple[int, ...],
-    Parameter(
-        validator=Number(gte=2, lte=4096), consume_multiple=True, negative_iterable=()
-    ),
+    Parameter(validator=Number(gte=2, lte=4096), consume_multiple=True),
 ]
 
 
@@ -260,7 +258,7 @@ def command(
 
     Args:
         transport: The transport.
-        layers: Layers of a request; a request for each number.
+        layers: Layers of a request; a request for each number, such as --layers 8 80.
         layer_kib: KiB of one layer, in blocks of 64 KiB.
         rounds: How often everything is measured.
         common: Options of every benchmark.
@@ -269,7 +267,7 @@ def command(
         raise kvwire.UsageError(
             f"--layer-kib {layer_kib}: a multiple of 64, one block's KiB"
         )
-    require_known([transport])
+    require_able([transport])
     options = {"transport": transport, "loop": common.loop, "by_link": 1}
     streamed, whole, alone = (
         Contender(way, OverlapSide, options={**options, "way": way}) for way in WAYS

@@ -38,7 +38,7 @@ Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
 # "-" is a file name here, and no option.
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
-# At most; a file or a pipe is as wide.
+# At most, and of a file or a pipe; on a narrower screen as far as figures are whole.
 WIDTH: Final = 80
 # Of the columns behind those of contenders, with what is between them.
 _RATIO: Final = 7
@@ -109,6 +109,16 @@ def require_known(transports: Sequence[str]) -> None:
             )
 
 
+def require_able(transports: Sequence[str]) -> None:
+    """Refuse transports that are not known, or cannot run here."""
+    require_known(transports)
+    for name in transports:
+        found = registry.availability(name)
+        if not found.available:
+            why = "; ".join(filter(None, (found.reason, found.remedy)))
+            raise kvwire.BackendUnavailable(f"--transport {name}: {why}")
+
+
 # --- the table ------------------------------------------------------------------------
 
 
@@ -143,16 +153,17 @@ def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
 def _columns(rows: Findings) -> list[list[str]]:
     """Have as many contenders side by side as there is room for."""
     parts: list[list[str]] = [[]]
-    room = used = WIDTH - max((len(_what(row.case)) for row in rows), default=0)
+    width = min(WIDTH, Console().width)
+    room = used = width - max((len(_what(row.case)) for row in rows), default=0)
     if any(row.case.beside for row in rows):
         used = room = room - _RATIO
     for name in dict.fromkeys(name for row in rows for name in row.samples):
-        width = 2 + max(len(name), *(len(_cell(row, name)) for row in rows))
-        if parts[-1] and width > room:
+        needed = 2 + max(len(name), *(len(_cell(row, name)) for row in rows))
+        if parts[-1] and needed > room:
             parts.append([])
             room = used
         parts[-1].append(name)
-        room -= width
+        room -= needed
     return parts
 
 

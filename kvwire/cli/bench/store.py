@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 
 from kvwire import UsageError
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds, require_known
+from kvwire.cli.bench.report import COMMON, Common, Rounds, require_able
 from kvwire.cli.bench.store_side import (
     COLD_GET,
     DISK,
@@ -78,7 +78,7 @@ def benchmark(
         if tier not in TIERS:
             raise UsageError(f"--tiers {tier}: there are {', '.join(TIERS)}")
     if SERVER in tiers:
-        require_known(transports)
+        require_able(transports)
     # A put of each shape has the sizes of all others.
     puts = [work_of(DISK, PUT, shape, round_bytes) for shape in shapes]
     free, needed = shutil.disk_usage(place).free, sum(w.set_bytes for w in puts) * _ROOM

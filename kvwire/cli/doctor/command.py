@@ -53,14 +53,15 @@ def doctor(
     if peer and listen:
         raise UsageError("--peer and --listen: one at a time")
     wanted = Config.load(config)
+    address = Address.parse(peer or listen) if peer or listen else None
     found = examine(wanted, HostFiles(pid=pid))
-    if peer:
-        done = asyncio.run(_ask_peer(wanted, Address.parse(peer), found))
+    if peer and address:
+        done = asyncio.run(_ask_peer(wanted, address, found))
         _show(done, json)
         return 0 if found.well and done.well else UNWELL
     _show(found, json)
-    if listen:
-        asyncio.run(_listen(wanted, Address.parse(listen), found, json))
+    if address:
+        asyncio.run(_listen(wanted, address, found, json))
     return 0 if found.well else UNWELL
 
 
@@ -79,7 +80,7 @@ def _show(found: Examination | PeerReport, json: bool) -> None:
 
 
 def _progress(line: str) -> None:
-    Console(stderr=True, highlight=False, markup=False).print(line)
+    Console(stderr=True, highlight=False, markup=False).print(f"trying: {line}")
 
 
 async def _listen(

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
-from kvwire import Communicator, Connection, KVWireError
+from kvwire import Communicator, ConnectError, Connection, KVWireError
 from kvwire.cli.bench import peer as bench
 from kvwire.cli.bench.operations import ROUND_TRIP, OpsWork
 from kvwire.cli.bench.peer import PeerSide, ServedSide, serves
@@ -158,7 +158,9 @@ async def try_out(
     except TimeoutError:
         trial = replace(trial, error=f"not done within {TRIAL_TIMEOUT_S:g} s")
     except (KVWireError, OSError, msgspec.MsgspecError) as exc:
-        trial = replace(trial, error=f"{type(exc).__name__}: {exc}")
+        nobody = isinstance(exc, ConnectError)
+        asked = "; does `kvwire doctor --listen` run there?" if nobody else ""
+        trial = replace(trial, error=f"{type(exc).__name__}: {exc}{asked}")
     return trial, there
 
 

@@ -267,7 +267,7 @@ class StoreClient:
         except DeadlineExceeded:
             raise DeadlineExceeded(
                 f"no welcome within {self._timeout_s:g} s: {self._address} speaks "
-                f"kvwire, and is stuck, or no store server"
+                f"kvwire, and is stuck or is no store server"
             ) from None
         if not isinstance(welcome, Welcome):
             raise UsageError(f"it begins with {type(welcome).__name__}")

@@ -287,6 +287,18 @@ def test_a_disk_without_room_and_objects_without_obstore_are_told_first(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["messages", "overlap"])
+def test_a_transport_that_is_a_lane_is_measured_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "SIZES", (MIB,))
+    smaller = {"messages": "--round-mib 1", "overlap": "--layers 2 --layer-kib 64"}
+    options = f"--transport local --rounds 1 {smaller[name]}"
+    found = document(["bench", name, *options.split()], tmp_path)
+    assert any("taken" in str(one) for one in found["contenders"].values())
+
+
 @pytest.mark.usefixtures("threads")
 def test_a_transport_that_fails_is_named_with_its_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -58,10 +58,10 @@ def test_a_time_is_compared_with_the_lowest_of_others() -> None:
 # --- the table ------------------------------------------------------------------------
 
 
-def shown(whole: turns.Benchmark) -> list[str]:
+def shown(whole: turns.Benchmark, width: int = 80) -> list[str]:
     findings = turns.take_turns(whole, 1, lambda _: None)
     output = io.StringIO()
-    Console(file=output, width=80).print(render(whole, findings))
+    Console(file=output, width=width).print(render(whole, findings))
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
@@ -106,6 +106,18 @@ def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
     assert "…" not in "".join(lines)
     assert max(map(len, lines)) <= 80
     assert sum(name in line for line in lines for name in names) >= len(names)
+
+
+def test_a_narrow_screen_has_more_tables_and_whole_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    names = ["kvwire tcp", "uvloop streams", "bare sockets"]
+    rates = [rated(name, 123.4e9) for name in names]
+    lines = shown(benchmark(case(*rates, unit=turns.GIGABYTES_PER_SECOND)), 60)
+    assert "…" not in "".join(lines)
+    assert max(map(len, lines)) <= 60
+    assert all(any(name in line for line in lines) for name in names)
 
 
 # --- the document, and where it goes --------------------------------------------------
