@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
 
 _digest = itemgetter(slice(DIGEST_BYTES))
+UNSAID: Final = "it was not taken below, where by now all is well"
+"""Of a tier that did not take all, and has taken what came after that."""
 
 
 class TierStack:
@@ -251,13 +254,15 @@ class TierStack:
             return "; ".join(f"{tier.name}: {tier.error}" for tier in self.below)
         taken = True
         keys, slots = named.keys[lacking], named.slots[lacking]
-        digests = np.array(list(map(_digest, keys.tolist())), object)
-        for digest in set(digests.tolist()):
-            namespace, mine = self.namespaces[digest], digests == digest
+        digests = list(map(_digest, keys.tolist()))
+        for digest in set(digests):
+            namespace = self.namespaces[digest]
+            # Not compared by NumPy, to which zeros at the end of bytes are nothing.
+            mine = np.fromiter(map(digest.__eq__, digests), np.bool_, keys.size)
             orders = self.memory.index.orders(slots[mine])
             images = self.memory.images(slots[mine], namespace.image_bytes)
             born = self.memory.index.born(slots[mine])
             batch = Batch(keys[mine], orders, images, born=born)
             results = await taker.write(namespace, batch)
             taken &= bool(all_of(results == LANDED))
-        return "" if taken else f"{taker.name}: {taker.error}"
+        return "" if taken else f"{taker.name}: {taker.error or UNSAID}"

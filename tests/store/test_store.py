@@ -14,6 +14,7 @@ from kvwire.kv.layout import Layout
 from kvwire.store import store as store_module
 from kvwire.store.address import TierAddress
 from kvwire.store.tenants import Tenants
+from kvwire.store.tier_stack import UNSAID
 from kvwire.store.tiers.base import Tier
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.fakes import FakeTier
@@ -194,6 +195,15 @@ async def test_a_flush_does_not_wait_for_what_is_put_meanwhile() -> None:
         assert not second.done()
         gates[1].set()
         await second
+
+
+async def test_a_put_says_why_also_if_no_tier_does() -> None:
+    tier = FakeTier()
+    tier.refusing = True
+    async with store_on(tier) as store:
+        outcome = await store.put(chain(2), Filled(seed=1).cache, [0, 1])
+    (reason,) = outcome.missing.reasons
+    assert reason == f"it is in memory only: {UNSAID}"
 
 
 @pytest.mark.parametrize("slow", [0, 1])

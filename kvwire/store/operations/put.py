@@ -13,11 +13,11 @@ from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import NO_SLOT, once
 from kvwire.store.operations.base import Operation
+from kvwire.store.tier_stack import UNSAID, TierStack
 from kvwire.store.tiers.base import LANDED, Batch
 
 if TYPE_CHECKING:
     from kvwire.store.operations.group_request import BlockRequest
-    from kvwire.store.tier_stack import TierStack
 
 
 NO_SLOTS: Final = np.empty(0, np.int64)
@@ -155,8 +155,9 @@ class PutOperation(Operation):
         failed = await self.tiers.write_through(request.namespace, batch) != LANDED
         memory.below[slots[first]] = ~failed
         if any_of(failed):
-            lost = np.isin(keys, batch.keys[failed])
-            error = self.tiers.trouble
+            names = set(batch.keys[failed].tolist())
+            lost = np.fromiter(map(names.__contains__, keys.tolist()), np.bool_)
+            error = self.tiers.trouble or UNSAID
             self.lost(request, positions[lost], f"it is in memory only: {error}")
 
 
