@@ -160,11 +160,10 @@ class SchedulerSide:
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """End a request; whether its blocks are freed later, and what clients get."""
-        wanted = self._wanted(request)
-        if wanted.loads:
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None and (wanted := self._wanted(request)).loads:
             # Never scheduled: whoever computed it must not wait for us.
             self._loads.append(self._declined(request, wanted))
-        prompt = self._prompts.pop(request.request_id, None)
         if prompt is None or not prompt.begun or prompt.lost:
             return False, None
         if not prompt.whole:
@@ -177,10 +176,11 @@ class SchedulerSide:
 
     def _wanted(self, request: Any) -> TransferParams:
         """Return what a request asks for; nothing if it says too little."""
+        params = request.kv_transfer_params or {}
+        if not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
+            return TransferParams()
         try:
-            wanted = TransferParams.read(request.kv_transfer_params)
-            if not wanted.sends and not wanted.loads:
-                return TransferParams()
+            wanted = TransferParams.read(params)
             wanted.check()
             if wanted.remote:
                 check_ranks(self._shapes, len(wanted.remote), wanted.stages)

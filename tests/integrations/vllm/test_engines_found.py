@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
@@ -32,6 +33,11 @@ class Found:
         """Whether these get requests in the end, and no others."""
         wanted = {one.url for one in engines}
         return eventually(lambda: self.proxy.engines("up") == wanted)
+
+    def fleet(self) -> dict[str, dict[str, Any]]:
+        """What the proxy shows of each engine, by its URL."""
+        said = httpx.get(f"{self.proxy.url}/fleet").json()
+        return {one["url"]: one for one in said["engines"]}
 
     def right(self, seed: int, alone: serving.Engine) -> None:
         ids = serving.prompt(900, seed)
@@ -68,13 +74,22 @@ def test_engines_are_found(found: Found) -> None:
         found.right(seed, found.prefill)
     assert found.first.metric(FETCHED) + found.second.metric(FETCHED) == 6 * 900
 
-    def said() -> str:
-        return httpx.get(f"{found.proxy.url}/fleet").text
+    engines = found.fleet()
+    assert {url: one["role"] for url, one in engines.items()} == {
+        found.prefill.url: "prefill",
+        found.first.url: "decode",
+        found.second.url: "decode",
+    }
+    assert all(one["state"] == "up" for one in engines.values())
+    assert engines[found.prefill.url]["answered"] == 6
+    assert sum(one["answered"] for one in engines.values()) == 12
+    assert all("tcp" in one["transports"] for one in engines.values())
 
-    for text in (found.prefill.url, found.first.url, found.second.url, "tcp"):
-        assert text in said()
-    # Of the connections that the transfers were on, said within a second.
-    assert eventually(lambda: "tcp:" in said())
+    # The connections that the transfers were on, said within a second.
+    def carrying() -> str:
+        return str(found.fleet()[found.prefill.url]["labels"].get("carrying"))
+
+    assert eventually(lambda: carrying().startswith("tcp:"))
 
 
 def test_an_engine_is_drained_and_ends(found: Found) -> None:
@@ -104,8 +119,7 @@ def test_an_engine_is_drained_and_ends(found: Found) -> None:
     found.first.running.send_signal(signal.SIGTERM)
     found.first.running.wait(60)
     assert found.is_up(found.prefill, found.second)
-    fleet = f"{found.proxy.url}/fleet"
-    assert eventually(lambda: found.first.url not in httpx.get(fleet).text)
+    assert eventually(lambda: found.first.url not in found.fleet())
     found.first.kill()
 
 
