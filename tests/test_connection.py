@@ -11,16 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import (
-    ClosedOK,
-    Connection,
-    ConnectionLost,
-    KVWireError,
-    MessageTooLarge,
-    PeerCancelled,
-    Request,
-    UsageError,
-)
+import kvwire
 from kvwire.errors import WireCode
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES
 from tests.support.pairs import Pair, connected
@@ -79,7 +70,9 @@ async def test_what_nobody_wants_is_counted_and_discarded(
         if nbytes <= EAGER_BYTES:
             assert await request == nbytes
         else:
-            with pytest.raises(PeerCancelled, match="discards messages of tag 1"):
+            with pytest.raises(
+                kvwire.PeerCancelled, match="discards messages of tag 1"
+            ):
                 await request
     assert not pair.right._state.driver.held
     received = pair.right.recv(1)
@@ -89,11 +82,11 @@ async def test_what_nobody_wants_is_counted_and_discarded(
 
 
 async def test_what_cannot_be_discarded(pair: Pair) -> None:
-    with pytest.raises(UsageError, match="tag=-1"):
+    with pytest.raises(kvwire.UsageError, match="tag=-1"):
         pair.right.discard(-1)
     received = asyncio.ensure_future(pair.right.recv(1))
     await asyncio.sleep(0)
-    with pytest.raises(UsageError, match="cancel the receive first"):
+    with pytest.raises(kvwire.UsageError, match="cancel the receive first"):
         pair.right.discard(1)
     await pair.left.send(1, b"taken")
     assert await received == b"taken"
@@ -149,9 +142,9 @@ async def test_a_buffer_that_is_too_small_leaves_the_message(
     into = bytearray(nbytes - 1)
     early = pair.right.recv(1, into)
     sending = pair.left.send(1, content(nbytes))
-    with pytest.raises(MessageTooLarge, match=f"{nbytes} bytes"):
+    with pytest.raises(kvwire.MessageTooLarge, match=f"{nbytes} bytes"):
         await early
-    with pytest.raises(MessageTooLarge):
+    with pytest.raises(kvwire.MessageTooLarge):
         await pair.right.recv(1, into)
     assert await pair.right.recv(1) == content(nbytes)
     await sending
@@ -205,7 +198,7 @@ async def test_what_was_sent_before_a_graceful_close_arrives(pair: Pair) -> None
     await pair.right.wait_closed()
     assert await pair.right.recv(1) == b"eager"
     assert await pair.right.recv(2, bytearray(6)) == 6
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         await pair.right.recv(1)
 
 
@@ -225,9 +218,9 @@ async def test_use_after_close_is_an_error_that_says_so(pair: Pair) -> None:
             (end.get, (grant, bytearray(8))),
         ]
         for call, arguments in calls:
-            with pytest.raises(ClosedOK, match="closed"):
+            with pytest.raises(kvwire.ClosedOK, match="closed"):
                 await call(*arguments)
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         region.grant(pair.left)
     assert len(pair.near._state.buffers) == 1
     await region.close()
@@ -247,7 +240,7 @@ async def test_a_block_closes_its_connection(pair: Pair) -> None:
 
 
 async def test_abort_fails_everything_on_both_sides(pair: Pair) -> None:
-    requests: list[Request[Any]] = [
+    requests: list[kvwire.Request[Any]] = [
         pair.left.send(1, LARGE),
         pair.left.recv(2),
         pair.right.recv(3, bytearray(8)),
@@ -258,14 +251,14 @@ async def test_abort_fails_everything_on_both_sides(pair: Pair) -> None:
     pair.left.abort("because of the test")
     pair.left.abort()
     for request in requests[:2]:
-        with pytest.raises(ConnectionLost, match="because of the test"):
+        with pytest.raises(kvwire.ConnectionLost, match="because of the test"):
             await request
     for request in requests[2:]:
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(kvwire.ConnectionLost):
             await request
     for end in (pair.left, pair.right):
         await end.wait_closed()
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(kvwire.ConnectionLost):
             await end.send(1, b"x")
     for request in requests:
         await request.released()
@@ -277,7 +270,7 @@ async def test_a_block_left_by_an_exception_aborts(pair: Pair) -> None:
     with pytest.raises(ZeroDivisionError):
         async with pair.left:
             raise ZeroDivisionError
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(kvwire.ConnectionLost):
         await waiting
 
 
@@ -287,7 +280,7 @@ async def test_abort_while_closing(pair: Pair) -> None:
     await asyncio.sleep(0)
     pair.left.abort("enough")
     await closing
-    with pytest.raises(ConnectionLost, match="enough"):
+    with pytest.raises(kvwire.ConnectionLost, match="enough"):
         await request
 
 
@@ -295,7 +288,7 @@ async def test_a_close_that_takes_too_long_ends_all_the_same() -> None:
     async with connected(close_timeout_s=0.05) as pair:
         request = pair.left.send(1, LARGE)
         await pair.left.close()
-        with pytest.raises(ConnectionLost, match="did not finish closing"):
+        with pytest.raises(kvwire.ConnectionLost, match="did not finish closing"):
             await request
 
 
@@ -307,7 +300,7 @@ async def test_cancelling_close_does_not_stop_it(pair: Pair) -> None:
         await closing
     await pair.left.wait_closed()
     await pair.right.wait_closed()
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         await pair.right.send(1, b"x")
 
 
@@ -315,9 +308,9 @@ async def test_cancelling_close_does_not_stop_it(pair: Pair) -> None:
 async def test_every_request_has_exactly_one_completion(pair: Pair, end: str) -> None:
     """Goal R5, over requests of all kinds and sizes at every stage of their lives."""
     rng = random.Random(3)
-    requests: list[Request[Any]] = []
+    requests: list[kvwire.Request[Any]] = []
     for number in range(200):
-        side: Connection = rng.choice((pair.left, pair.right))
+        side: kvwire.Connection = rng.choice((pair.left, pair.right))
         tag, nbytes = number % 7, rng.choice((0, 100, EAGER_BYTES + 1, 100_000))
         if rng.random() < 0.5:
             requests.append(side.send(tag, bytes(nbytes)))
@@ -330,7 +323,7 @@ async def test_every_request_has_exactly_one_completion(pair: Pair, end: str) ->
     completions = [0] * len(requests)
 
     async def count(number: int) -> None:
-        with suppress(KVWireError):
+        with suppress(kvwire.KVWireError):
             await requests[number]
         completions[number] += 1
 

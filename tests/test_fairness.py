@@ -11,14 +11,6 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire import (
-    BlockStore,
-    Connection,
-    KVWireError,
-    MessageTooLarge,
-    RequestError,
-    limits,
-)
 from kvwire.clock import yields_before_raising
 from kvwire.wire.control import Announce, Fail, decode_body
 from kvwire.wire.header import FrameType
@@ -27,7 +19,7 @@ from tests.store.caches import Filled, chain
 from tests.support.pairs import connected
 
 TRIES = 20
-LARGE = bytes(limits.EAGER_BYTES_MAX + 1)
+LARGE = bytes(kvwire.limits.EAGER_BYTES_MAX + 1)
 
 
 async def expect_turns(attempt: Callable[[], Awaitable[Any]]) -> None:
@@ -42,7 +34,7 @@ async def expect_turns(attempt: Callable[[], Awaitable[Any]]) -> None:
 
     counting = asyncio.create_task(count())
     for _ in range(TRIES):
-        with pytest.raises((KVWireError, OSError)):
+        with pytest.raises((kvwire.KVWireError, OSError)):
             await attempt()
     counting.cancel()
     assert turns >= TRIES - 1
@@ -76,7 +68,7 @@ async def test_a_buffer_that_is_too_small() -> None:
     async with connected() as pair:
         await pair.left.send(1, b"four")
         first = pair.right.recv(1, bytearray(3))
-        with pytest.raises(MessageTooLarge):
+        with pytest.raises(kvwire.MessageTooLarge):
             await first
         await expect_turns(lambda: pair.right.recv(1, bytearray(3)))
         assert await pair.right.recv(1) == b"four"
@@ -91,7 +83,7 @@ async def test_a_transfer_that_has_failed() -> None:
 
         async def outcome(transfer: Any) -> None:
             if not (await transfer).complete:
-                raise KVWireError
+                raise kvwire.KVWireError
 
         await expect_turns(lambda: incoming.layer(0))
         await expect_turns(lambda: outcome(incoming))
@@ -114,13 +106,13 @@ async def test_communicators(tmp_path: Path) -> None:
 
 
 async def test_stores(tmp_path: Path) -> None:
-    store = await BlockStore.open(["memory:256KiB"])
+    store = await kvwire.BlockStore.open(["memory:256KiB"])
     await store.close()
     await expect_turns(lambda: store.match(chain(1)))
     await expect_turns(store.flush)
     (tmp_path / "file").touch()
     nowhere = f"disk:{tmp_path / 'file' / 'below'}?size=1MiB"
-    await expect_turns(lambda: BlockStore.open(["memory:256KiB", nowhere]))
+    await expect_turns(lambda: kvwire.BlockStore.open(["memory:256KiB", nowhere]))
 
 
 async def test_the_first_error_is_the_one_that_is_raised() -> None:
@@ -135,12 +127,14 @@ async def test_the_first_error_is_the_one_that_is_raised() -> None:
 # --- a message over the limit ---------------------------------------------------------
 
 
-async def received_by_a_loop(connection: Connection, seen: list[str]) -> bytearray:
+async def received_by_a_loop(
+    connection: kvwire.Connection, seen: list[str]
+) -> bytearray:
     """What a program gets that goes on after each error of a request."""
     while True:
         try:
             return await connection.recv(7)
-        except RequestError as exc:
+        except kvwire.RequestError as exc:
             seen.append(str(exc))
 
 
@@ -150,7 +144,7 @@ async def test_an_announcement_over_the_limit_is_refused_once() -> None:
         there = await pair.far.accept()
         seen: list[str] = []
         receiving = asyncio.create_task(received_by_a_loop(there, seen))
-        over = Announce((7).to_bytes(8, "little"), limits.MESSAGE_BYTES + 1)
+        over = Announce((7).to_bytes(8, "little"), kvwire.limits.MESSAGE_BYTES + 1)
         await stranger.say(stranger.control(FrameType.ANNOUNCE, over, request=1))
         answer = await stranger.hear()
         assert answer.header.type == FrameType.FAIL
@@ -158,7 +152,7 @@ async def test_an_announcement_over_the_limit_is_refused_once() -> None:
         said = decode_body(FrameType.FAIL, answer.body)
         assert isinstance(said, Fail)
         assert said.code == kvwire.MessageTooLarge.code
-        assert f"takes {limits.MESSAGE_BYTES}" in said.reason
+        assert f"takes {kvwire.limits.MESSAGE_BYTES}" in said.reason
         await stranger.say(stranger.payload(FrameType.MESSAGE, b"next", offset=7))
         assert await receiving == b"next"
         assert len(seen) == 1
@@ -168,9 +162,11 @@ async def test_an_announcement_over_the_limit_is_refused_once() -> None:
 async def test_the_sender_learns_that_its_message_was_refused() -> None:
     async with connected(message_bytes=1000) as pair:
         sending = pair.left.send(1, LARGE)
-        with pytest.raises(MessageTooLarge, match="takes 1000; it was refused"):
+        with pytest.raises(kvwire.MessageTooLarge, match="takes 1000; it was refused"):
             await pair.right.recv(1)
-        with pytest.raises(MessageTooLarge, match=r"the receiver: .* takes 1000"):
+        with pytest.raises(
+            kvwire.MessageTooLarge, match=r"the receiver: .* takes 1000"
+        ):
             await sending
         await sending.released()
 
@@ -179,7 +175,7 @@ async def test_small_messages_over_the_limit_give_their_credit_back() -> None:
     async with connected(message_bytes=1000, window_messages=2) as pair:
         for _ in range(5):
             await pair.left.send(1, bytes(1001))
-            with pytest.raises(MessageTooLarge, match="refused"):
+            with pytest.raises(kvwire.MessageTooLarge, match="refused"):
                 await pair.right.recv(1)
         await pair.left.send(1, b"small")
         assert await pair.right.recv(1) == b"small"

@@ -13,18 +13,6 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire import (
-    Address,
-    AuthenticationFailed,
-    ClosedOK,
-    Communicator,
-    ConnectError,
-    ConnectionClosed,
-    DeadlineExceeded,
-    Peer,
-    RequestCancelled,
-    UsageError,
-)
 from kvwire.directory.file import FileDirectory
 from tests.directory.records import record
 from tests.support.pairs import communicators, until
@@ -46,7 +34,7 @@ def tensors(value: float = 0.0) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
 @asynccontextmanager
 async def fleet(
     folder: Path, names: str, **config: Any
-) -> AsyncIterator[tuple[Communicator, list[Communicator]]]:
+) -> AsyncIterator[tuple[kvwire.Communicator, list[kvwire.Communicator]]]:
     """One that looks for peers, and members of role "decode" that it may find."""
     options: dict[str, Any] = {
         "directory": f"file:{folder}?interval_s=0.02",
@@ -65,7 +53,7 @@ async def fleet(
                 await member.close()
 
 
-async def name_of(peer: Peer) -> str:
+async def name_of(peer: kvwire.Peer) -> str:
     return (await peer.connect()).peer.name
 
 
@@ -116,7 +104,7 @@ async def test_grants_are_of_one_connection() -> None:
         assert memory == b"change"
         await inbound.close()
         await until(lambda: peer.connection is None)
-        with pytest.raises(UsageError, match="grant was made for connection"):
+        with pytest.raises(kvwire.UsageError, match="grant was made for connection"):
             await peer.get(grant, into)
         await region.close()
 
@@ -148,9 +136,9 @@ async def test_nobody_at_the_address_is_an_error_and_an_outcome() -> None:
         incoming, outgoing = peer.pull("a", cache(), [0]), peer.push("b", cache(), [0])
         got, sent = bytearray(4), peer.send(1, b"x")
         received = peer.recv(2, got)
-        with pytest.raises(ConnectError, match=r"none in 0\.3 s.*refused"):
+        with pytest.raises(kvwire.ConnectError, match=r"none in 0\.3 s.*refused"):
             await sent
-        with pytest.raises(ConnectError):
+        with pytest.raises(kvwire.ConnectError):
             await received
         await sent.released()
         await received.released()
@@ -160,10 +148,10 @@ async def test_nobody_at_the_address_is_an_error_and_an_outcome() -> None:
         assert not (await outgoing).complete
         await incoming.drained()
         await outgoing.drained()
-        with pytest.raises(ConnectError):
+        with pytest.raises(kvwire.ConnectError):
             await incoming.layer(0)
         # What has failed may be tried again.
-        with pytest.raises(ConnectError):
+        with pytest.raises(kvwire.ConnectError):
             await peer.connect()
 
 
@@ -171,7 +159,7 @@ async def test_a_deadline_counts_while_a_peer_is_dialled() -> None:
     async with kvwire.open() as comm:
         peer = comm.peer(f"127.0.0.1:{free_port()}")
         late = timedelta(seconds=0.1)
-        with pytest.raises(DeadlineExceeded, match=r"to peer '127.*refused"):
+        with pytest.raises(kvwire.DeadlineExceeded, match=r"to peer '127.*refused"):
             await peer.send(1, b"x", deadline=late)
         outcome = await peer.pull("a", cache(), [0], deadline=late)
         assert not outcome.complete
@@ -180,7 +168,7 @@ async def test_a_deadline_counts_while_a_peer_is_dialled() -> None:
 @pytest.mark.parametrize("where", ["", "host", "=decode", "role=a,role=b"])
 async def test_what_names_no_peer(where: str) -> None:
     async with kvwire.open() as comm:
-        with pytest.raises(UsageError):
+        with pytest.raises(kvwire.UsageError):
             comm.peer(where)
         assert comm._state.peers == {}
 
@@ -195,7 +183,7 @@ async def test_who_does_not_know_the_key_is_told_at_once(tmp_path: Path) -> None
         kvwire.open(trust="psk", psk_file=str(keys[1])) as far,
     ):
         peer = near.peer(str(await far.listen("127.0.0.1:0")))
-        with pytest.raises(AuthenticationFailed):
+        with pytest.raises(kvwire.AuthenticationFailed):
             await peer.send(1, b"secret")
 
 
@@ -205,19 +193,19 @@ async def test_a_closed_peer_and_a_closed_communicator() -> None:
     sent, incoming = peer.send(1, b"x"), peer.pull("a", cache(), [0])
     await until(lambda: peer._state._reason)
     await peer.close()
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         await sent
     assert not (await incoming).complete
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         await peer.send(1, b"x")
     another = comm.peer(f"127.0.0.1:{free_port()}")
     sent = another.send(1, b"x")
     await comm.close()
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         await sent
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         another.pull("a", cache(), [0])
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         comm.peer("127.0.0.1:1")
 
 
@@ -227,7 +215,7 @@ async def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicator, "PEERS_MAX", 2)
     async with kvwire.open() as comm:
         one, _ = comm.peer("127.0.0.1:1"), comm.peer("127.0.0.1:2")
-        with pytest.raises(UsageError, match=r"2 peers: close\(\)"):
+        with pytest.raises(kvwire.UsageError, match=r"2 peers: close\(\)"):
             comm.peer("127.0.0.1:3")
         await one.close()
         comm.peer("127.0.0.1:3")
@@ -263,7 +251,7 @@ async def test_requests_can_be_cancelled_before_and_after_the_connection() -> No
         into = bytearray(4)
         before, after, neglected = peer.send(1, b"x"), peer.recv(2, into), peer.recv(3)
         before.cancel()
-        with pytest.raises(RequestCancelled):
+        with pytest.raises(kvwire.RequestCancelled):
             await before
         await before.released()
         released = asyncio.ensure_future(after.released())
@@ -272,7 +260,7 @@ async def test_requests_can_be_cancelled_before_and_after_the_connection() -> No
         await asyncio.sleep(0)
         assert not released.done()
         after.cancel()
-        with pytest.raises(RequestCancelled):
+        with pytest.raises(kvwire.RequestCancelled):
             await after
         await released
         with pytest.raises(TimeoutError):
@@ -280,7 +268,7 @@ async def test_requests_can_be_cancelled_before_and_after_the_connection() -> No
                 await neglected
         neglected.cancel()
         assert neglected.done()
-        with pytest.raises(RequestCancelled):
+        with pytest.raises(kvwire.RequestCancelled):
             await neglected
 
 
@@ -292,7 +280,7 @@ async def test_the_end_of_a_peer_ends_what_waits_for_it() -> None:
         incoming = peer.pull("never", cache(), [0], lease_s=0.2)
         far.abort()
         await far.close()
-        with pytest.raises(ConnectionClosed):
+        with pytest.raises(kvwire.ConnectionClosed):
             await received
         assert not (await incoming).complete
 
@@ -412,14 +400,14 @@ async def test_a_restarted_member_is_found_at_its_new_address(tmp_path: Path) ->
 async def test_nobody_is_meant(tmp_path: Path) -> None:
     async with fleet(tmp_path, "a", handshake_timeout_s=0.2) as (seeker, _):
         peer = seeker.peer("role=prefill")
-        with pytest.raises(ConnectError, match="no member is meant"):
+        with pytest.raises(kvwire.ConnectError, match="no member is meant"):
             await peer.connect()
         assert not (await peer.pull("x", cache(), [0])).complete
 
 
 async def test_nobody_finds_itself(tmp_path: Path) -> None:
     async with fleet(tmp_path, "a", handshake_timeout_s=0.3) as (_, members):
-        with pytest.raises(ConnectError, match="no member is meant"):
+        with pytest.raises(kvwire.ConnectError, match="no member is meant"):
             await members[0].peer("role=decode").connect()
 
 
@@ -452,7 +440,9 @@ async def test_a_record_of_another_start_is_not_believed(tmp_path: Path) -> None
         address = str(await somebody.listen("127.0.0.1:0"))
         forged = FileDirectory(f"file:{tmp_path}")
         await forged.announce(record(1, role="decode", address=address))
-        with pytest.raises(ConnectError, match=r"is .* now, and no longer 00000000"):
+        with pytest.raises(
+            kvwire.ConnectError, match=r"is .* now, and no longer 00000000"
+        ):
             await seeker.peer("role=decode").connect()
         await until(lambda: not somebody.live_connections)
         await forged.close()
@@ -466,7 +456,7 @@ async def test_attempts_of_a_round_are_bounded(tmp_path: Path) -> None:
         peer = seeker.peer("role=decode")
         await until(lambda: len(seeker._state.membership.members) == 39)
         assert len(peer._state._candidates()) == 16
-        with pytest.raises(ConnectError, match="refused"):
+        with pytest.raises(kvwire.ConnectError, match="refused"):
             await peer.connect()
         # Who has failed comes last, so that everybody's turn comes.
         failures = peer._state._failures
@@ -495,13 +485,13 @@ async def test_what_cannot_be_announced(
     ) as comm:
         if listens:
             await comm.listen(listens)
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(kvwire.UsageError, match=words):
             comm.announce(**options)
 
 
 async def test_an_address_may_be_said(tmp_path: Path) -> None:
     async with kvwire.open(directory=f"file:{tmp_path}?interval_s=0.02") as comm:
-        comm.announce(address=Address("tcp", "10.0.0.7", 7400))
+        comm.announce(address=kvwire.Address("tcp", "10.0.0.7", 7400))
         directory = FileDirectory(f"file:{tmp_path}?interval_s=0.02")
         async for change in directory.watch():
             assert change.record.address == "tcp://10.0.0.7:7400"

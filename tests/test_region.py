@@ -11,15 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire import (
-    Access,
-    AccessDenied,
-    ClosedOK,
-    ConnectionLost,
-    Grant,
-    StaleRegion,
-    UsageError,
-)
+import kvwire
 from kvwire.limits import CHUNK_BYTES
 from tests.support.pairs import Pair, connected, until
 
@@ -29,10 +21,10 @@ HUGE = 16 << 20
 LARGE = random.Random(1).randbytes(SIZE)
 
 
-async def handed_over(pair: Pair, grant: Grant) -> Grant:
+async def handed_over(pair: Pair, grant: kvwire.Grant) -> kvwire.Grant:
     """The grant as it arrives at the left end, which uses it."""
     await pair.right.send(99, grant.to_bytes())
-    return Grant.from_bytes(await pair.left.recv(99))
+    return kvwire.Grant.from_bytes(await pair.left.recv(99))
 
 
 # --- moving bytes ---------------------------------------------------------------------
@@ -72,7 +64,7 @@ async def test_nothing_of_nothing(pair: Pair) -> None:
 async def test_a_region_says_what_it_is(pair: Pair) -> None:
     region = pair.far.register(b"constant")
     assert len(region) == 8
-    assert region.access is Access.READ
+    assert region.access is kvwire.Access.READ
     assert "8 bytes" in repr(region)
     assert "open" in repr(region)
     await region.close()
@@ -96,7 +88,7 @@ async def test_a_region_says_what_it_is(pair: Pair) -> None:
 async def test_a_grant_is_never_more_than_the_region(wrong: dict[str, Any]) -> None:
     async with connected("inproc") as pair:
         region = pair.far.register(bytes(8), access="read")
-        with pytest.raises(UsageError, match=r"grant|access"):
+        with pytest.raises(kvwire.UsageError, match=r"grant|access"):
             region.grant(pair.right, **wrong)
 
 
@@ -105,12 +97,12 @@ async def test_a_grant_is_of_one_connection(pair: Pair) -> None:
     other_end = await anext(pair.far.connections())
     region = pair.far.register(bytearray(8), "readwrite")
     grant = region.grant(pair.right)
-    with pytest.raises(UsageError, match="the peer has to grant anew"):
+    with pytest.raises(kvwire.UsageError, match="the peer has to grant anew"):
         other.put(bytes(8), grant)
-    with pytest.raises(UsageError, match="another communicator"):
+    with pytest.raises(kvwire.UsageError, match="another communicator"):
         region.grant(pair.left)
     await other_end.close()
-    with pytest.raises(ClosedOK):
+    with pytest.raises(kvwire.ClosedOK):
         region.grant(other_end)
 
 
@@ -121,9 +113,9 @@ async def test_a_direction_that_was_not_granted(pair: Pair) -> None:
     memory = bytearray(b"precious")
     region = pair.far.register(memory, "readwrite")
     read, write = (region.grant(pair.right, access=a) for a in ("read", "write"))
-    with pytest.raises(AccessDenied, match="does not allow"):
+    with pytest.raises(kvwire.AccessDenied, match="does not allow"):
         await pair.left.put(b"replaced", read)
-    with pytest.raises(AccessDenied, match="does not allow"):
+    with pytest.raises(kvwire.AccessDenied, match="does not allow"):
         await pair.left.get(write, bytearray(8))
     assert memory == b"precious"
     assert await pair.left.get(read, bytearray(8)) == 8
@@ -138,9 +130,9 @@ async def test_an_ended_grant_is_stale(pair: Pair, end: str) -> None:
         region.revoke()
     else:
         await region.close()
-    with pytest.raises(StaleRegion):
+    with pytest.raises(kvwire.StaleRegion):
         await pair.left.put(b"replaced", grant)
-    with pytest.raises(StaleRegion):
+    with pytest.raises(kvwire.StaleRegion):
         await pair.left.get(grant, bytearray(8))
     assert memory == b"precious"
 
@@ -153,7 +145,7 @@ async def test_a_revoked_region_grants_anew_and_a_closed_one_does_not(
     assert await pair.left.put(b"replaced", region.grant(pair.right)) == 8
     await region.close()
     await region.close()
-    with pytest.raises(UsageError, match="closed"):
+    with pytest.raises(kvwire.UsageError, match="closed"):
         region.grant(pair.right)
 
 
@@ -175,7 +167,7 @@ async def test_close_waits_for_what_is_under_way() -> None:
         await asyncio.sleep(0)
         assert "closed" in repr(region)
         assert not closing.done()
-        with pytest.raises(StaleRegion):
+        with pytest.raises(kvwire.StaleRegion):
             await put
         await closing
         assert not holds.held(region._core.buffer)
@@ -190,15 +182,15 @@ async def test_a_lost_connection_gives_the_memory_back(pair: Pair) -> None:
     await asyncio.sleep(0)
     assert pair.left._state.core.sending
     pair.left.abort()
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(kvwire.ConnectionLost):
         await put
     await put.released()
     await region.close()
     assert len(pair.near._state.buffers) == len(pair.far._state.buffers) == 0
 
 
-GRANT = Grant(
-    access=Access.READWRITE,
+GRANT = kvwire.Grant(
+    access=kvwire.Access.READWRITE,
     connection=bytes(range(16)),
     grant=7,
     generation=2,
@@ -210,8 +202,10 @@ _U63 = st.integers(0, 2**63 - 1)
 _SIZES = st.integers(0, 64 << 30)
 
 grants = st.builds(
-    Grant,
-    access=st.sampled_from([Access.READ, Access.WRITE, Access.READWRITE]),
+    kvwire.Grant,
+    access=st.sampled_from(
+        [kvwire.Access.READ, kvwire.Access.WRITE, kvwire.Access.READWRITE]
+    ),
     connection=st.binary(min_size=16, max_size=16),
     grant=_U63,
     generation=_U63,
@@ -222,10 +216,10 @@ grants = st.builds(
 
 
 @given(grant=grants)
-def test_bytes_and_back(grant: Grant) -> None:
+def test_bytes_and_back(grant: kvwire.Grant) -> None:
     raw = grant.to_bytes()
-    assert Grant.from_bytes(raw) == grant
-    assert Grant.from_bytes(memoryview(bytearray(raw))) == grant
+    assert kvwire.Grant.from_bytes(raw) == grant
+    assert kvwire.Grant.from_bytes(memoryview(bytearray(raw))) == grant
     assert len(raw) <= 160
 
 
@@ -243,8 +237,8 @@ def test_bytes_and_back(grant: Grant) -> None:
 def test_each_field_is_checked(at: int, value: bytes) -> None:
     raw = bytearray(GRANT.to_bytes())
     raw[at : at + len(value)] = value
-    with pytest.raises(UsageError, match="no grant of this version"):
-        Grant.from_bytes(raw)
+    with pytest.raises(kvwire.UsageError, match="no grant of this version"):
+        kvwire.Grant.from_bytes(raw)
 
 
 _INDEX = st.none() | st.integers(-60, 60)

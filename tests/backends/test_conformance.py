@@ -26,12 +26,7 @@ from kvwire_tcp import TcpBackend
 from kvwire_ucx import UcxBackend, one_sided
 from tests.backends.kvwire_nccl.fake import FakeBackend
 from tests.backends.kvwire_nixl.support import needs_nixl
-from tests.backends.kvwire_ucx.support import (
-    SHARED_MEMORY,
-    needs_reading,
-    needs_ucx,
-    transports_of_this_loop,
-)
+from tests.backends.kvwire_ucx import support as ucx
 from tests.support.certificates import FAR, Authority
 from tests.support.depth import parameters
 
@@ -68,15 +63,15 @@ LANES = {
     "nccl": Lanes(FakeBackend, every=4),
     "ucx": Lanes(
         UcxBackend,
-        lambda: {"TLS": transports_of_this_loop(), "one_sided": "no"},
+        lambda: {"TLS": ucx.transports_of_this_loop(), "one_sided": "no"},
         every=4,
-        marks=(needs_ucx,),
+        marks=(ucx.needs_ucx,),
     ),
     "ucx-reads": Lanes(
         UcxBackend,
-        lambda: {"TLS": SHARED_MEMORY, "one_sided": "yes"},
+        lambda: {"TLS": ucx.SHARED_MEMORY, "one_sided": "yes"},
         every=4,
-        marks=(needs_ucx, needs_reading),
+        marks=(ucx.needs_ucx, ucx.needs_reading),
     ),
 }
 # What treats all loops alike, or takes long: each check makes agents of NIXL, and each

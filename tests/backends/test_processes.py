@@ -19,13 +19,7 @@ import pytest
 import kvwire
 from kvwire import Communicator, ConnectionLost, PeerUnresponsive, Request
 from tests.backends.kvwire_nixl.support import needs_nixl
-from tests.backends.kvwire_ucx.support import (
-    SHARED_MEMORY,
-    TRANSPORTS,
-    needs_reading,
-    needs_ucx,
-    transports_of_this_loop,
-)
+from tests.backends.kvwire_ucx import support as ucx
 from tests.support.child import GRANTED_BYTES, Child, child
 from tests.support.pairs import until
 
@@ -41,8 +35,8 @@ patient = pytest.mark.timeout(60)
 
 @pytest.fixture(
     params=[
-        pytest.param("ucx-sent", marks=needs_ucx),
-        pytest.param("ucx-read", marks=needs_reading),
+        pytest.param("ucx-sent", marks=ucx.needs_ucx),
+        pytest.param("ucx-read", marks=ucx.needs_reading),
         pytest.param("nixl", marks=needs_nixl),
     ]
 )
@@ -51,9 +45,9 @@ async def comm(request: pytest.FixtureRequest) -> AsyncIterator[Communicator]:
     backend = request.param.partition("-")[0]
     settings: dict[str, str] = {}
     if request.param == "ucx-sent":
-        settings = {"TLS": transports_of_this_loop()}
+        settings = {"TLS": ucx.transports_of_this_loop()}
     elif request.param == "ucx-read":
-        settings = {"TLS": SHARED_MEMORY, "one_sided": "yes"}
+        settings = {"TLS": ucx.SHARED_MEMORY, "one_sided": "yes"}
     async with kvwire.open(
         name="parent",
         ping_interval_s=INTERVAL_S,
@@ -157,7 +151,7 @@ async def test_a_stopped_peer_is_known_and_all_memory_is_free(
 @pytest.mark.parametrize(
     ("comm", "what"),
     [
-        pytest.param("ucx-read", "putting", marks=needs_reading),
+        pytest.param("ucx-read", "putting", marks=ucx.needs_reading),
         pytest.param("nixl", "getting", marks=needs_nixl),
     ],
     indirect=["comm"],
@@ -252,10 +246,10 @@ print("done")
 """
 
 
-@needs_ucx
+@ucx.needs_ucx
 @patient
 @pytest.mark.slow
-@pytest.mark.parametrize("tls", TRANSPORTS)
+@pytest.mark.parametrize("tls", ucx.TRANSPORTS)
 @pytest.mark.parametrize(
     "code",
     [

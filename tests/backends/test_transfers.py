@@ -12,38 +12,29 @@ import pytest
 from kvwire import ConnectionLost, KVSpec
 from kvwire.backend import registry
 from kvwire.backend.lane import Lane, LaneContext
-from tests.backends.transfers import (
-    CANARY,
-    LARGE,
-    OURS,
-    SMALL,
-    THEIRS,
-    Over,
-    Tensor,
-    begun,
-    cache,
-    each_lane,
-    go_on,
-    pair,
-)
+from tests.backends import transfers
 from tests.support.lanes import NEVER_S, raise_again_after
 from tests.support.pairs import until
 
 
-@each_lane
-@pytest.mark.parametrize("spec", [SMALL, LARGE], ids=["small", "large"])
+@transfers.each_lane
+@pytest.mark.parametrize(
+    "spec", [transfers.SMALL, transfers.LARGE], ids=["small", "large"]
+)
 @pytest.mark.parametrize("verb", ["push", "pull"])
 async def test_every_layer_arrives_where_it_belongs(
-    verb: str, spec: KVSpec, over: Over
+    verb: str, spec: KVSpec, over: transfers.Over
 ) -> None:
-    source, sent = cache(spec, 1)
-    target, received = cache(spec, 9)
-    async with pair(over.backend, over.settings()) as both:
-        incoming, outgoing = begun(both, verb, "t", source, target)
+    source, sent = transfers.cache(spec, 1)
+    target, received = transfers.cache(spec, 9)
+    async with transfers.pair(over.backend, over.settings()) as both:
+        incoming, outgoing = transfers.begun(both, verb, "t", source, target)
         for layer in range(spec.layers):
             outgoing.ready(layers=layer)
             await incoming.layer(layer)
-            assert (received[layer][THEIRS] == sent[layer][OURS]).all()
+            assert (
+                received[layer][transfers.THEIRS] == sent[layer][transfers.OURS]
+            ).all()
             assert (received[layer][0::2] == 9 + layer).all()
         outgoing.finish()
         assert (await incoming).complete
@@ -52,7 +43,7 @@ async def test_every_layer_arrives_where_it_belongs(
         await outgoing.drained()
 
 
-@each_lane
+@transfers.each_lane
 @pytest.mark.parametrize(
     ("times", "watched_s"),
     [
@@ -61,20 +52,20 @@ async def test_every_layer_arrives_where_it_belongs(
     ],
 )
 async def test_nothing_is_written_after_drained(
-    over: Over, times: int, watched_s: float
+    over: transfers.Over, times: int, watched_s: float
 ) -> None:
     """Transfers are aborted at any moment; their memory is watched from then on."""
     chance = random.Random(times)  # the same moments in every run
-    source, _ = cache(LARGE, 1)
-    spare = [cache(LARGE, 9) for _ in range(4)]
+    source, _ = transfers.cache(transfers.LARGE, 1)
+    spare = [transfers.cache(transfers.LARGE, 9) for _ in range(4)]
     midway = 0
-    async with pair(over.backend, over.settings()) as both:
+    async with transfers.pair(over.backend, over.settings()) as both:
         for turn in range(times):
             target, tensors = spare[turn % len(spare)]
             if turn >= len(spare):
                 require_untouched(tensors)
             verb = chance.choice(("push", "pull"))
-            incoming, outgoing = begun(both, verb, turn, source, target)
+            incoming, outgoing = transfers.begun(both, verb, turn, source, target)
             outgoing.ready(layers=slice(0, 2))
             outgoing.finish()
             if turn % 3 == 0:
@@ -86,23 +77,23 @@ async def test_nothing_is_written_after_drained(
             midway += not (await incoming).complete
             await incoming.drained()
             for tensor in tensors:
-                tensor.view(np.uint8).fill(CANARY)
+                tensor.view(np.uint8).fill(transfers.CANARY)
             await outgoing.drained()
-        await go_on(both, watched_s)
+        await transfers.go_on(both, watched_s)
         for _, tensors in spare:
             require_untouched(tensors)
         assert both.ab.transport == over.backend
     assert midway
 
 
-def require_untouched(tensors: list[Tensor]) -> None:
+def require_untouched(tensors: list[transfers.Tensor]) -> None:
     for tensor in tensors:
-        assert (tensor.view(np.uint8) == CANARY).all(), "a late write"
+        assert (tensor.view(np.uint8) == transfers.CANARY).all(), "a late write"
 
 
-@each_lane
+@transfers.each_lane
 async def test_the_control_link_takes_over_when_the_lane_breaks(
-    over: Over, monkeypatch: pytest.MonkeyPatch
+    over: transfers.Over, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Allowed, since other transports are: and reported, never in silence."""
     lanes: list[Any] = []
@@ -116,7 +107,7 @@ async def test_the_control_link_takes_over_when_the_lane_breaks(
 
     monkeypatch.setattr(cls, "open_lane", noted)
     raise_again_after(monkeypatch, NEVER_S)  # one that is up again did not fail
-    async with pair(over.backend, over.settings()) as both:
+    async with transfers.pair(over.backend, over.settings()) as both:
         lanes[0]._end(ConnectionLost("planted"))
         await until(lambda: both.ab.transport == "tcp")
         request = both.ab.send(1, bytes(1 << 20))

@@ -16,12 +16,7 @@ from kvwire import KVSpec, PagedCache
 from kvwire.kv.layout import AxisOrder
 from kvwire.testing.harness import Loopback
 from tests.backends.kvwire_nixl.support import needs_nixl
-from tests.backends.kvwire_ucx.support import (
-    SHARED_MEMORY,
-    needs_reading,
-    needs_ucx,
-    transports_of_this_loop,
-)
+from tests.backends.kvwire_ucx import support as ucx
 
 BLOCKS = 8
 OURS, THEIRS = [0, 2, 4], [7, 5, 3]
@@ -43,10 +38,10 @@ class Over(NamedTuple):
 LANES: dict[str, tuple[Over, Any]] = {
     "local": (Over("local"), ()),
     "local-arena": (Over("local", lambda: {"way": "arena"}), ()),
-    "ucx": (Over("ucx", lambda: {"TLS": transports_of_this_loop()}), needs_ucx),
+    "ucx": (Over("ucx", lambda: {"TLS": ucx.transports_of_this_loop()}), ucx.needs_ucx),
     "ucx-reads": (
-        Over("ucx", lambda: {"TLS": SHARED_MEMORY, "one_sided": "yes"}),
-        needs_reading,
+        Over("ucx", lambda: {"TLS": ucx.SHARED_MEMORY, "one_sided": "yes"}),
+        ucx.needs_reading,
     ),
     "nixl": (Over("nixl"), needs_nixl),
 }

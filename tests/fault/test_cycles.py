@@ -13,15 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvwire import (
-    Communicator,
-    Connection,
-    DeadlineExceeded,
-    Grant,
-    KVWireError,
-    Region,
-    Request,
-)
+import kvwire
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.proto.connection import ConnectionCore
@@ -33,14 +25,14 @@ from tests.support.pairs import Pair, communicators, until
 CYCLES = 500
 LARGE = bytes(200_000)
 KINDS = (
-    Communicator,
-    Connection,
+    kvwire.Communicator,
+    kvwire.Connection,
     ConnectionCore,
     RequestRecord,
-    Grant,
+    kvwire.Grant,
     HandshakeDriver,
     ConnectionDriver,
-    Region,
+    kvwire.Region,
 )
 
 Failure = Callable[[Pair], Awaitable[None]]
@@ -71,7 +63,7 @@ async def cancel_everything(pair: Pair) -> None:
 
 
 async def miss_a_deadline(pair: Pair) -> None:
-    with suppress(DeadlineExceeded, KVWireError):
+    with suppress(kvwire.DeadlineExceeded, kvwire.KVWireError):
         await pair.right.recv(5, bytearray(10), deadline=0)
     pair.right.abort()
 
@@ -98,7 +90,7 @@ async def cycle(pair: Pair, fail: Failure) -> None:
     memory = bytearray(len(LARGE))
     region = pair.far.register(memory, "readwrite")
     grant = region.grant(pair.right)
-    requests: list[Request[int]] = [
+    requests: list[kvwire.Request[int]] = [
         pair.left.send(1, b"taken"),
         pair.left.send(2, b"never taken"),
         pair.left.send(3, LARGE),
@@ -110,7 +102,7 @@ async def cycle(pair: Pair, fail: Failure) -> None:
     await pair.right.recv(1)
     await fail(pair)
     for request in requests:
-        with suppress(KVWireError):
+        with suppress(kvwire.KVWireError):
             await request
         await request.released()
     await asyncio.gather(pair.left.close(), pair.right.close())
@@ -120,7 +112,7 @@ async def cycle(pair: Pair, fail: Failure) -> None:
 def counted() -> Counter[str]:
     gc.collect()
     kinds = Counter(type(item) for item in gc.get_objects())
-    return Counter({kind.__name__: kinds[kind] for kind in (*KINDS, Request)})
+    return Counter({kind.__name__: kinds[kind] for kind in (*KINDS, kvwire.Request)})
 
 
 @pytest.mark.slow

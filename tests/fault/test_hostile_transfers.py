@@ -16,23 +16,7 @@ from typing import Any
 import pytest
 
 from tests.fault.stranger import expect_ended_by
-from tests.protocol.raw_client import (
-    AGREE,
-    CHUNK_BYTES,
-    COMMIT,
-    COMMIT_ACK,
-    FAIL,
-    FIN,
-    OPEN,
-    PROFILE,
-    SEGMENT,
-    SEGMENT_ACK,
-    RawLink,
-    Side,
-    ask,
-    consume,
-    produce,
-)
+from tests.protocol import raw_client as raw
 from tests.protocol.raw_plan import Box
 from tests.protocol.world import (
     FREE,
@@ -54,8 +38,8 @@ BEYOND = 2**31 - 1
 class Liar:
     """The client inside a transfer that was agreed on."""
 
-    link: RawLink
-    side: Side
+    link: raw.RawLink
+    side: raw.Side
 
     @property
     def box(self) -> Box:
@@ -85,7 +69,7 @@ def mark(
 
     def lie(p: Liar) -> None:
         said = p.nbytes + more if nbytes is None else nbytes
-        say(SEGMENT, number, box or p.box, said)(p)
+        say(raw.SEGMENT, number, box or p.box, said)(p)
 
     return lie
 
@@ -119,17 +103,17 @@ async def expect_rule(w: World, rule: str) -> None:
 
 async def expect_fine(w: World) -> None:
     """A whole transfer with another peer."""
-    w.link = await RawLink.connect(w.address.host, w.address.port)
+    w.link = await raw.RawLink.connect(w.address.host, w.address.port)
     ours = Ours()
     inc, side = await expected(w, ours, Theirs())
-    await produce(w.link, side, REQUEST, layers_of(side))
+    await raw.produce(w.link, side, REQUEST, layers_of(side))
     assert (await inc).complete
     assert ours.values() == stamps()
 
 
 # --- a producer that lies -------------------------------------------------------------
 
-COMMITTED = say(COMMIT, 1, True)
+COMMITTED = say(raw.COMMIT, 1, True)
 PRODUCERS: dict[str, tuple[str, *tuple[Lie, ...]]] = {
     "a group that there is not": ("KVW-TR-09", mark(box=(1, 0, 1, 0, 1))),
     "a layer beyond": ("KVW-TR-09", mark(box=(0, 2, 1, 0, 1))),
@@ -151,19 +135,19 @@ PRODUCERS: dict[str, tuple[str, *tuple[Lie, ...]]] = {
     "payload too long": ("KVW-DT-02", mark(), data(more=1)),
     "payload too short": ("KVW-DT-02", mark(), data(more=-1)),
     "payload beside its place": ("KVW-DT-02", mark(), data(8, offset=8)),
-    "payload behind the end": ("KVW-DT-02", mark(), data(8, offset=CHUNK_BYTES)),
+    "payload behind the end": ("KVW-DT-02", mark(), data(8, offset=raw.CHUNK_BYTES)),
     "a chunk twice": ("KVW-DT-03", layer, data()),
-    "a commit of what was not marked": ("KVW-TR-04", say(COMMIT, 5, True)),
-    "a commit of less": ("KVW-TR-04", mark(), say(COMMIT, 0, True)),
+    "a commit of what was not marked": ("KVW-TR-04", say(raw.COMMIT, 5, True)),
+    "a commit of less": ("KVW-TR-04", mark(), say(raw.COMMIT, 0, True)),
     "a commit twice": ("KVW-TR-04", mark(), COMMITTED, COMMITTED),
     "a mark behind the commit": ("KVW-TR-03", mark(), COMMITTED, mark(2)),
-    "done before it is settled": ("KVW-RQ-01", say(FIN, 0)),
-    "done behind the commit": ("KVW-RQ-01", mark(), COMMITTED, say(FIN, 0)),
-    "landed, said by the producer": ("KVW-TR-08", say(SEGMENT_ACK, [1])),
-    "settled, said by the producer": ("KVW-TR-08", say(COMMIT_ACK, [])),
-    "an answer to its own question": ("KVW-RQ-01", describe(AGREE)),
-    "its question again": ("KVW-RQ-02", describe(OPEN, b"sx", False, 0)),
-    "a transfer that never was": ("KVW-RQ-04", say(COMMIT, 0, True, request=3)),
+    "done before it is settled": ("KVW-RQ-01", say(raw.FIN, 0)),
+    "done behind the commit": ("KVW-RQ-01", mark(), COMMITTED, say(raw.FIN, 0)),
+    "landed, said by the producer": ("KVW-TR-08", say(raw.SEGMENT_ACK, [1])),
+    "settled, said by the producer": ("KVW-TR-08", say(raw.COMMIT_ACK, [])),
+    "an answer to its own question": ("KVW-RQ-01", describe(raw.AGREE)),
+    "its question again": ("KVW-RQ-02", describe(raw.OPEN, b"sx", False, 0)),
+    "a transfer that never was": ("KVW-RQ-04", say(raw.COMMIT, 0, True, request=3)),
 }
 
 
@@ -199,16 +183,16 @@ def expect_only(ours: Ours, layers: int) -> None:
 # --- a consumer that lies -------------------------------------------------------------
 
 CONSUMERS: dict[str, tuple[str, Lie]] = {
-    "landed, and nothing was marked": ("KVW-TR-05", say(SEGMENT_ACK, [1])),
-    "landed, of number 0": ("KVW-CT-01", say(SEGMENT_ACK, [0])),
-    "landed far beyond": ("KVW-CT-01", say(SEGMENT_ACK, [BEYOND])),
-    "settled before the commit": ("KVW-TR-06", say(COMMIT_ACK, [])),
-    "damage that cannot be": ("KVW-TR-06", say(COMMIT_ACK, [1, 2])),
+    "landed, and nothing was marked": ("KVW-TR-05", say(raw.SEGMENT_ACK, [1])),
+    "landed, of number 0": ("KVW-CT-01", say(raw.SEGMENT_ACK, [0])),
+    "landed far beyond": ("KVW-CT-01", say(raw.SEGMENT_ACK, [BEYOND])),
+    "settled before the commit": ("KVW-TR-06", say(raw.COMMIT_ACK, [])),
+    "damage that cannot be": ("KVW-TR-06", say(raw.COMMIT_ACK, [1, 2])),
     "a mark, said by the consumer": ("KVW-TR-08", mark()),
-    "a commit, said by the consumer": ("KVW-TR-08", say(COMMIT, 0, True)),
+    "a commit, said by the consumer": ("KVW-TR-08", say(raw.COMMIT, 0, True)),
     "payload for the producer": ("KVW-TR-07", data(8)),
-    "done, said by the consumer": ("KVW-OS-02", say(FIN, 0)),
-    "an answer to its own question": ("KVW-RQ-01", describe(AGREE)),
+    "done, said by the consumer": ("KVW-OS-02", say(raw.FIN, 0)),
+    "an answer to its own question": ("KVW-RQ-01", describe(raw.AGREE)),
 }
 
 
@@ -220,7 +204,7 @@ async def test_a_consumer_that_lies(lie: str) -> None:
         ours.fill()
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
         peer = Liar(w.link, theirs.side(producer=False))
-        await ask(w.link, peer.side, REQUEST)
+        await raw.ask(w.link, peer.side, REQUEST)
         tell(peer)
         await expect_rule(w, rule)
         outcome = await out
@@ -238,11 +222,11 @@ async def test_a_consumer_that_acknowledges_twice(segments: list[int]) -> None:
         ours.fill()
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS, group_bytes=1)
         peer = Liar(w.link, theirs.side(producer=False))
-        await ask(w.link, peer.side, REQUEST)
+        await raw.ask(w.link, peer.side, REQUEST)
         out.ready()
-        while (await w.link.receive()).type != SEGMENT:
+        while (await w.link.receive()).type != raw.SEGMENT:
             pass
-        say(SEGMENT_ACK, segments)(peer)
+        say(raw.SEGMENT_ACK, segments)(peer)
         await expect_rule(w, "KVW-TR-05")
         assert not (await out).complete
         await out.drained()
@@ -255,12 +239,12 @@ async def test_a_consumer_that_settles_and_goes_on() -> None:
         ours.fill()
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
         side = theirs.side(producer=False)
-        await ask(w.link, side, REQUEST)
+        await raw.ask(w.link, side, REQUEST)
         out.ready()
         out.finish()
-        await consume(w.link, side, REQUEST)
-        w.link.send(SEGMENT_ACK, [1], request=REQUEST)
-        w.link.send(FAIL, 36, "too late", request=REQUEST)
+        await raw.consume(w.link, side, REQUEST)
+        w.link.send(raw.SEGMENT_ACK, [1], request=REQUEST)
+        w.link.send(raw.FAIL, 36, "too late", request=REQUEST)
         assert (await out).complete
         assert theirs.values() == stamps()
         await asyncio.gather(w.connection.send(5, b""), out.drained())
@@ -276,12 +260,12 @@ async def test_an_answer_with_another_plan(produces: bool) -> None:
         end = verb("x", ours.cache, ours.ids, tokens=TOKENS)
         side = Theirs().side(producer=produces)
         asked = await w.link.receive()
-        assert asked.type == OPEN
+        assert asked.type == raw.OPEN
         side.meet(asked.fields[3])
         side.groups[0].order = side.groups[0].order[::-1]
-        w.link.send(AGREE, side.description(), request=asked.request)
+        w.link.send(raw.AGREE, side.description(), request=asked.request)
         told = await w.link.receive()
-        assert (told.type, told.fields[0]) == (FAIL, PROFILE)
+        assert (told.type, told.fields[0]) == (raw.FAIL, raw.PROFILE)
         outcome = await end
         assert not outcome.landed
         (reason,) = outcome.missing.reasons

@@ -6,17 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvwire.errors import (
-    ClosedOK,
-    ConnectionClosed,
-    ConnectionLost,
-    DeadlineExceeded,
-    IntegrityError,
-    KVWireError,
-    PeerUnresponsive,
-    RequestCancelled,
-    WireCode,
-)
+from kvwire import errors
 from kvwire.proto.events import Ended
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import CloseState
@@ -50,7 +40,7 @@ def in_phase(phase: CloseState) -> ConnectionPair:
         pair.client.forge(FrameType.CLOSE, Close(1))
         pair.deliver(pair.client)
     elif phase is CloseState.CLOSED:
-        pair.server.core.fail(ConnectionLost("test"))
+        pair.server.core.fail(errors.ConnectionLost("test"))
     pair.server.wire.clear()
     assert pair.server.core.phase is phase
     return pair
@@ -131,10 +121,10 @@ def test_a_silent_peer_is_dead_within_its_patience() -> None:
         end.now = end.core.next_tick
         end.tick()
     assert 6.0 <= end.now - pair.now <= 6.5
-    assert isinstance(end.core.error, PeerUnresponsive)
+    assert isinstance(end.core.error, errors.PeerUnresponsive)
     assert "silent for 6.0 s" in str(end.core.error)
     for request in begun:
-        expect_error(end, request, PeerUnresponsive)
+        expect_error(end, request, errors.PeerUnresponsive)
     end.tick()
     assert len([e for e in end.events if e is end.ended]) == 1
 
@@ -149,13 +139,13 @@ def test_a_deadline_ends_its_requests() -> None:
     pair.advance(1.5)
     for end, request in begun:
         if end is pair.client:
-            expect_error(end, request, DeadlineExceeded)
+            expect_error(end, request, errors.DeadlineExceeded)
         else:
             assert request not in end.done
     told = [
         done
         for done in pair.server.done.values()
-        if isinstance(done.error, DeadlineExceeded)
+        if isinstance(done.error, errors.DeadlineExceeded)
     ]
     assert len(told) == 3, "the put, the get and the transfer"
 
@@ -174,7 +164,7 @@ def test_close_when_idle(who: str) -> None:
     for end in (pair.client, pair.server):
         assert end.ended is not None
         assert end.ended.graceful
-        assert type(end.core.error) is ClosedOK
+        assert type(end.core.error) is errors.ClosedOK
         assert end.core.phase is CloseState.CLOSED
 
 
@@ -201,7 +191,7 @@ def test_close_has_a_deadline() -> None:
     pair.advance(2.9)
     assert got not in pair.client.done
     pair.advance(0.2)
-    expect_error(pair.client, got, ConnectionLost)
+    expect_error(pair.client, got, errors.ConnectionLost)
     assert "in time" in str(pair.client.error(got))
 
 
@@ -266,7 +256,7 @@ def test_a_frame_whose_body_comes_after_the_end() -> None:
     ping = pair.client.header(ping_header)
     assert arrival is not None
     assert ping is not None
-    pair.client.core.fail(ConnectionLost("test"))
+    pair.client.core.fail(errors.ConnectionLost("test"))
     pair.client.collect()
     assert got.buffer in pair.client.memory
     pair.client.body(arrival, body)
@@ -293,10 +283,12 @@ def test_nothing_can_be_started_any_more(phase: CloseState) -> None:
     other = ConnectionPair().server
     for begin in STARTS:
         end = in_phase(phase).server
-        with pytest.raises(ConnectionClosed) as caught:
+        with pytest.raises(errors.ConnectionClosed) as caught:
             begin(end, other.grant(other.expose(5)))
         assert end.core.eager_header(TAG, 5, None) is None
-        expected = ConnectionLost if phase is CloseState.CLOSED else ClosedOK
+        expected = (
+            errors.ConnectionLost if phase is CloseState.CLOSED else errors.ClosedOK
+        )
         assert type(caught.value) is expected
         assert not end.wire
 
@@ -322,7 +314,7 @@ def test_what_is_here_can_still_be_received(ended: str) -> None:
         assert pair.server.core.phase is CloseState.CLOSE_RECEIVED
     for data in (b"one", b"two"):
         assert pair.server.received(pair.server.recv(TAG, 100)) == data
-    with pytest.raises(ConnectionClosed):
+    with pytest.raises(errors.ConnectionClosed):
         pair.server.recv(TAG, 100)
     if ended != "answering":
         assert not pair.server.core.outbox.frames
@@ -335,7 +327,7 @@ def test_nothing_is_sent_after_the_end() -> None:
     pair.client.put(LARGE, pair.server.grant(pair.server.expose(len(LARGE))))
     core = pair.client.core
     sending = [core.sending]
-    core.fail(ConnectionLost("test"))
+    core.fail(errors.ConnectionLost("test"))
     sending.append(core.sending)
     assert sending == [True, False]
     core.outbox.frames.clear()
@@ -353,7 +345,7 @@ def test_a_request_that_is_withdrawn_and_one_that_is_cancelled() -> None:
     pair.client.cancel(two)
     assert not pair.client.core.withdraw(two)
     for request in (one, two):
-        expect_error(pair.client, request, RequestCancelled)
+        expect_error(pair.client, request, errors.RequestCancelled)
     assert not pair.client.wire
 
 
@@ -364,7 +356,7 @@ def test_a_message_announced_while_the_peer_closes() -> None:
     message, transfer = pair.server.send(TAG, LARGE), ask(pair.server)
     expect_fine(pair)
     for request in (message, transfer):
-        expect_error(pair.server, request, ClosedOK)
+        expect_error(pair.server, request, errors.ClosedOK)
 
 
 def test_idle_while_nothing_is_open() -> None:
@@ -391,7 +383,9 @@ def test_what_has_landed_is_said_before_a_transfer_fails() -> None:
     m.mark(b"x")
     assert m.names == ["MARKED_DATA"]
     m.pair.run()
-    m.consumer.core.refuse(m.incoming, RequestCancelled("enough"), WireCode.CANCELLED)
+    m.consumer.core.refuse(
+        m.incoming, errors.RequestCancelled("enough"), errors.WireCode.CANCELLED
+    )
     m.consumer.collect()
     assert m.names == ["SEGMENT_ACK", "FAIL"]
 
@@ -405,7 +399,7 @@ def test_an_end_ends_everything_once(how: str) -> None:
         for _ in range(frames):
             pair.deliver(pair.client)
             pair.deliver(pair.server)
-        error: KVWireError = ConnectionLost("cut")
+        error: errors.KVWireError = errors.ConnectionLost("cut")
         match how:
             case "lost":
                 pair.client.lose()
@@ -415,13 +409,15 @@ def test_an_end_ends_everything_once(how: str) -> None:
                 pair.server.wire.appendleft((bytes(32), b""))
                 pair.deliver(pair.server)
             case _:
-                pair.client.core.fail(IntegrityError("whatever"))
+                pair.client.core.fail(errors.IntegrityError("whatever"))
         pair.client.collect()
         pair.client.core.fail(error)
         expect = [request for end, request in begun if end is pair.client]
         assert all(request in pair.client.done for request in expect)
         for request in expect:
-            assert isinstance(pair.client.error(request), (ConnectionLost, type(None)))
+            assert isinstance(
+                pair.client.error(request), (errors.ConnectionLost, type(None))
+            )
         pair.run()
         (end,) = [e for e in pair.client.events if isinstance(e, Ended)]
         assert not end.graceful

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.errors import (
-    ClosedOK,
-    ConnectionLost,
-    IntegrityError,
-    MessageTooLarge,
-    PeerCancelled,
-    RequestCancelled,
-    UsageError,
-)
+from kvwire import errors
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto import messages as module
 from kvwire.proto.requests import RequestRecord
@@ -70,7 +62,7 @@ def test_a_receive_that_is_too_small(data: bytes) -> None:
     pair.run()
     late = pair.server.recv(TAG, 4)
     for receive in (early, late):
-        expect_error(pair.server, receive, MessageTooLarge)
+        expect_error(pair.server, receive, errors.MessageTooLarge)
         assert f"has {len(data)} bytes" in str(pair.server.error(receive))
     fits = [pair.server.recv(TAG, len(data)) for _ in range(2)]
     expect_fine(pair)
@@ -100,7 +92,7 @@ def test_a_message_that_came_damaged(posted: bool) -> None:
     pair.server.receive((header, b"smell"))
     if receive is None:
         receive = pair.server.recv(TAG, 100)
-    expect_error(pair.server, receive, IntegrityError)
+    expect_error(pair.server, receive, errors.IntegrityError)
     pair.client.send(TAG, body)
     again = pair.server.recv(TAG, 100)
     expect_fine(pair)
@@ -114,7 +106,7 @@ def test_a_damaged_message_over_the_limit_is_held_by_nobody() -> None:
     header, _ = pair.client.wire.popleft()
     pair.server.receive((header, b"smell"))
     refused = pair.server.recv(TAG, None, limit=len(SMALL) - 1)
-    expect_error(pair.server, refused, MessageTooLarge)
+    expect_error(pair.server, refused, errors.MessageTooLarge)
     assert pair.server.done[refused].held is None
 
 
@@ -128,7 +120,7 @@ def test_damaged_messages_give_their_credit_back() -> None:
         assert pair.client.send(TAG, SMALL) is None, "there was no credit for it"
         pair.server.receive((pair.client.wire.popleft()[0], b"smell"))
         receive = pair.server.recv(TAG, 100)
-        expect_error(pair.server, receive, IntegrityError)
+        expect_error(pair.server, receive, errors.IntegrityError)
         pair.run()
 
 
@@ -196,7 +188,7 @@ def test_a_size_costs_nothing_until_there_is_memory_for_it() -> None:
     pair.client.forge(FrameType.ANNOUNCE, Announce(tag8(TAG), 2**36), request=1)
     expect_fine(pair)
     receive = pair.server.recv(TAG, None)
-    expect_error(pair.server, receive, MessageTooLarge)
+    expect_error(pair.server, receive, errors.MessageTooLarge)
     assert not pair.server.memory
 
 
@@ -208,9 +200,9 @@ def test_without_memory_a_message_over_the_limit_is_refused(data: bytes) -> None
         sent = pair.client.send(TAG, data)
         refused = pair.server.recv(TAG, None, limit=len(data) - 1)
         expect_fine(pair)
-        expect_error(pair.server, refused, MessageTooLarge)
+        expect_error(pair.server, refused, errors.MessageTooLarge)
         if sent is not None:
-            expect_error(pair.client, sent, MessageTooLarge)
+            expect_error(pair.client, sent, errors.MessageTooLarge)
 
 
 # --- cancelled, withdrawn, at every point
@@ -241,9 +233,9 @@ def test_cancelled_after_any_number_of_frames(data: bytes) -> None:
             side.cancel(request)
             expect_fine(pair)
             if not was_over:
-                expect_error(side, request, RequestCancelled)
+                expect_error(side, request, errors.RequestCancelled)
             if who == "sender" and not was_over:
-                expect_error(pair.server, receive, PeerCancelled)
+                expect_error(pair.server, receive, errors.PeerCancelled)
             if who == "receiver" and sent is not None and sent not in pair.client.done:
                 # The receive took nothing; the message still waits.
                 again = pair.server.recv(TAG, len(LARGE))
@@ -283,7 +275,7 @@ def test_a_receive_cancelled_while_its_message_lands() -> None:
     assert receive.buffer in pair.server.memory
     pair.server.body(arrival, body)
     assert receive.buffer in pair.server.freed
-    expect_error(pair.server, receive, RequestCancelled)
+    expect_error(pair.server, receive, errors.RequestCancelled)
     for _ in range(20):
         taken = pair.server.recv(TAG, 100)
         pair.client.send(TAG, SMALL)
@@ -321,7 +313,7 @@ def test_a_link_that_ends_within_a_message_for_one_of_two_receives() -> None:
     assert pair.server.header(header) is not None
     pair.server.lose()
     for receive in receives:
-        expect_error(pair.server, receive, ConnectionLost)
+        expect_error(pair.server, receive, errors.ConnectionLost)
         assert receive.buffer in pair.server.freed
     assert len(pair.server.core.holds) == 0
 
@@ -341,9 +333,9 @@ def test_who_closes_turns_announced_messages_away(announced: str) -> None:
     pair.server.close()
     pair.run()
     for end, request in sent:
-        assert isinstance(end.error(request), ClosedOK)
+        assert isinstance(end.error(request), errors.ClosedOK)
         assert end.ended is not None
-        assert isinstance(end.ended.error, ClosedOK)
+        assert isinstance(end.ended.error, errors.ClosedOK)
         assert request.buffer in end.freed
 
 
@@ -356,7 +348,7 @@ def test_what_nobody_wants_is_dropped_until_it_is_received_again(data: bytes) ->
         sent = pair.client.send(TAG, data)
         expect_fine(pair)
         if sent is not None:
-            expect_error(pair.client, sent, PeerCancelled)
+            expect_error(pair.client, sent, errors.PeerCancelled)
     assert pair.server.core.messages.unreceived == {}
     pair.server.collect()
     assert not pair.server.memory
@@ -388,7 +380,7 @@ def test_what_waits_is_dropped_too() -> None:
     pair.server.body(arrival, body)
     assert pair.server.core.messages.unreceived == {8: 1}
     expect_fine(pair)
-    expect_error(pair.client, announced, PeerCancelled)
+    expect_error(pair.client, announced, errors.PeerCancelled)
     other = pair.server.recv(8, 100)
     assert pair.server.received(other) == SMALL
     assert not pair.server.memory
@@ -397,7 +389,7 @@ def test_what_waits_is_dropped_too() -> None:
 def test_what_a_receive_waits_for_is_not_discarded() -> None:
     pair = ConnectionPair()
     receive = pair.server.recv(TAG, 100)
-    with pytest.raises(UsageError, match="cancel the receive first"):
+    with pytest.raises(errors.UsageError, match="cancel the receive first"):
         pair.server.core.messages.discard(TAG)
     pair.server.cancel(receive)
     assert pair.server.core.messages.discard(TAG) == 0

@@ -6,34 +6,12 @@ import itertools
 
 import pytest
 
-from kvwire.errors import (
-    ClosedOK,
-    ConnectionLost,
-    IntegrityError,
-    PeerCancelled,
-    RequestCancelled,
-    UsageError,
-    WireCode,
-)
+from kvwire import errors
 from kvwire.limits import LAST_WORD_DELAY_S, LAST_WORDS_MAX, TRANSFERS_WAITING_MAX
+from kvwire.proto import events
 from kvwire.proto import transfers as module
-from kvwire.proto.events import (
-    SegmentLanded,
-    SegmentsAcknowledged,
-    TransferAgreed,
-    TransferOpened,
-)
 from kvwire.proto.records import SegmentRecord, packed_mark
-from kvwire.wire.control import (
-    Agree,
-    Body,
-    Commit,
-    CommitAck,
-    Fin,
-    Open,
-    SegmentAck,
-    SegmentBody,
-)
+from kvwire.wire import control
 from kvwire.wire.header import FrameType
 from tests.proto.moving import (
     BOX,
@@ -56,7 +34,7 @@ from tests.support.core_pair.peer import ConnectionPair
 def test_a_transfer(pull: bool) -> None:
     """Marked, moved, landed, committed, settled; in the end all memory is free."""
     m = moved(pull=pull)
-    (agreed,) = events_of(m.pair.client, TransferAgreed)
+    (agreed,) = events_of(m.pair.client, events.TransferAgreed)
     assert (agreed.request, agreed.description) == (m.asker, b"what I want")
     parts, calls = [b"a", b"b" * CHUNK, b"c" * (2 * CHUNK + 7)], list[int]()
     transfer = m.producer.core.transfers.records[m.outgoing]
@@ -66,9 +44,9 @@ def test_a_transfer(pull: bool) -> None:
     m.pair.run()
     assert [m.content(n) for n in (1, 2, 3)] == parts
     assert set(calls) == {0}, "the producer learns when the link has all"
-    landed = [e.segment.number for e in events_of(m.consumer, SegmentLanded)]
+    landed = [e.segment.number for e in events_of(m.consumer, events.SegmentLanded)]
     assert sorted(landed) == [1, 2, 3]
-    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    said = [e.numbers for e in events_of(m.producer, events.SegmentsAcknowledged)]
     assert sorted(itertools.chain(*said)) == [1, 2, 3]
     assert m.outgoing not in m.producer.done
     m.commit()
@@ -99,8 +77,8 @@ def test_more_damage_than_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for header, body in frames:
         m.consumer.receive((header, b"y" if body == b"x" else body))
     expect_fine(m.pair)
-    expect_error(m.consumer, m.incoming, IntegrityError)
-    expect_error(m.producer, m.outgoing, IntegrityError)
+    expect_error(m.consumer, m.incoming, errors.IntegrityError)
+    expect_error(m.producer, m.outgoing, errors.IntegrityError)
 
 
 # --- ended by either side, at every point
@@ -112,15 +90,15 @@ def test_late_frames_of_a_transfer_are_dropped() -> None:
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
     m.pair.advance(LAST_WORD_DELAY_S)
-    m.producer.forge(FrameType.SEGMENT, SegmentBody(2, BOX, 5), request=1)
-    m.producer.forge(FrameType.COMMIT, Commit(1, True), request=1)
-    m.producer.forge(FrameType.FIN, Fin(0), request=1)
+    m.producer.forge(FrameType.SEGMENT, control.SegmentBody(2, BOX, 5), request=1)
+    m.producer.forge(FrameType.COMMIT, control.Commit(1, True), request=1)
+    m.producer.forge(FrameType.FIN, control.Fin(0), request=1)
     for frame_type in (FrameType.DATA, FrameType.MARKED_DATA):
         m.producer.forge_payload(frame_type, b"x", request=1, segment=1)
-    m.producer.forge(FrameType.OPEN, Open(b"b", False, 0, b"", (1,)), request=3)
-    m.consumer.forge(FrameType.AGREE, Agree(b""), request=1)
-    m.consumer.forge(FrameType.SEGMENT_ACK, SegmentAck((1,)), request=1)
-    m.consumer.forge(FrameType.COMMIT_ACK, CommitAck(()), request=1)
+    m.producer.forge(FrameType.OPEN, control.Open(b"b", False, 0, b"", (1,)), request=3)
+    m.consumer.forge(FrameType.AGREE, control.Agree(b""), request=1)
+    m.consumer.forge(FrameType.SEGMENT_ACK, control.SegmentAck((1,)), request=1)
+    m.consumer.forge(FrameType.COMMIT_ACK, control.CommitAck(()), request=1)
     expect_fine(m.pair)
 
 
@@ -139,34 +117,34 @@ def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     expect_fine(pair)
     ask(pair.client)
     expect_fine(pair)
-    with pytest.raises(UsageError, match="wait for an answer"):
+    with pytest.raises(errors.UsageError, match="wait for an answer"):
         ask(pair.client)
-    pair.client.forge(FrameType.OPEN, Open(b"4", False, 0, b""), request=7)
+    pair.client.forge(FrameType.OPEN, control.Open(b"4", False, 0, b""), request=7)
     expect_broken(pair, pair.server, "KVW-TR-01")
 
 
 P, C = "producer", "consumer"
 # Who says what that breaks which rule, when the first of two segments has landed.
-WRONG: list[tuple[str, str, FrameType, Body]] = [
+WRONG: list[tuple[str, str, FrameType, control.Body]] = [
     *(
-        ("KVW-TR-03", P, FrameType.SEGMENT, SegmentBody(number, BOX, 5))
+        ("KVW-TR-03", P, FrameType.SEGMENT, control.SegmentBody(number, BOX, 5))
         for number in (1, 2, 4, 65_536)
     ),
     *(
-        ("KVW-TR-04", P, FrameType.COMMIT, Commit(number, True))
+        ("KVW-TR-04", P, FrameType.COMMIT, control.Commit(number, True))
         for number in (0, 1, 3, 65_536)
     ),
     *(
-        ("KVW-TR-05", C, FrameType.SEGMENT_ACK, SegmentAck(numbers))
+        ("KVW-TR-05", C, FrameType.SEGMENT_ACK, control.SegmentAck(numbers))
         for numbers in ((1,), (2,), (3,), (65_536,))
     ),
     *(
-        ("KVW-TR-06", C, FrameType.COMMIT_ACK, CommitAck(damaged))
+        ("KVW-TR-06", C, FrameType.COMMIT_ACK, control.CommitAck(damaged))
         for damaged in ((), (1,), (2, 2), (2, 3), (3,))
     ),
-    ("KVW-TR-08", P, FrameType.SEGMENT_ACK, SegmentAck((1,))),
-    ("KVW-TR-08", P, FrameType.COMMIT_ACK, CommitAck(())),
-    ("KVW-TR-08", C, FrameType.AGREE, Agree(b"", (1,))),
+    ("KVW-TR-08", P, FrameType.SEGMENT_ACK, control.SegmentAck((1,))),
+    ("KVW-TR-08", P, FrameType.COMMIT_ACK, control.CommitAck(())),
+    ("KVW-TR-08", C, FrameType.AGREE, control.Agree(b"", (1,))),
 ]
 PAYLOADS = [
     *(("KVW-TR-07", segment, 0, 1) for segment in (3, 2**32 - 1)),
@@ -203,7 +181,7 @@ def test_what_breaks_a_rule() -> None:
         )
         expect_broken(m.pair, m.consumer, rule)
     m = moved()
-    m.consumer.forge(FrameType.OPEN, Open(b"b", False, 0, b"", (1,)), request=2)
+    m.consumer.forge(FrameType.OPEN, control.Open(b"b", False, 0, b"", (1,)), request=2)
     expect_broken(m.pair, m.producer, "KVW-TR-08")
 
 
@@ -211,12 +189,12 @@ def test_what_breaks_a_rule() -> None:
 @pytest.mark.parametrize(
     ("rule", "frame_type", "body"),
     [
-        ("KVW-TR-03", FrameType.SEGMENT, SegmentBody(3, BOX, 5)),
-        ("KVW-TR-04", FrameType.COMMIT, Commit(2, True)),
+        ("KVW-TR-03", FrameType.SEGMENT, control.SegmentBody(3, BOX, 5)),
+        ("KVW-TR-04", FrameType.COMMIT, control.Commit(2, True)),
     ],
 )
 def test_after_its_commit_a_transfer_grows_no_more(
-    rule: str, frame_type: FrameType, body: Body
+    rule: str, frame_type: FrameType, body: control.Body
 ) -> None:
     """While a segment is under way, so the transfer still moves."""
     m = one_landed(sent=False)
@@ -231,7 +209,7 @@ def test_settled_before_the_commit() -> None:
     m = moved()
     m.mark(b"x")
     m.pair.run()
-    m.consumer.forge(FrameType.COMMIT_ACK, CommitAck(()), request=1)
+    m.consumer.forge(FrameType.COMMIT_ACK, control.CommitAck(()), request=1)
     expect_broken(m.pair, m.producer, "KVW-TR-06")
 
 
@@ -258,7 +236,7 @@ def test_agreeing_with_oneself() -> None:
     """The asker does not answer."""
     pair = ConnectionPair()
     ask(pair.client)
-    pair.client.forge(FrameType.AGREE, Agree(b""), request=1)
+    pair.client.forge(FrameType.AGREE, control.Agree(b""), request=1)
     expect_broken(pair, pair.server, "KVW-TR-02")
 
 
@@ -299,7 +277,7 @@ def test_a_damaged_segment(committed_first: bool, brief: bool) -> None:
         m.commit()
     expect_fine(m.pair)
     m.pair.advance(LAST_WORD_DELAY_S)
-    said = [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    said = [e.numbers for e in events_of(m.producer, events.SegmentsAcknowledged)]
     assert sorted(itertools.chain(*said)) == [1, 3]
     for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
         assert peer.error(request) is None
@@ -321,7 +299,7 @@ def test_three_frames_after_the_answer(pull: bool) -> None:
     assert m.names == ["COMMIT_ACK"]
     expect_fine(m.pair)
     assert m.content(1) == b"x" * 100
-    assert not events_of(m.producer, SegmentsAcknowledged)  # the end says it
+    assert not events_of(m.producer, events.SegmentsAcknowledged)  # the end says it
     assert m.producer.error(m.outgoing) is None
     m.pair.advance(LAST_WORD_DELAY_S)
     for peer in (m.producer, m.consumer):
@@ -334,7 +312,7 @@ def test_all_has_landed_before_the_link_is_through_with_it() -> None:
     m.producer.slow = True
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
-    (said,) = events_of(m.producer, SegmentsAcknowledged)
+    (said,) = events_of(m.producer, events.SegmentsAcknowledged)
     assert said.numbers == (1,)
     assert m.outgoing not in m.producer.done
     m.producer.complete()
@@ -356,7 +334,7 @@ def test_the_last_word_rides_on_the_next_transfer(pull: bool) -> None:
     expect_fine(m.pair)
     if pull:
         assert not m.over()
-        answerer = events_of(m.pair.server, TransferOpened)[-1].request
+        answerer = events_of(m.pair.server, events.TransferOpened)[-1].request
         m.pair.server.core.transfers.agree(answerer, b"")
         m.pair.server.collect()
         expect_fine(m.pair)
@@ -374,7 +352,7 @@ def test_as_many_last_words_as_can_ride(monkeypatch: pytest.MonkeyPatch) -> None
     m = moved(brief=True)
     other = ask(m.pair.client)
     expect_fine(m.pair)
-    answerer = events_of(m.pair.server, TransferOpened)[-1].request
+    answerer = events_of(m.pair.server, events.TransferOpened)[-1].request
     m.pair.server.core.transfers.agree(answerer, b"")
     m.pair.server.collect()
     expect_fine(m.pair)
@@ -400,7 +378,9 @@ def test_memory_of_a_transfer_that_is_over() -> None:
     arrival = m.consumer.header(header)
     assert arrival is not None
     m.pair.deliver(m.producer)
-    m.consumer.core.refuse(m.incoming, RequestCancelled("x"), WireCode.CANCELLED)
+    m.consumer.core.refuse(
+        m.incoming, errors.RequestCancelled("x"), errors.WireCode.CANCELLED
+    )
     late = m.consumer.lend(100)
     m.consumer.core.transfers.place(marked[0], late)
     m.consumer.collect()
@@ -408,7 +388,7 @@ def test_memory_of_a_transfer_that_is_over() -> None:
     assert m.targets[1] in m.consumer.memory
     m.consumer.body(arrival, body)
     assert m.targets[1] in m.consumer.freed
-    assert events_of(m.consumer, SegmentLanded) == []
+    assert events_of(m.consumer, events.SegmentLanded) == []
     expect_fine(m.pair)
 
 
@@ -419,7 +399,7 @@ def test_who_was_answered_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         request = ask(pair.client)
         expect_fine(pair)
-        answerer = events_of(pair.server, TransferOpened)[-1].request
+        answerer = events_of(pair.server, events.TransferOpened)[-1].request
         pair.server.core.transfers.agree(answerer, b"")
         pair.server.collect()
         expect_fine(pair)
@@ -436,11 +416,11 @@ def test_refused_before_it_was_answered(pull: bool) -> None:
     """The asker learns why."""
     m = Moved(ConnectionPair(), pull)
     m.pair.server.core.refuse(
-        m.answerer, RequestCancelled("not here"), WireCode.CANCELLED
+        m.answerer, errors.RequestCancelled("not here"), errors.WireCode.CANCELLED
     )
     m.pair.server.collect()
     expect_fine(m.pair)
-    expect_error(m.pair.client, m.asker, PeerCancelled)
+    expect_error(m.pair.client, m.asker, errors.PeerCancelled)
     assert "not here" in str(m.pair.client.error(m.asker))
     m.pair.server.core.transfers.agree(m.answerer, b"")
     m.pair.server.collect()
@@ -473,7 +453,7 @@ def test_an_end_between_a_mark_and_its_bytes() -> None:
     m.mark(b"x")
     m.pair.run()
     assert m.consumer.ended is not None
-    assert not events_of(m.consumer, SegmentLanded)
+    assert not events_of(m.consumer, events.SegmentLanded)
 
 
 def test_the_last_word_of_a_connection_that_is_aborted() -> None:
@@ -481,7 +461,7 @@ def test_the_last_word_of_a_connection_that_is_aborted() -> None:
     m = moved(brief=True)
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
-    m.producer.core.fail(ConnectionLost("enough"))
+    m.producer.core.fail(errors.ConnectionLost("enough"))
     m.producer.collect()
     assert m.names == ["FIN"]
     m.pair.deliver(m.producer)
@@ -498,7 +478,7 @@ def test_closing_ends_what_nobody_has_answered() -> None:
     m.mark(b"x")
     pair.server.close()
     pair.run()
-    expect_error(pair.client, waiting, ClosedOK)
+    expect_error(pair.client, waiting, errors.ClosedOK)
     assert m.outgoing not in pair.client.done
     m.commit()
     expect_fine(pair)

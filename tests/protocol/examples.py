@@ -11,22 +11,7 @@ import zlib
 
 import msgspec
 
-from tests.protocol.raw_client import (
-    CHECKED,
-    DATA,
-    OPEN,
-    PING,
-    SEAL_BYTES,
-    SEALED,
-    SEGMENT,
-    RawCache,
-    Side,
-    derive,
-    header,
-    key_id,
-    payload_check,
-    seal,
-)
+from tests.protocol import raw_client as raw
 from tests.protocol.raw_plan import Box, Share, plan_digest, plan_text
 from tests.support.tree import ROOT
 
@@ -37,7 +22,7 @@ WHOLE: Box = (0, 0, 2, 0, 3)
 _LINE_BYTES = 24
 
 
-def sides() -> tuple[Side, Side]:
+def sides() -> tuple[raw.Side, raw.Side]:
     """A producer with two blocks of 4 tokens and a consumer with three of 2."""
     shares = []
     for size, blocks, order in (
@@ -59,9 +44,9 @@ def sides() -> tuple[Side, Side]:
             "model_layers": 2,
         }
         pairs = [(name, str(value)) for name, value in spec.items()]
-        shares.append(RawCache(Share("kv", pairs, order, blocks, 6), range(3), 3))
-    producer = Side(id=b"sx", cache=shares[0], producer=True, end=b"producer")
-    consumer = Side(id=b"sx", cache=shares[1], producer=False, end=b"consumer")
+        shares.append(raw.RawCache(Share("kv", pairs, order, blocks, 6), range(3), 3))
+    producer = raw.Side(id=b"sx", cache=shares[0], producer=True, end=b"producer")
+    consumer = raw.Side(id=b"sx", cache=shares[1], producer=False, end=b"consumer")
     return producer, consumer
 
 
@@ -83,18 +68,18 @@ def named(page: str) -> list[str]:
 
 def _frames() -> str:
     ping = msgspec.msgpack.encode([7])
-    checked = header(PING, CHECKED, 5, len(ping), 0, 0, 0, zlib.crc32(ping))
-    sealed = header(PING, SEALED, 5, len(ping) + SEAL_BYTES)
-    key = derive(KEY, NONCES, "seal client")
-    place = (1, 2, 65_536, payload_check(b"kvwire"))
+    checked = raw.header(raw.PING, raw.CHECKED, 5, len(ping), 0, 0, 0, zlib.crc32(ping))
+    sealed = raw.header(raw.PING, raw.SEALED, 5, len(ping) + raw.SEAL_BYTES)
+    key = raw.derive(KEY, NONCES, "seal client")
+    place = (1, 2, 65_536, raw.payload_check(b"kvwire"))
     return _listed(
         ("PING 7, the sixth frame of its direction", checked + ping),
-        ("DATA `kvwire`", header(DATA, CHECKED, 6, 6, *place) + b"kvwire"),
-        ("key id", key_id(KEY)),
-        ("server proof key", derive(KEY, NONCES, "server proof")),
-        ("server proof key in loopback mode", derive(b"", NONCES, "server proof")),
+        ("DATA `kvwire`", raw.header(raw.DATA, raw.CHECKED, 6, 6, *place) + b"kvwire"),
+        ("key id", raw.key_id(KEY)),
+        ("server proof key", raw.derive(KEY, NONCES, "server proof")),
+        ("server proof key in loopback mode", raw.derive(b"", NONCES, "server proof")),
         ("seal key of the client", key),
-        ("the same PING, sealed", sealed + ping + seal(key, 5, sealed, ping)),
+        ("the same PING, sealed", sealed + ping + raw.seal(key, 5, sealed, ping)),
     )
 
 
@@ -110,8 +95,10 @@ def _transfer() -> str:
         for e in group.elements(WHOLE)
     ]
     mark = msgspec.msgpack.encode((1, WHOLE, group.nbytes(WHOLE)))
-    asked = header(OPEN, CHECKED, 4, len(ask), 1, 0, 0, zlib.crc32(ask))
-    marked = header(SEGMENT, CHECKED, 3, len(mark), 1, 0, 0, zlib.crc32(mark))
+    asked = raw.header(raw.OPEN, raw.CHECKED, 4, len(ask), 1, 0, 0, zlib.crc32(ask))
+    marked = raw.header(
+        raw.SEGMENT, raw.CHECKED, 3, len(mark), 1, 0, 0, zlib.crc32(mark)
+    )
     return (
         _listed(
             ("the consumer's description", opened),

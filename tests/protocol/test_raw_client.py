@@ -10,20 +10,7 @@ import pytest
 
 import kvwire
 from kvwire.security.keys import read_key_file, write_key_file
-from tests.protocol.raw_client import (
-    AUTHENTICATION,
-    CANCELLED,
-    COMMIT_ACK,
-    FAIL,
-    OPEN,
-    PROFILE,
-    RawLink,
-    Refused,
-    Side,
-    ask,
-    consume,
-    produce,
-)
+from tests.protocol import raw_client as raw
 from tests.protocol.raw_plan import Misfit
 from tests.protocol.world import (
     LAYERS,
@@ -63,10 +50,10 @@ def published(w: World, ours: Ours, **more: Any) -> kvwire.Outgoing:
     return out
 
 
-async def pulled(w: World, side: Side, request: int = 1) -> None:
+async def pulled(w: World, side: raw.Side, request: int = 1) -> None:
     """Ask for it, and receive it."""
-    await ask(w.link, side, request)
-    await consume(w.link, side, request)
+    await raw.ask(w.link, side, request)
+    await raw.consume(w.link, side, request)
 
 
 @every_shape
@@ -83,7 +70,7 @@ async def test_kvwire_sends(
         out.finish()
         side = theirs.side(producer=False)
         request = await begun(w.link, side, 0 if asked_here else 1)
-        await consume(w.link, side, request)
+        await raw.consume(w.link, side, request)
         assert side.complete
         assert (await out).complete
         assert theirs.values() == stamps()
@@ -101,7 +88,7 @@ async def test_kvwire_receives(
         inc = take("x", ours.cache, ours.ids, tokens=TOKENS)
         side = theirs.side(producer=True)
         request = await begun(w.link, side, 0 if asked_here else 1)
-        await produce(w.link, side, request, layers_of(side))
+        await raw.produce(w.link, side, request, layers_of(side))
         assert (await inc).complete
         assert ours.values() == stamps()
 
@@ -115,7 +102,7 @@ async def test_segments_of_several_chunks(produces: bool) -> None:
         if produces:
             inc, side = await expected(w, ours, theirs)
             box = (0, 0, LAYERS, 0, side.groups[0].granules)
-            await produce(w.link, side, 1, [box])
+            await raw.produce(w.link, side, 1, [box])
             assert (await inc).complete
         else:
             published(w, ours)
@@ -136,9 +123,9 @@ async def test_with_a_key(tmp_path: Path) -> None:
         side = theirs.side(producer=False)
         await pulled(w, side)
         assert theirs.values() == stamps()
-        with pytest.raises(Refused) as refused:
-            await RawLink.connect(w.address.host, w.address.port, psk=bytes(32))
-        assert refused.value.code == AUTHENTICATION
+        with pytest.raises(raw.Refused) as refused:
+            await raw.RawLink.connect(w.address.host, w.address.port, psk=bytes(32))
+        assert refused.value.code == raw.AUTHENTICATION
 
 
 @pytest.mark.parametrize("claims", [False, True])
@@ -147,7 +134,7 @@ async def test_kvwire_receives_a_part(claims: bool) -> None:
     async with world() as w:
         ours = Ours()
         inc, side = await expected(w, ours, Theirs())
-        await produce(w.link, side, 1, layers_of(side)[:1], complete=claims)
+        await raw.produce(w.link, side, 1, layers_of(side)[:1], complete=claims)
         outcome = await inc
         assert not outcome.complete
         assert not outcome.landed
@@ -176,7 +163,7 @@ async def test_a_damaged_chunk() -> None:
         ours = Ours()
         inc, side = await expected(w, ours, Theirs())
         boxes = layers_of(side)
-        await produce(w.link, side, 1, boxes, spoiled=[2])
+        await raw.produce(w.link, side, 1, boxes, spoiled=[2])
         assert (side.landed, side.damaged) == (boxes[:1], boxes[1:])
         outcome = await inc
         assert not outcome.landed
@@ -204,9 +191,9 @@ async def test_kvwire_refuses(description: bytes, named: str) -> None:
     async with world() as w:
         ours = Ours()
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
-        w.link.send(OPEN, b"sx", True, 0, description, request=1)
+        w.link.send(raw.OPEN, b"sx", True, 0, description, request=1)
         frame = await w.link.receive()
-        assert (frame.type, frame.fields[0]) == (FAIL, PROFILE)
+        assert (frame.type, frame.fields[0]) == (raw.FAIL, raw.PROFILE)
         assert named in frame.fields[1]
         out.abort()
         assert not (await out).landed
@@ -230,9 +217,9 @@ async def test_too_late() -> None:
         ours, theirs = Ours(), Theirs()
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
         out.abort("not needed")
-        with pytest.raises(Refused, match="not needed") as refused:
-            await ask(w.link, theirs.side(producer=False), 1)
-        assert refused.value.code == CANCELLED
+        with pytest.raises(raw.Refused, match="not needed") as refused:
+            await raw.ask(w.link, theirs.side(producer=False), 1)
+        assert refused.value.code == raw.CANCELLED
 
 
 @pytest.mark.parametrize("produces", [False, True])
@@ -247,8 +234,8 @@ async def test_only_what_the_consumer_lacks(produces: bool) -> None:
             held = [HASHES[1], HASHES[4]]
             inc = w.ours.expect("x", ours.cache, ours.ids, have=held, **lists)
             side = theirs.side(producer=True, hashes={"kv": HASHES})
-            await ask(w.link, side, 1)
-            await produce(w.link, side, 1, layers_of(side))
+            await raw.ask(w.link, side, 1)
+            await raw.produce(w.link, side, 1, layers_of(side))
             assert (await inc).complete
         else:
             out = published(w, ours, hashes=HASHES)
@@ -278,9 +265,9 @@ async def test_other_hashes_are_refused() -> None:
             "x", ours.cache, ours.ids, tokens=TOKENS, hashes=HASHES[::-1]
         )
         side = theirs.side(producer=False, hashes={"kv": HASHES})
-        with pytest.raises(Refused, match="hashes") as refused:
-            await ask(w.link, side, 1)
-        assert refused.value.code == PROFILE
+        with pytest.raises(raw.Refused, match="hashes") as refused:
+            await raw.ask(w.link, side, 1)
+        assert refused.value.code == raw.PROFILE
         out.abort()
 
 
@@ -309,16 +296,16 @@ async def test_a_lost_link() -> None:
         out = w.ours.publish("x", ours.cache, ours.ids, tokens=TOKENS)
         out.ready(layers=0)
         side = theirs.side(producer=False)
-        await ask(w.link, side, 1)
-        first = asyncio.ensure_future(consume(w.link, side, 1))
+        await raw.ask(w.link, side, 1)
+        first = asyncio.ensure_future(raw.consume(w.link, side, 1))
         await until(lambda: side.landed)
         first.cancel()
         before = list(side.landed)
         w.link = await lost(w.link, w.address)
-        await ask(w.link, side, 1)
+        await raw.ask(w.link, side, 1)
         out.ready(layers=1)
         out.finish()
-        await consume(w.link, side, 1)
+        await raw.consume(w.link, side, 1)
         assert {box[1] for box in side.landed[len(before) :]} == {1}
         assert (await out).complete
         assert theirs.values() == stamps()
@@ -327,11 +314,11 @@ async def test_a_lost_link() -> None:
 async def test_a_lost_last_word() -> None:
     """COMMIT_ACK never came: it is said on the next connection, and nothing is sent."""
 
-    class Cut(RawLink):
+    class Cut(raw.RawLink):
         """Ends the connection where COMMIT_ACK would be sent."""
 
         def send(self, frame_type: int, *fields: Any, request: int = 0) -> None:
-            if frame_type == COMMIT_ACK:
+            if frame_type == raw.COMMIT_ACK:
                 self.abort()
             else:
                 super().send(frame_type, *fields, request=request)
@@ -341,9 +328,9 @@ async def test_a_lost_last_word() -> None:
         out = published(w, ours)
         side = theirs.side(producer=False)
         cut = await Cut.connect(w.address.host, w.address.port)
-        await ask(cut, side, 1)
+        await raw.ask(cut, side, 1)
         with pytest.raises(EOFError):
-            await consume(cut, side, 1)
+            await raw.consume(cut, side, 1)
         landed = list(side.landed)
         await pulled(w, side)
         assert side.landed == landed
@@ -351,8 +338,8 @@ async def test_a_lost_last_word() -> None:
         assert theirs.values() == stamps()
 
 
-async def lost(link: RawLink, address: kvwire.Address) -> RawLink:
+async def lost(link: raw.RawLink, address: kvwire.Address) -> raw.RawLink:
     """Ends a link without a word, and makes another that takes its place."""
     link.abort()
     resumes = link.digest[:16]
-    return await RawLink.connect(address.host, address.port, resumes=resumes)
+    return await raw.RawLink.connect(address.host, address.port, resumes=resumes)

@@ -19,21 +19,13 @@ from kvwire.transfers.dedup import digest
 from kvwire.transfers.description import pack_have
 from tests.kv.reference import walk_elements
 from tests.kv.scenarios import Scenario, scenarios
-from tests.protocol.raw_plan import (
-    ITEM_BYTES,
-    Misfit,
-    Share,
-    bitmap,
-    carried,
-    hashes_digest,
-    plan_digest,
-)
+from tests.protocol import raw_plan as plans
 
 
-def shares(geometry: Geometry) -> list[Share]:
+def shares(geometry: Geometry) -> list[plans.Share]:
     """What kvwire says of one side, as the client reads it."""
     encoded: Any = geometry.encoded
-    return [Share(*group) for group in encoded]
+    return [plans.Share(*group) for group in encoded]
 
 
 @settings(max_examples=40)
@@ -47,8 +39,8 @@ def test_any_two_sides_have_the_plan_of_the_page(
     plan, _ = scenario.plans({"kv": np.array(bits, np.bool_)})
     producer = shares(scenario.producer.geometry())
     consumer = shares(scenario.consumer.geometry())
-    (group,) = groups = carried(producer, consumer, {"kv": bitmap(bits)})
-    assert plan_digest(groups) == plan.digest
+    (group,) = groups = plans.carried(producer, consumer, {"kv": plans.bitmap(bits)})
+    assert plans.plan_digest(groups) == plan.digest
     layer = data.draw(st.sampled_from(group.layers))
     granule = data.draw(st.integers(0, group.granules - 1))
     box = (
@@ -84,8 +76,11 @@ def test_several_groups() -> None:
     plan = TransferPlan(
         *(caches[0], lists[0], ends[1], PlanSide.PRODUCER), tokens=4, have=have
     )
-    packed = {"window": bitmap([True, False])}
-    assert plan_digest(carried(shares(ends[0]), shares(ends[1]), packed)) == plan.digest
+    packed = {"window": plans.bitmap([True, False])}
+    assert (
+        plans.plan_digest(plans.carried(shares(ends[0]), shares(ends[1]), packed))
+        == plan.digest
+    )
 
 
 def _geometry(tokens: int | None, blocks: int, **spec: Any) -> Geometry:
@@ -110,9 +105,9 @@ def test_what_does_not_fit() -> None:
         _geometry(16, 4),
     ]:
         mine = _geometry(8, 2)
-        carried(shares(other), shares(other), {})
-        with pytest.raises(Misfit):
-            carried(shares(mine), shares(other), {})
+        plans.carried(shares(other), shares(other), {})
+        with pytest.raises(plans.Misfit):
+            plans.carried(shares(mine), shares(other), {})
         with pytest.raises(ProfileMismatch):
             negotiate(mine, other)
 
@@ -128,8 +123,8 @@ def test_what_does_not_fit() -> None:
 )
 def test_hashes(hashes: dict[str, list[bytes]]) -> None:
     """A digest of all of them, with what keeps them apart."""
-    assert hashes_digest(hashes) == digest(hashes)
-    assert hashes_digest({}) == digest({}) == b""
+    assert plans.hashes_digest(hashes) == digest(hashes)
+    assert plans.hashes_digest({}) == digest({}) == b""
 
 
 @settings(max_examples=20)
@@ -137,9 +132,9 @@ def test_hashes(hashes: dict[str, list[bytes]]) -> None:
 def test_bits_of_have(bits: list[bool]) -> None:
     """The first block is the lowest bit."""
     packed = pack_have({"kv": np.array(bits)})
-    assert dict(packed) == ({"kv": bitmap(bits)} if any(bits) else {})
+    assert dict(packed) == ({"kv": plans.bitmap(bits)} if any(bits) else {})
 
 
 def test_element_types() -> None:
     """The same names and sizes."""
-    assert ITEM_BYTES == DTYPE_BYTES
+    assert plans.ITEM_BYTES == DTYPE_BYTES

@@ -10,14 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, RequestCancelled, UsageError, WireCode
-from kvwire.proto.events import (
-    SegmentLanded,
-    SegmentMarked,
-    SegmentsAcknowledged,
-    TransferAgreed,
-    TransferOpened,
-    TransferSettled,
-)
+from kvwire.proto import events
 from kvwire.proto.records import TransferRecord
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
@@ -105,18 +98,18 @@ class KVApp:
         """Deal with an event of the core that speaks of a transfer."""
         judge = self._world.judge
         match event:
-            case TransferOpened(request=request):
+            case events.TransferOpened(request=request):
                 self._opened(endpoint, request)
-            case TransferAgreed(request=request):
+            case events.TransferAgreed(request=request):
                 _ask(request)
-            case SegmentMarked(segment=segment):
+            case events.SegmentMarked(segment=segment):
                 self._marked(endpoint, _ask(segment.request), event)
-            case SegmentLanded(segment=segment):
+            case events.SegmentLanded(segment=segment):
                 judge.kv.segment_landed(_ask(segment.request), segment)
-            case SegmentsAcknowledged(request=request, numbers=numbers):
+            case events.SegmentsAcknowledged(request=request, numbers=numbers):
                 judge.kv.acknowledged(_ask(request), numbers)
             case _:
-                assert isinstance(event, TransferSettled), event
+                assert isinstance(event, events.TransferSettled), event
                 judge.kv.settled(_ask(event.request))
 
     def over(self, ask: Ask) -> None:
@@ -154,7 +147,9 @@ class KVApp:
             return
         core.transfers.agree(ask.core, _DESCRIPTION)
 
-    def _marked(self, endpoint: Endpoint, ask: Ask, event: SegmentMarked) -> None:
+    def _marked(
+        self, endpoint: Endpoint, ask: Ask, event: events.SegmentMarked
+    ) -> None:
         segment = event.segment
         part = Part(self._world.judge.kv.serial_of(ask, segment), segment.nbytes)
         part.buffer, part.lease = self._node.lend(segment.nbytes, writable=True)

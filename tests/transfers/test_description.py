@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire import KVSpec, PagedCache, ProfileMismatch, UsageError
+from kvwire import KVSpec, PagedCache, ProfileMismatch, UsageError, limits
 from kvwire.kv.geometry import Geometry, describe
-from kvwire.limits import (
-    DESCRIPTION_BYTES_MAX,
-    KV_GROUPS_MAX,
-    LANDED_BOXES_MAX,
-    PROFILE_FIELDS_MAX,
-    TRANSFER_ID_BYTES_MAX,
-)
 from kvwire.transfers.description import (
     ENDPOINT_ID_BYTES,
     TransferOffer,
@@ -106,7 +99,7 @@ def test_a_name_that_is_no_text() -> None:
         {"plan": bytes(17)},
         {"landed": ((0, 0, 1, 0, 2**32),)},
         {"landed": ((0, 0, 1, 0, -1),)},
-        {"landed": ((0, 0, 1, 0, 1),) * (LANDED_BOXES_MAX + 1)},
+        {"landed": ((0, 0, 1, 0, 1),) * (limits.LANDED_BOXES_MAX + 1)},
         {"settled": 1},
     ],
     ids=lambda change: next(iter(change)),
@@ -128,8 +121,8 @@ def test_a_geometry_out_of_range_names_the_peer() -> None:
 
 def test_room_is_kept_for_what_will_have_landed() -> None:
     """A description that fits now fits with any boxes after a lost link as well."""
-    worst = ((2**32 - 1,) * 5,) * LANDED_BOXES_MAX
-    low, high = 1, 8 * DESCRIPTION_BYTES_MAX
+    worst = ((2**32 - 1,) * 5,) * limits.LANDED_BOXES_MAX
+    low, high = 1, 8 * limits.DESCRIPTION_BYTES_MAX
     while low + 1 < high:
         blocks = (low + high) // 2
         have = (("kv", b"\xff" * blocks),)
@@ -140,10 +133,10 @@ def test_room_is_kept_for_what_will_have_landed() -> None:
             high = blocks
     assert low > 16_000, "bitmaps of 128,000 blocks fit"
     largest = Fields().made(have=(("kv", b"\xff" * low),), landed=worst)
-    assert len(largest.encode()) <= DESCRIPTION_BYTES_MAX
+    assert len(largest.encode()) <= limits.DESCRIPTION_BYTES_MAX
     with pytest.raises(UsageError, match="move fewer blocks at once"):
         Fields().made(have=(("kv", b"\xff" * high),)).encode()
-    assert DESCRIPTION_BYTES_MAX + TRANSFER_ID_BYTES_MAX < 64 * 1024
+    assert limits.DESCRIPTION_BYTES_MAX + limits.TRANSFER_ID_BYTES_MAX < 64 * 1024
 
 
 @pytest.mark.parametrize(
@@ -175,9 +168,9 @@ def test_the_answer_s_plan_must_be_ours() -> None:
 def test_lists_that_are_longer_than_any_cache_needs(where: str) -> None:
     """They would be read each time that the question is asked again."""
     group: Any = ["kv", [["name", "value"]], "order", 1, None]
-    geometry = [group] * (KV_GROUPS_MAX + 1)
+    geometry = [group] * (limits.KV_GROUPS_MAX + 1)
     if where != "groups":
-        group[1] *= PROFILE_FIELDS_MAX + 1
+        group[1] *= limits.PROFILE_FIELDS_MAX + 1
         geometry = [group]
     with pytest.raises(ProfileMismatch, match="of length <="):
         TransferOffer.decode(msgspec.msgpack.encode([geometry, END]))

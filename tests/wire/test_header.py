@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire import limits
 from kvwire.errors import FrameTooLarge, MalformedFrame, ProtocolError, UnexpectedFrame
-from kvwire.limits import (
-    CHUNK_BYTES_MAX,
-    CONTROL_BODY_BYTES_MAX,
-    EAGER_BYTES_MAX,
-    HANDSHAKE_BODY_BYTES,
-    HEADER_BYTES,
-    SEAL_BYTES,
-)
 from kvwire.wire.header import (
     FIRST_PAYLOAD_TYPE,
     HANDSHAKE_TYPES,
@@ -30,29 +23,29 @@ from kvwire.wire.header import (
 
 # Written out here once more, from the document and not from the code.
 LARGEST = {
-    FrameType.HELLO: HANDSHAKE_BODY_BYTES,
-    FrameType.ACCEPT: HANDSHAKE_BODY_BYTES,
-    FrameType.CONFIRM: HANDSHAKE_BODY_BYTES,
-    FrameType.REFUSE: HANDSHAKE_BODY_BYTES + SEAL_BYTES,
-    FrameType.OFFER: CONTROL_BODY_BYTES_MAX,
-    FrameType.CHOICE: CONTROL_BODY_BYTES_MAX,
+    FrameType.HELLO: limits.HANDSHAKE_BODY_BYTES,
+    FrameType.ACCEPT: limits.HANDSHAKE_BODY_BYTES,
+    FrameType.CONFIRM: limits.HANDSHAKE_BODY_BYTES,
+    FrameType.REFUSE: limits.HANDSHAKE_BODY_BYTES + limits.SEAL_BYTES,
+    FrameType.OFFER: limits.CONTROL_BODY_BYTES_MAX,
+    FrameType.CHOICE: limits.CONTROL_BODY_BYTES_MAX,
     FrameType.LANE_OPEN: 8 * 1024 + 1024,
     FrameType.LANE_CLOSE: 9 * 256 + 1024,
     FrameType.LANE_DATA: 32 * 1024 + 128,
-    FrameType.OPEN: CONTROL_BODY_BYTES_MAX,
-    FrameType.AGREE: CONTROL_BODY_BYTES_MAX,
+    FrameType.OPEN: limits.CONTROL_BODY_BYTES_MAX,
+    FrameType.AGREE: limits.CONTROL_BODY_BYTES_MAX,
     FrameType.SEGMENT_ACK: 5 * 1024 + 64,
-    FrameType.COMMIT_ACK: CONTROL_BODY_BYTES_MAX,
-    FrameType.MESSAGE: EAGER_BYTES_MAX,
+    FrameType.COMMIT_ACK: limits.CONTROL_BODY_BYTES_MAX,
+    FrameType.MESSAGE: limits.EAGER_BYTES_MAX,
     FrameType.MARKED_DATA: 16 * 1024 * 1024,
-    FrameType.DATA: CHUNK_BYTES_MAX,
+    FrameType.DATA: limits.CHUNK_BYTES_MAX,
 }
-SMALL_CONTROL = 1024 + SEAL_BYTES
+SMALL_CONTROL = 1024 + limits.SEAL_BYTES
 
 
 def smallest(frame_type: FrameType) -> int:
     if frame_type in HANDSHAKE_TYPES:
-        return HANDSHAKE_BODY_BYTES
+        return limits.HANDSHAKE_BODY_BYTES
     return 0 if frame_type == FrameType.MESSAGE else 1
 
 
@@ -114,7 +107,7 @@ def test_what_is_written_is_read(header: Header) -> None:
         header.offset,
         header.payload_check,
     )
-    assert len(raw) == HEADER_BYTES
+    assert len(raw) == limits.HEADER_BYTES
     for view in (raw, bytearray(raw), memoryview(raw)):
         assert decode_header(view) == header
 
@@ -139,7 +132,7 @@ def test_every_flipped_bit_is_seen() -> None:
     """Goal R2: each of the 256 bits of a header, the bits of the check included."""
     for frame_type in FrameType:
         raw = example(frame_type)
-        for bit in range(8 * HEADER_BYTES):
+        for bit in range(8 * limits.HEADER_BYTES):
             expect_refused(flipped(raw, bit), "KVW-HD-01")
     # Nothing of a damaged header is believed, not even that its type is unknown.
     unknown = encode_header(0xEE, 0xFF, 0, 2**32 - 1)
@@ -159,7 +152,7 @@ def test_every_burst_is_seen() -> None:
     for _ in range(10_000):
         burst = chance.randrange(1, 2**32) << chance.randrange(0, 8 * 28 - 32)
         with pytest.raises(MalformedFrame):
-            decode_header((raw ^ burst).to_bytes(HEADER_BYTES, "little"))
+            decode_header((raw ^ burst).to_bytes(limits.HEADER_BYTES, "little"))
 
 
 @pytest.mark.rule("KVW-HD-02", "breaks")

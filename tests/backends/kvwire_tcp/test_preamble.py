@@ -7,36 +7,28 @@ import hmac
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire_tcp.preamble import (
-    MAGIC,
-    NONCE_BYTES,
-    PREAMBLE_BYTES,
-    answer_to,
-    is_preamble,
-    is_proof,
-    make_preamble,
-)
+from kvwire_tcp import preamble
 
-SECRET, NONCE = bytes(range(32)), bytes(range(100, 100 + NONCE_BYTES))
-PREAMBLE = make_preamble(SECRET, 3, NONCE)
+SECRET, NONCE = bytes(range(32)), bytes(range(100, 100 + preamble.NONCE_BYTES))
+PREAMBLE = preamble.make_preamble(SECRET, 3, NONCE)
 
 
 @given(st.binary(min_size=8, max_size=32))
 def test_other_bytes_are_none(header: bytes) -> None:
-    assert is_preamble(memoryview(header)) == (header[:8] == MAGIC)
+    assert preamble.is_preamble(memoryview(header)) == (header[:8] == preamble.MAGIC)
 
 
 def test_it_proves_one_lane_only() -> None:
-    assert is_proof(PREAMBLE, SECRET, 3)
-    assert not is_proof(PREAMBLE, SECRET, 4)
-    assert not is_proof(PREAMBLE, bytes(32), 3)
+    assert preamble.is_proof(PREAMBLE, SECRET, 3)
+    assert not preamble.is_proof(PREAMBLE, SECRET, 4)
+    assert not preamble.is_proof(PREAMBLE, bytes(32), 3)
 
 
-@given(st.integers(0, PREAMBLE_BYTES * 8 - 1))
+@given(st.integers(0, preamble.PREAMBLE_BYTES * 8 - 1))
 def test_every_bit_of_it_is_covered(bit: int) -> None:
     changed = bytearray(PREAMBLE)
     changed[bit // 8] ^= 1 << bit % 8
-    assert not is_proof(bytes(changed), SECRET, 3)
+    assert not preamble.is_proof(bytes(changed), SECRET, 3)
 
 
 def test_the_layout_is_that_of_the_protocol_page() -> None:
@@ -47,4 +39,4 @@ def test_the_layout_is_that_of_the_protocol_page() -> None:
     fields = b"KVWIRE+L" + (3).to_bytes(8, "little") + prove(b"token", b"")[:16]
     fields += NONCE + bytes(160)
     assert fields + prove(b"client", fields) == PREAMBLE
-    assert prove(b"server", PREAMBLE) == answer_to(PREAMBLE, SECRET)
+    assert prove(b"server", PREAMBLE) == preamble.answer_to(PREAMBLE, SECRET)

@@ -7,17 +7,7 @@ from __future__ import annotations
 
 from kvwire.errors import UsageError
 from kvwire.limits import STORE_KEYS_MAX
-from kvwire.store.server.messages import (
-    Find,
-    Found,
-    StoreDone,
-    Touch,
-    TransferMessage,
-    Welcome,
-    decode_reply,
-    decode_request,
-    encode,
-)
+from kvwire.store.server import messages
 
 
 def run(data: bytes) -> int:
@@ -34,19 +24,19 @@ def run(data: bytes) -> int:
 
 
 def _request(said: bytes) -> None:
-    request = decode_request(said)
-    assert decode_request(encode(request)) == request
-    if isinstance(request, Find | Touch | TransferMessage):
+    request = messages.decode_request(said)
+    assert messages.decode_request(messages.encode(request)) == request
+    if isinstance(request, messages.Find | messages.Touch | messages.TransferMessage):
         assert len(request.names.keys_of("")) == len(request.names)
-    if isinstance(request, TransferMessage):
+    if isinstance(request, messages.TransferMessage):
         request.names.all_in(request.namespace.namespace())
 
 
 def _reply(said: bytes) -> None:
-    reply = decode_reply(said)
-    assert decode_reply(encode(reply)) == reply
-    if isinstance(reply, Found | StoreDone):
+    reply = messages.decode_reply(said)
+    assert messages.decode_reply(messages.encode(reply)) == reply
+    if isinstance(reply, messages.Found | messages.StoreDone):
         assert len(reply.table) <= STORE_KEYS_MAX
-    if isinstance(reply, Welcome):
+    if isinstance(reply, messages.Welcome):
         for text in reply.namespaces:
             text.namespace()

@@ -13,12 +13,7 @@ from kvwire.limits import CHUNK_BYTES_MIN, HEADER_BYTES, KIB
 from kvwire.proto.auth import key_id
 from kvwire.proto.handshake import ClientHandshake, Handshake, Identity, ServerHandshake
 from kvwire.types import Role, TrustMode
-from kvwire.wire.control import (
-    BackendOffer,
-    HandshakeVerdict,
-    TransportChoice,
-    TransportOffer,
-)
+from kvwire.wire import control
 from kvwire.wire.handshake_messages import NONCE_BYTES, ConnectionParameters
 
 Frame = tuple[bytes, bytes]
@@ -92,9 +87,9 @@ def begin(
     In ``mtls`` mode each side is bound to a TLS connection, unless that is b"".
     """
     mine = client or identity("client")
-    offer = TransportOffer(
+    offer = control.TransportOffer(
         name=mine.name,
-        backends=tuple(BackendOffer(backend, 1) for backend in backends),
+        backends=tuple(control.BackendOffer(backend, 1) for backend in backends),
         profile=mine.profile,
     )
     shaking = Shaking(
@@ -112,14 +107,14 @@ def choose_first(server: ServerHandshake) -> None:
     """Answer the client's offer: its first transport is taken."""
     assert server.offer is not None
     verdicts = tuple(
-        HandshakeVerdict(
+        control.HandshakeVerdict(
             backend.name, place == 0, "first" if place == 0 else "not first"
         )
         for place, backend in enumerate(server.offer.backends)
     )
     mine = server.identity
     server.choose(
-        TransportChoice(name=mine.name, verdicts=verdicts, profile=mine.profile)
+        control.TransportChoice(name=mine.name, verdicts=verdicts, profile=mine.profile)
     )
 
 

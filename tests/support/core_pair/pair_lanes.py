@@ -19,13 +19,8 @@ from itertools import count
 from typing import Final
 
 from kvwire.memory.checksum import checksum
+from kvwire.proto import events
 from kvwire.proto.chunks import Chunk, ChunkArrival
-from kvwire.proto.events import (
-    LaneAsked,
-    LaneBootstrapped,
-    LaneClosed,
-    LaneDataReceived,
-)
 from kvwire.types import Role
 from kvwire.wire.header import Flag
 from tests.support.core_pair.handshakes import Frame
@@ -192,17 +187,17 @@ class PairLanes:
     def _on_event(self, peer: Peer, event: LaneEvent) -> None:
         role, lanes = peer.core.agreement.role, peer.core.lanes
         match event:
-            case LaneAsked(lane=number):
+            case events.LaneAsked(lane=number):
                 if self.refuses:
                     peer.core.lane_gone(number, "not today")
                 else:
                     self._add(role, number)
                     lanes.answer(number, b"the server's half")
-            case LaneBootstrapped(lane=number):
+            case events.LaneBootstrapped(lane=number):
                 lanes.ready(number)
-            case LaneClosed(lane=number):
+            case events.LaneClosed(lane=number):
                 self.halves[role, number].ending = True
-            case LaneDataReceived(arrival=arrival, descriptor=descriptor):
+            case events.LaneDataReceived(arrival=arrival, descriptor=descriptor):
                 if lanes.expects(arrival):
                     half = self.halves[role, arrival.lane]
                     half.arriving[int.from_bytes(descriptor, "little")] = arrival
