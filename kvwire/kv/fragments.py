@@ -137,8 +137,15 @@ class Fragments:
 
     def shifted(self, distance: int) -> Fragments:
         """Return the same fragments ``distance`` bytes on; shares lengths."""
-        addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
-        return self._part(addresses, self.lengths, self.starts, self.piece_bytes)
+        return Fragments(
+            self.addresses + np.uint64(distance % 2**64),  # may wrap
+            self.lengths,
+            owner=self.owner,
+            writable=self.writable,
+            device=self.device,
+            starts=self.starts,
+            piece_bytes=self.piece_bytes,
+        )
 
     def selected(self, which: Ids | Bits) -> Fragments:
         """Return the fragments by position or by a mask, as a stream of their own."""

@@ -36,6 +36,29 @@ class Steps:
         self.distances: list[int] | None = behind[:, 0].tolist() if even else None
         self.granule_bytes: int = walk.granule_bytes
         self._known: dict[range, tuple[Ids, int, tuple[int, ...]]] = {}
+        # Of block 0, of all layers.
+        self._block: Fragments | None = None
+
+    def blocks(self, ids: Ids) -> Fragments:
+        """Return where all of some blocks lies, one by one, where each is a granule."""
+        behind = ids * self.memory.strides["block"]
+        if ids.size != 1:
+            return self.fragments(self.walk.layers, behind)
+        if self._block is None:
+            self._block = self.fragments(self.walk.layers, behind - behind)
+        return self._block.shifted(behind.item(0))
+
+    def fragments(self, layers: range, behind: Ids) -> Fragments:
+        """Return where granules lie that are so far behind block 0, merged."""
+        relative, run, shape = self.of(layers)
+        addresses = relative + behind.reshape(shape)
+        return Fragments.uniform(
+            addresses.ravel().view(np.uint64),
+            run,
+            owner=self.memory.owners,
+            writable=self.memory.writable,
+            device=self.memory.device,
+        )
 
     def of(self, layers: range) -> tuple[Ids, int, tuple[int, ...]]:
         """Return addresses less those of blocks, the bytes at each, and a shape.
@@ -104,7 +127,7 @@ class GroupMap:
             distance = self._distance(before, layers) if same == granules else None
             if distance is not None:
                 return fragments.shifted(distance)
-        fragments = self._compute(layers, granules)
+        fragments = self._steps.fragments(layers, self._blocks(granules))
         self._last = layers, granules, fragments
         return fragments
 
@@ -127,17 +150,6 @@ class GroupMap:
         distances = steps.table(layers) - steps.table(before)
         distance = distances[0, 0]
         return int(distance) if (distances == distance).all() else None
-
-    def _compute(self, layers: range, granules: slice) -> Fragments:
-        relative, run, shape = self._steps.of(layers)
-        addresses = relative + self._blocks(granules).reshape(shape)
-        return Fragments.uniform(
-            addresses.ravel().view(np.uint64),
-            run,
-            owner=self.memory.owners,
-            writable=self.memory.writable,
-            device=self.memory.device,
-        )
 
     def _blocks(self, granules: slice) -> Ids:
         """Return how far each wanted granule lies behind block 0."""

@@ -30,7 +30,7 @@ from kvwire.kv.blocks import (
 from kvwire.kv.geometry import Tokens, describe
 from kvwire.kv.landed import Landed
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.plan import TransferPlan
+from kvwire.kv.plan import PlanTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,9 @@ def outcome_of(
     """
     plan = landed.plan
     if landed.complete:
-        return outcome_of_all(plan, timings=timings, layers_grouped=layers_grouped)
+        return outcome_of_all(
+            plan.template, plan.lists, timings, layers_grouped, plan.nbytes
+        )
     here, groups = _divided(landed, [bits for _, bits in reasons])
     return Outcome(
         complete=False,
@@ -134,21 +136,25 @@ def outcome_of(
 
 
 def outcome_of_all(
-    plan: TransferPlan, *, timings: Timings | None = None, layers_grouped: int = 1
+    template: PlanTemplate,
+    lists: Mapping[str, Ids],
+    timings: Timings | None,
+    layers_grouped: int,
+    nbytes: int,
 ) -> Outcome:
     """Return the outcome of a transfer of which everything has landed."""
-    usable_prefix, usable_tokens = plan.template.landed
+    usable_prefix, usable_tokens = template.landed
     return Outcome(
         complete=True,
-        landed=BlockSet(plan.lists),
-        missing=plan.template.missing,
+        landed=BlockSet(lists),
+        missing=template.missing,
         usable_prefix=usable_prefix,
         usable_tokens=usable_tokens,
-        lists=plan.lists,
-        tokens=plan.template.tokens,
+        lists=lists,
+        tokens=template.tokens,
         timings=timings or Timings(),
         layers_grouped=layers_grouped,
-        nbytes=plan.nbytes,
+        nbytes=nbytes,
     )
 
 

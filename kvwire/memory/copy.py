@@ -13,6 +13,7 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import distinct
 from kvwire.kv.fragments import Array, Fragments
+from kvwire.memory import pieces
 from kvwire.memory.buffers import Payload
 from kvwire.memory.pieces import HELD_BYTES, copy_alike, copy_pieces
 
@@ -44,7 +45,7 @@ def copy(source: Payload, destination: Payload) -> None:
             destination[:] = source
             return
         source = as_fragments(source)
-    if not _copied_alike(source, destination):
+    if pieces.compiled is not None or not _copied_alike(source, destination):
         copy_pieces(*paired(source, destination), source.nbytes)
 
 
@@ -73,36 +74,37 @@ def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
 
     At least one of them is fragments.
     """
-    borders = _borders(source, destination)
+    if isinstance(source, Fragments) and (line := _line(destination)) is not None:
+        return source.addresses, source.starts[:-1] + np.uint64(line), source.lengths
+    assert isinstance(destination, Fragments), "two views need no pieces"
+    there = destination
+    if (line := _line(source)) is not None:
+        return there.starts[:-1] + np.uint64(line), there.addresses, there.lengths
+    assert isinstance(source, Fragments)
+    borders = source.starts
+    if not np.array_equal(borders, there.starts):
+        borders = distinct(np.concatenate((borders, there.starts)))
     starts, lengths = borders[:-1], borders[1:] - borders[:-1]
-    return _places(source, starts), _places(destination, starts), lengths
+    return _places(source, starts), _places(there, starts), lengths
 
 
 def _copied_alike(source: Payload, destination: Payload) -> bool:
-    if isinstance(source, memoryview):
-        assert isinstance(destination, Fragments), "not two views"
-        return copy_alike(destination, source, gather=False)
-    if isinstance(destination, memoryview):
-        return copy_alike(source, destination, gather=True)
+    if isinstance(source, Fragments) and (line := _line(destination)) is not None:
+        return copy_alike(source, line, gather=True)
+    if isinstance(destination, Fragments) and (line := _line(source)) is not None:
+        return copy_alike(destination, line, gather=False)
     return False
 
 
-def _borders(source: Payload, destination: Payload) -> Array:
-    """Return where a piece of either side begins, and the total."""
-    if isinstance(source, memoryview):
-        assert isinstance(destination, Fragments), "two views need no pieces"
-        return destination.starts
-    if isinstance(destination, memoryview):
-        return source.starts
-    if np.array_equal(source.starts, destination.starts):
-        return source.starts
-    return distinct(np.concatenate((source.starts, destination.starts)))
-
-
-def _places(payload: Payload, offsets: Array) -> Array:
-    """Return where the bytes at these offsets of a payload lie in memory."""
+def _line(payload: Payload) -> int | None:
+    """Return where a payload begins that lies in one piece."""
     if isinstance(payload, memoryview):
-        return offsets + np.uint64(address_of(payload))
+        return address_of(payload)
+    return payload.addresses.item(0) if payload.addresses.size == 1 else None
+
+
+def _places(payload: Fragments, offsets: Array) -> Array:
+    """Return where the bytes at these offsets of a payload lie in memory."""
     if offsets.size == payload.addresses.size:
         return payload.addresses  # no border of the other side is within a fragment
     index = np.searchsorted(payload.starts, offsets, "right") - 1

@@ -88,17 +88,17 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
             move_some(origin[part], target[part], lengths[part])
 
 
-def copy_alike(pieces: Fragments, line: memoryview, *, gather: bool) -> bool:
-    """Copy pieces that are alike into a view, or the view into them, by NumPy.
+def copy_alike(pieces: Fragments, line: int, *, gather: bool) -> bool:
+    """Copy pieces that are alike to an address, side by side, or from there, by NumPy.
 
     False, and nothing is copied, if it is another case or another way is faster.
     """
     length = pieces.piece_bytes
     few = pieces.lengths.size <= _FEW_PIECES
-    if compiled is not None or few or not 0 < length < _LINE_PIECE_BYTES:
+    if few or not 0 < length < _LINE_PIECE_BYTES:
         return False
     items, places = _items(pieces.addresses, length)
-    beside = np.frombuffer(line, items.dtype)
+    beside = np.asarray(_ArrayView(line, pieces.lengths.size, length, length))
     if gather:
         _move_items(items, places, beside, None)
     else:

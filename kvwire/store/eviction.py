@@ -105,6 +105,9 @@ class LruQueue(EvictionQueue):
         self._list.update(zip(names, slots.tolist(), strict=True))
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
+        if count == 1 and self._list:
+            key, slot = self._list.popitem(last=False)
+            return np.array((key,), np.object_), np.array((slot,), np.int64)
         return _popped(self._list, count)
 
     def remove(self, keys: Keys, slots: Ids) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvwire.kv.fragments import Fragments
+from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.copy import copy
 from kvwire.store.index import Keys, Orders
 
@@ -27,17 +28,25 @@ def images_at(
     addresses: npt.NDArray[np.uint64], nbytes: int, owner: npt.NDArray[np.uint8]
 ) -> Fragments:
     """Return the images of ``nbytes`` that begin at these addresses of an array."""
-    count = addresses.size
-    lengths = np.empty(count, np.uint64)
-    lengths.fill(nbytes)
+    lengths, starts = rows(addresses.size, nbytes)
     return Fragments(
         addresses,
         lengths,
         owner=owner,
         writable=owner.flags.writeable,
-        starts=np.arange(0, count * nbytes + 1, nbytes, dtype=np.uint64),
+        starts=starts,
         piece_bytes=nbytes,
     )
+
+
+# Calls of a store are mostly of a few sizes, and nobody writes to these.
+@lru_cache(32)
+def rows(count: int, nbytes: int) -> tuple[Array, Array]:
+    """Return the lengths of so many images, and where each begins in a stream."""
+    starts = np.arange(0, count * nbytes + 1, nbytes, dtype=np.uint64)
+    lengths = starts[1:] - starts[:-1]
+    lengths.flags.writeable = starts.flags.writeable = False
+    return lengths, starts
 
 
 def views_of(images: Fragments) -> list[memoryview]:
@@ -51,14 +60,14 @@ def views_of(images: Fragments) -> list[memoryview]:
     ]
 
 
-def bytes_of(images: Fragments) -> bytes:
-    """Return a copy of images, one behind the other."""
+def line_of(images: Fragments) -> memoryview:
+    """Return images one behind the other: their memory, or a copy if they lie apart."""
     payload = payload_of(images)
     if isinstance(payload, memoryview):
-        return payload.tobytes()
-    gathered = bytearray(payload.nbytes)
-    copy(payload, memoryview(gathered))
-    return bytes(gathered)
+        return payload
+    gathered = memoryview(bytearray(payload.nbytes))
+    copy(payload, gathered)
+    return gathered
 
 
 def payload_of(images: Fragments) -> memoryview | Fragments:

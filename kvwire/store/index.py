@@ -32,7 +32,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import repeat
 from typing import Final, NamedTuple, TypeAlias
 
@@ -54,16 +54,18 @@ Times: TypeAlias = npt.NDArray[np.float64]
 # lets another thread have the GIL meanwhile.
 _ONE: Final = np.int32(1)
 
+_ALL: Final = slice(None)
+
+# Of a few sizes of blocks, and asked for each of them.
+_size: Final = lru_cache(1024)(rounded)
+
 NO_SLOT = -1
 """What :meth:`Index.find` says of a block that is not there."""
 
 
 def as_keys(keys: Iterable[Key]) -> Keys:
     """Return the keys as an array, which takes any selection at once."""
-    listed = list(keys)
-    array = np.empty(len(listed), np.object_)
-    array[:] = listed
-    return array
+    return np.array(list(keys), np.object_)
 
 
 def once(keys: Keys) -> Bits:
@@ -190,12 +192,17 @@ class Index:
 
     def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take up to so many free slots for blocks of ``nbytes``; each is pinned."""
-        size = rounded(nbytes)
-        slots = self.slabs.take(size, min(count, self._left(size, tenant)))
+        size = _size(nbytes)
+        left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
+        slots = self.slabs.take(size, min(count, left_bytes // size))
         if slots.size < count and self.shares.expire and self._delete_late():
-            more = min(count - slots.size, self._left(size, tenant, slots.size))
+            left_bytes = self.shares.quota_bytes.item(tenant)
+            left_bytes -= self.used_bytes.item(tenant) + slots.size * size
+            more = min(count - slots.size, left_bytes // size)
             slots = np.concatenate((slots, self.slabs.take(size, more)))
             slots.sort()
+        if not slots.size:
+            return slots
         self._state.pins[slots] = 1
         self._owner[slots] = tenant
         self.used_bytes[tenant] += slots.size * size
@@ -203,6 +210,8 @@ class Index:
 
     def give_back(self, slots: Ids) -> None:
         """Free taken slots that are not going to be named."""
+        if not slots.size:
+            return
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         np.subtract.at(self.used_bytes, self._owner[slots], sizes)
         self._state.pins[slots] = 0
@@ -215,8 +224,16 @@ class Index:
         """Say in which order the images in taken slots are."""
         self._orders[slots] = orders
 
-    def name(self, keys: Keys, slots: Ids, born: Times | None = None) -> None:
+    def name(
+        self,
+        keys: Keys,
+        slots: Ids,
+        born: Times | None = None,
+        orders: Orders | None = None,
+    ) -> None:
         """Say what taken slots hold. Whoever took them has them pinned still."""
+        if orders is not None:
+            self._orders[slots] = orders
         self._born[slots] = self._now() if born is None else born
         self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
 
@@ -244,13 +261,26 @@ class Index:
 
     def pin(self, keys: Keys, slots: Ids) -> None:
         """Hold named slots; one that is there twice is held twice."""
-        np.add.at(self._state.pins, slots, _ONE)
+        if slots.size == 1:
+            self._state.pins[slots] += 1
+        else:
+            np.add.at(self._state.pins, slots, _ONE)
         for queue, which in self._queues_of(slots):
             queue.hold(keys[which], slots[which])
 
     def unpin(self, keys: Keys, slots: Ids) -> None:
         """Let go of named slots; they are now the ones used last, the head last."""
         pins = self._state.pins
+        if slots.size == 1:
+            slot = slots.item(0)
+            assert pins.item(slot), "somebody has let go twice"
+            pins[slot] -= 1
+            if not pins.item(slot):
+                if self._doomed.item(slot):
+                    self.give_back(slots)
+                else:
+                    self._release(keys, slots)
+            return
         assert all_of(pins[slots]), "somebody has let go twice"
         np.subtract.at(pins, slots, _ONE)
         left = pins[slots] == 0
@@ -270,8 +300,11 @@ class Index:
         """Make named slots the last used; each is there once or more."""
         if self.counts_uses:
             self.used(slots)
-        free = self._state.pins[slots] == 0
-        self._release(keys[free][::-1], slots[free][::-1])
+        pins = self._state.pins[slots]
+        if any_of(pins):
+            free = pins == 0
+            keys, slots = keys[free], slots[free]
+        self._release(keys[::-1], slots[::-1])
 
     def victims(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Pin and return the blocks to go first to make room for ``nbytes``.
@@ -280,12 +313,13 @@ class Index:
             Up to ``count`` of that size, or all of a slab of another size; the tenant's
             own, if it is its quota that has no room; none if everything is pinned.
         """
-        size = rounded(nbytes)
-        left = self._left(size, tenant)
-        if not left:
+        size = _size(nbytes)
+        left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
+        if left_bytes < size:
             return self._own_victims(size, count, tenant)
-        count = min(count, left)
-        queue = self._first(self._queues[size].values())
+        count = min(count, left_bytes // size)
+        queues = self._queues[size]
+        queue = self._first(queues.values()) if len(queues) > 1 else queues[tenant]
         slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
         if slab is not None:
             named = self._named_in(slab)
@@ -299,17 +333,20 @@ class Index:
         Returns:
             Those without a name now, which are still taken; the others were let go of.
         """
-        # A second pin is a reader's: its slot keeps name and image until it lets go.
-        kept = self._kept[slots] & (self._state.pins[slots] == 2)
-        # What was to make room and is kept since then stays.
-        if any_of(kept) and not evicted:
-            self._unkeep(slots[kept])
-        alone: Bits = (self._state.pins[slots] == 1) & ~self._doomed[slots]
+        pins = self._state.pins
+        alone: Bits = (pins[slots] == 1) & ~self._doomed[slots]
         if not all_of(alone):
+            # A second pin is a reader's: name and image stay until it lets go.
+            kept = self._kept[slots] & (pins[slots] == 2)
+            # What was to make room and is kept since then stays.
+            if any_of(kept) and not evicted:
+                self._unkeep(slots[kept])
+                alone = (pins[slots] == 1) & ~self._doomed[slots]
             self.unpin(keys[~alone], slots[~alone])
             keys, slots = keys[alone], slots[alone]
-        for queue, which in self._queues_of(slots):
-            queue.remove(keys[which], slots[which])
+        if self.counts_uses:  # elsewhere what is pinned is in no queue
+            for queue, which in self._queues_of(slots):
+                queue.remove(keys[which], slots[which])
         each(map(self._slots.pop, keys.tolist()))
         return alone
 
@@ -321,6 +358,30 @@ class Index:
             np.add.at(self.evicted_blocks, self._owner[gone], 1)
         self.give_back(gone)
         return alone
+
+    def replace(
+        self, keys: Keys, slots: Ids, nbytes: int, count: int, tenant: int = 0
+    ) -> Ids:
+        """Evict pinned blocks, and take up to so many slots, of theirs if these fit."""
+        gone = slots[self.forget(keys, slots, evicted=True)]
+        if self.used_bytes.size > 1 or not gone.size:
+            np.add.at(self.evicted_blocks, self._owner[gone], 1)
+            self.give_back(gone)
+            return self.take(nbytes, count, tenant)
+        self.evicted_blocks[0] += gone.size
+        size = _size(nbytes)
+        if self.slabs.slot_bytes.item(gone.item(0) // self.slabs.stride) != size:
+            self.give_back(gone)
+            return self.take(nbytes, count)
+        # They stay pinned, and counted as used.
+        mine = gone[:count]
+        self._state.uses[mine] = 0
+        self._born[mine] = 0.0
+        self.give_back(gone[count:])
+        if mine.size < count:
+            mine = np.concatenate((mine, self.take(nbytes, count - mine.size)))
+        mine.sort()
+        return mine
 
     def evict(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Forget the blocks that go first; their slots are free."""
@@ -415,11 +476,6 @@ class Index:
         self._kept[slots] = False
         self._state.pins[slots] -= 1
 
-    def _left(self, size: int, tenant: int, taken: int = 0) -> int:
-        """Return how many more slots of a size a tenant may have."""
-        used = self.used_bytes.item(tenant) + taken * size
-        return max(0, (self.shares.quota_bytes.item(tenant) - used) // size)
-
     def late(self, slots: Ids) -> Bits:
         """Return which slots have a block that is too old."""
         born, ttl_s = self._born[slots], self.shares.ttl_s[self._owner[slots]]
@@ -457,9 +513,9 @@ class Index:
         """Pin and return what goes first of a queue."""
         if queue is None:
             return IndexedSlots(as_keys(()), np.empty(0, np.int64))
-        named = IndexedSlots(*queue.pop(count))
-        self._state.pins[named.slots] = 1
-        return named
+        keys, slots = queue.pop(count)
+        self._state.pins[slots] = 1
+        return IndexedSlots(keys, slots)
 
     def _queues_of(self, slots: Ids) -> list[tuple[EvictionQueue, Bits | slice]]:
         """Return the queues of slots, and which belongs to each."""
@@ -467,10 +523,8 @@ class Index:
             return []
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         owners = self._owner[slots]
-        if slots.size == 1 or (
-            all_of(sizes == sizes[0]) and all_of(owners == owners[0])
-        ):
-            return [(self._queues[sizes.item(0)][owners.item(0)], slice(None))]
+        if all_of(sizes == sizes[0]) and all_of(owners == owners[0]):
+            return [(self._queues[sizes.item(0)][owners.item(0)], _ALL)]
         return [
             (self._queues[size][owner], (sizes == size) & (owners == owner))
             for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True))
@@ -478,10 +532,17 @@ class Index:
 
     def _release(self, keys: Keys, slots: Ids) -> None:
         """Put slots that nobody has pinned to the back of their queues, in order."""
-        for queue, which in self._queues_of(slots):
-            queue.release(keys[which], slots[which])
         # The head of a chain is a moment younger than what follows it.
         self._clock += slots.size
+        if slots.size == 1:
+            slot = slots.item(0)
+            slab = slot // self.slabs.stride
+            of_size = self._queues[self.slabs.slot_bytes.item(slab)]
+            of_size[self._owner.item(slot)].release(keys, slots)
+            self._used_at[slot] = self._newest[slab] = self._clock
+            return
+        for queue, which in self._queues_of(slots):
+            queue.release(keys[which], slots[which])
         self._used_at[slots] = self._clock - np.arange(slots.size)[::-1]
         self._newest[slots // self.slabs.stride] = self._clock
 

@@ -94,11 +94,6 @@ def namespace_of(
         raise UsageError(f"hash_tokens={hash_tokens!r}: tokens of one hash") from None
 
 
-def order_of(group: CacheGroup) -> int:
-    """Return the order that makes the longest pieces in a group's memory."""
-    return _order(group.order)
-
-
 # Each call of a store names those of its caches, which are few.
 @lru_cache(256)
 def _namespace(
@@ -110,5 +105,6 @@ def _namespace(
 
 
 @lru_cache(len(ORDERS) * 6)
-def _order(axes: tuple[str, ...]) -> int:
+def order_of(axes: tuple[str, ...]) -> int:
+    """Return the order that makes the longest pieces in a group's memory."""
     return ORDERS.index(tuple(axis for axis in axes if axis != "block"))

@@ -15,16 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Generator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Literal, Self, TypeVar, overload
+from operator import attrgetter
+from typing import Any, Final, Literal, Self, overload
 
 import msgspec
 
@@ -34,7 +28,7 @@ from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import UsageError, nearest
 from kvwire.kv.blocks import Blocks
-from kvwire.kv.geometry import Geometry, GroupGeometry, describe
+from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
@@ -63,10 +57,10 @@ from kvwire.store.tiers.coded import codec_of
 from kvwire.store.tiers.registry import ELSEWHERE, PASSAGE, one_loss, open_tier
 from kvwire.store.tiers.slabs import Slabs
 
-T = TypeVar("T")
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 Write = Literal["through", "back"]
+_KIND: Final = attrgetter("namespace.digest", "keys.size")
 
 
 class BlockStore(StoreManagement):
@@ -97,7 +91,7 @@ class BlockStore(StoreManagement):
             threads=self._threads,
             tenants=tenants,
         )
-        self._live: dict[asyncio.Task[Any], Operation] = {}
+        self._live: dict[asyncio.Future[Any], Operation] = {}
         self._calls = set()
         # How whoever serves it to others ends.
         self._servers: set[Callable[[], Awaitable[None]]] = set()
@@ -392,19 +386,35 @@ class BlockStore(StoreManagement):
         lists = cache.block_lists(blocks)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         requests = group_requests(cache, lists, hashes, namespaces)
-        # A template knows its descriptions by identity, so each has to be made once.
-        ends = computed_once(
+        # What does not depend on which blocks they are is planned once.
+        template = computed_once(
             cache,
-            tuple([(one.namespace.digest, one.keys.size) for one in requests]),
-            lambda: (describe(cache, lists), _images(requests)),
+            (kind.verb, *map(_KIND, requests)),
+            lambda: TransferPlan(cache, lists, _images(requests), kind.side).template,
         )
-        plan = TransferPlan(cache, lists, ends[1], kind.side, local=ends[0])
         work = kind(self._tiers, requests, after)
-        return StoreRequest(work, self._begin(work, work.run_as(plan)), self._thread)
+        work.asked = cache, lists, template
+        return StoreRequest(work, self._begin(work), self._thread)
 
-    def _begin(self, work: Operation, run: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _begin(self, work: Operation) -> asyncio.Task[Any]:
         """Start to move blocks; a close waits for it."""
-        task = asyncio.get_running_loop().create_task(run)
+        task = asyncio.get_running_loop().create_task(work.run())
+        self._follow(work, task)
+        return task
+
+    async def _run(self, work: Operation) -> None:
+        """Move blocks in the caller's task; a close waits for it.
+
+        Cancel safety: a copy that is under way is finished first.
+        """
+        over = asyncio.get_running_loop().create_future()
+        self._follow(work, over)
+        try:
+            await work.run()
+        finally:
+            over.set_result(None)
+
+    def _follow(self, work: Operation, task: asyncio.Future[Any]) -> None:
         self._live[task] = work
         task.add_done_callback(self._live.pop)
         if self._logs:
@@ -416,7 +426,6 @@ class BlockStore(StoreManagement):
             ring, key = RINGS[task.get_loop()], f"store {id(work):x}"
             ring.note("begin", key, f"{work.blocks} blocks", work.verb)
             task.add_done_callback(lambda _: ring.note("end", key, "over", 0, ""))
-        return task
 
     def _snapshot(self) -> StoreSnapshot:
         """Show what is under way; see :meth:`kvwire.Communicator.snapshot`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from operator import itemgetter
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -164,7 +164,9 @@ class TierStack:
         """Return why the tiers that a complete put needs take no blocks."""
         return "; ".join(f"{t.name}: {t.error}" for t in self.keepers if t.error)
 
-    async def write_through(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    def write_through(
+        self, namespace: Namespace, batch: Batch
+    ) -> Coroutine[Any, Any, BlockResults]:
         """Bring images to every tier below that lacks them.
 
         Returns:
@@ -172,8 +174,15 @@ class TierStack:
 
         Cancel safety: the writes are finished first.
         """
-        if len(self.below) == 1:
-            return await self._write(self.below[0], namespace, batch)
+        tier = self.below[0]
+        if len(self.below) > 1:
+            return self._write_all(namespace, batch)
+        # One that asks was asked at the beginning of the put, or is not worth it.
+        if tier.asks and tier.taking:
+            return tier.write(namespace, batch)
+        return self._write(tier, namespace, batch)
+
+    async def _write_all(self, namespace: Namespace, batch: Batch) -> BlockResults:
         writes = (self._write(tier, namespace, batch) for tier in self.below)
         done = dict(zip(self.below, await gather_all(*writes), strict=True))
         best: BlockResults = np.minimum.reduce([done[tier] for tier in self.keepers])
@@ -185,7 +194,6 @@ class TierStack:
         """Bring images to one tier, but those that it has."""
         results = np.empty(batch.keys.size, np.uint8)
         results.fill(REFUSED)
-        # One that asks was asked at the beginning of the put, or is not worth it.
         if tier.asks:
             return await tier.write(namespace, batch) if tier.taking else results
         held = await tier.holds(batch.keys)
@@ -237,13 +245,15 @@ class TierStack:
 
     async def _demote(self, named: IndexedSlots) -> str:
         """Bring blocks of memory to the next tier below, if none there has them."""
-        # The age of a block on a disk begins anew with a restart.
-        lacking = ~self.memory.index.late(named.slots)
+        index = self.memory.index
+        lacking = ~self.memory.below[named.slots]
         for tier in self.below:
             if not tier.asks:
+                lacking[:] = True
                 break
-        else:
-            lacking &= ~self.memory.below[named.slots]
+        if index.shares.expire:
+            # The age of a block on a disk begins anew with a restart.
+            lacking &= ~index.late(named.slots)
         for tier in self.below:
             if any_of(lacking):
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])

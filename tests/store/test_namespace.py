@@ -90,7 +90,7 @@ def test_images_have_the_order_of_their_cache(layout: str, order: str) -> None:
     array = np.zeros([extents[axis] for axis in layout.split()], np.float16)
     cache = PagedCache(SPEC, array, AxisOrder(layout))
     (group,) = cache.groups.values()
-    assert namespace.ORDERS[namespace.order_of(group)] == tuple(order.split())
+    assert namespace.ORDERS[namespace.order_of(group.order)] == tuple(order.split())
     assert namespace.namespace_of(group, None) == NAMESPACE
     assert namespace.namespace_of(group, 4) == NAMESPACE
     assert namespace.namespace_of(group, 8) == namespace.Namespace(

@@ -11,16 +11,17 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, Codes, Ids
+from kvwire.kv.blocks import Bits, BlockLists, Codes, Ids
+from kvwire.kv.fragments import Fragments
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, Timings, outcome_of, outcome_of_all
-from kvwire.kv.plan import PlanSide, TransferPlan
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import PlanSide, PlanTemplate, TransferPlan
 from kvwire.limits import STORE_BATCH_BYTES
 from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.counters import StoreCounters
-from kvwire.store.images import payload_of
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.threads import TURN_BYTES
 from kvwire.store.tier_stack import TierStack
@@ -28,6 +29,7 @@ from kvwire.store.tier_stack import TierStack
 # One batch moves between memory and a disk while another one is copied.
 _LANES: Final = 2
 _LANDED: Final = 0
+_ALL: Final = slice(None)
 
 
 class Operation(ABC):
@@ -38,6 +40,7 @@ class Operation(ABC):
         side: Which side of a transfer the caller's cache would be.
         blocks: How many blocks it is for.
         nbytes: How many bytes their images have.
+        asked: Of a caller with a cache: that, its blocks, and what was planned of them.
         drained: Set when nothing touches the caller's blocks any more. A device that
             has failed while it wrote to them may touch them for good.
     """
@@ -52,12 +55,15 @@ class Operation(ABC):
         after: object = None,
     ) -> None:
         self.tiers = tiers
+        self.asked: tuple[PagedCache, BlockLists, PlanTemplate] | None = None
         self.drained: asyncio.Event = asyncio.Event()
         self._after = after
         self._quarantined = False
         self._requests = requests
         self._reasons: list[str] = [""]
         self._codes: dict[BlockRequest, Codes] = {}
+        # Of a get, the first tier below that has not been asked for each block.
+        self._next: dict[BlockRequest, Ids] = {}
         # Of which memory has let go of all slots at once, in the order of the chain.
         self._released: set[BlockRequest] = set()
         self.blocks: int = 0
@@ -70,8 +76,11 @@ class Operation(ABC):
         self._created = monotonic()
         self._first = self._last = self._ended = 0.0
 
-    async def run(self) -> None:
+    async def run(self) -> Outcome | None:
         """Move everything that can be moved, and note what became of each block.
+
+        Returns:
+            The outcome of a transfer, as :attr:`asked` describes it.
 
         Cancel safety: a copy that is under way is finished first.
         """
@@ -95,14 +104,21 @@ class Operation(ABC):
             landed_bytes += count * request.namespace.image_bytes
         for counters in self.tiers.counters_of(self._requests[0].namespace):
             self.count(counters, landed_bytes, landed)
+        return None if self.asked is None else self._outcome(*self.asked)
 
-    async def run_as(self, plan: TransferPlan) -> Outcome:
-        """Move it, and return the outcome of a transfer of that plan.
-
-        Cancel safety: as :meth:`run`.
-        """
-        await self.run()
-        return self._outcome(plan)
+    def _outcome(
+        self, cache: PagedCache, lists: BlockLists, template: PlanTemplate
+    ) -> Outcome:
+        end = self._ended
+        first, last = self._first or end, self._last or end
+        timings = Timings(
+            queue_s=first - self._created, wire_s=last - first, commit_s=end - last
+        )
+        if len(self._reasons) == 1 or not self.reasons:
+            return outcome_of_all(template, lists, timings, 1, template.nbytes)
+        here, peer = template.ends
+        plan = TransferPlan(cache, lists, peer, self.side, local=here)
+        return self._partial(plan, timings)
 
     def landed(self, request: BlockRequest) -> Bits:
         """Return which blocks of a request have landed."""
@@ -172,7 +188,13 @@ class Operation(ABC):
             self.drained.set()
 
     async def copy(
-        self, request: BlockRequest, positions: Ids, slots: Ids, *, into_cache: bool
+        self,
+        request: BlockRequest,
+        positions: Ids,
+        slots: Ids,
+        *,
+        into_cache: bool,
+        images: Fragments | None = None,
     ) -> None:
         """Copy images between slots and the caller's cache, on a thread.
 
@@ -180,11 +202,13 @@ class Operation(ABC):
         """
         memory = self.tiers.memory
         orders = memory.index.orders(slots)
+        listed = set(orders.tolist())
         self._first = self._first or monotonic()
-        for order in sorted(set(orders.tolist())):
-            which = orders == order
+        for order in listed:
+            which = orders == order if len(listed) > 1 else _ALL
             cache = request.fragments(positions[which], order)
-            images = memory.images(slots[which], request.namespace.image_bytes)
+            if images is None or images.lengths.size != positions[which].size:
+                images = memory.images(slots[which], request.namespace.image_bytes)
             ends = (images, cache) if into_cache else (cache, images)
             threads = self.tiers.threads
             if cache.device is not None:
@@ -196,10 +220,7 @@ class Operation(ABC):
             elif images.nbytes > TURN_BYTES:
                 await threads.run(partial(copy, *ends))
             else:
-                # Memory in one piece is copied as a view, which keeps the GIL.
-                here = payload_of(images)
-                there = payload_of(cache) if cache.lengths.size == 1 else cache
-                copy(*((here, there) if into_cache else (there, here)))
+                copy(*ends)
         self._last = monotonic()
 
     # --- inside -----------------------------------------------------------------------
@@ -230,10 +251,8 @@ class Operation(ABC):
                     self.lost(request, todo, error_text(exc))
                     break
 
-    def _outcome(self, plan: TransferPlan) -> Outcome:
-        """Return what became of each block, as of a transfer of that plan."""
-        if len(self._reasons) == 1 or not self.reasons:
-            return outcome_of_all(plan, timings=self._timings())
+    def _partial(self, plan: TransferPlan, timings: Timings) -> Outcome:
+        """Return what became of each block, where some have not landed."""
         landed = Landed(plan)
         granules = []
         for index, request in enumerate(self._requests):
@@ -248,13 +267,4 @@ class Operation(ABC):
             for code, text in enumerate(self._reasons)
             if code != _LANDED
         ]
-        return outcome_of(
-            landed, otherwise="", reasons=reasons, timings=self._timings()
-        )
-
-    def _timings(self) -> Timings:
-        end = self._ended
-        first, last = self._first or end, self._last or end
-        return Timings(
-            queue_s=first - self._created, wire_s=last - first, commit_s=end - last
-        )
+        return outcome_of(landed, otherwise="", reasons=reasons, timings=timings)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from time import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
+from kvwire.kv.fragments import Fragments
 from kvwire.kv.plan import PlanSide
 from kvwire.limits import STORE_UNASKED_BYTES
 from kvwire.store.counters import StoreCounters
@@ -38,11 +39,6 @@ class GetOperation(Operation):
     verb = "get"
     side = PlanSide.CONSUMER
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # The first tier below that has not been asked for each block.
-        self._next: dict[BlockRequest, Ids] = {}
-
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
 
@@ -62,9 +58,9 @@ class GetOperation(Operation):
         here = slots >= 0
         if any_of(here):
             memory.index.pin(keys[here], slots[here])
-            await self._hand_out(request, positions[here], slots[here])
+            await self._hand_out(request, positions[here], slots[here], None)
             return here
-        if await memory.in_flight.one_ended(keys):
+        if memory.in_flight.ends and await memory.in_flight.one_ended(keys):
             return here
         tried = self._next.setdefault(request, np.zeros(request.keys.size, np.int64))
         first = int(np.minimum.reduce(tried[positions]))
@@ -137,25 +133,23 @@ class GetOperation(Operation):
         if not memory.index.fits(nbytes, tenant):
             self.lost(request, positions, f"a block of {nbytes} bytes has no room here")
             return positions[:0], positions
+        begun = memory.in_flight.begun
         taken = await memory.take(nbytes, positions.size, tenant)
         keys = request.keys[positions]
-        # Taking may have waited: somebody else may have brought some of them.
-        free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)
-        mine = free.nonzero()[0][-taken.size :]
-        if mine.size < taken.size:
-            memory.give_back(taken[mine.size :])
-            taken = taken[: mine.size]
-        keys, orders = keys[mine], orders[mine]
-        positions = positions[mine]
-        landed = np.zeros(mine.size, np.bool_)
+        if memory.in_flight.begun != begun or taken.size < keys.size:
+            mine, taken = self._lacking_still(keys, taken)
+            keys, orders, positions = keys[mine], orders[mine], positions[mine]
+        landed = np.zeros(keys.size, np.bool_)
+        images = None
         memory.in_flight.begin(keys)
         try:
-            if mine.size:
+            if keys.size:
                 found = orders != UNKNOWN
                 born = (
-                    np.full(mine.size, time()) if memory.index.shares.expire else None
+                    np.full(keys.size, time()) if memory.index.shares.expire else None
                 )
-                batch = Batch(keys, orders, memory.images(taken, nbytes), born=born)
+                images = memory.images(taken, nbytes)
+                batch = Batch(keys, orders, images, born=born)
                 results = await tier.read(request.namespace, batch)
                 landed = results == LANDED
                 if not all_of(landed):
@@ -165,25 +159,40 @@ class GetOperation(Operation):
                 if any_of(landed):
                     namespace = request.namespace
                     self.tiers.namespaces[namespace.digest] = namespace
-                memory.index.mark(taken[landed], orders[landed])
                 memory.below[taken[landed]] = True
                 since = None if born is None else born[landed]
-                memory.index.name(keys[landed], taken[landed], since)
+                memory.index.name(keys[landed], taken[landed], since, orders[landed])
         finally:
             memory.in_flight.end(keys)
             if not all_of(landed):
                 memory.give_back(taken[~landed])
         if any_of(landed):
-            await self._hand_out(request, positions[landed], taken[landed])
+            await self._hand_out(request, positions[landed], taken[landed], images)
         return positions[landed], positions[~landed]
 
+    def _lacking_still(self, keys: Keys, taken: Ids) -> tuple[Ids, Ids]:
+        """Return which blocks slots were taken for that somebody has not brought since.
+
+        Returns:
+            Their places, and as many of the slots; the others are given back.
+        """
+        memory = self.tiers.memory
+        free = (memory.index.find(keys) < 0) & ~memory.in_flight.busy(keys)
+        mine = free.nonzero()[0][-taken.size :]
+        memory.give_back(taken[mine.size :])
+        return mine, taken[: mine.size]
+
     async def _hand_out(
-        self, request: BlockRequest, positions: Ids, slots: Ids
+        self,
+        request: BlockRequest,
+        positions: Ids,
+        slots: Ids,
+        images: Fragments | None,
     ) -> None:
         """Copy pinned slots into the cache, and let go of them."""
         memory = self.tiers.memory
         try:
-            await self.copy(request, positions, slots, into_cache=True)
+            await self.copy(request, positions, slots, into_cache=True, images=images)
         finally:
             self.unpin(request, positions, slots)
         self._codes[request][positions] = 0

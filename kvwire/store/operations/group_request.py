@@ -20,7 +20,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import CacheGroup, PagedCache, computed_once
 from kvwire.limits import STORE_HASH_BYTES_MAX
-from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, ORDERS, Namespace, order_of
 
 Hashes = Sequence[bytes] | Mapping[str, Sequence[bytes]]
@@ -59,7 +59,8 @@ class ImageRequest(BlockRequest):
         self, namespace: Namespace, keys: Keys, images: Fragments, order: int = 0
     ) -> None:
         super().__init__(namespace, keys, order)
-        self.orders: Orders = np.full(keys.size, ABSENT, np.uint8)
+        self.orders: Orders = np.empty(keys.size, np.uint8)
+        self.orders.fill(ABSENT)
         self._images = images
 
     def fragments(self, positions: Ids, order: int) -> Fragments:
@@ -85,7 +86,7 @@ class GroupRequest(BlockRequest):
         self._cache = cache
         self.group: CacheGroup = cache.groups[name]
         group = self.group
-        super().__init__(namespace, keys_of(hashes, namespace), order_of(group))
+        super().__init__(namespace, keys_of(hashes, namespace), order_of(group.order))
         self._ids = ids
         held = ids.size * group.spec.block_tokens
         named = len(hashes) * namespace.spec.block_tokens
@@ -100,12 +101,14 @@ class GroupRequest(BlockRequest):
         """Return where the images of some blocks lie in the cache."""
         here, unit = self.group.spec.block_tokens, self.namespace.spec.block_tokens
         granule = math.gcd(here, unit)
-        steps = self._steps(order, granule)
+        # Where a granule's elements lie, but for its block.
+        steps = computed_once(
+            self._cache,
+            ("image", self.group.name, order, granule),
+            lambda: self._steps(order, granule),
+        )
         if here == unit:
-            # All of them; `np.ones` takes three calls of Python to say so.
-            wanted = ~np.zeros(positions.size, np.bool_)
-            listed = GroupMap(steps, self._ids[positions], wanted)
-            return listed.fragments(steps.walk.layers, slice(0, positions.size))
+            return steps.blocks(self._ids[positions])
         # Only the blocks from the first to the last of them are looked at.
         first = int(positions[0]) * unit // here
         last = -(-(int(positions[-1]) + 1) * unit // here)
@@ -120,11 +123,6 @@ class GroupRequest(BlockRequest):
         return found if per_hash == 1 else _woven(found, walk, per_hash)
 
     def _steps(self, order: int, granule: int) -> Steps:
-        """Return where a granule's elements lie, but for its block."""
-        key = "image", self.group.name, order, granule
-        return computed_once(self._cache, key, lambda: self._computed(order, granule))
-
-    def _computed(self, order: int, granule: int) -> Steps:
         spec = self.group.spec
         walk = Canonical(
             group=self.group.name,
@@ -151,12 +149,11 @@ def group_requests(
     named = by_group(hashes, tuple(cache.groups))
     if len(named) < len(cache.groups):
         raise UsageError(f"hashes: the groups are {', '.join(cache.groups)}")
-    return tuple(
-        [
-            GroupRequest(cache, name, lists[name], named[name], namespaces[name])
-            for name in cache.groups
-        ]
-    )
+    requests: tuple[GroupRequest, ...] = ()
+    for name in cache.groups:
+        one = GroupRequest(cache, name, lists[name], named[name], namespaces[name])
+        requests += (one,)
+    return requests
 
 
 def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[bytes]]:
@@ -185,7 +182,7 @@ def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> Keys:
         raise UsageError(
             f"hashes: of {min(lengths)} bytes; 1 to {STORE_HASH_BYTES_MAX} are allowed"
         )
-    return as_keys(map(namespace.digest.__add__, hashes))
+    return np.array(list(map(namespace.digest.__add__, hashes)), np.object_)
 
 
 def _woven(stream: Fragments, walk: Canonical, per_hash: int) -> Fragments:

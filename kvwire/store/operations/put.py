@@ -63,11 +63,12 @@ class PutOperation(Operation):
         """
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
         keys = request.keys[positions]
-        ask = positions.size * nbytes > STORE_UNASKED_BYTES
-        done = await self.tiers.kept(keys, ask=ask)
         slots = memory.index.find(keys)
-        if not self.tiers.through:
-            done = slots >= 0
+        done = slots >= 0
+        if self.tiers.through:
+            ask = positions.size * nbytes > STORE_UNASKED_BYTES
+            done = await self.tiers.kept(keys, ask=ask)
+            slots = memory.index.find(keys)
         if any_of(done):
             count = int(np.add.reduce(done))
             self._present += count
@@ -81,13 +82,15 @@ class PutOperation(Operation):
         lacking = slots < 0
         if request.repeats:
             lacking &= once(keys)
-        if await memory.in_flight.one_ended(keys[lacking]):
+        ends = memory.in_flight.ends
+        if ends and await memory.in_flight.one_ended(keys[lacking]):
             return done
         count = int(np.add.reduce(lacking))
-        slots = NO_SLOTS
+        slots, begun = NO_SLOTS, memory.in_flight.begun
         if count and not self._arrived.size:
             slots = await memory.take(nbytes, count, tenant)
-        held, slots = await self._fill(request, positions, slots)
+        fresh = count == keys.size and memory.in_flight.begun == begun
+        held, slots = await self._fill(request, positions, slots, fresh=fresh)
         try:
             if self.tiers.through:
                 await self._write_through(request, positions[held], slots)
@@ -96,23 +99,27 @@ class PutOperation(Operation):
         return held
 
     async def _fill(
-        self, request: BlockRequest, positions: Ids, taken: Ids
+        self, request: BlockRequest, positions: Ids, taken: Ids, *, fresh: bool
     ) -> tuple[Bits, Ids]:
         """Copy what is not in memory into the slots taken.
 
-        Taking may have waited, so what is in memory is looked up again.
+        Taking may have waited: what is in memory is looked up again, unless it is
+        ``fresh`` that none of these is there or on its way.
 
         Returns:
             Which blocks are in memory now, and their slots, which are pinned.
         """
         memory, keys = self.tiers.memory, request.keys[positions]
-        slots = memory.index.find(keys)
-        held = slots >= 0
-        free = ~held & ~memory.in_flight.busy(keys)
+        if fresh:
+            held = np.zeros(keys.size, np.bool_)
+            slots, free = np.zeros(keys.size, np.int64), ~held
+        else:
+            slots = memory.index.find(keys)
+            held = slots >= 0
+            free = ~held & ~memory.in_flight.busy(keys)
         if request.repeats:
             free &= once(keys)
-        lacking = free.nonzero()[0]
-        copying = not self._arrived.size
+        lacking, copying = free.nonzero()[0], not self._arrived.size
         if copying:
             # Without room for all, the head of the chain comes last and stays.
             mine = lacking[max(0, lacking.size - taken.size) :]

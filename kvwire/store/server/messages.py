@@ -79,13 +79,14 @@ _Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 _KEY_BYTES_MAX: Final = DIGEST_BYTES + STORE_HASH_BYTES_MAX
 _Width = Annotated[int, Meta(ge=DIGEST_BYTES + 1, le=_KEY_BYTES_MAX)]
 _Joined = Annotated[bytes, Meta(max_length=STORE_KEYS_MAX * _KEY_BYTES_MAX)]
-_Images = Annotated[bytes, Meta(max_length=STORE_INLINE_BYTES)]
+# Not copied when it is read: a view of the message.
+_Images = Annotated[memoryview, Meta(max_length=STORE_INLINE_BYTES)]
+_NO_IMAGES: Final = memoryview(b"")
 _Milliseconds = Annotated[int, Meta(ge=1, le=int(STORE_TIMEOUT_S_MAX * 1000))]
 # KVSpec has a dozen fields; more may come.
 _FIELDS_MAX: Final = 64
 _TIERS_MAX: Final = 64
 _RESULT_MAX: Final = int(max(BlockResult))
-Pairs = tuple[tuple[str, str], ...]
 _KNOWN_ORDERS: Final = bytes((*range(len(ORDERS)), UNKNOWN, ABSENT))
 
 
@@ -118,7 +119,10 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
     def keys_of(self, tenant: str) -> Keys:
         """Return the keys that a tenant's blocks have in a store of several."""
         if not tenant:
-            return as_keys(np.frombuffer(self.joined, f"V{self.width}").tolist())
+            width, end = self.width, len(self.joined)
+            if end == width:
+                return np.array((self.joined,), np.object_)
+            return as_keys(np.frombuffer(self.joined, f"V{width}").tolist())
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width).copy()
         digests, which = np.unique(table[:, :DIGEST_BYTES], axis=0, return_inverse=True)
         own = b"".join(of_tenant(one.tobytes(), tenant) for one in digests)
@@ -128,6 +132,10 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
 
     def all_in(self, namespace: Namespace) -> bool:
         """Tell whether every key is of one namespace."""
+        if not self.joined.startswith(namespace.digest):
+            return False
+        if len(self.joined) == self.width:
+            return True
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width)
         digest = np.frombuffer(namespace.digest, np.uint8)
         return bool(all_of(table[:, :DIGEST_BYTES] == digest, axis=None))
@@ -140,10 +148,6 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
     fields: Annotated[tuple[tuple[_Name, _Text], ...], Meta(max_length=_FIELDS_MAX)]
     tenant: _Text = ""
 
-    def namespace(self, tenant: str = "") -> Namespace:
-        """Return the namespace, as its client knows it or as a tenant's."""
-        return _namespace(self.group, self.fields, tenant or self.tenant)
-
 
 # Each request names one: bounded, as what a peer may have described.
 @lru_cache(STORE_NAMESPACES_TOLD)
@@ -154,8 +158,9 @@ def text_of(namespace: Namespace) -> NamespaceText:
 
 
 @lru_cache(STORE_NAMESPACES_TOLD)
-def _namespace(group: str, fields: Pairs, tenant: str) -> Namespace:
-    return Namespace(group, KVSpec.from_pairs(fields), tenant)
+def namespace_told(text: NamespaceText, tenant: str = "") -> Namespace:
+    """Return a namespace, as its client knows it or as a tenant's."""
+    return Namespace(text.group, KVSpec.from_pairs(text.fields), tenant or text.tenant)
 
 
 # --- from the client ------------------------------------------------------------------
@@ -201,7 +206,7 @@ class Put(TransferMessage, array_like=True, frozen=True, gc=False, tag=4):
     """Keep these blocks, whose images are in one order."""
 
     order: Annotated[int, Meta(ge=0, lt=len(ORDERS))]
-    images: _Images = b""
+    images: _Images = _NO_IMAGES
 
 
 class Get(TransferMessage, array_like=True, frozen=True, gc=False, tag=5):
@@ -303,7 +308,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     # Of a get, the order of each image.
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     # Of a get of few bytes, those of the blocks that landed.
-    images: _Images = b""
+    images: _Images = _NO_IMAGES
 
     def __post_init__(self) -> None:
         if self.results and max(self.results) > _RESULT_MAX:
@@ -318,7 +323,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         results: BlockResults,
         reason: str = "",
         orders: bytes = b"",
-        images: bytes = b"",
+        images: memoryview = _NO_IMAGES,
     ) -> Self:
         """Make the reply, with as much of the reason as it may have."""
         return cls(number, results.tobytes(), reason[:REASON_CHARS_MAX], orders, images)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+import types
+from collections.abc import Awaitable, Coroutine, Generator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from kvwire.limits import (
 )
 from kvwire.request import Request
 from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.images import bytes_of, images_in, payload_of
+from kvwire.store.images import images_in, line_of, payload_of
 from kvwire.store.index import NO_SLOT, Keys, Orders, once
 from kvwire.store.namespace import Namespace, of_tenant
 from kvwire.store.operations.get import GetOperation
@@ -60,6 +61,7 @@ from kvwire.store.server.messages import (
     TransferMessage,
     decode_request,
     encode,
+    namespace_told,
     payload_tag,
 )
 from kvwire.store.server.served import ServedStore, TransferBuffers
@@ -144,14 +146,15 @@ class ClientSession:
 
     def _begin(self, request: AnyRequest) -> None:
         self._asked += 1
-        if isinstance(request, StoreHello):
-            raise UsageError("it says hello twice")
-        if isinstance(request, Touch):
-            self._tiers.touch(request.names.keys_of(self._tenant))
-            return
-        if len(self._open) - self._answered >= STORE_REQUESTS_MAX:
+        full = len(self._open) - self._answered >= STORE_REQUESTS_MAX
+        if full and not isinstance(request, Touch):
             raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
-        answer = self._answer(request)
+        answer = (
+            self._get(request) if isinstance(request, Get) else self._answer(request)
+        )
+        if answer is None:
+            return
+        # What takes no waiting is answered by now.
         if isinstance(answer, Request) and answer.done():
             answer.result()
             return
@@ -159,22 +162,32 @@ class ClientSession:
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    def _answer(
-        self, request: Find | Put | Get | Flush | Stats | Delete | Pin
-    ) -> Awaitable[object]:
-        """Begin to answer a request; what takes no waiting is answered at once."""
+    def _answer(self, request: AnyRequest) -> Awaitable[object] | None:
+        """Begin to answer a request; None if that is all."""
         match request:
-            case Find():
-                return self._find(request)
             case Put():
-                return self._put(request)
+                putting = self._put(request)
+                if not request.images or self._tiers.below:
+                    return putting
+                # Room is mostly there: then it is answered in this turn.
+                try:
+                    return _going_on(putting, putting.send(None))
+                except StopIteration:
+                    return None
             case Get():
                 return self._get(request)
+            case Find():
+                return self._find(request)
+            case Touch():
+                self._tiers.touch(request.names.keys_of(self._tenant))
+                return None
             case Stats():
                 report = self._served.report(request.number, self._tenant)
                 return self._send(report)
             case Flush() | Delete() | Pin():
                 return self._do(request)
+            case StoreHello():
+                raise UsageError("it says hello twice")
 
     async def _finish(self, answer: Awaitable[object]) -> None:
         """Wait until a request is answered, or drop the client if it cannot be."""
@@ -250,7 +263,7 @@ class ClientSession:
     ) -> StoreDone:
         """Put images into the store; say what became of each."""
         put = PutOperation(self._tiers, (blocks,), arrived=arrived)
-        await self._store._begin(put, put.run())  # noqa: SLF001
+        await self._store._run(put)  # noqa: SLF001
         kept = put.landed(blocks)
         count = int(np.add.reduce(kept))
         self._written_bytes += count * blocks.namespace.image_bytes
@@ -304,7 +317,7 @@ class ClientSession:
         if not all_of(slots >= 0):
             return self._get_many(request, namespace, keys)
         orders = memory.index.orders(slots).tobytes()
-        images = bytes_of(memory.images(slots, namespace.image_bytes))
+        images = memory.line(slots, namespace.image_bytes)
         self._tiers.got(keys, namespace, slots)
         self._read_bytes += len(images)
         return self._send(
@@ -333,7 +346,7 @@ class ClientSession:
             room = images_in(berth, namespace.image_bytes, keys.size)
             blocks = ImageRequest(namespace, keys, room)
             got = GetOperation(self._tiers, (blocks,))
-            await self._store._begin(got, got.run())  # noqa: SLF001
+            await self._store._run(got)  # noqa: SLF001
             landed = got.landed(blocks)
             results = np.where(landed, LANDED, FAILED)
             results[got.absent(blocks)] = MISSING
@@ -350,9 +363,9 @@ class ClientSession:
     ) -> None:
         """Answer a get, and send the images of the blocks that landed."""
         # Which way they go is told by what was asked, since the client knows no more.
-        asked_bytes = results.size * request.namespace.namespace().image_bytes
+        asked_bytes = results.size * namespace_told(request.namespace).image_bytes
         inline = asked_bytes <= STORE_INLINE_BYTES
-        images = bytes_of(found) if inline else b""
+        images = line_of(found) if inline else memoryview(b"")
         self._read_bytes += len(images)
         # From here on the client counts it as answered, and may ask for something else.
         self._answered += 1
@@ -419,14 +432,14 @@ class ClientSession:
         Returns:
             It, and why blocks cannot move for the request; empty if they can.
         """
-        asked = namespace = request.namespace.namespace()
+        asked = namespace = namespace_told(request.namespace)
         if self._tenant:
             if asked.tenant:
                 return asked, (
                     f"it is tenant {self._tenant}, and cannot act for "
                     f"{shown(asked.tenant)}"
                 )
-            namespace = request.namespace.namespace(self._tenant)
+            namespace = namespace_told(request.namespace, self._tenant)
         if not request.names.all_in(asked):
             return namespace, "a key is of another namespace than the request"
         if count * namespace.image_bytes > self._berths.nbytes:
@@ -443,6 +456,23 @@ class ClientSession:
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
             return f"it has blocks of {STORE_NAMESPACES_MAX} kinds of caches already"
         return ""
+
+
+@types.coroutine
+def _going_on(
+    coroutine: Coroutine[Any, Any, object], waits_for: object
+) -> Generator[Any, Any, None]:
+    """Go on with a coroutine that has begun, and waits for something."""
+    try:
+        while True:
+            try:
+                yield waits_for
+            except BaseException as exc:  # noqa: BLE001 - it goes on to whom it is for
+                waits_for = coroutine.throw(exc)
+            else:
+                waits_for = coroutine.send(None)
+    except StopIteration:
+        return
 
 
 def _deadline(request: TransferMessage) -> timedelta:

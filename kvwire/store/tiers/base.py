@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from collections.abc import Coroutine, Iterable
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -243,6 +243,8 @@ class Tier(ABC):
         error: Why it takes no blocks, or what failed last; empty if all is well.
         unavailable_reason: Why ``find`` cannot say what is there; empty while it can.
         asks: Whether ``find`` and ``holds`` are a round trip, at the moment.
+        at_once_bytes: Up to so many bytes of images it copies in one turn of the loop,
+            and touches them in no other.
         lossy: The codec by which it keeps blocks, if that loses bits; or empty.
     """
 
@@ -250,6 +252,7 @@ class Tier(ABC):
     error: str = ""
     unavailable_reason: str = ""
     asks: bool = False
+    at_once_bytes: int = 0
     lossy: str = ""
 
     def __init__(self, name: str) -> None:
@@ -279,27 +282,37 @@ class Tier(ABC):
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Take blocks; those that are there already are touched.
 
-        Cancel safety: the write is finished first.
+        Cancel safety: the write is finished first, unless its images were copied.
         """
-        results = await run_to_completion(self._write(namespace, batch))
+        moving = self._write(namespace, batch)
+        if batch.images.nbytes > self.at_once_bytes:
+            moving = run_to_completion(moving)
+        results = await moving
         self._counts.count(results, written=True)
         return results
 
     async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, set the order of each, and touch them.
 
-        Cancel safety: the read is finished first.
+        Cancel safety: the read is finished first, unless it writes them at its end.
         """
-        results = await run_to_completion(self._read(namespace, batch))
+        moving = self._read(namespace, batch)
+        if batch.images.nbytes > self.at_once_bytes:
+            moving = run_to_completion(moving)
+        results = await moving
         self._counts.count(results, written=False)
         return results
 
     @abstractmethod
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    def _write(
+        self, namespace: Namespace, batch: Batch
+    ) -> Coroutine[Any, Any, BlockResults]:
         """Write blocks, whether the caller is cancelled meanwhile or not."""
 
     @abstractmethod
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    def _read(
+        self, namespace: Namespace, batch: Batch
+    ) -> Coroutine[Any, Any, BlockResults]:
         """Read blocks, whether the caller is cancelled meanwhile or not."""
 
     def touch(self, keys: Keys) -> None:  # noqa: B027 - not everybody is told

@@ -497,7 +497,7 @@ class DiskTier(CodedTier):
 
     def _runs(self, slots: Ids, nbytes: Ids) -> Iterable[tuple[Ids, int]]:
         """Yield slots whose images lie side by side in the file, and their place."""
-        offsets = self._slabs.offsets(slots)
+        offsets = self._slabs.begins[slots]
         breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes[:-1])) + 1
         for run in np.split(np.arange(slots.size), breaks) if slots.size else ():
             yield run, int(offsets[run[0]])

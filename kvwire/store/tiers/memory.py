@@ -35,7 +35,7 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
-from kvwire.store.images import images_at
+from kvwire.store.images import line_of, rows
 from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import rounded
@@ -59,7 +59,8 @@ class MemoryTier:
         # By slot: whether a tier below had the block when it came.
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
-        self._base = int(self._bytes.ctypes.data)
+        # Of the type of what it is added to; see `images`.
+        self._base = np.int64(self._bytes.ctypes.data)
         self._headroom_bytes = min(
             STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS
         )
@@ -76,8 +77,23 @@ class MemoryTier:
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots, one fragment each."""
-        addresses = self.index.slabs.offsets(slots) + self._base
-        return images_at(addresses.view(np.uint64), nbytes, self._bytes)
+        addresses = self.index.slabs.begins[slots] + self._base
+        lengths, starts = rows(slots.size, nbytes)
+        return Fragments(
+            addresses.view(np.uint64),
+            lengths,
+            owner=self._bytes,
+            writable=True,
+            starts=starts,
+            piece_bytes=nbytes,
+        )
+
+    def line(self, slots: Ids, nbytes: int) -> memoryview:
+        """Return the images in some slots one behind the other, to be read at once."""
+        if slots.size == 1:
+            begin = self.index.slabs.begins.item(slots.item(0))
+            return self._bytes[begin : begin + nbytes].data
+        return line_of(self.images(slots, nbytes))
 
     async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
@@ -95,19 +111,19 @@ class MemoryTier:
             changed = self._changed = self._changed or asyncio.Event()
             # A tenant's quota is for its own blocks: no more of them go than have to.
             more_bytes = 0 if tenant or self._losing else self._more_bytes
-            needed = max(count - slots.size, more_bytes // nbytes)
+            lacking = count - slots.size
+            needed = max(lacking, more_bytes // nbytes)
             try:
-                more = await self._evict(nbytes, needed, tenant)
+                more = await self._evict(nbytes, needed, tenant, take=lacking)
             except BaseException:
                 self.give_back(slots)
                 raise
-            if more:
-                rest = self.index.take(nbytes, count - slots.size, tenant)
-                slots = np.concatenate((slots, rest))
+            if more is not None:
+                slots = np.concatenate((slots, more)) if slots.size else more
                 slots.sort()
             if slots.size:
                 break
-            if not more:
+            if more is None:
                 await changed.wait()
         if self._ahead:
             self._keep_headroom(nbytes)
@@ -189,7 +205,7 @@ class MemoryTier:
         """
         for nbytes in self.index.sizes:
             step = max(1, STORE_BATCH_BYTES // nbytes)
-            while await self._evict(nbytes, step):
+            while await self._evict(nbytes, step) is not None:
                 continue
 
     def populate(self) -> None:
@@ -211,17 +227,26 @@ class MemoryTier:
     # --- inside -----------------------------------------------------------------------
 
     async def _evict(
-        self, nbytes: int, count: int, tenant: int = 0, *, lose: bool = True
-    ) -> bool:
-        """Make room for some blocks; whether any slot may have become free.
+        self,
+        nbytes: int,
+        count: int,
+        tenant: int = 0,
+        *,
+        take: int = 0,
+        lose: bool = True,
+    ) -> Ids | None:
+        """Make room for some blocks, and take up to so many slots of it.
 
         Without ``lose`` blocks stay that no tier below has taken.
+
+        Returns:
+            The slots taken; None if none can have become free.
         """
         # Pinned until their images are below or dropped: nobody reuses the slots while
         # a tier reads them.
         named = self.index.victims(nbytes, count, tenant)
         if not named.slots.size:
-            return False
+            return None
         kept = True
         try:
             error = await self._demote(named) if self._demote is not None else ""
@@ -231,10 +256,11 @@ class MemoryTier:
             if kept:  # they may be nowhere else
                 self.unpin(named.keys[::-1], named.slots[::-1])
         if kept:
-            return False
-        self.index.drop(*named, evicted=True)
-        self._notify()
-        return True
+            return None
+        taken = self.index.replace(*named, nbytes, take, tenant)
+        if self._changed is not None:
+            self._notify()
+        return taken
 
     def _keep_headroom(self, nbytes: int) -> None:
         """Begin to clear some room, unless there is enough or it has begun."""
@@ -247,7 +273,7 @@ class MemoryTier:
         step = max(1, self._headroom_bytes // 4 // nbytes)
         while self._lacks_headroom(nbytes):
             # Nobody waits for this room, so it costs nobody a block.
-            if not await self._evict(nbytes, step, lose=False):
+            if await self._evict(nbytes, step, lose=False) is None:
                 return
 
     def _lacks_headroom(self, nbytes: int) -> bool:
@@ -280,32 +306,38 @@ class InFlightFills:
     Who fills waits for nothing but a copy or a disk, never for room or for another
     fill. So whoever waits for a fill, holding pins or not, waits for something that
     ends.
+
+    Attributes:
+        begun: Fills so far: while it is the same, nothing has come to memory.
+        ends: What is being filled, and what is set when it ends.
     """
 
     def __init__(self) -> None:
-        self._ends: dict[Key, asyncio.Event] = {}
+        self.begun: int = 0
+        self.ends: dict[Key, asyncio.Event] = {}
 
     def __len__(self) -> int:
         """Return how many blocks are being filled."""
-        return len(self._ends)
+        return len(self.ends)
 
     def busy(self, keys: Keys) -> Bits:
         """Return which of these somebody is filling."""
-        found = map(self._ends.__contains__, keys.tolist())
+        found = map(self.ends.__contains__, keys.tolist())
         return np.fromiter(found, np.bool_, keys.size)
 
     def of_namespace(self, digest: bytes) -> Keys:
         """Return which blocks of a namespace somebody is filling."""
-        return as_keys(key for key in self._ends if key.startswith(digest))
+        return as_keys(key for key in self.ends if key.startswith(digest))
 
     def begin(self, keys: Keys) -> None:
         """Note that the caller fills these, which nobody does yet."""
-        self._ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
+        self.begun += 1
+        self.ends.update(zip(keys.tolist(), repeat(asyncio.Event())))
 
     def end(self, keys: Keys) -> None:
         """End the fills of one :meth:`begin`, filled or not."""
         if keys.size:
-            ends = list(map(self._ends.pop, keys.tolist()))
+            ends = list(map(self.ends.pop, keys.tolist()))
             ends[0].set()
 
     async def one_ended(self, keys: Keys) -> bool:
@@ -314,7 +346,7 @@ class InFlightFills:
         Cancel safety: safe, it only watches.
         """
         for key in keys.tolist():
-            if key in self._ends:
-                await self._ends[key].wait()
+            if key in self.ends:
+                await self.ends[key].wait()
                 return True
         return False

@@ -31,7 +31,7 @@ from kvwire.limits import (
 from kvwire.memory.copy import copy
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import drain_or_abort, error_text
-from kvwire.store.images import bytes_of, payload_of
+from kvwire.store.images import line_of, payload_of
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.server.client import ActiveConnection, StoreClient
@@ -47,6 +47,7 @@ from kvwire.store.server.messages import (
     Put,
     StoreDone,
     Touch,
+    namespace_told,
     payload_tag,
     text_of,
 )
@@ -68,6 +69,7 @@ class RemoteTier(Tier):
 
     durable: bool = False
     asks: bool = False
+    at_once_bytes: int = STORE_INLINE_BYTES
 
     def __init__(
         self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
@@ -238,7 +240,7 @@ class RemoteTier(Tier):
         results = np.empty(batch.keys.size, np.uint8)
         results.fill(FAILED)
         try:
-            active = self._client.now()
+            active = self._client.active or self._client.now()
             most = active.welcome.berth_bytes // namespace.image_bytes
             if not most:
                 self.error = (
@@ -249,10 +251,14 @@ class RemoteTier(Tier):
                 return np.full(batch.keys.size, REFUSED, np.uint8)
             if self._touches.used:
                 await self._tell_touches(active)
-            for which, part in _parts(batch, kinds, min(most, STORE_KEYS_MAX)):
+            if batch.keys.size == 1:
                 async with active.berths:
-                    results[which] = await step(active, namespace, part)
-                    batch.orders[which] = part.orders
+                    results = await step(active, namespace, batch)
+            else:
+                for which, part in _parts(batch, kinds, min(most, STORE_KEYS_MAX)):
+                    async with active.berths:
+                        results[which] = await step(active, namespace, part)
+                        batch.orders[which] = part.orders
         except KVWireError as exc:
             self.error = error_text(exc)
         self._touches.moved(batch.keys[results == LANDED])
@@ -264,7 +270,7 @@ class RemoteTier(Tier):
         """Send the images of one request, and the request."""
         asked, order = self._asked(active, namespace, batch), int(batch.orders[0])
         if batch.images.nbytes <= STORE_INLINE_BYTES:
-            put = Put(*asked, order, bytes_of(batch.images))
+            put = Put(*asked, order, line_of(batch.images))
             return self._checked(active, batch, await active.call(put, StoreDone))
         put = Put(*asked, order)
         images = active.connection.send(
@@ -298,7 +304,11 @@ class RemoteTier(Tier):
         if batch.images.nbytes <= STORE_INLINE_BYTES:
             nbytes = len(done.images)
             if nbytes == room.nbytes:
-                copy(memoryview(done.images), payload_of(room))
+                line = payload_of(room)
+                if isinstance(line, memoryview):
+                    line[:] = done.images
+                else:
+                    copy(done.images, line)
         else:
             nbytes = await self._received(active, get.number, room)
         if nbytes != room.nbytes:
@@ -399,7 +409,7 @@ def _namespaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
     for text in told:
         # What a newer server knows of, and this side does not, has no blocks for it.
         with suppress(UsageError):
-            yield text.namespace()
+            yield namespace_told(text)
 
 
 def _lie(active: ActiveConnection, what: str) -> ConnectionLost:

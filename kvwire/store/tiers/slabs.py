@@ -45,6 +45,7 @@ class Slabs:
         slab_bytes: Bytes of each, in whole grains.
 
     Attributes:
+        begins: Shape (slots,): where in the tier each slot begins, in bytes.
         stride: Slot numbers of one slab.
         slot_bytes: Shape (slabs,): bytes of its slots; 0 while it belongs to no size.
         used: Shape (slabs,): how many of its slots are taken.
@@ -54,6 +55,7 @@ class Slabs:
         "_blank",
         "_free",
         "_open",
+        "begins",
         "slab_bytes",
         "slot_bytes",
         "stride",
@@ -67,6 +69,7 @@ class Slabs:
         self.stride: int = stride_of(slab_bytes)
         self.slot_bytes: npt.NDArray[np.int64] = np.zeros(slabs, np.int64)
         self.used: npt.NDArray[np.int64] = np.zeros(slabs, np.int64)
+        self.begins: Ids = np.zeros(slabs * self.stride, np.int64)
         self._free: list[list[int]] = [[] for _ in range(slabs)]
         # For each size the slabs with a free slot, the one to be filled first in front.
         self._open: dict[int, dict[int, None]] = {}
@@ -123,36 +126,39 @@ class Slabs:
 
     def give(self, slots: Ids) -> None:
         """Give slots back; a slab of which none is taken belongs to no size."""
+        if slots.size == 1:
+            self._give(slots.item(0) // self.stride, slots.tolist())
+            return
         slabs = slots // self.stride
         order = slabs.argsort(kind="stable")
         slots, slabs = slots[order], slabs[order]
         borders = (slabs[1:] != slabs[:-1]).nonzero()[0] + 1
         for begin, end in pairwise((0, *borders.tolist(), slots.size)):
-            if begin == end:
-                continue
-            back, slab = slots[begin:end], int(slabs[begin])
-            self.used[slab] -= back.size
-            size = self._open[int(self.slot_bytes[slab])]
-            if self.used[slab]:
-                self._free[slab] += back.tolist()
-                size[slab] = None
-            else:
-                self._free[slab].clear()
-                size.pop(slab, None)
-                self.slot_bytes[slab] = 0
-                self._blank[slab] = None
+            if end > begin:
+                self._give(slabs.item(begin), slots[begin:end].tolist())
 
-    def offsets(self, slots: Ids) -> Ids:
-        """Return where in the tier each slot begins, in bytes."""
-        slabs = slots // self.stride
-        inside = slots % self.stride * self.slot_bytes[slabs]
-        return slabs * self.slab_bytes + inside
+    def _give(self, slab: int, back: list[int]) -> None:
+        """Give slots of one slab back."""
+        self.used[slab] -= len(back)
+        size = self._open[self.slot_bytes.item(slab)]
+        if self.used.item(slab):
+            self._free[slab] += back
+            size[slab] = None
+        else:
+            self._free[slab].clear()
+            size.pop(slab, None)
+            self.slot_bytes[slab] = 0
+            self._blank[slab] = None
 
     def assign(self, slab: int, slot_bytes: int) -> None:
         """Make a slab one of slots of a size, all of them free."""
         count = self.capacity(slot_bytes)
         self.slot_bytes[slab] = slot_bytes
         begin = slab * self.stride
+        first = slab * self.slab_bytes
+        self.begins[begin : begin + count] = np.arange(
+            first, first + count * slot_bytes, slot_bytes
+        )
         # Taken from the end: those in front first, so that they lie side by side.
         self._free[slab] = list(range(begin + count - 1, begin - 1, -1))
         self._open.setdefault(slot_bytes, {})[slab] = None

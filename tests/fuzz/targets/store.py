@@ -29,7 +29,7 @@ def _request(said: bytes) -> None:
     if isinstance(request, messages.Find | messages.Touch | messages.TransferMessage):
         assert len(request.names.keys_of("")) == len(request.names)
     if isinstance(request, messages.TransferMessage):
-        request.names.all_in(request.namespace.namespace())
+        request.names.all_in(messages.namespace_told(request.namespace))
 
 
 def _reply(said: bytes) -> None:
@@ -39,4 +39,4 @@ def _reply(said: bytes) -> None:
         assert len(reply.table) <= STORE_KEYS_MAX
     if isinstance(reply, messages.Welcome):
         for text in reply.namespaces:
-            text.namespace()
+            messages.namespace_told(text)

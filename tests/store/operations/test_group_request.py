@@ -78,7 +78,7 @@ def test_an_image_has_every_element_in_its_place(data: st.DataObject) -> None:
     )
     images = image_bytes(request, some, order)
     assert images == expected
-    assert 0 <= order_of(group) < len(ORDERS)
+    assert 0 <= order_of(group.order) < len(ORDERS)
 
     target = Store(spec, blocks + 1, data.draw(shapes(spec)))
     there = GroupRequest(target.cache(), "kv", np.array(ids), hashes, namespace)

@@ -62,7 +62,7 @@ def test_keys_and_space_come_through() -> None:
     put = messages.decode_request(messages.encode(moving(messages.Put)))
     assert isinstance(put, messages.Put)
     assert [key[DIGEST_BYTES:] for key in put.names.keys_of("")] == chain(3)
-    assert put.namespace.namespace() == NAMESPACE
+    assert messages.namespace_told(put.namespace) == NAMESPACE
     assert put.names.all_in(NAMESPACE)
 
 

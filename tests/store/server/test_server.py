@@ -487,7 +487,9 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         assert row.name == one.communicator.name
         welcome = server._served.welcome("")
         assert welcome.durable
-        assert [text.namespace() for text in welcome.namespaces] == [NAMESPACE]
+        assert [messages.namespace_told(text) for text in welcome.namespaces] == [
+            NAMESPACE
+        ]
 
 
 @pytest.mark.parametrize("argument", [{"berths": 0}, {"berth_bytes": 0}], ids=str)

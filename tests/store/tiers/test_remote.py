@@ -208,7 +208,7 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
     async def lie(connection: kvwire.Connection) -> None:
         asked = messages.decode_request(await connection.recv(messages.TAG))
         assert isinstance(asked, messages.Get)
-        inline = images if spec is SPEC else b""
+        inline = memoryview(images if spec is SPEC else b"")
         done = messages.StoreDone(asked.number, bytes(3), "", orders, inline)
         await connection.send(messages.TAG, messages.encode(done))
         if spec is LARGE:

@@ -16,7 +16,7 @@ SLAB = 16 * GRAIN_BYTES
 def test_slots_of_one_slab_lie_side_by_side() -> None:
     slabs = Slabs(2, SLAB)
     slots = slabs.take(2 * GRAIN_BYTES, 8)
-    assert np.diff(slabs.offsets(slots)).tolist() == [2 * GRAIN_BYTES] * 7
+    assert np.diff(slabs.begins[slots]).tolist() == [2 * GRAIN_BYTES] * 7
     assert slabs.free(2 * GRAIN_BYTES) == 8
     assert slabs.free(GRAIN_BYTES) == 16
 
@@ -58,7 +58,7 @@ def test_no_two_slots_overlap(data: st.DataObject) -> None:
         count = data.draw(st.integers(1, 20))
         slots = slabs.take(slot_bytes, count)
         assert slots.size == min(count, free)
-        for slot, begin in zip(slots, slabs.offsets(slots), strict=True):
+        for slot, begin in zip(slots, slabs.begins[slots], strict=True):
             assert slot not in live
             live[int(slot)] = int(begin), int(begin) + slot_bytes
         ranges = sorted(live.values())
