@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import HOST
 from kvwire.cli.bench.store import benchmark
 from kvwire.cli.bench.store_side import (
     FLUSHED_PUT,
@@ -153,42 +148,3 @@ def test_redis_does_every_work() -> None:
     if absent is not None:
         pytest.skip(f"{absent.name} is not installed: {absent.remedy}")
     assert does_every_work(Contender("redis", RedisSide, alone=True))
-
-
-@contextmanager
-def answering(answer: bytes) -> Iterator[int]:
-    """A server of one connection that answers this to whatever it is asked."""
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1024)
-            connection.sendall(answer)
-
-    with socket.create_server((HOST, 0)) as listener:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield listener.getsockname()[1]
-        thread.join()
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (b"$-1\r\n-ERR\r\n", r"redis answers b'\$-1.* instead of b'\$65536"),
-        (b"$65", "the other side has ended the connection"),
-    ],
-)
-async def test_a_block_that_redis_does_not_have_is_an_error(
-    answer: bytes, said: str
-) -> None:
-    with answering(answer) as port:
-        peer = RedisSide({})
-        made = socket.create_connection((HOST, port))
-        peer._socket = peer.opened.enter_context(made)
-        try:
-            done = work(ONE)
-            with pytest.raises((RuntimeError, ConnectionError), match=said):
-                await peer.get_one(done, 0)
-        finally:
-            await peer.close()

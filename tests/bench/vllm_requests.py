@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.integrations.vllm.serving import Engine
+from tests.integrations.vllm.serving import Engine, asked
 
 DECODE_STEPS: Final = 8
 # One for all: making one takes 40 ms, which belong to no connector. vLLM closes what is
@@ -91,13 +91,5 @@ def streamed(engine: Engine, body: dict[str, Any]) -> list[tuple[float, str]]:
 
 
 def completion(ids: list[int], tokens: int, params: Any = None) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": "m",
-        "prompt": ids,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
-    if params:
-        body["kv_transfer_params"] = params
-    return body
+    more = {"kv_transfer_params": params} if params else {}
+    return asked(tokens, prompt=ids, **more)

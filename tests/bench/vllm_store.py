@@ -219,9 +219,8 @@ def _forget(engine: Engine) -> None:
 
 
 def _ask(engine: Engine, ids: list[int]) -> tuple[float, list[int]]:
-    body = completion(ids, ANSWER_TOKENS) | {"return_token_ids": True}
     began = time.perf_counter()
-    parts = streamed(engine, body)
+    parts = streamed(engine, completion(ids, ANSWER_TOKENS))
     choices = (one for _, part in parts for one in json.loads(part)["choices"])
     return parts[0][0] - began, [id for one in choices for id in one["token_ids"]]
 

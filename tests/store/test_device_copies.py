@@ -74,18 +74,6 @@ async def test_blocks_come_back_to_a_device(
     assert not target.blocks([i for i in range(16) if i not in INTO]).any()
 
 
-async def test_a_device_and_a_host_share_blocks(device: SimulatedDevice) -> None:
-    source, host = OnDevice(device, 2), Filled(16, LARGE)
-    back = OnDevice(device, None)
-    async with BlockStore.open(["memory:2MiB"]) as store:
-        assert (await store.put(HASHES, source.cache, IDS)).complete
-        assert (await store.get(HASHES, host.cache, INTO)).complete
-        other = chain(len(IDS), "from the host")
-        assert (await store.put(other, host.cache, INTO)).complete
-        assert (await store.get(other, back.cache, IDS)).complete
-    assert np.array_equal(back.blocks(IDS), source.blocks(IDS))
-
-
 async def test_hashes_of_other_lengths_than_blocks(device: SimulatedDevice) -> None:
     """Two blocks stand for one hash: the pieces of an image are woven."""
     source, target = OnDevice(device, 3), OnDevice(device, None)

@@ -164,13 +164,7 @@ class Model(RuleBasedStateMachine):
 
 def test_any_order_of_calls() -> None:
     run_state_machine_as_test(
-        Model,
-        settings=settings(
-            max_examples=examples(150),
-            stateful_step_count=30,
-            derandomize=True,
-            deadline=None,
-        ),
+        Model, settings=settings(max_examples=examples(150), stateful_step_count=30)
     )
 
 

@@ -206,17 +206,15 @@ def before(prefill: Engine, decode: Engine) -> list[str]:
     return ["--prefill", said[0], "--decode", said[1]]
 
 
+def asked(tokens: int, **more: Any) -> dict[str, Any]:
+    """What a request for so many tokens says, whatever comes out."""
+    usual = {"model": "m", "temperature": 0, "ignore_eos": True}
+    return {**usual, "max_tokens": tokens, "return_token_ids": True, **more}
+
+
 def complete(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
     """A completion; the whole answer. ``client`` and ``timeout`` are httpx's."""
-    body = {
-        "model": "m",
-        "prompt": list(prompt),
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **more,
-    }
+    body = asked(tokens, prompt=list(prompt), **more)
     timeout = body.pop("timeout", ANSWERS_WITHIN_S)
     client = body.pop("client", httpx)
     said = client.post(f"{url}/v1/completions", json=body, timeout=timeout)

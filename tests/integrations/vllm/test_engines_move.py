@@ -21,6 +21,7 @@ from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
     Engine,
     Front,
+    asked,
     engine,
     front,
     prompt,
@@ -34,6 +35,15 @@ FETCHED = "vllm:external_prefix_cache_hits_total"
 TOKENS = 400
 
 
+def asking(ids: list[int], *, chat: bool) -> tuple[str, dict[str, Any]]:
+    """Where a request is sent to, and what it says."""
+    if not chat:
+        return "/v1/completions", asked(TOKENS, prompt=ids)
+    text = " ".join(f"w{one}" for one in ids)
+    messages = [{"role": "user", "content": text}]
+    return "/v1/chat/completions", asked(TOKENS, messages=messages)
+
+
 @dataclass(slots=True)
 class Stream:
     id: str = ""
@@ -45,23 +55,11 @@ class Stream:
 
     def read(self, url: str, ids: list[int], at: int, then: Callable[[], None]) -> None:
         """Read it all; do something, in a thread of its own, at a token."""
-        asked: dict[str, Any] = {"prompt": ids}
-        if self.chat:
-            text = " ".join(f"w{one}" for one in ids)
-            asked = {"messages": [{"role": "user", "content": text}]}
-        body = asked | {
-            "model": "m",
-            "max_tokens": TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+        path, body = asking(ids, chat=self.chat)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         doing = threading.Thread(target=then)
-        path = "v1/chat/completions" if self.chat else "v1/completions"
         with httpx.stream(
-            "POST", f"{url}/{path}", json=body, timeout=ANSWERS_WITHIN_S
+            "POST", url + path, json=body, timeout=ANSWERS_WITHIN_S
         ) as said:
             for line in said.iter_lines():
                 event = line.removeprefix("data: ")
@@ -161,18 +159,10 @@ def test_a_chat_moves(two: Two) -> None:
 @pytest.mark.parametrize("chat", [False, True])
 def test_an_answer_that_is_no_stream_moves(two: Two, chat: bool) -> None:
     """Its client gets what one engine alone answers, in one piece."""
-    ids = prompt(900, 170 + chat)
-    asked: dict[str, Any] = {"prompt": ids}
-    if chat:
-        text = " ".join(f"w{one}" for one in ids)
-        asked = {"messages": [{"role": "user", "content": text}]}
-    asked |= {"model": "m", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    path = "/v1/chat/completions" if chat else "/v1/completions"
+    path, body = asking(prompt(900, 170 + chat), chat=chat)
     said: list[Any] = []
-    asking = threading.Thread(
-        target=lambda: said.append(two.proxy.post(path, **asked, return_token_ids=True))
-    )
-    asking.start()
+    waiting = threading.Thread(target=lambda: said.append(two.proxy.post(path, **body)))
+    waiting.start()
 
     def moved() -> bool:
         """It has to have a token first."""
@@ -182,7 +172,7 @@ def test_an_answer_that_is_no_stream_moves(two: Two, chat: bool) -> None:
         return False
 
     assert eventually(moved)
-    asking.join()
+    waiting.join()
     assert said[0].status_code == 200, said[0].text
     answer = said[0].json()
     (choice,) = answer["choices"]
