@@ -132,12 +132,32 @@ def arrives(values: list[Any], a: Any, b: Any) -> None:
 
 CASES |= {name: partial(arrives, values) for name, values in ARRIVES.items()}
 
+# Who is given one object: those of a line at once.
+GIVEN: dict[str, list[str]] = {
+    "gc_rdt_object": ["b.double b.double"],
+    "gc_intra_actor_rdt_object": ["a.double", "a.double"],
+    "gc_pass_ref_to_same_and_different_actors": ["a.double b.double"],
+    "send_same_ref_to_same_actor_task_multiple_times": ["b.add"],
+    "send_same_ref_multiple_times_intra_actor": ["a.add"],
+    "send_same_ref_to_same_actor_multiple_times": ["a.double"] * 2 + ["b.double"] * 2,
+    "duplicate_objectref_transfer": ["b.increment b.increment"],
+}
+# How often it is an argument, and what is made of it.
+CALLS = {"double": (1, ONE * 2), "add": (2, ONE * 2), "increment": (1, ONE + 1)}
 
-@case
-def gc_rdt_object(a: Any, b: Any) -> None:
-    ref = a.make.remote([ONE, b"1" * 100])
-    for got in ray.get([b.double.remote(ref), b.double.remote(ref)]):
-        same(got, [ONE * 2, b"1" * 200])
+
+def given(lines: list[str], a: Any, b: Any) -> None:
+    ref, workers = a.make.remote(ONE), {"a": a, "b": b}
+    for line in lines:
+        calls = [call.split(".") for call in line.split()]
+        refs = [
+            getattr(workers[who], what).remote(*[ref] * CALLS[what][0])
+            for who, what in calls
+        ]
+        same(ray.get(refs), [CALLS[what][1] for _, what in calls])
+
+
+CASES |= {name: partial(given, lines) for name, lines in GIVEN.items()}
 
 
 @case
@@ -156,45 +176,6 @@ def gc_del_ref_before_recv_finish(a: Any, b: Any) -> None:
     back = b.double.remote(ref)
     del ref
     same(ray.get(back), [ONE * 2, b"1" * 200])
-
-
-@case
-def gc_intra_actor_rdt_object(a: Any, _: Any) -> None:
-    ref = a.make.remote(ONE)
-    for _again in range(2):
-        same(ray.get(a.double.remote(ref)), ONE * 2)
-
-
-@case
-def gc_pass_ref_to_same_and_different_actors(a: Any, b: Any) -> None:
-    ref = a.make.remote(ONE)
-    same(ray.get([a.double.remote(ref), b.double.remote(ref)]), [ONE * 2, ONE * 2])
-
-
-@case
-def send_same_ref_to_same_actor_task_multiple_times(a: Any, b: Any) -> None:
-    ref = a.make.remote(ONE)
-    same(ray.get(b.add.remote(ref, ref)), ONE * 2)
-
-
-@case
-def send_same_ref_multiple_times_intra_actor(a: Any, _: Any) -> None:
-    send_same_ref_to_same_actor_task_multiple_times(a, a)
-
-
-@case
-def send_same_ref_to_same_actor_multiple_times(a: Any, b: Any) -> None:
-    gc_intra_actor_rdt_object(a, b)
-    ref = a.make.remote(ONE)
-    for _ in range(2):
-        same(ray.get(b.double.remote(ref)), ONE * 2)
-
-
-@case
-def duplicate_objectref_transfer(a: Any, b: Any) -> None:
-    ref = a.make.remote(ONE)
-    again = [b.increment.remote(ref) for _ in range(2)]
-    same(ray.get(again), [ONE + 1, ONE + 1])
 
 
 @case
@@ -253,40 +234,33 @@ def p2p_blocking(_: Any, b: Any) -> None:
 
 # --- Ray's: put, get and targets ------------------------------------------------------
 
-
-@case
-def fetch_rdt_object_to_driver(a: Any, _: Any) -> None:
-    for value in (ONE, [ONE, ONE], [ONE, ONE, 7]):
-        same(ray.get(a.make.remote(value), _use_object_store=True), value)
-
-
-@case
-def ray_get_rdt_ref_created_by_actor_task(a: Any, _: Any) -> None:
-    same(ray.get([a.make.remote(ONE) for _ in range(3)]), [ONE] * 3)
-
-
-@case
-def nixl_owner_gets_from_launched_task(a: Any, _: Any) -> None:
-    tensor = torch.randn(100, 100)
-    same(ray.get(a.make.remote(tensor)), tensor)
-
-
-@case
-def put_and_get_object_with_nixl(a: Any, b: Any, **options: Any) -> None:
-    tensors = [torch.arange(size) for size in (3, 4, 5)]
-    same(ray.get(b.get.remote(ray.get(a.put.remote(tensors)), **options)), tensors)
+STORED = {"_use_object_store": True}
+# What the driver gets of what an actor has made, and how.
+GOT: dict[str, tuple[list[Any], dict[str, bool]]] = {
+    "fetch_rdt_object_to_driver": ([ONE, [ONE, ONE], [ONE, ONE, 7]], STORED),
+    "ray_get_rdt_ref_created_by_actor_task": ([ONE] * 3, {}),
+    "nixl_owner_gets_from_launched_task": ([torch.randn(100, 100)], {}),
+}
+# What one actor puts and another one gets.
+THREE = [torch.arange(size) for size in (3, 4, 5)]
+ROWS = list(torch.arange(9).reshape(3, 3))
+PUT: dict[str, tuple[list[Any], dict[str, bool]]] = {
+    "put_and_get_object_with_nixl": (THREE, {}),
+    "put_and_get_object_with_object_store": (THREE, STORED),
+    "shared_tensor_deduplication": ([ROWS[:2], ROWS[1:]], {}),
+}
 
 
-@case
-def put_and_get_object_with_object_store(a: Any, b: Any) -> None:
-    put_and_get_object_with_nixl(a, b, _use_object_store=True)
+def got(values: list[Any], options: dict[str, bool], a: Any, _: Any) -> None:
+    same(ray.get([a.make.remote(value) for value in values], **options), values)
 
 
-@case
-def shared_tensor_deduplication(a: Any, b: Any) -> None:
-    one, two, three = torch.arange(9).reshape(3, 3)
-    test = [[one, two], [two, three]]
-    same(ray.get(b.get.remote(ray.get(a.put.remote(test)))), test)
+def put(values: list[Any], options: dict[str, bool], a: Any, b: Any) -> None:
+    same(ray.get(b.get.remote(ray.get(a.put.remote(values)), **options)), values)
+
+
+CASES |= {name: partial(got, *how) for name, how in GOT.items()}
+CASES |= {name: partial(put, *how) for name, how in PUT.items()}
 
 
 @case

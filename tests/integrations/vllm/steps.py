@@ -55,8 +55,7 @@ def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerSte
         cached={"kv": cached},
         hashes={"kv": HASHES},
         remote=remote,
-        traceparent=SPAN,
-        **more,
+        **{"traceparent": SPAN, **more},
     )
     return WorkerStep(loads=[load])
 

@@ -216,11 +216,13 @@ def test_a_request_that_is_aborted_is_reported_and_free_on_both_sides(
 
 
 def test_nobody_wants_it_any_more() -> None:
+    """Whose client traces nothing."""
     with workers() as (p, d):
         steps.prefill(p, steps.sending(steps.FROM, 10))
         p.side.finished(("p",))
         assert p.side._departures
-        steps.fetch(d, steps.fetching(steps.addresses([p]), declined=True))
+        remote = steps.addresses([p])
+        steps.fetch(d, steps.fetching(remote, declined=True, traceparent=""))
         assert eventually(lambda: steps.freed(p))
         assert d.side.finished(()) == (set(), set())
 
