@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvwire.errors import UsageError
 from kvwire.limits import STORE_KEYS_MAX
+from kvwire.store.namespace import ORDERS
 from kvwire.store.server import messages
 
 
@@ -27,9 +28,13 @@ def _request(said: bytes) -> None:
     request = messages.decode_request(said)
     assert messages.decode_request(messages.encode(request)) == request
     if isinstance(request, messages.Find | messages.Touch | messages.TransferMessage):
-        assert len(request.names.keys_of("")) == len(request.names)
+        keys = request.names.keys_of("")
+        assert 0 < len(keys) == len(request.names) <= STORE_KEYS_MAX
+        assert {len(key) for key in keys} == {request.names.width}
     if isinstance(request, messages.TransferMessage):
         request.names.all_in(messages.namespace_told(request.namespace))
+    if isinstance(request, messages.Put):
+        assert 0 <= request.order < len(ORDERS)
 
 
 def _reply(said: bytes) -> None:
