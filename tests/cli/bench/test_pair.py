@@ -58,6 +58,15 @@ def test_bytes_that_change_on_the_way_are_found(
             found.check(BULK[0])
 
 
+def test_a_connection_that_ends_midway_is_an_error() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        right.sendall(b"ab")
+        right.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionError, match="the other side has ended"):
+            bare.receive_into(left, memoryview(bytearray(4)))
+
+
 def test_what_fails_over_there_is_told_here(side: SideProcess) -> None:
     with pytest.raises(BenchError, match="connect: ConnectionRefusedError"):
         side.call("connect", address=1)
