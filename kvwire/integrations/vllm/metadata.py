@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple
@@ -129,7 +130,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"kv_transfer_params: stages: how many pipeline stages the "
                 f"{len(made.remote)} addresses in remote are"
             )
-        remote = tuple(map(str, map(Address.parse, made.remote)))
+        remote = tuple(map(_written_out, made.remote))
         return msgspec.structs.replace(made, remote=remote)
 
     def check(self) -> None:
@@ -141,6 +142,12 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
                 "kv_transfer_params: remote is missing, the addresses of the other "
                 "engine's ranks"
             )
+
+
+@functools.lru_cache
+def _written_out(address: str) -> str:
+    """Return an address in its one form. Requests name few, again and again."""
+    return str(Address.parse(address))
 
 
 class ScheduledRequest(NamedTuple):

@@ -59,10 +59,10 @@ class References:
 
     def check(self, transfer_id: str, remote: Sequence[str], signature: str) -> None:
         """Refuse a reference that may be made up."""
-        said = _message(transfer_id, remote)
         # bytes, since a client may send any text
         shown = signature.encode("utf-8", "replace")
         for key in self._keys:
+            said = _message(transfer_id, remote)
             right = hmac.digest(key, said, "sha256").hex().encode()
             if hmac.compare_digest(right, shown):
                 return
