@@ -49,7 +49,7 @@ import enum
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Final
 
-from kvwire.limits import LOG_CHARS_MAX, REASON_CHARS_MAX
+from kvwire.limits import LOG_CHARS_MAX, NAME_CHARS_MAX, REASON_CHARS_MAX
 
 
 class WireCode(enum.IntEnum):
@@ -281,6 +281,13 @@ def printable(text: str) -> str:
     if text.isprintable() and len(text) <= REASON_CHARS_MAX:
         return text
     return shown(text, REASON_CHARS_MAX)
+
+
+def is_name(value: object) -> bool:
+    """Tell whether something is a text that a peer can be told of whole."""
+    if not isinstance(value, str) or len(value) > NAME_CHARS_MAX:
+        return False
+    return value.encode(errors="replace").decode() == value
 
 
 def sayable(reason: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import limits
-from kvwire.errors import UsageError, wrong_type
+from kvwire.errors import UsageError, is_name, wrong_type
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockLists, Blocks, block_lists
 from kvwire.kv.layout import AXES, Axis, Layout, choose_dims, overlapping, read_axes
 from kvwire.kv.spec import KVSpec
@@ -194,7 +194,7 @@ _INNER: Final = ("block", "token", "head", "dim")
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not 1 <= len(name) <= limits.NAME_CHARS_MAX:
+    if not name or not is_name(name):
         raise UsageError(
             f"PagedCache: group name {name!r}: a text of 1 to {limits.NAME_CHARS_MAX} "
             "characters"

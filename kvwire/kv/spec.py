@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, cast
 
 from kvwire import limits
-from kvwire.errors import ProfileMismatch, UsageError, nearest
+from kvwire.errors import ProfileMismatch, UsageError, is_name, nearest
 
 DType: TypeAlias = Literal[
     "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
@@ -309,7 +309,7 @@ def _check_kind(spec: KVSpec) -> None:
 
 
 def _check_fingerprint(value: object) -> None:
-    if not isinstance(value, str) or len(value) > limits.NAME_CHARS_MAX:
+    if not is_name(value):
         raise UsageError(
             f"KVSpec: fingerprint={value!r}: a text of at most "
             f"{limits.NAME_CHARS_MAX} characters, such as a model's name and revision"

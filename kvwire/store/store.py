@@ -512,7 +512,12 @@ class OpeningStore(Opening):
                 opened.push_async_callback(below[-1].close)
             memory = self._tiers[0]
             populate = memory.choice("populate", ("yes", "no"), "no") == "yes"
-            store = BlockStore(memory, below, self._write, self._tenants)
+            try:
+                store = BlockStore(memory, below, self._write, self._tenants)
+            except (MemoryError, OSError) as exc:
+                raise UsageError(
+                    f"tier {memory.text!r}: this machine has no room for it: {exc}"
+                ) from None
             opened.pop_all()  # they are the store's now
             opened.push_async_callback(store.close)
             if populate:

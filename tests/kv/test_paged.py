@@ -182,7 +182,8 @@ def test_wrong_groups_are_named() -> None:
     for groups in ({}, {f"g{n}": (SPEC, layers()) for n in range(65)}):
         with pytest.raises(UsageError, match=f"{len(groups)} groups; 1 to 64"):
             PagedCache.grouped(groups)
-    with pytest.raises(UsageError, match="group name ''"):
-        PagedCache.grouped({"": (SPEC, layers())})
+    for name in ("", "half \udcff"):
+        with pytest.raises(UsageError, match="group name"):
+            PagedCache.grouped({name: (SPEC, layers())})
     with pytest.raises(UsageError, match="group 'window': 2 tensors for layers=3"):
         PagedCache.grouped({"window": (SPEC, layers(count=2))})

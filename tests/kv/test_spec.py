@@ -51,6 +51,7 @@ def test_mla_is_replicated_without_being_asked() -> None:
         ({"components": 3}, "components=3: use 2 for keys and values, or 1 for MLA"),
         ({"fingerprint": "x" * 200}, "fingerprint='xxx"),
         ({"fingerprint": None}, "fingerprint=None"),
+        ({"fingerprint": "\udcff"}, "a text of at most"),
         ({"shard": 3}, r"shard=3: use \(rank, size\)"),
         ({"shard": (2, 2)}, "shard rank=2: a number from 0 to 1"),
         ({"shard": (0, 0)}, "shard size=0"),

@@ -36,7 +36,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError, sayable, shown
 from kvwire.kv.blocks import all_of
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import (
@@ -326,7 +326,7 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
         images: memoryview = _NO_IMAGES,
     ) -> Self:
         """Make the reply, with as much of the reason as it may have."""
-        return cls(number, results.tobytes(), reason[:REASON_CHARS_MAX], orders, images)
+        return cls(number, results.tobytes(), sayable(reason), orders, images)
 
     @property
     def table(self) -> BlockResults:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.errors import sayable
 from kvwire.limits import (
     NAME_CHARS_MAX,
-    REASON_CHARS_MAX,
     STORE_CLIENTS_MAX,
     STORE_LENT_SHARE,
     STORE_NAMESPACES_TOLD,
@@ -95,12 +95,16 @@ class ServedStore:
         """Return what is there and what has happened; to a tenant what is its own."""
         store, errors = self.store, self.store.report
         tenants = [
-            TenantRow(name, one.counters, tuple(one.tiers.items()))
+            TenantRow(
+                name,
+                one.counters,
+                tuple((_name(tier), use) for tier, use in one.tiers.items()),
+            )
             for name, one in store.tenant_stats().items()
             if tenant in ("", name)
         ]
         rows = [
-            TierRow(name[:NAME_CHARS_MAX], errors[name][:REASON_CHARS_MAX], stats)
+            TierRow(_name(name), sayable(errors[name]), stats)
             for name, stats in store.stats().items()
             if not tenant
         ]
@@ -115,6 +119,11 @@ class ServedStore:
             dropped=0 if tenant else self.dropped,
             tenants=tuple(tenants),
         )
+
+
+def _name(tier: str) -> str:
+    """Return what a client is told of the name of a tier, which has a path in it."""
+    return sayable(tier)[:NAME_CHARS_MAX]
 
 
 Berth = npt.NDArray[np.uint8]

@@ -30,12 +30,12 @@ from kvwire.config import Config, ConfigOptions
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import (
     EAGER_BYTES_MAX,
+    REQUEST_BYTES_MAX,
     STORE_BERTH_BYTES,
     STORE_BERTHS,
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,
     STORE_REQUEST_BYTES_MAX,
-    STORE_TIER_BYTES_MAX,
 )
 from kvwire.proto.auth import key_id
 from kvwire.security.keys import read_key_file
@@ -91,9 +91,9 @@ class StoreServer:
     ) -> None:
         if not 1 <= berths <= STORE_BERTHS_MAX:
             raise UsageError(f"berths={berths}: 1 to {STORE_BERTHS_MAX}")
-        if not 1 <= berth_bytes <= STORE_TIER_BYTES_MAX:
+        if not 1 <= berth_bytes <= REQUEST_BYTES_MAX:
             raise UsageError(
-                f"berth_bytes={berth_bytes}: 1 to {STORE_TIER_BYTES_MAX}; a block of "
+                f"berth_bytes={berth_bytes}: 1 to {REQUEST_BYTES_MAX}; a block of "
                 f"every client has to fit"
             )
         if lossy := store._tiers.lossy:  # noqa: SLF001 - the library's own

@@ -22,12 +22,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvwire.errors import ConnectionClosed, KVWireError, RequestError, UsageError, shown
+from kvwire.errors import (
+    ConnectionClosed,
+    KVWireError,
+    RequestError,
+    UsageError,
+    sayable,
+    shown,
+)
 from kvwire.kv.blocks import Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     NAME_CHARS_MAX,
-    REASON_CHARS_MAX,
     STORE_INLINE_BYTES,
     STORE_NAMESPACES_MAX,
     STORE_REQUESTS_MAX,
@@ -412,8 +418,7 @@ class ClientSession:
                     results = np.where(pinned, LANDED, MISSING)
                     return StoreDone.of(request.number, results)
         except (OSError, UsageError) as exc:
-            reason = error_text(exc)[:REASON_CHARS_MAX]
-            return StoreDone(request.number, reason=reason)
+            return StoreDone(request.number, reason=sayable(error_text(exc)))
         return StoreDone(request.number)
 
     async def _delete(self, request: Delete) -> None:

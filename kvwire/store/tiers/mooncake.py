@@ -291,8 +291,14 @@ class MooncakeTier(ValueTier):
         native = await run_to_completion(
             self._start(partial(_connected, self._arguments))
         )
-        for _ in range(_STAGES):
-            self._add_stage(native)
+        try:
+            for _ in range(_STAGES):
+                self._add_stage(native)
+        except BaseException:
+            # The next client does not know the stages that were registered with it.
+            self._stages, self._stages_made = asyncio.Queue(), 0
+            self._start(native.close)
+            raise
         self._native = native
 
     def _add_stage(self, native: Any) -> None:

@@ -360,6 +360,8 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
                 f"tier: {name}= would be shown wherever the tier is named; pass "
                 f"credentials in the environment"
             )
+    if address.place.startswith("file:") and not address.place.startswith("file:///"):
+        raise UsageError(f"tier {address.text!r}: write object:file:///DIRECTORY")
     try:
         if address.place.startswith("memory:"):
             return from_url("memory:///")

@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 
-from kvwire.store.server.served import Berth, TransferBuffers
+from kvwire.limits import NAME_CHARS_MAX
+from kvwire.store.server.messages import StatsReport, decode_reply, encode
+from kvwire.store.server.served import Berth, ServedStore, TransferBuffers
+from kvwire.store.tenants import Tenants
+from kvwire.store.tiers.base import TenantUse
+from tests.store.fakes import FakeTier
+from tests.store.files import store_on
 
 
 async def test_so_many_at_once_and_no_more() -> None:
@@ -43,3 +49,20 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
         assert other is not left[0]
     async with berths.one() as again:
         assert again is other
+
+
+async def test_a_report_can_be_read_whatever_a_tier_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Paths are long, and of any bytes: Python has halves of characters for some."""
+    tier = FakeTier("disk:\udcff" + "x" * NAME_CHARS_MAX)
+    tier.error = "\udcff"
+    monkeypatch.setattr(tier, "tenant_uses", lambda: (TenantUse(), TenantUse(4096)))
+    async with store_on(tier, tenants=Tenants(["t"])) as store:
+        served = ServedStore(store, False, 1, 1, {}, "server")
+        report = decode_reply(encode(served.report(1, "")))
+    assert isinstance(report, StatsReport)
+    assert report.tiers[1].error == "?"
+    name, use = report.tenants[1].tiers[1]
+    assert name.startswith("disk:?xxx")
+    assert use.used_bytes == 4096

@@ -492,7 +492,12 @@ async def test_a_report_says_who_is_there(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("argument", [{"berths": 0}, {"berth_bytes": 0}], ids=str)
+@pytest.mark.parametrize(
+    "argument",
+    # More than a client believes: it would end the connection.
+    [{"berths": 0}, {"berth_bytes": 0}, {"berth_bytes": limits.REQUEST_BYTES_MAX + 1}],
+    ids=str,
+)
 def test_wrong_arguments_are_refused(argument: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=next(iter(argument))):
         StoreServer(object(), "127.0.0.1:0", **argument)  # type: ignore[arg-type]
