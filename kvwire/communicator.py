@@ -322,7 +322,7 @@ class Communicator(AsyncWith):
             cache: Where it lies.
             blocks: Block ids in token order, or ``{group: ids}``.
             consumers: How many pull it, such as the ranks of a tensor-parallel group.
-            deadline: An instant of the loop's clock, or a duration; see ``send``.
+            deadline: When it ends with what has landed; as for ``send``.
             priority: 0 to 255; chunks of a higher one go first.
             tokens: Valid tokens in the list, where the last block is not full.
             hashes: One for each block.

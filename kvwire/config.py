@@ -96,7 +96,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         psk_accept_files: More keys that are accepted from peers, while keys are
             rotated.
         tls_cert_file: This side's certificate, in PEM.
-        tls_key_file: Its private key, in PEM, readable by its owner alone.
+        tls_key_file: The private key of that, in PEM, readable by its owner alone.
         tls_ca_file: The CAs whose certificates are believed, in PEM; no others are.
         tls_peers: Who may be at the other end: URIs and DNS names of certificates. A
             single ``"*"`` means everybody whom a CA of ``tls_ca_file`` has signed.
@@ -113,18 +113,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ``"on"``, but ``"sampled"`` from memory to memory of one host. It is for
             what this side sends.
         chunk_bytes: Payload bytes in one frame; the smaller of both sides' is used.
-        eager_bytes: Messages up to this size travel at once; likewise.
-        window_bytes: Messages that nobody has asked for yet are held up to this.
-        window_messages: And up to this many.
+        eager_bytes: Messages up to this size travel at once; the smaller of both
+            sides' is used.
+        window_bytes: How many bytes of messages that nobody receives yet are held.
+        window_messages: How many such messages are held.
         message_bytes: ``recv`` without a buffer allocates at most this.
         handshake_timeout_s: From connect or accept to a usable connection.
         close_timeout_s: How long ``close`` waits for what was begun.
         ping_interval_s: Silence after which the peer is asked whether it is there.
-        ping_misses: Intervals of silence after which it is dead.
+        ping_misses: Intervals of silence after which the peer is taken for dead.
         lease_s: How long a KV transfer that nobody works on holds its blocks, and how
             long it waits for a peer that has fallen silent.
-        restart_grace_s: How long it waits for a peer whose connection was reset, or
-            whose port is refused: its process has ended, as far as the kernel knows.
+        restart_grace_s: How long a KV transfer waits for a peer whose connection was
+            reset, or whose port is refused: its process has ended, as far as the kernel
+            knows.
         resume: Whether a KV transfer whose connection is lost waits, within its lease,
             for another link to the same peer.
         quarantine_bytes: New transfers are refused while more memory than this waits

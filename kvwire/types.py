@@ -231,7 +231,7 @@ class Candidate:
     """Describes one transport that was considered for a connection.
 
     Attributes:
-        name: Of its backend.
+        name: The transport's, such as ``"tcp"``.
         taken: It carries the connection's data.
         reason: Why it does, or does not.
         possible: It may carry the data if those before it cannot.
@@ -272,7 +272,7 @@ class Grant:
     ends with the region. Slicing narrows it: ``grant[a:b]`` is that part, no more.
 
     Attributes:
-        access: Which of the two, or both.
+        access: Whether it allows ``get``, ``put`` or both.
         connection: The connection it was made for, 16 bytes.
         grant: Its number there.
         generation: The generation of the region it was made for.

@@ -91,7 +91,7 @@ class StoreCallSnapshot:
     """Shows one put or get of a store that is under way.
 
     Attributes:
-        verb: Which of the two.
+        verb: ``"put"`` or ``"get"``.
         blocks: Blocks that it is for.
         age_s: Since the call.
     """

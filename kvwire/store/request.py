@@ -46,7 +46,7 @@ class StoreRequest:
 
     @property
     def is_drained(self) -> bool:
-        """Tell whether nothing of the store can touch the blocks more."""
+        """Tell whether nothing of the store can touch the blocks any more."""
         return self._work.drained.is_set()
 
     async def drained(self) -> None:

@@ -15,7 +15,7 @@ class TransferOptions(TypedDict, total=False):
     """Lists what every verb takes.
 
     Attributes:
-        deadline: An instant of the loop's clock, or a duration; see ``send``.
+        deadline: When it ends with what has landed; as for ``send``.
         priority: 0 to 255; chunks of a higher one go first.
         tokens: Valid tokens in the list, where the last block is not full.
         hashes: One for each block.
