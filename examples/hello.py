@@ -59,6 +59,9 @@ if __name__ == "__main__":
             with contextlib.suppress(KeyboardInterrupt):
                 asyncio.run(decode())
         case ["prefill", address]:
-            asyncio.run(prefill(address))
+            try:
+                asyncio.run(prefill(address))
+            except kvwire.ConnectError as exc:
+                sys.exit(f"{exc}; start decode first")
         case _:
             sys.exit(__doc__)
