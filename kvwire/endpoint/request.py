@@ -164,6 +164,8 @@ class RequestState(Generic[T]):
             raise self.error
         return self._result  # type: ignore[return-value]
 
+    __await__ = wait
+
     def neglect_if_alone(self) -> None:
         """Take a receive back that has met no message and that nobody waits for."""
         if self._owner is not None and not self.over and not self._waiters:

@@ -99,7 +99,9 @@ class Operation(ABC):
         landed = landed_bytes = 0
         for request in self._requests:
             self.tiers.touch(request.keys, released=request in self._released)
-            count = int(np.add.reduce(self._codes[request] == _LANDED))
+            count = int(request.keys.size)
+            if len(self._reasons) > 1:
+                count = int(np.add.reduce(self._codes[request] == _LANDED))
             landed += count
             landed_bytes += count * request.namespace.image_bytes
         for counters in self.tiers.counters_of(self._requests[0].namespace):

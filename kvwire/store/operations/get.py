@@ -26,6 +26,7 @@ from kvwire.store.tiers.base import (
     Tier,
 )
 
+_ALL: Final = slice(None)
 NOT_THERE: Final = "it is not in the store"
 
 # Other namespaces that are looked into to say why nothing was found.
@@ -62,11 +63,14 @@ class GetOperation(Operation):
             return here
         if memory.in_flight.ends and await memory.in_flight.one_ended(keys):
             return here
-        tried = self._next.setdefault(request, np.zeros(request.keys.size, np.int64))
-        first = int(np.minimum.reduce(tried[positions]))
-        which = (tried[positions] == first).nonzero()[0]
+        tried, first = self._next.get(request), 0
+        which: Ids | slice = _ALL
+        if tried is not None:
+            first = int(np.minimum.reduce(tried[positions]))
+            which = (tried[positions] == first).nonzero()[0]
         if request.repeats:
-            which = which[once(keys[which])]
+            places = np.arange(keys.size)[which]
+            which = places[once(keys[places])]
         asked = positions[which]
         ask = asked.size * request.namespace.image_bytes > STORE_UNASKED_BYTES
         number, orders = await self.tiers.source(keys[which], first, ask=ask)
@@ -77,13 +81,16 @@ class GetOperation(Operation):
             here[which] = True
             return here
         found = orders != ABSENT
-        tried[asked[~found]] = number + 1
         tier = self.tiers.below[number]
-        read = await self._read(request, asked[found], orders[found], tier)
-        tried[read[1]] = number + 1
-        landed = np.zeros(request.keys.size, np.bool_)
-        landed[read[0]] = True
-        return landed[positions]
+        landed, lost = await self._read(request, asked[found], orders[found], tier)
+        if landed.size == positions.size:
+            return ~here  # all
+        if tried is None:
+            tried = self._next[request] = np.zeros(request.keys.size, np.int64)
+        tried[asked[~found]] = tried[lost] = number + 1
+        ended = np.zeros(request.keys.size, np.bool_)
+        ended[landed] = True
+        return ended[positions]
 
     async def explain(self) -> None:
         """Say of blocks that are not there whether another namespace has them.
@@ -139,8 +146,7 @@ class GetOperation(Operation):
         if memory.in_flight.begun != begun or taken.size < keys.size:
             mine, taken = self._lacking_still(keys, taken)
             keys, orders, positions = keys[mine], orders[mine], positions[mine]
-        landed = np.zeros(keys.size, np.bool_)
-        images = None
+        landed, whole, images = np.zeros(keys.size, np.bool_), not keys.size, None
         memory.in_flight.begin(keys)
         try:
             if keys.size:
@@ -152,11 +158,12 @@ class GetOperation(Operation):
                 batch = Batch(keys, orders, images, born=born)
                 results = await tier.read(request.namespace, batch)
                 landed = results == LANDED
-                if not all_of(landed):
+                whole = bool(all_of(landed))
+                if not whole:
                     # What nobody had found was not evicted: it is just not there.
                     told = found | (results != MISSING)
                     self._note(request, positions[told], results[told], tier)
-                if any_of(landed):
+                if whole or any_of(landed):
                     namespace = request.namespace
                     self.tiers.namespaces[namespace.digest] = namespace
                 memory.below[taken[landed]] = True
@@ -164,9 +171,9 @@ class GetOperation(Operation):
                 memory.index.name(keys[landed], taken[landed], since, orders[landed])
         finally:
             memory.in_flight.end(keys)
-            if not all_of(landed):
+            if not whole:
                 memory.give_back(taken[~landed])
-        if any_of(landed):
+        if whole or any_of(landed):
             await self._hand_out(request, positions[landed], taken[landed], images)
         return positions[landed], positions[~landed]
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from itertools import count
+from typing import Any
 
 import kvwire
 from kvwire.clock import Backoff
@@ -98,6 +99,7 @@ class ActiveConnection:
         self, connection: kvwire.Connection, welcome: Welcome, timeout_s: float
     ) -> None:
         self.connection = connection
+        self._state = connection._state  # noqa: SLF001 - the library's own
         self.welcome = welcome
         self._timeout_s = timeout_s
         self._within = timedelta(seconds=timeout_s)
@@ -128,7 +130,10 @@ class ActiveConnection:
             limit_s = self._timeout_s + STORE_GRACE_S
             late = loop.call_later(limit_s, _expire, answer)
             try:
-                await self.connection.send(TAG, encode(request), deadline=self._within)
+                # Not the facade: this is called for every block.
+                sent = self._state.send(TAG, encode(request), self._within)
+                if not sent.over or sent.error is not None:
+                    await sent
                 found = await answer
             except TimeoutError:
                 error = DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
@@ -152,7 +157,8 @@ class ActiveConnection:
         why = "the client was closed"
         try:
             while True:
-                reply = decode_reply(await self.connection.recv(TAG))
+                said: Any = await self._state.recv(TAG, None, None)
+                reply = decode_reply(said)
                 if not isinstance(reply, NumberedReply):
                     raise UsageError("it welcomes twice")
                 if self.works is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvwire.endpoint.request import RequestState
 from kvwire.errors import (
     ConnectionClosed,
     KVWireError,
@@ -39,7 +40,6 @@ from kvwire.limits import (
     STORE_REQUESTS_MAX,
     STORE_TIMEOUT_S,
 )
-from kvwire.request import Request
 from kvwire.store.cleanup import drain_or_abort, error_text
 from kvwire.store.images import images_in, line_of, payload_of
 from kvwire.store.index import NO_SLOT, Keys, Orders, once
@@ -97,6 +97,8 @@ class ClientSession:
         self._store = served.store
         self._tiers = served.store._tiers  # noqa: SLF001 - the library's own
         self._connection = connection
+        # Not the facade where it would be called for every block.
+        self._state = connection._state  # noqa: SLF001 - the library's own
         # Whose keys it names, and nobody else's.
         self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.berth_bytes)
@@ -135,7 +137,8 @@ class ClientSession:
                     f"it speaks version {hello.version} and this side {VERSION}"
                 )
             while True:
-                self._begin(decode_request(await self._connection.recv(TAG)))
+                said: Any = await self._state.recv(TAG, None, None)
+                self._begin(decode_request(said))
         except ConnectionClosed:
             pass
         except KVWireError as exc:
@@ -159,10 +162,6 @@ class ClientSession:
             self._get(request) if isinstance(request, Get) else self._answer(request)
         )
         if answer is None:
-            return
-        # What takes no waiting is answered by now.
-        if isinstance(answer, Request) and answer.done():
-            answer.result()
             return
         task = asyncio.create_task(self._finish(answer))
         self._open.add(task)
@@ -209,9 +208,9 @@ class ClientSession:
             )
             self._drop("its request failed here")
 
-    def _send(self, reply: ServerMessage) -> Request[int]:
+    def _send(self, reply: ServerMessage) -> RequestState[int]:
         """Answer; a client that takes no answers is ended by the deadline."""
-        return self._connection.send(TAG, encode(reply), deadline=_PATIENCE)
+        return self._state.send(TAG, encode(reply), _PATIENCE)
 
     def _drop(self, reason: str) -> None:
         logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
@@ -240,7 +239,9 @@ class ClientSession:
             sent = np.frombuffer(request.images, np.uint8)
             images = images_in(sent, image_bytes, keys.size)
             blocks = ImageRequest(namespace, keys, images, request.order)
-            await self._send(await self._keep(request, blocks))
+            answered = self._send(await self._keep(request, blocks))
+            if not answered.over or answered.error is not None:
+                await answered
             return
         async with self._berths.one() as berth:
             slots = await self._slots_for(keys, namespace)
@@ -311,7 +312,7 @@ class ClientSession:
             await drain_or_abort(images, self._connection)
         return "" if came == into.nbytes else f"{came} bytes came of {into.nbytes}"
 
-    def _get(self, request: Get) -> Awaitable[object]:
+    def _get(self, request: Get) -> Awaitable[object] | None:
         """Send few bytes that are all in memory at once; go for all others."""
         memory, keys = self._tiers.memory, request.names.keys_of(self._tenant)
         namespace, refusal = self._namespace(request, keys.size)
@@ -326,9 +327,11 @@ class ClientSession:
         images = memory.line(slots, namespace.image_bytes)
         self._tiers.got(keys, namespace, slots)
         self._read_bytes += len(images)
-        return self._send(
+        sent = self._send(
             StoreDone(request.number, bytes(keys.size), "", orders, images)
         )
+        # Mostly it goes at once, and nobody has to wait for it.
+        return None if sent.over and sent.error is None else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
         """Say which blocks there are, and send those."""
