@@ -74,33 +74,35 @@ def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
 
     At least one of them is fragments.
     """
-    if isinstance(source, Fragments) and (line := _line(destination)) is not None:
-        return source.addresses, source.starts[:-1] + np.uint64(line), source.lengths
+    here, there = _addresses(source), _addresses(destination)
+    # What lies in one piece is cut where the other is.
+    if there.size == 1 and isinstance(source, Fragments):
+        return here, source.starts[:-1] + there, source.lengths
     assert isinstance(destination, Fragments), "two views need no pieces"
-    there = destination
-    if (line := _line(source)) is not None:
-        return there.starts[:-1] + np.uint64(line), there.addresses, there.lengths
+    if here.size == 1:
+        return destination.starts[:-1] + here, there, destination.lengths
     assert isinstance(source, Fragments)
     borders = source.starts
-    if not np.array_equal(borders, there.starts):
-        borders = distinct(np.concatenate((borders, there.starts)))
+    if not np.array_equal(borders, destination.starts):
+        borders = distinct(np.concatenate((borders, destination.starts)))
     starts, lengths = borders[:-1], borders[1:] - borders[:-1]
-    return _places(source, starts), _places(there, starts), lengths
+    return _places(source, starts), _places(destination, starts), lengths
 
 
 def _copied_alike(source: Payload, destination: Payload) -> bool:
-    if isinstance(source, Fragments) and (line := _line(destination)) is not None:
-        return copy_alike(source, line, gather=True)
-    if isinstance(destination, Fragments) and (line := _line(source)) is not None:
-        return copy_alike(destination, line, gather=False)
+    here, there = _addresses(source), _addresses(destination)
+    if isinstance(source, Fragments) and there.size == 1:
+        return copy_alike(source, there.item(0), gather=True)
+    if isinstance(destination, Fragments) and here.size == 1:
+        return copy_alike(destination, here.item(0), gather=False)
     return False
 
 
-def _line(payload: Payload) -> int | None:
-    """Return where a payload begins that lies in one piece."""
-    if isinstance(payload, memoryview):
-        return address_of(payload)
-    return payload.addresses.item(0) if payload.addresses.size == 1 else None
+def _addresses(payload: Payload) -> Array:
+    """Return where the pieces of a payload begin."""
+    if isinstance(payload, Fragments):
+        return payload.addresses
+    return np.array((address_of(payload),), np.uint64)
 
 
 def _places(payload: Fragments, offsets: Array) -> Array:

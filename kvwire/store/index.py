@@ -229,7 +229,7 @@ class Index:
         keys: Keys,
         slots: Ids,
         born: Times | None = None,
-        orders: Orders | None = None,
+        orders: Orders | int | None = None,
     ) -> None:
         """Say what taken slots hold. Whoever took them has them pinned still."""
         if orders is not None:
@@ -377,8 +377,9 @@ class Index:
         mine = gone[:count]
         self._state.uses[mine] = 0
         self._born[mine] = 0.0
-        self.give_back(gone[count:])
-        if mine.size < count:
+        if gone.size > count:
+            self.give_back(gone[count:])
+        elif mine.size < count:
             mine = np.concatenate((mine, self.take(nbytes, count - mine.size)))
         mine.sort()
         return mine

@@ -144,7 +144,7 @@ class TierStack:
         kept = np.zeros(keys.size, np.bool_)
         if not self.through:
             return kept
-        for tier in self.keepers:
+        for tier in self.below if len(self.below) == 1 else self.keepers:
             if tier.asks and not ask:
                 continue
             found = await tier.holds(keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,22 @@ async def test_a_call_of_known_size_plans_nothing_anew(
             assert (await store.put(some, have, [3, 1, 4])).complete
             assert (await store.get(some, want, [0, 2, 5])).complete
     assert len(planned) == 2, "one for puts of three blocks, one for gets"
+
+
+@pytest.mark.parametrize("tier", ["memory", "below"])
+async def test_one_get_of_blocks_in_two_orders(tier: str, tmp_path: Path) -> None:
+    """As many of each: neither has the images of the other."""
+    sources = Filled(seed=1), Filled(16, SPEC, "HND", seed=2)
+    target, hashes = Filled(), chain(4)
+    tiers = [*MEMORY, f"disk:{tmp_path}?size=1MiB"]
+    async with BlockStore.open(tiers) as store:
+        await store.put(hashes[:2], sources[0].cache, [3, 1])
+        await store.put(hashes[2:], sources[1].cache, [4, 5])
+        if tier == "below":
+            await store._tiers.memory.empty()
+        assert (await store.get(hashes, target.cache, [0, 2, 5, 7])).complete
+    assert same(sources[0], [3, 1], target, [0, 2])
+    assert same(sources[1], [4, 5], target, [5, 7])
 
 
 async def test_what_is_not_there_is_missing() -> None:

@@ -30,6 +30,7 @@ from kvwire.store.tier_stack import TierStack
 _LANES: Final = 2
 _LANDED: Final = 0
 _ALL: Final = slice(None)
+_NO_ORDERS: Final = np.empty(0, np.uint8)
 
 
 class Operation(ABC):
@@ -84,11 +85,12 @@ class Operation(ABC):
 
         Cancel safety: a copy that is under way is finished first.
         """
-        batches = iter(self._batches())
         try:
             if self.nbytes <= STORE_BATCH_BYTES:
-                await self._lane(batches)
+                for request in self._requests:
+                    await self._move(request, np.arange(request.keys.size))
             else:
+                batches = iter(self._batches())
                 await gather_all(*(self._lane(batches) for _ in range(_LANES)))
         finally:
             if not self._quarantined:
@@ -177,12 +179,6 @@ class Operation(ABC):
         here: Bits = self._codes[request] == self._reasons.index(reason)
         return here.nonzero()[0]
 
-    def unpin(self, request: BlockRequest, positions: Ids, slots: Ids) -> None:
-        """Let go of the slots of some blocks."""
-        self.tiers.memory.unpin(request.keys[positions], slots)
-        if positions.size == request.keys.size:
-            self._released.add(request)
-
     def settled(self, blocks: int) -> None:
         """Count blocks of the caller's that are not touched any more."""
         self._left -= blocks
@@ -195,21 +191,34 @@ class Operation(ABC):
         positions: Ids,
         slots: Ids,
         *,
-        into_cache: bool,
-        images: Fragments | None = None,
+        written: int | None = None,
+        known: Fragments | None = None,
     ) -> None:
         """Copy images between slots and the caller's cache, on a thread.
 
+        Args:
+            request: Whose blocks they are.
+            positions: Which of them.
+            slots: The slot of each.
+            written: The order in which they go out of the cache; None if into it.
+            known: The images in more slots or just these, if somebody has them.
+
         Cancel safety: the copy is finished first.
         """
-        memory = self.tiers.memory
-        orders = memory.index.orders(slots)
-        listed = set(orders.tolist())
+        memory, into_cache = self.tiers.memory, written is None
         self._first = self._first or monotonic()
+        orders = memory.index.orders(slots) if into_cache else _NO_ORDERS
+        listed = set(orders.tolist()) if written is None else {written}
         for order in listed:
             which = orders == order if len(listed) > 1 else _ALL
             cache = request.fragments(positions[which], order)
-            if images is None or images.lengths.size != positions[which].size:
+            if (
+                len(listed) == 1
+                and known is not None
+                and known.lengths.size == slots.size
+            ):
+                images = known
+            else:
                 images = memory.images(slots[which], request.namespace.image_bytes)
             ends = (images, cache) if into_cache else (cache, images)
             threads = self.tiers.threads
@@ -245,13 +254,15 @@ class Operation(ABC):
 
     async def _lane(self, batches: Iterator[tuple[BlockRequest, Ids]]) -> None:
         for request, positions in batches:
-            todo = positions
-            while todo.size:
-                try:
-                    todo = todo[~await self.step(request, todo)]
-                except DeviceFailed as exc:
-                    self.lost(request, todo, error_text(exc))
-                    break
+            await self._move(request, positions)
+
+    async def _move(self, request: BlockRequest, positions: Ids) -> None:
+        while positions.size:
+            try:
+                positions = positions[~await self.step(request, positions)]
+            except DeviceFailed as exc:
+                self.lost(request, positions, error_text(exc))
+                return
 
     def _partial(self, plan: TransferPlan, timings: Timings) -> Outcome:
         """Return what became of each block, where some have not landed."""

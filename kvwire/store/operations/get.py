@@ -136,7 +136,8 @@ class GetOperation(Operation):
             The positions that have landed, and those that this tier does not give.
         """
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
-        tenant = self.tiers.tenants.number(request.namespace.tenant)
+        named = request.namespace.tenant
+        tenant = self.tiers.tenants.number(named) if named else 0
         if not memory.index.fits(nbytes, tenant):
             self.lost(request, positions, f"a block of {nbytes} bytes has no room here")
             return positions[:0], positions
@@ -199,9 +200,11 @@ class GetOperation(Operation):
         """Copy pinned slots into the cache, and let go of them."""
         memory = self.tiers.memory
         try:
-            await self.copy(request, positions, slots, into_cache=True, images=images)
+            await self.copy(request, positions, slots, known=images)
         finally:
-            self.unpin(request, positions, slots)
+            memory.unpin(request.keys[positions], slots)
+        if positions.size == request.keys.size:
+            self._released.add(request)
         self._codes[request][positions] = 0
         memory.counts.read_blocks += positions.size
         self.settled(positions.size)

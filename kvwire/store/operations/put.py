@@ -63,18 +63,20 @@ class PutOperation(Operation):
         """
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
         keys = request.keys[positions]
-        slots = memory.index.find(keys)
-        done = slots >= 0
         if self.tiers.through:
             ask = positions.size * nbytes > STORE_UNASKED_BYTES
             done = await self.tiers.kept(keys, ask=ask)
             slots = memory.index.find(keys)
+        else:
+            slots = memory.index.find(keys)
+            done = slots >= 0
         if any_of(done):
             count = int(np.add.reduce(done))
             self._present += count
             self.settled(count)
             return done
-        tenant = self.tiers.tenants.number(request.namespace.tenant)
+        named = request.namespace.tenant
+        tenant = self.tiers.tenants.number(named) if named else 0
         if not memory.index.fits(nbytes, tenant):
             self.lost(request, positions, _too_large(nbytes, tenant))
             self.settled(positions.size)
@@ -95,7 +97,9 @@ class PutOperation(Operation):
             if self.tiers.through:
                 await self._write_through(request, positions[held], slots)
         finally:
-            self.unpin(request, positions[held], slots)
+            memory.unpin(keys[held], slots)
+        if slots.size == request.keys.size:
+            self._released.add(request)
         return held
 
     async def _fill(
@@ -134,11 +138,11 @@ class PutOperation(Operation):
         memory.in_flight.begin(keys[mine])
         try:
             if mine.size:
-                memory.index.mark(taken, request.order)
                 if copying:
-                    await self.copy(request, positions[mine], taken, into_cache=False)
+                    order = request.order
+                    await self.copy(request, positions[mine], taken, written=order)
                 self.tiers.namespaces[request.namespace.digest] = request.namespace
-                memory.index.name(keys[mine], taken)
+                memory.index.name(keys[mine], taken, None, request.order)
         except BaseException:
             memory.give_back(taken)
             memory.unpin(keys[held], slots[held])

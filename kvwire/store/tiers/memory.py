@@ -107,8 +107,6 @@ class MemoryTier:
             slots = self.index.take(nbytes, count, tenant)
             if slots.size == count:
                 break
-            # Made before looking: room that becomes free meanwhile sets it.
-            changed = self._changed = self._changed or asyncio.Event()
             # A tenant's quota is for its own blocks: no more of them go than have to.
             more_bytes = 0 if tenant or self._losing else self._more_bytes
             lacking = count - slots.size
@@ -124,6 +122,8 @@ class MemoryTier:
             if slots.size:
                 break
             if more is None:
+                # Nothing has been waited for since there was no room.
+                changed = self._changed = self._changed or asyncio.Event()
                 await changed.wait()
         if self._ahead:
             self._keep_headroom(nbytes)
