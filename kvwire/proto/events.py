@@ -139,6 +139,7 @@ class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
     descriptor: bytes
 
 
+LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
 Event = (
     RequestDone
     | MemoryWanted
@@ -150,11 +151,7 @@ Event = (
     | SegmentLanded
     | SegmentsAcknowledged
     | TransferSettled
-    | LaneAsked
-    | LaneBootstrapped
-    | LaneOpened
-    | LaneClosed
-    | LaneDataReceived
+    | LaneEvent
 )
 
 

@@ -14,14 +14,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from kvwire.limits import LANES_MAX
+from kvwire.proto import events
 from kvwire.proto.chunks import Chunk, ChunkArrival
-from kvwire.proto.events import (
-    LaneAsked,
-    LaneBootstrapped,
-    LaneClosed,
-    LaneDataReceived,
-    LaneOpened,
-)
 from kvwire.types import BufferId, Role
 from tests.sim.memory import Lease, demand
 from tests.sim.net import Frame
@@ -30,8 +24,6 @@ if TYPE_CHECKING:
     from tests.sim.endpoint import Endpoint
     from tests.sim.plan import Plan
     from tests.sim.world import World
-
-LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
 
 _BACKEND: Final = "beside"
 _SALT: Final = 0x1A9E
@@ -140,21 +132,21 @@ class Beside:
             for _ in range(self._world.fate.lanes):
                 self._ask_one()
 
-    def event(self, event: LaneEvent) -> None:
+    def event(self, event: events.LaneEvent) -> None:
         """Do what the core says about lanes, at once or a little later."""
         node, world = self._endpoint.node, self._world
         match event:
-            case LaneAsked(lane=number):
+            case events.LaneAsked(lane=number):
                 self._make(number)
                 node.after(world.latency(), self._answer, self.halves[number])
-            case LaneBootstrapped(lane=number):
+            case events.LaneBootstrapped(lane=number):
                 node.after(world.latency(), self._join, self.halves[number])
-            case LaneOpened(lane=number):
+            case events.LaneOpened(lane=number):
                 if number:
                     self.halves[number].up = True
-            case LaneClosed(lane=number):
+            case events.LaneClosed(lane=number):
                 self.break_half(self.halves[number], "the other half is gone")
-            case LaneDataReceived(arrival=arrival, descriptor=descriptor):
+            case events.LaneDataReceived(arrival=arrival, descriptor=descriptor):
                 self._receive(arrival, int.from_bytes(descriptor, "little"))
 
     # --- sending ----------------------------------------------------------------------

@@ -13,13 +13,13 @@ from kvwire.errors import ConnectionLost, HandshakeError, ProtocolError
 from kvwire.limits import HANDSHAKE_TIMEOUT_S
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.events import Ended, MemoryWanted, RequestDone
+from kvwire.proto.events import Ended, LaneEvent, MemoryWanted, RequestDone
 from kvwire.proto.handshake import Agreement, Handshake, ServerHandshake
 from kvwire.types import BufferId
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from tests.sim import inside
 from tests.sim.ask import Ask, Known
-from tests.sim.beside import Beside, Half, LaneEvent
+from tests.sim.beside import Beside, Half
 from tests.sim.memory import Lease, demand
 from tests.sim.net import End, Frame, Landing
 from tests.sim.plan import Dice

@@ -24,7 +24,7 @@ from kvwire.proto.chunks import Chunk, ChunkArrival
 from kvwire.types import Role
 from kvwire.wire.header import Flag
 from tests.support.core_pair.handshakes import Frame
-from tests.support.core_pair.peer import ConnectionPair, LaneEvent, Peer
+from tests.support.core_pair.peer import ConnectionPair, Peer
 
 BACKEND: Final = "beside"
 WINDOW_BYTES: Final = 4 * 2**20
@@ -184,7 +184,7 @@ class PairLanes:
             chunk, number, descriptor.to_bytes(8, "little"), check
         )
 
-    def _on_event(self, peer: Peer, event: LaneEvent) -> None:
+    def _on_event(self, peer: Peer, event: events.LaneEvent) -> None:
         role, lanes = peer.core.agreement.role, peer.core.lanes
         match event:
             case events.LaneAsked(lane=number):

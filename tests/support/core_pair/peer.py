@@ -23,21 +23,9 @@ from typing import Final
 
 from kvwire.errors import KVWireError, ProtocolError
 from kvwire.memory.checksum import checksum
+from kvwire.proto import events
 from kvwire.proto.chunks import Chunk, ChunkArrival, ChunkPlace
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.events import (
-    Ended,
-    Event,
-    LaneAsked,
-    LaneBootstrapped,
-    LaneClosed,
-    LaneDataReceived,
-    LaneOpened,
-    MemoryWanted,
-    MessageDropped,
-    RequestDone,
-    SegmentMarked,
-)
 from kvwire.proto.handshake import Handshake, Identity
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import SegmentRecord, TransferRecord
@@ -55,8 +43,6 @@ from tests.support.core_pair.handshakes import (
     identity,
     shake,
 )
-
-LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
 
 _CHECKED: Final = int(Flag.CHECKED)
 
@@ -95,8 +81,8 @@ class Peer:
             now=now,
         )
         self.wire: deque[Frame] = deque()
-        self.events: list[Event] = []
-        self.done: dict[RequestRecord, RequestDone] = {}
+        self.events: list[events.Event] = []
+        self.done: dict[RequestRecord, events.RequestDone] = {}
         self.memory: dict[BufferId, bytearray] = {}
         self.freed: dict[BufferId, bytes] = {}
         self.transfers: dict[RequestRecord, TransferRecord] = {}
@@ -106,7 +92,7 @@ class Peer:
         self.slow = False
         self.place: Callable[[SegmentRecord], None] | None = self._place
         self.aside: Callable[[Peer, Chunk, int], Frame | None] = _on_the_wire
-        self.on_lane: Callable[[Peer, LaneEvent], None] = _without_lanes
+        self.on_lane: Callable[[Peer, events.LaneEvent], None] = _without_lanes
         self.span: Callable[[Peer], int] = _chunk_by_chunk
         self._regions = RegionTable()
         self._leaving: deque[Chunk] = deque()
@@ -250,9 +236,9 @@ class Peer:
         return self.content(request.buffer)[: done.nbytes]
 
     @property
-    def ended(self) -> Ended | None:
+    def ended(self) -> events.Ended | None:
         """The end of the connection, once it has come."""
-        return next((e for e in self.events if isinstance(e, Ended)), None)
+        return next((e for e in self.events if isinstance(e, events.Ended)), None)
 
     # --- what a link does -------------------------------------------------------------
 
@@ -379,25 +365,25 @@ class Peer:
             self.core.chunk_sent(self._leaving.popleft())
 
     def _deal_with_all(self) -> None:
-        events = self.core.outbox.events.copy()
+        told = self.core.outbox.events.copy()
         self.core.outbox.events.clear()
-        for event in events:
+        for event in told:
             self._deal_with(event)
 
-    def _deal_with(self, event: Event) -> None:
+    def _deal_with(self, event: events.Event) -> None:
         self.events.append(event)
-        if isinstance(event, MemoryWanted):
+        if isinstance(event, events.MemoryWanted):
             self.core.messages.provide(event.request, self.lend(event.nbytes))
-        elif isinstance(event, MessageDropped):
+        elif isinstance(event, events.MessageDropped):
             self.memory.pop(event.buffer, None)  # or it is among the freed
-        elif isinstance(event, SegmentMarked) and self.place is not None:
+        elif isinstance(event, events.SegmentMarked) and self.place is not None:
             self.place(event.segment)
-        elif isinstance(event, RequestDone):
+        elif isinstance(event, events.RequestDone):
             self._note(event)
-        elif isinstance(event, LaneEvent):
+        elif isinstance(event, events.LaneEvent):
             self.on_lane(self, event)
 
-    def _note(self, event: RequestDone) -> None:
+    def _note(self, event: events.RequestDone) -> None:
         request = event.request
         assert request not in self.done, "a request with two completions"
         self.done[request] = event
@@ -421,9 +407,9 @@ def _on_the_wire(peer: Peer, chunk: Chunk, check: int) -> Frame | None:
     return None
 
 
-def _without_lanes(peer: Peer, event: LaneEvent) -> None:
+def _without_lanes(peer: Peer, event: events.LaneEvent) -> None:
     """Nobody has brought any: one that the other end asks for is declined."""
-    if isinstance(event, LaneAsked):
+    if isinstance(event, events.LaneAsked):
         peer.core.lane_gone(event.lane, "there are no lanes here")
 
 
