@@ -44,6 +44,7 @@ Names = tuple[Annotated[str, Meta(min_length=1, max_length=32)], ...]
 
 Trust: TypeAlias = Literal["loopback", "psk", "mtls"]
 Checksum: TypeAlias = Literal["auto", "on", "sampled", "off"]
+FileName: TypeAlias = "str | os.PathLike[str]"
 
 
 class ConfigOptions(TypedDict, total=False):
@@ -51,11 +52,11 @@ class ConfigOptions(TypedDict, total=False):
 
     name: str
     trust: Trust
-    psk_file: str
-    psk_accept_files: Sequence[str]
-    tls_cert_file: str
-    tls_key_file: str
-    tls_ca_file: str
+    psk_file: FileName
+    psk_accept_files: Sequence[FileName]
+    tls_cert_file: FileName
+    tls_key_file: FileName
+    tls_ca_file: FileName
     tls_peers: Sequence[str]
     prefer: Sequence[str]
     require: Sequence[str]
@@ -80,7 +81,7 @@ class ConfigOptions(TypedDict, total=False):
     connections_max: int
     directory: str
     io_cpus: Sequence[int]
-    inspect: str
+    inspect: FileName
     inspect_signal: bool
 
 
@@ -235,7 +236,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if both:
             raise UsageError(f"{sorted(both)} are both in require and in forbid")
         # It travels in one frame, with the offer of transports.
-        profile_bytes = sum(len(f"{k}{v}".encode()) for k, v in self.profile.items())
+        texts = "".join(f"{k}{v}" for k, v in self.profile.items())
+        try:
+            profile_bytes = len(texts.encode())
+            f"{self.name}".encode()
+        except UnicodeEncodeError as exc:
+            raise UsageError(f"name or profile: {exc}") from None
         if profile_bytes > limits.CONTROL_BODY_BYTES_MAX // 2:
             raise UsageError(
                 f"profile: {profile_bytes} bytes of text; "
@@ -319,7 +325,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as exc:
         raise UsageError(f"config file {path}: {exc.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+    except ValueError as exc:  # no TOML, no text, or no name of a file
         raise UsageError(f"config file {path}: {exc}") from None
 
 
@@ -372,7 +378,10 @@ _NO = ("false", "no", "off", "0", "n", "f")
 
 
 def _read_value(key: str, value: Any) -> Any:
-    """Read what a key may be written as: ``"4MiB"``, ``"yes"``."""
+    """Read what a key may be written as: ``"4MiB"``, ``"yes"``, a ``Path``."""
+    if isinstance(value, list | tuple):
+        return [_text_of(each) for each in value]
+    value = _text_of(value)
     if not isinstance(value, str):
         return value
     if key.endswith("_bytes"):
@@ -384,6 +393,10 @@ def _read_value(key: str, value: Any) -> Any:
     if get_origin(_KINDS[key]) is Sequence:
         raise UsageError(f"{value!r}: a list is needed, such as [{value!r}]")
     return value
+
+
+def _text_of(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _build(given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
@@ -415,6 +428,7 @@ def checked_values(
             raise UsageError(f"{usual_origin}: {exc}") from None
         key = found[1]
         said = str(exc).removesuffix(found[0])
+        said = said.replace("`array`", "`list`").replace("`null`", "`None`")
         if said.startswith("Expected `object`"):
             said = _TABLES.get(key, said)
         hint = get_type_hints(kind)[key]

@@ -110,6 +110,9 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
         ({"require": [""]}, "require=.*`str` of length >= 1"),
         ({"profile": {"model": "x" * 200}}, "profile=.*`str` of length <= 128"),
         ({"psk_accept_files": ["key"]}, 'trust must be "psk"'),
+        ({"prefer": None}, "prefer=None: Expected `list`, got `None`"),
+        ({"name": "half a \ud800"}, "name or profile: 'utf-8' codec can't encode"),
+        ({"profile": {"model": "\udcff"}}, "name or profile: 'utf-8' codec"),
     ],
 )
 def test_a_wrong_value_names_itself(arguments: dict[str, Any], said: str) -> None:
@@ -178,6 +181,10 @@ _TLS: dict[str, Any] = {
 
 def test_certificates_are_given_as_paths() -> None:
     assert load(**_TLS).tls_peers == ("spiffe://a",)
+    paths = {k: Path(v) for k, v in _TLS.items() if k.endswith("_file")}
+    assert load(**_TLS | paths) == load(**_TLS)
+    keys = load(trust="psk", psk_file=Path("a"), psk_accept_files=[Path("b"), "c"])
+    assert (keys.psk_file, keys.psk_accept_files) == ("a", ("b", "c"))
 
 
 @pytest.mark.parametrize("key", ["tls_cert_file", "tls_key_file", "tls_ca_file"])
