@@ -158,6 +158,25 @@ def test_an_integration_names_what_it_needs() -> None:
         assert re.search(f" needs {package}.*, .* not installed: pip install .+", said)
 
 
+def test_the_proxy_without_its_packages_has_help_and_one_line() -> None:
+    """Nobody installs them to read what it does."""
+    code = (
+        "import sys; sys.modules['aiohttp'] = None\n"
+        "from kvwire.integrations.vllm.proxy.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    for arguments, status in (["--help"], 0), (["--decode", "http://h:1=h:2"], 1):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        assert done.stderr.count("\n") == status
+        assert "pip install" in done.stderr or not status
+
+
 def test_no_page_and_no_message_installs_what_no_index_has() -> None:
     """Until kvwire is on one, `pip install 'kvwire[ucx]'` finds nothing."""
     places = ("README.md", "docs/", "kvwire/", "backends/", "examples/", "tests/")

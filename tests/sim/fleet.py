@@ -345,7 +345,9 @@ _DRAWN: Final = (
 
 def main() -> int:
     """Run it, and keep the rows if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--proxies", type=int, default=10)
     parser.add_argument("--rate", type=int, default=10_000)

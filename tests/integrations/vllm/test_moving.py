@@ -14,8 +14,8 @@ from starlette.applications import Starlette
 
 from kvwire.integrations.vllm.proxy import moving
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE
 from kvwire.integrations.vllm.proxy.moving import immovable_field
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from tests.integrations.vllm.test_proxy import (
     ASK,
     D1,

@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 
 from kvwire import UsageError
-from kvwire.integrations.vllm.proxy import dispatch
+from kvwire.integrations.vllm.proxy import dispatch, policy
 from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.client import EngineClient
@@ -152,7 +152,7 @@ async def turns_until(condition: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-def app(engines: Engines, order: str = dispatch.AT_ONCE) -> Starlette:
+def app(engines: Engines, order: str = policy.AT_ONCE) -> Starlette:
     return make_app(fleet_in_turns([P1, P2], [D1, D2]), order=order, client=engines)
 
 
@@ -217,7 +217,7 @@ async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() 
         return answer(200, {"kv_transfer_params": where})
 
     engines = Engines(p1=when(may_answer, computed))
-    asking = asyncio.ensure_future(post(app(engines, dispatch.IN_SEQUENCE)))
+    asking = asyncio.ensure_future(post(app(engines, policy.IN_SEQUENCE)))
     await turns_until(lambda: bool(engines.asked))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -266,7 +266,7 @@ async def test_another_prefill_engine_takes_over(failing: Handler) -> None:
 
 async def test_without_prefill_engines_decode_computes() -> None:
     engines = Engines(p1=refused, p2=broken)
-    assert (await post(app(engines, dispatch.IN_SEQUENCE))).json() == {"tokens": 9}
+    assert (await post(app(engines, policy.IN_SEQUENCE))).json() == {"tokens": 9}
     host, body = engines.asked[-1]
     assert host.startswith("d")
     assert "kv_transfer_params" not in body
@@ -277,7 +277,7 @@ async def test_a_prompt_that_prefill_rejects_is_for_decode_to_answer() -> None:
         return answer(400, {"error": "too long"})
 
     engines = Engines(p1=rejects, p2=rejects, d1=rejects, d2=rejects)
-    said = await post(app(engines, dispatch.IN_SEQUENCE))
+    said = await post(app(engines, policy.IN_SEQUENCE))
     assert (said.status_code, said.json()) == (400, {"error": "too long"})
 
 
@@ -311,7 +311,7 @@ async def test_no_decode_engine_answers(
     assert (error["code"], error["message"]) == (status, why)
 
 
-@pytest.mark.parametrize("order", [dispatch.AT_ONCE, dispatch.IN_SEQUENCE])
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
 async def test_engines_hear_who_asks(order: str) -> None:
     """Keys of engines that want one, and what traces and logs go by; nothing else."""
     sent = {
@@ -374,9 +374,9 @@ async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
 @pytest.mark.parametrize(
     ("order", "scope", "engines"),
     [
-        (dispatch.AT_ONCE, SCOPE, 2),
-        (dispatch.IN_SEQUENCE, SCOPE, 1),
-        (dispatch.AT_ONCE, SCOPE | {"method": "GET", "path": "/v1/models"}, 1),
+        (policy.AT_ONCE, SCOPE, 2),
+        (policy.IN_SEQUENCE, SCOPE, 1),
+        (policy.AT_ONCE, SCOPE | {"method": "GET", "path": "/v1/models"}, 1),
     ],
 )
 async def test_a_client_that_goes_away_before_the_first_token(

@@ -11,10 +11,9 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
-from kvwire.integrations.vllm.proxy.dispatch import AT_ONCE, IN_SEQUENCE
 from kvwire.integrations.vllm.proxy.engines import parse_engine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.policy import LEAST_LOADED
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
 from kvwire.integrations.vllm.references import References
 from kvwire.limits import PROXY_RUNNING_MAX, PROXY_WAITING_MAX
 from kvwire.security.keys import read_key_file

@@ -36,12 +36,10 @@ from kvwire.integrations.vllm.proxy.client import (
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
 from kvwire.integrations.vllm.references import UNSIGNED, References
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
-
-AT_ONCE: Final = "at-once"
-IN_SEQUENCE: Final = "in-sequence"
 
 # What a client may ask of decoding that makes no sense for one token of prefill.
 _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")

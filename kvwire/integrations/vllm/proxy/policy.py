@@ -15,6 +15,10 @@ import xxhash
 from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 
+# How the two engines of a request are asked.
+AT_ONCE: Final = "at-once"
+IN_SEQUENCE: Final = "in-sequence"
+# Which engine is.
 LEAST_LOADED: Final = "least-loaded"
 BY_KV_EVENTS: Final = "kv-events"
 
