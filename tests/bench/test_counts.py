@@ -28,10 +28,10 @@ CEILINGS: Final = {
     "send, 1 MiB": (211, 3),
     "put, 64 KiB": (190, 3),
     "get, 64 KiB": (156, 2),
-    "store put, 64 KiB": (338, 2.125),
-    "store get, 64 KiB": (281, 2.125),
-    "store put, 1 MiB": (745, 6),
-    "store get, 1 MiB": (729, 6),
+    "store put, 64 KiB": (311, 2.125),
+    "store get, 64 KiB": (261, 2.125),
+    "store put, 1 MiB": (718, 6),
+    "store get, 1 MiB": (712, 6),
 }
 # A wake-up more or less; a ping.
 _MARGIN: Final = 1.03

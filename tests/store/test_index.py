@@ -120,6 +120,25 @@ class Model(RuleBasedStateMachine):
             del self.idle[self.size[name]][name]
             del self.pins[name], self.size[name], self.slot[name], self.order[name]
 
+    @rule(
+        size=st.sampled_from(SIZES), count=st.integers(1, 4), wanted=st.integers(0, 6)
+    )
+    def replace(self, size: int, count: int, wanted: int) -> None:
+        """What goes leaves its slots, of whatever size, to what comes."""
+        named = self.index.victims(size * GRAIN_BYTES, count)
+        alike = sum(self.size[name] == size for name in named.keys.tolist())
+        slots = self.index.replace(*named, size * GRAIN_BYTES, wanted)
+        for name in named.keys.tolist():
+            del self.idle[self.size[name]][name]
+            del self.pins[name], self.size[name], self.slot[name], self.order[name]
+        taken = slots.tolist()
+        assert min(alike, wanted) <= len(taken) <= wanted
+        assert taken == sorted(set(taken) - set(self.slot.values()))
+        free = self.index.slabs.used_bytes - len(taken) * size * GRAIN_BYTES
+        self.index.give_back(slots)
+        assert self.index.slabs.used_bytes == free
+        assert self.index.used_bytes.tolist() == [free]
+
     @precondition(lambda self: any(self.pins.values()))
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:

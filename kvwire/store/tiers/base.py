@@ -15,7 +15,8 @@ What a tier promises:
 
 * ``find`` answers from memory, without a disk read or a round trip where that can be.
 * It returns only when nothing of it touches the images any more, also when the task
-  that awaits it is cancelled: then it finishes first, and raises after that.
+  that awaits it is cancelled: then it finishes first, and raises after that. Only what
+  it copies in one turn (``at_once_bytes``) need not be finished.
 * ``read`` says LANDED of an image only if these are the bytes that ``write`` was given,
   verified; an image that it says anything else of may hold anything.
 * ``write`` says LANDED of a block only when a ``find`` after it has it, and, if the

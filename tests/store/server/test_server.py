@@ -17,7 +17,7 @@ import kvwire.store.server.session
 from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError, limits
 from kvwire.security.keys import write_key_file
 from kvwire.store.index import as_keys
-from kvwire.store.namespace import Namespace
+from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.operations import base
 from kvwire.store.server import messages
 from kvwire.store.tiers.base import BlockResult
@@ -324,6 +324,24 @@ async def test_small_blocks_go_with_the_request_and_come_with_the_answer() -> No
         assert not len(store._tiers.memory.index)
         (row,) = server.clients()
         assert row.read_bytes == 2 * row.written_bytes == 2 * len(images)
+
+
+async def test_a_small_put_that_finds_no_room_waits_for_it() -> None:
+    """And for nothing else: other requests of its client are answered meanwhile."""
+    async with serving("memory:256KiB") as (store, server), client(server) as one:
+        memory = store._tiers.memory
+        slots = memory.index.take(SPEC.block_bytes, 1000)
+        await one.say(moving(messages.Put, chain(2)))
+        found = await one.ask(messages.Find(2, names(chain(2))))
+        assert found.table.tolist() == [ABSENT] * 2
+        assert server.clients()[0].requests == 1
+        memory.give_back(slots)
+        done = messages.decode_reply(await one.connection.recv(messages.TAG))
+        assert isinstance(done, messages.StoreDone)
+        assert done.table.tolist() == [BlockResult.LANDED] * 2
+        assert len(memory.index) == 2
+        assert not memory.index.pinned
+        await until(lambda: not server.clients()[0].requests)
 
 
 async def test_a_client_of_the_first_version_is_told_and_dropped() -> None:
