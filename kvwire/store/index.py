@@ -319,7 +319,8 @@ class Index:
             return self._own_victims(size, count, tenant)
         count = min(count, left_bytes // size)
         queues = self._queues[size]
-        queue = self._first(queues.values()) if len(queues) > 1 else queues[tenant]
+        only = len(queues) == 1  # which need not be this tenant's
+        queue = next(iter(queues.values())) if only else self._first(queues.values())
         slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
         if slab is not None:
             named = self._named_in(slab)

@@ -16,6 +16,7 @@ import pytest
 from kvwire import BlockStore, Outcome, PagedCache
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.copy import copy as plain_copy
+from kvwire.store.index import Keys, Orders
 from kvwire.store.request import StoreRequest
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.files import Faults, Scripted, disk, store_on
@@ -90,6 +91,33 @@ async def test_gets_of_one_chain_read_it_once(tmp_path: Path) -> None:
         done = await asyncio.gather(*(get_chain(store, 1) for _ in range(8)))
         assert done == [BLOCKS] * 8
         assert tier.stats().read_blocks == BLOCKS
+
+
+async def test_what_comes_while_a_get_asks_has_one_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another get brings it to memory before this one knows which tier has it."""
+    async with store_on(await disk(tmp_path)) as store:
+        await put_chain(store, 1)
+    tier, go, asked = await disk(tmp_path), asyncio.Event(), asyncio.Event()
+    find = tier.find
+
+    async def slow_find(keys: Keys) -> Orders:
+        orders = await find(keys)
+        if not asked.is_set():
+            asked.set()
+            await go.wait()
+        return orders
+
+    monkeypatch.setattr(tier, "find", slow_find)
+    async with store_on(tier) as store:
+        first = asyncio.create_task(get_chain(store, 1))
+        await asked.wait()
+        assert await get_chain(store, 1) == BLOCKS
+        go.set()
+        assert await first == BLOCKS
+        index = store._tiers.memory.index
+        assert index.slabs.used.sum() == len(index) == BLOCKS
 
 
 class Gate:

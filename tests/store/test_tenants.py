@@ -183,6 +183,16 @@ def test_what_is_deleted_is_not_found_and_free_when_nobody_reads_it(evict: str) 
     assert not np.count_nonzero(index.used_bytes)
 
 
+def test_who_has_nothing_yet_makes_room_of_what_others_have() -> None:
+    index = Index(
+        Slabs(1, 2 * GRAIN_BYTES), "lru", Tenants(["a", "b"]).shares("", 1 << 20)
+    )
+    keys, slots = as_keys([b"a", b"b"]), index.take(GRAIN_BYTES, 2, 1)
+    index.name(keys, slots)
+    index.unpin(keys, slots)
+    assert index.victims(GRAIN_BYTES, 1, 2).keys.tolist() == [b"b"]
+
+
 def test_a_block_that_grows_too_old_while_it_is_pinned_is_not_pinned() -> None:
     """Of a call that looks once, whatever the time is at its end."""
     clock = Clock()

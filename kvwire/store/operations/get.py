@@ -54,7 +54,7 @@ class GetOperation(Operation):
         Cancel safety: a copy or read that is under way is finished first.
         """
         memory = self.tiers.memory
-        keys = request.keys[positions]
+        keys, begun = request.keys[positions], memory.in_flight.begun
         slots = memory.index.find(keys)
         here = slots >= 0
         if any_of(here):
@@ -82,7 +82,8 @@ class GetOperation(Operation):
             return here
         found = orders != ABSENT
         tier = self.tiers.below[number]
-        landed, lost = await self._read(request, asked[found], orders[found], tier)
+        there, orders = asked[found], orders[found]
+        landed, lost = await self._read(request, there, orders, tier, begun)
         if landed.size == positions.size:
             return ~here  # all
         if tried is None:
@@ -128,9 +129,21 @@ class GetOperation(Operation):
     # --- inside -----------------------------------------------------------------------
 
     async def _read(
-        self, request: BlockRequest, positions: Ids, orders: BlockResults, tier: Tier
+        self,
+        request: BlockRequest,
+        positions: Ids,
+        orders: BlockResults,
+        tier: Tier,
+        begun: int,
     ) -> tuple[Ids, Ids]:
         """Read blocks into memory and copy them to the cache.
+
+        Args:
+            request: Whose blocks they are.
+            positions: Which of them.
+            orders: The order of the image of each, or ``UNKNOWN``.
+            tier: Where they are.
+            begun: Of the fills of memory, those when it had none of the blocks.
 
         Returns:
             The positions that have landed, and those that this tier does not give.
@@ -141,7 +154,6 @@ class GetOperation(Operation):
         if not memory.index.fits(nbytes, tenant):
             self.lost(request, positions, f"a block of {nbytes} bytes has no room here")
             return positions[:0], positions
-        begun = memory.in_flight.begun
         taken = await memory.take(nbytes, positions.size, tenant)
         keys = request.keys[positions]
         if memory.in_flight.begun != begun or taken.size < keys.size:
