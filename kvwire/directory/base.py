@@ -52,7 +52,7 @@ class Directory(ABC):
         url: Names it, with its options behind a question mark.
 
     Raises:
-        UsageError: The URL has an option that this kind has not.
+        UsageError: It is no URL, or has an option that this kind has not.
 
     Attributes:
         options: The options that a URL may have, with their defaults.
@@ -65,7 +65,12 @@ class Directory(ABC):
     read_only: ClassVar[str] = ""
 
     def __init__(self, url: str) -> None:
-        self.url: SplitResult = urlsplit(url)
+        try:
+            self.url: SplitResult = urlsplit(url)
+            self.url.port  # noqa: B018 - it is read here
+        except ValueError as exc:
+            # Nothing else of it is shown: it may hold a password.
+            raise UsageError(f"directory {url.partition(':')[0]}: {exc}") from None
         given = dict(parse_qsl(self.url.query, keep_blank_values=True))
         for option in given:
             if option not in self.options:

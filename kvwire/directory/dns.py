@@ -40,6 +40,10 @@ class DnsDirectory(Directory):
             raise UsageError(f'directory {self}: write "{self.url.scheme}://name:port"')
         self._host, self._port = where.host, where.port
         self._interval_s = self.seconds("interval_s")
+        try:
+            self._host.encode("idna")  # as a resolver is asked for it
+        except UnicodeError as exc:
+            raise UsageError(f"directory {self}: {self._host!r}: {exc}") from None
         self._record("::1")  # whatever the URL says is checked here
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:

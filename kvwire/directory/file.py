@@ -2,7 +2,8 @@
 
 A file is written beside and renamed, so that nobody reads half of one. Its time of
 change lies in the future: it says when its lease is over. What is over is not read, and
-is removed by whoever sees it first. Nothing tells of a change, so the folder is looked
+is removed by whoever sees it first. Files that are no records are left alone: the
+folder may be somebody's by mistake. Nothing tells of a change, so the folder is looked
 at every ``interval_s``.
 """
 
@@ -20,6 +21,8 @@ from typing import ClassVar, Final
 from urllib.parse import quote, unquote
 
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.record import Record
+from kvwire.errors import UsageError
 from kvwire.limits import FILE_INTERVAL_S, MEMBERS_MAX, RECORD_BYTES_MAX
 
 _ENDING: Final = ".json"
@@ -32,7 +35,12 @@ class FileDirectory(Directory):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.folder: Path = Path(unquote(self.url.path)) if self.url.path else _own()
+        path = unquote(self.url.path)
+        if self.url.netloc not in ("", "localhost") or "\0" in path:
+            raise UsageError(
+                f'directory {self}: it is a folder of this machine; write "file:/path"'
+            )
+        self.folder: Path = Path(path) if path else _own()
         self._interval_s = self.seconds("interval_s")
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
@@ -49,9 +57,12 @@ class FileDirectory(Directory):
             batch: dict[str, bytes | None] = dict.fromkeys(seen.keys() - now_there)
             for key, changed in now_there.items():
                 if seen.get(key) != changed:
-                    # It may be gone meanwhile.
+                    # It may be gone meanwhile, or be for another user's eyes.
                     with suppress(FileNotFoundError):
-                        batch[key] = self._read(key)
+                        try:
+                            batch[key] = self._read(key)
+                        except PermissionError:
+                            batch[key] = b""  # no record, which is counted
             seen = now_there
             if batch or first:
                 yield batch
@@ -69,12 +80,13 @@ class FileDirectory(Directory):
                         status = entry.stat(follow_symlinks=False)
                         if not stat.S_ISREG(status.st_mode):
                             continue
+                        key = unquote(entry.name.removesuffix(_ENDING))
                         if status.st_mtime_ns < now - _HALF_WRITTEN_NS:
-                            Path(entry.path).unlink(missing_ok=True)
+                            if entry.name.startswith(_BESIDE) or self._is_ours(key):
+                                Path(entry.path).unlink(missing_ok=True)
                         elif entry.name.endswith(_ENDING) and (
                             len(found) < MEMBERS_MAX and status.st_mtime_ns >= now
                         ):
-                            key = unquote(entry.name.removesuffix(_ENDING))
                             found[key] = status.st_mtime_ns
         except FileNotFoundError:
             pass
@@ -82,7 +94,7 @@ class FileDirectory(Directory):
 
     def _write(self, path: Path, value: bytes, until: float) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, beside = tempfile.mkstemp(dir=self.folder)
+        number, beside = tempfile.mkstemp(prefix=_BESIDE, dir=self.folder)
         try:
             with open(number, "wb") as file:  # noqa: PTH123 - a descriptor
                 file.write(value)
@@ -96,11 +108,20 @@ class FileDirectory(Directory):
         with self._path(key).open("rb") as file:
             return file.read(RECORD_BYTES_MAX + 1)
 
+    def _is_ours(self, key: str) -> bool:
+        """Tell whether the file of a key is a record under its own key."""
+        with suppress(OSError, UsageError):
+            return Record.decode(self._read(key)).key == key
+        return False
+
     def _path(self, key: str) -> Path:
-        return self.folder / (quote(key, safe="") + _ENDING)
+        # Of a file that is nobody's record, the name may be no text.
+        return self.folder / (quote(key, safe="", errors="surrogateescape") + _ENDING)
 
 
-# A file that is being written has the time at which it was made.
+# How names of files that are being written begin.
+_BESIDE: Final = ".kvwire-"
+# Such a file has the time at which it was made.
 _HALF_WRITTEN_NS: Final = 60 * 10**9
 
 

@@ -99,6 +99,10 @@ class KubernetesDirectory(DnsDirectory):
         self._api = self.given["api"] or _api_of_pod()
         if not self._api.startswith(("https://", "http://")):
             raise UsageError(f'directory {self}: outside a pod give "api=https://..."')
+        try:
+            httpx.URL(self._api)
+        except httpx.InvalidURL as exc:
+            raise UsageError(f"directory {self}: api={self._api!r}: {exc}") from None
         self._path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._query = {"labelSelector": f"kubernetes.io/service-name={service}"}
 

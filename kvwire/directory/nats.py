@@ -8,6 +8,7 @@ restarted has it again with the next renewal.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import ClassVar, Final
@@ -47,6 +48,11 @@ class NatsDirectory(Directory):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._lease_s = self.seconds("lease_s")
+        if not re.fullmatch(r"[-\w]+", self.given["bucket"], re.ASCII):
+            raise UsageError(
+                f"directory {self}: bucket={self.given['bucket']!r}; letters, digits, "
+                f"- and _ are allowed"
+            )
         self._server = urlunsplit((self.url.scheme, self.url.netloc, "", "", ""))
         self._client: Client | None = None
         self._bucket: KeyValue | None = None

@@ -7,6 +7,7 @@ that this version does not know is passed over, so that later ones may add some.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Annotated
 
 import msgspec
@@ -72,7 +73,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Raises:
             UsageError: A field is not allowed, or all of them are too long.
         """
-        raw = msgspec.json.encode(self)
+        raw = msgspec.json.encode(self, enc_hook=_plain)
         Record.decode(raw)
         return raw
 
@@ -92,6 +93,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         # The second is for what is nested too deeply.
         except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
             raise UsageError(f"no record: {shown(str(exc), 200)}") from None
+
+
+def _plain(value: object) -> object:
+    """Return a number or a text of another library, such as NumPy, as Python's own."""
+    if isinstance(value, (Real, str)):
+        return float(value) if isinstance(value, Real) else str(value)
+    raise wrong_type("record", value, "text, or a number,")
 
 
 _DECODER = msgspec.json.Decoder(Record)

@@ -10,6 +10,7 @@ third of a lease.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, ClassVar, Final
 from urllib.parse import urlencode
@@ -106,7 +107,9 @@ class RedisDirectory(Directory):
     async def _all(self) -> dict[str, bytes | None]:
         """Return every record."""
         names: list[bytes] = []
-        async for name in self._redis.scan_iter(f"{self._prefix}*", count=_PAGE):
+        # Its own characters are meant, and no pattern by them.
+        prefix = re.sub(r"([*?\[\]\\^])", r"\\\1", self._prefix)
+        async for name in self._redis.scan_iter(f"{prefix}*", count=_PAGE):
             names.append(name)
             if len(names) == MEMBERS_MAX:
                 break

@@ -18,8 +18,12 @@ GROUP: Final = "kvwire.directories"
 
 def without_password(url: str) -> str:
     """Return a URL as it may be shown."""
-    parts = urlsplit(url)
-    secret, at, host = parts.netloc.rpartition("@")
+    try:
+        netloc = urlsplit(url).netloc
+    except ValueError:  # it is no URL, so nobody knows where its password is
+        scheme, colon, _ = url.partition(":")
+        return f"{scheme}{colon}..."
+    secret, at, host = netloc.rpartition("@")
     return url.replace(f"{secret}@{host}", f"...@{host}", 1) if at else url
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,15 @@ def test_a_record_of_wrong_fields_is_refused_or_whole(
 def test_own_records_are_checked_as_well(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         record(**fields).encode()
+
+
+def test_numbers_and_texts_of_numpy() -> None:
+    made = record(load=np.float32(0.5), lease_s=np.int64(5), labels={"a": np.str_("b")})
+    assert Record.decode(made.encode()) == record(
+        load=0.5, lease_s=5.0, labels={"a": "b"}
+    )
+    with pytest.raises(UsageError, match="this is a object"):
+        record(load=object()).encode()
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "a\u202eb"])

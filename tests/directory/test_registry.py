@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -65,6 +65,29 @@ def test_an_option_that_it_has_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://:secret@[::1", "Invalid IPv6 URL"),
+        ("nats://:secret@host:99999", "Port out of range"),
+        ("nats://:secret@host:x", "Port could not be cast"),
+        ("nats://:secret@host?bucket=a.b", "letters, digits, - and _ are allowed"),
+        ("dns://a..b:7400", "label empty"),
+        ("k8s://a.b:7400?api=https://[::1", r"api='https://\[::1'"),
+    ],
+)
+def test_a_url_that_is_none(url: str, words: str) -> None:
+    scheme = url.partition(":")[0]
+    if scheme in _LIBRARIES:
+        pytest.importorskip(_LIBRARIES[scheme], reason=f"for {scheme}")
+    with pytest.raises(UsageError, match=words) as caught:
+        open_directory(url)
+    assert "secret" not in str(caught.value)
+
+
+_LIBRARIES: Final = {"redis": "redis", "nats": "nats", "k8s": "httpx"}
+
+
+@pytest.mark.parametrize(
     ("url", "shown"),
     [
         ("", ""),
@@ -72,6 +95,7 @@ def test_an_option_that_it_has_not() -> None:
         ("redis://host:1/2?prefix=a", "redis://host:1/2?prefix=a"),
         ("redis://user:p%40ss@host:1/2", "redis://...@host:1/2"),
         ("redis://:a@b@host", "redis://...@host"),
+        ("redis://:a@b@[host", "redis:..."),
     ],
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
