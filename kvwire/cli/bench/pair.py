@@ -100,7 +100,7 @@ class SideProcess:
         """Wait for what was asked, or say what went wrong there."""
         found = json.loads(self.line())
         if "error" in found:
-            raise BenchError(f"the {self.role} side of the benchmark: {found['error']}")
+            raise BenchError(f"{_name(self.role)}: {found['error']}")
         return found["answer"]
 
     def line(self) -> bytes:
@@ -108,8 +108,7 @@ class SideProcess:
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], ANSWER_TIMEOUT_S)[0]:
             raise BenchError(
-                f"the {self.role} side of the benchmark did not answer within "
-                f"{ANSWER_TIMEOUT_S:g} s"
+                f"{_name(self.role)} did not answer within {ANSWER_TIMEOUT_S:g} s"
             )
         line = self.process.stdout.readline()
         if not line:
@@ -117,10 +116,7 @@ class SideProcess:
             self._said.seek(0)
             said = self._said.read().decode(errors="replace").strip().splitlines()
             reason = f": {said[-1]}" if said else ""
-            raise BenchError(
-                f"the {self.role} side of the benchmark ended with status "
-                f"{status}{reason}"
-            )
+            raise BenchError(f"{_name(self.role)} ended with status {status}{reason}")
         return line
 
     def stop(self) -> None:
@@ -133,6 +129,10 @@ class SideProcess:
                 process.wait(_END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _name(role: str) -> str:
+    return role.rpartition(":")[2]
 
 
 class Pair:
