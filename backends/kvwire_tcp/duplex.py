@@ -287,8 +287,16 @@ class Duplex(ABC):
                 due = (queue.nbytes and wire.opened) or wire.unsent
                 if budget <= 0 or not due:
                     break
-                count = self._transmit_once()
-                if count is None:
+                count = 0
+                try:
+                    if queue.nbytes and wire.opened:
+                        count = queue.transmit(wire)
+                    else:
+                        wire.flush()
+                except (BlockingIOError, InterruptedError):
+                    break
+                except OSError as exc:
+                    self._socket_failed(exc)
                     break
                 budget -= count
                 for token in queue.taken(count):
@@ -299,25 +307,8 @@ class Duplex(ABC):
             self._handler_failed(exc)
         finally:
             self._transmitting = False
-        if queue.nbytes:
-            queue.own()
-        due = (queue.nbytes and wire.opened) or wire.unsent
-        if due and self._failure is None and not self._ended:
-            self._wait_for_room()
-
-    def _transmit_once(self) -> int | None:
-        """Send once; bytes of the queue that were taken, None if there is no room."""
-        queue, wire = self._queue, self._wire
-        try:
-            if queue.nbytes and wire.opened:
-                return queue.transmit(wire)
-            wire.flush()
-        except (BlockingIOError, InterruptedError):
-            return None
-        except OSError as exc:
-            self._socket_failed(exc)
-            return None
-        return 0
+        if queue.nbytes or wire.unsent:
+            self._keep_rest()
 
     def _on_writable(self) -> None:
         self._transmit()
@@ -331,6 +322,13 @@ class Duplex(ABC):
             self._writable()
         except Exception as exc:  # noqa: BLE001 - a handler's bug ends this only
             self._handler_failed(exc)
+
+    def _keep_rest(self) -> None:
+        """Keep what was not sent, until there is room for it."""
+        self._queue.own()
+        due = self._wire.opened or self._wire.unsent
+        if due and self._failure is None and not self._ended:
+            self._wait_for_room()
 
     def _wait_for_room(self) -> None:
         if not self._waiting:

@@ -197,7 +197,8 @@ class FrameReader:
             if length > SCRATCH_BYTES:
                 self._ahead = HEADER_BYTES
             check_destination(payload, length)
-            payload = simplest(payload)
+            if not isinstance(payload, memoryview):
+                payload = simplest(payload)
         if isinstance(payload, memoryview):
             payload[: len(arrived)] = arrived
             self._target = payload

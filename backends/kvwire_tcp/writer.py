@@ -54,30 +54,30 @@ class SendQueue:
         entries = self._entries
         if isinstance(payload, Fragments):
             payload = simplest(payload)
-        if payload is None or payload.nbytes == 0:
+        size = 0 if payload is None else payload.nbytes
+        if payload is None or not size:
             entries.append(header)
-            self.nbytes += HEADER_BYTES
-        elif isinstance(payload, memoryview):
-            size = payload.nbytes
-            if size <= JOINED_BYTES_MAX:
-                entries.append(b"".join((header, payload)))
-            else:
-                _check_view(payload)
-                entries.append(header)
-                self._append_payload(payload, lent=token is not None)
-            self.nbytes += HEADER_BYTES + size
+        elif not isinstance(payload, memoryview):
+            entries.append(Iovecs(payload, header))
+        elif size <= JOINED_BYTES_MAX:
+            entries.append(b"".join((header, payload)))
         else:
-            entry = Iovecs(payload, header)
-            self._append_payload(entry, lent=token is not None)
-            self.nbytes += entry.rest
+            if payload.format != "B" or payload.ndim != 1 or not payload.contiguous:
+                raise _no_bytes(payload)
+            entries.append(header)
+            entries.append(payload)
+        self.nbytes += HEADER_BYTES + size
         if token is not None:
             self._tokens.append((self.sent_bytes + self.nbytes, token))
+        elif type(entries[-1]) is not bytes:
+            self._borrowed.append(self._first + len(entries) - 1)
 
     def lend(self, payload: Payload, token: object) -> None:
         """Queue a payload without a frame; it is lent until its token is given back."""
         payload = simplest(payload)
         if isinstance(payload, memoryview):
-            _check_view(payload)
+            if payload.format != "B" or payload.ndim != 1 or not payload.contiguous:
+                raise _no_bytes(payload)
             self._entries.append(payload)
         else:
             self._entries.append(Iovecs(payload))
@@ -92,7 +92,16 @@ class SendQueue:
             return wire.send_list(head)
         if len(entries) == 1 and type(head) is bytes:
             return wire.send(head)
-        return wire.sendmsg(self._views())
+        # Up to the first fragment list, and one wake-up's bytes.
+        views: list[bytes | memoryview] = []
+        room = WAKEUP_BYTES
+        for entry in entries:
+            if type(entry) is Iovecs or len(views) == VIEWS_MAX or room <= 0:
+                break
+            view = entry if len(entry) <= room else memoryview(entry)[:room]
+            views.append(view)
+            room -= len(view)
+        return wire.sendmsg(views)
 
     def taken(self, count: int) -> Sequence[object]:
         """Count ``count`` bytes as sent; the tokens of the frames this completes."""
@@ -129,23 +138,6 @@ class SendQueue:
         self._borrowed.clear()
         self.nbytes = 0
 
-    def _append_payload(self, entry: memoryview | Iovecs, *, lent: bool) -> None:
-        if not lent:
-            self._borrowed.append(self._first + len(self._entries))
-        self._entries.append(entry)
-
-    def _views(self) -> list[bytes | memoryview]:
-        """Return the entries up to the first fragment list, one wake-up's bytes."""
-        views: list[bytes | memoryview] = []
-        room = WAKEUP_BYTES
-        for entry in self._entries:
-            if type(entry) is Iovecs or len(views) == VIEWS_MAX or room <= 0:
-                break
-            view = entry if len(entry) <= room else memoryview(entry)[:room]
-            views.append(view)
-            room -= len(view)
-        return views
-
     def _drop(self, count: int) -> None:
         """Remove the first ``count`` bytes, fewer than are queued."""
         entries = self._entries
@@ -163,10 +155,9 @@ class SendQueue:
             self._first += 1
 
 
-def _check_view(view: memoryview) -> None:
-    """Refuse formats of which `len` and slices do not count bytes."""
-    if view.format != "B" or view.ndim != 1 or not view.contiguous:
-        raise UsageError(
-            f"payload: a view of format {view.format!r}, shape {view.shape}, is not a "
-            f'1-D contiguous view of bytes; pass memoryview(x).cast("B")'
-        )
+def _no_bytes(view: memoryview) -> UsageError:
+    """Return the error of a view of which `len` and slices do not count bytes."""
+    return UsageError(
+        f"payload: a view of format {view.format!r}, shape {view.shape}, is not a "
+        f'1-D contiguous view of bytes; pass memoryview(x).cast("B")'
+    )

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.driver.checksums import (
@@ -60,29 +60,35 @@ _WOKEN_BYTES: Final = 256 * KIB
 _PUT_OFF_MAX: Final = 64
 
 
+EventActs: TypeAlias = "Mapping[type[Event], Callable[[Any], object]]"
+"""Says who acts on an event, by its type."""
+
 # A member of an enum takes several times as long to look up.
 _BUFFER: Final = ChunkPlace.BUFFER
 _CONTROL: Final = ChunkPlace.CONTROL
 _HOLD: Final = ChunkPlace.HOLD
 _MARKED: Final = ChunkPlace.MARKED
+_NOWHERE: Final = ChunkPlace.NOWHERE
+_new: Final = object.__new__
 
 
 class _Landing(Landing):
+    """Knows where it belongs, ``place``: small fragments are received in one piece.
+
+    Made without an ``__init__``: there is one for each frame.
+    """
+
     __slots__ = ("arrival", "place")
 
-    def __init__(self, arrival: ChunkArrival, place: Payload | None) -> None:
-        self.length = arrival.header.length
-        self.payload = place
-        self.arrival = arrival
-        # Where it belongs; small fragments are received in one piece first.
-        self.place = place
+    arrival: ChunkArrival
+    place: Payload | None
 
 
 class ConnectionDriver(LinkHandler):
     """Runs the link and the lanes of one connection, once its handshake is over.
 
     Args:
-        on_event: Called with each event of the core that is not about lanes.
+        acts: Called with each event of the core that is not about lanes, by its type.
 
     Attributes:
         staging: What of the payload lies in device memory.
@@ -98,7 +104,7 @@ class ConnectionDriver(LinkHandler):
         core: ConnectionCore,
         owner: DriverOwner,
         lanes: LaneSet,
-        on_event: Callable[[Event], None],
+        acts: EventActs,
     ) -> None:
         loop = owner.loop
         self.link = link
@@ -108,7 +114,6 @@ class ConnectionDriver(LinkHandler):
         self._core = core
         self._outbox = core.outbox
         self._chunks = core.chunks
-        self._on_event = on_event
         self._buffers = owner.buffers
         self._drained = owner.buffers.holds.drained
         self._loop = loop
@@ -129,6 +134,17 @@ class ConnectionDriver(LinkHandler):
         self._again: asyncio.Handle | None = None
         self._times_put_off = 0
         self._open_paths(owner, lanes)
+        self._ended_act = acts[Ended]
+        # Events of the link and its lanes; all others go to the front.
+        self._acts: EventActs = {
+            **acts,
+            LaneDataReceived: self._receive_on_lane,
+            LaneAsked: self.lane_setup.asked,
+            LaneBootstrapped: self.lane_setup.bootstrapped,
+            LaneOpened: self.lane_setup.opened,
+            LaneClosed: self._lane_closed,
+            Ended: self._end_link,
+        }
         self.set_timer()
 
     def _open_paths(self, owner: DriverOwner, lanes: LaneSet) -> None:
@@ -167,15 +183,6 @@ class ConnectionDriver(LinkHandler):
             run=self.run,
             check_ended=self._check_ended,
         )
-        # Events of the link and its lanes; all others go to the front.
-        self._acts: dict[type[Event], Callable[[Any], None]] = {
-            LaneDataReceived: self._receive_on_lane,
-            LaneAsked: self.lane_setup.asked,
-            LaneBootstrapped: self.lane_setup.bootstrapped,
-            LaneOpened: self.lane_setup.opened,
-            LaneClosed: self._lane_closed,
-            Ended: self._end_link,
-        }
 
     # --- the link ---------------------------------------------------------------------
 
@@ -185,19 +192,28 @@ class ConnectionDriver(LinkHandler):
             if arrival.place is _MARKED:
                 for event in self._outbox.events[:]:
                     del self._outbox.events[0]
-                    self._on_event(event)  # the front gives it memory
+                    self._acts[type(event)](event)  # the front gives it memory
                 arrival = self._core.transfers.marked_place(arrival)
         except ProtocolError as exc:
             self._broken(exc)
             return Landing(0, None)
-        place: Payload | None
-        if arrival.place is _CONTROL:
-            place = memoryview(bytearray(arrival.header.length))
-        else:
-            place = self._destination(arrival)
-        landing = _Landing(arrival, place)
-        if isinstance(place, Fragments):
-            landing.payload = landing_for(place, arrival.header, self._copies, arrival)
+        length, buffer = arrival.header.length, arrival.buffer
+        landing = _new(_Landing)
+        landing.length, landing.arrival = length, arrival
+        place: Payload | None = None
+        if arrival.place is _BUFFER:
+            assert buffer is not None
+            place = self._buffers.part(buffer, arrival.offset, length)
+            if isinstance(place, Fragments):
+                place = self._destination(arrival, place)
+                landing.place = place
+                landing.payload = landing_for(
+                    place, arrival.header, self._copies, arrival
+                )
+                return landing
+        elif arrival.place is not _NOWHERE:
+            place = memoryview(bytearray(length))
+        landing.place = landing.payload = place
         return landing
 
     def body_received(self, link: Link, landing: Landing) -> None:
@@ -238,7 +254,8 @@ class ConnectionDriver(LinkHandler):
         if self._copies.lent_bytes:
             self._copies.give_back(token)
         self._core.chunk_sent(token)
-        self.run()
+        if not self.running:
+            self.run()
 
     def link_writable(self, link: Link) -> None:
         self.run()
@@ -287,7 +304,7 @@ class ConnectionDriver(LinkHandler):
                     # the only word on a request, or on memory. The end of the link
                     # follows, and with it another run.
                     event = events.pop(0)
-                    acts.get(type(event), self._on_event)(event)
+                    acts[type(event)](event)
                     woken = woken or type(event) is not LaneDataReceived
                     continue
                 if queued or self._chunks.sending or self.staging.ready:
@@ -335,6 +352,8 @@ class ConnectionDriver(LinkHandler):
             moved_bytes += queued_bytes
             unsent_bytes = link.queued_bytes
             if not queued_bytes or outbox.frames or outbox.events or unsent_bytes:
+                break
+            if not (self._chunks.sending or self.staging.ready):
                 break
             if moved_bytes >= WAKEUP_BYTES:
                 if not self._scheduler.full:  # else a lane tells when it has room
@@ -421,14 +440,8 @@ class ConnectionDriver(LinkHandler):
             self.link.send(core.chunk_header(chunk, check), payload, chunk)
         return chunk.length
 
-    def _destination(self, arrival: ChunkArrival) -> Payload | None:
-        length, buffer = arrival.header.length, arrival.buffer
-        if arrival.place is not _BUFFER:
-            if arrival.place is ChunkPlace.NOWHERE:
-                return None
-            return memoryview(bytearray(length))
-        assert buffer is not None
-        part = self._buffers.part(buffer, arrival.offset, length)
+    def _destination(self, arrival: ChunkArrival, part: Payload) -> Payload:
+        """Return where a payload goes first that belongs in a part of a buffer."""
         if not isinstance(part, Fragments) or part.device is None:
             return part
         if arrival.lane and self._scheduler.takes(arrival.lane, part.device.kind):
@@ -448,7 +461,11 @@ class ConnectionDriver(LinkHandler):
         arrival = event.arrival
         if not self._core.lanes.expects(arrival):
             return  # its lane has ended since, and with it the hold of its memory
-        payload = None if arrival.buffer is None else self._destination(arrival)
+        payload: Payload | None = None
+        if arrival.buffer is not None:
+            length = arrival.header.length
+            payload = self._buffers.part(arrival.buffer, arrival.offset, length)
+            payload = self._destination(arrival, payload)
         try:
             self._scheduler.receive(event, payload)
         except ProtocolError as exc:
@@ -476,7 +493,7 @@ class ConnectionDriver(LinkHandler):
             self.link.close()
         else:
             self.link.abort()
-        self._on_event(event)
+        self._ended_act(event)
 
     def _tick(self) -> None:
         self._timer = None

@@ -6,11 +6,12 @@ import asyncio
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from kvwire.backend import Link
+from kvwire.backend import Link, Payload
 from kvwire.clock import absolute
-from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.request import RequestState
@@ -30,12 +31,11 @@ from kvwire.errors import (
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import EAGER_BYTES_MAX, LINK_QUEUE_BYTES, REQUEST_BYTES_MAX
 from kvwire.memory.buffers import as_payload, slice_payload, uncleared
-from kvwire.memory.checksum import checksum
+from kvwire.memory.checksum import LOW_32_BITS, view_digest
 from kvwire.memory.copy import copy
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
     Ended,
-    Event,
     MemoryWanted,
     MessageDropped,
     RequestDone,
@@ -58,7 +58,6 @@ from kvwire.transfers.outgoing import OutgoingState
 from kvwire.types import (
     Access,
     Address,
-    BufferId,
     Deadline,
     Grant,
     PeerInfo,
@@ -80,14 +79,6 @@ _MESSAGES: Final = {
     RequestKind.RECV: "a message",
 }
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
-# Events of an attempt of a transfer: of one of its segments, and the others.
-_OF_SEGMENTS: Final = (SegmentMarked, SegmentLanded)
-_OF_ATTEMPTS: Final = (
-    RequestDone,
-    TransferAgreed,
-    SegmentsAcknowledged,
-    TransferSettled,
-)
 
 
 class ConnectionState:
@@ -130,7 +121,7 @@ class ConnectionState:
         self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
         lanes = LaneSet(scheme, report)
         self.driver: ConnectionDriver = ConnectionDriver(
-            link, core, communicator, lanes, self._on_event
+            link, core, communicator, lanes, self._acts()
         )
         self.staging: DeviceStaging = self.driver.staging
         self.run: Callable[[], None] = self.driver.run
@@ -205,18 +196,15 @@ class ConnectionState:
             and not driver.running
             and driver.link.queued_bytes < LINK_QUEUE_BYTES
         ):
-            check = checksum(payload) if self._check else None
-            try:
-                header = self.core.eager_header(tag, nbytes, check)
-            except ConnectionClosed as exc:
-                return RequestState.failed(exc)
+            check = view_digest(payload) & LOW_32_BITS if self._check else None
+            header = self.core.eager_header(tag, nbytes, check)
             if header is not None:
                 # Its memory is free when this returns.
                 driver.link.send_now(header, payload if nbytes else None)
-                return RequestState.completed(nbytes)
+                return RequestState(over=True, value=nbytes)
         _check_size(nbytes)
-        post = partial(self._message, self.core.send, tag, payload, at)
-        return self._begin(RequestState.begun(self, post))
+        verb = partial(self.core.send, tag)
+        return self._post(RequestState(self, verb, payload, at, monotonic()))
 
     def recv(
         self, tag: int, into: Any, deadline: Deadline
@@ -225,12 +213,11 @@ class ConnectionState:
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             tag = _tag(tag)
         at = None if deadline is None else absolute(deadline)
-        if into is None:
-            post = partial(self.core.recv, tag, None, self._message_bytes, at)
-            return self._begin(RequestState.begun(self, post))
-        payload = as_payload(into, writable=True, what="into")
-        post = partial(self._message, self.core.recv, tag, payload, at)
-        return self._begin(RequestState.begun(self, post, payload))
+        payload = None
+        if into is not None:
+            payload = as_payload(into, writable=True, what="into")
+        verb = partial(self.core.recv, tag)
+        return self._post(RequestState(self, verb, payload, at, monotonic()))
 
     @property
     def unreceived(self) -> dict[int, int]:
@@ -369,7 +356,7 @@ class ConnectionState:
 
     def repost(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""
-        self._begin(request)
+        self._post(request)
 
     def when_released(
         self, request: RequestState[Any], call: Callable[[], None]
@@ -383,12 +370,20 @@ class ConnectionState:
 
     # --- inside -----------------------------------------------------------------------
 
-    def _begin(self, request: RequestState[Any]) -> RequestState[Any]:
+    def _post(self, request: RequestState[Any]) -> RequestState[Any]:
         """Start a request in the core and carry out what it says."""
-        assert request.post is not None
+        memory, nbytes, lent = request.memory, self._message_bytes, None
+        assert request.verb is not None
+        if memory is not None:
+            nbytes = memory.nbytes
+            lent = self._buffers.lend(memory)
         try:
-            core = request.post()
-        except ConnectionClosed as exc:
+            core = request.verb(lent, nbytes, deadline=request.deadline)
+        except KVWireError as exc:
+            if lent is not None:
+                self._buffers.take_back(lent)
+            if not isinstance(exc, ConnectionClosed):
+                raise
             request.complete(None, exc)
             return request
         request.core = core
@@ -400,39 +395,11 @@ class ConnectionState:
             self.driver.set_timer()
         return request
 
-    def _lend(
-        self,
-        payload: memoryview | Fragments,
-        start: Callable[[BufferId], RequestRecord],
-    ) -> RequestRecord:
-        """Lend memory to a request; if it cannot start, the memory comes back."""
-        lent = self._buffers.lend(payload)
-        try:
-            return start(lent)
-        except KVWireError:
-            self._buffers.take_back(lent)
-            raise
-
-    def _message(
-        self,
-        verb: Callable[[int, BufferId, int, float | None], RequestRecord],
-        tag: int,
-        payload: memoryview | Fragments,
-        at: float | None,
-    ) -> RequestRecord:
-        """Lend as :meth:`_lend` does, for a verb of messages."""
-        lent = self._buffers.lend(payload)
-        try:
-            return verb(tag, lent, payload.nbytes, at)
-        except KVWireError:
-            self._buffers.take_back(lent)
-            raise
-
     def _one_sided(
         self,
-        payload: memoryview | Fragments,
+        payload: Payload,
         grant: Grant,
-        start: Callable[[BufferId, int, AccessBody, float | None], RequestRecord],
+        verb: Callable[..., RequestRecord],
         deadline: Deadline,
     ) -> RequestState[int]:
         nbytes = payload.nbytes
@@ -450,64 +417,51 @@ class ConnectionState:
             )
         _check_size(nbytes)
         if not nbytes:
-            return RequestState.completed(0)
+            return RequestState(over=True, value=0)
         where = AccessBody(
             grant.grant, grant.generation, grant.token, grant.offset, nbytes
         )
-        at = absolute(deadline)
-        return self._begin(
-            RequestState.begun(
-                self,
-                lambda: self._lend(
-                    payload, lambda lent: start(lent, nbytes, where, at)
-                ),
-            )
-        )
+        verb, at = partial(verb, where=where), absolute(deadline)
+        return self._post(RequestState(self, verb, payload, at, monotonic()))
 
-    def _on_event(self, event: Event) -> None:
-        if type(event) is RequestDone and event.request.kind not in _TRANSFERS:
-            self._request_done(event)
-            return
-        if isinstance(event, _OF_SEGMENTS):
-            attempt = event.segment.request.context
-        elif isinstance(event, _OF_ATTEMPTS):
-            attempt = event.request.context
-        else:
-            self._other_event(event)
-            return
+    def _acts(self) -> EventActs:
+        """Return who acts on each event of the core."""
+        return {
+            RequestDone: self._request_done,
+            SegmentMarked: self._of_segment,
+            SegmentLanded: self._of_segment,
+            SegmentsAcknowledged: self._of_transfer,
+            TransferSettled: self._of_transfer,
+            TransferAgreed: self._of_transfer,
+            TransferOpened: partial(self.communicator.registry.opened, self),
+            MessageDropped: lambda event: self.driver.held.pop(event.buffer),
+            MemoryWanted: self._provide,
+            Ended: lambda event: self.communicator.connection_ended(self, event.error),
+        }
+
+    def _of_segment(self, event: SegmentMarked | SegmentLanded) -> None:
+        attempt = event.segment.request.context
+        if isinstance(attempt, Attempt):
+            try:
+                attempt.event(event)
+            except ProtocolError as exc:
+                self.core.fail(exc)
+
+    def _of_transfer(
+        self, event: SegmentsAcknowledged | TransferSettled | TransferAgreed
+    ) -> None:
+        attempt = event.request.context
         if not isinstance(attempt, Attempt):
-            if isinstance(event, RequestDone):
-                self.communicator.registry.request_over(event.request, self)
             return
         try:
-            if isinstance(event, RequestDone):
-                attempt.ended(event.error)
-            elif isinstance(event, TransferAgreed):
+            if isinstance(event, TransferAgreed):
                 attempt.agreed(TransferOffer.decode(event.description))
             else:
                 attempt.event(event)
-        except (ProtocolError, ProfileMismatch) as exc:
-            self._attempt_failed(attempt, exc)
-
-    def _attempt_failed(
-        self, attempt: Attempt, error: ProtocolError | ProfileMismatch
-    ) -> None:
-        if isinstance(error, ProtocolError):
-            self.core.fail(error)
-        else:
-            attempt.refuse(error, WireCode.PROFILE)
-
-    def _other_event(self, event: Event) -> None:
-        """Act on an event that is not of an attempt of a transfer."""
-        match event:
-            case TransferOpened():
-                self.communicator.registry.opened(self, event)
-            case MessageDropped():
-                del self.driver.held[event.buffer]
-            case MemoryWanted():
-                self._provide(event)
-            case Ended():
-                self.communicator.connection_ended(self, event.error)
+        except ProtocolError as exc:
+            self.core.fail(exc)
+        except ProfileMismatch as exc:
+            attempt.refuse(exc, WireCode.PROFILE)
 
     def _provide(self, event: MemoryWanted) -> None:
         """Give a receive without a buffer memory for the message it has met."""
@@ -527,6 +481,12 @@ class ConnectionState:
     def _request_done(self, event: RequestDone) -> None:
         core = event.request
         request = core.context
+        if core.kind in _TRANSFERS:
+            if isinstance(request, Attempt):
+                request.ended(event.error)
+            else:
+                self.communicator.registry.request_over(core, self)
+            return
         # Each names the other; without this only the garbage collector would end both.
         core.context = None
         held = None
@@ -536,7 +496,7 @@ class ConnectionState:
             return
         if event.error is not None:
             request.complete(None, event.error)
-        elif core.kind is not _RECV or (request.into is not None and held is None):
+        elif core.kind is not _RECV or (request.memory is not None and held is None):
             request.complete(event.nbytes, None)
         else:
             request.complete(self._received(request, core, event.nbytes, held), None)
@@ -549,10 +509,10 @@ class ConnectionState:
         held: memoryview | Fragments | None,
     ) -> int | bytearray:
         """Return the result of a receive: how many bytes, or the bytes themselves."""
-        if request.into is not None:
+        if request.memory is not None:
             assert held is not None
             if nbytes:
-                copy(held, slice_payload(request.into, 0, nbytes))
+                copy(held, slice_payload(request.memory, 0, nbytes))
             return nbytes
         if held is None:
             assert core.buffer is not None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Awaitable, Callable, Generator
+from time import monotonic
 from typing import Any, Final
 
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import DeadlineExceeded, KVWireError, RequestCancelled
-from kvwire.proto.requests import RequestRecord
 
 
 class DeferredRequest:
@@ -52,7 +52,7 @@ class DeferredRequest:
         self._inner: RequestState[Any] | None = None
         # What waits for the memory of an inner request that is not there yet.
         self._watchers: tuple[Callable[[], None], ...] = ()
-        self.outer: RequestState[Any] = RequestState.begun(self, _never_posted)
+        self.outer: RequestState[Any] = RequestState(owner=self, begun_at=monotonic())
         self.task: asyncio.Task[None] | None = None
         self.repost(self.outer)
 
@@ -132,10 +132,6 @@ class DeferredRequest:
     def _complete(self, result: Any, error: KVWireError | None) -> None:
         self.outer.complete(result, error)
         self._watch_inner()
-
-
-def _never_posted() -> RequestRecord:
-    raise AssertionError("a deferred request is posted by its inner one")
 
 
 @types.coroutine

@@ -16,6 +16,8 @@ from threading import get_ident
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from kvwire.backend import Payload
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.errors import KVWireError
@@ -24,66 +26,39 @@ from kvwire.proto.requests import RequestRecord
 T = TypeVar("T")
 
 
-class RequestState(Generic[T]):
+class RequestState(msgspec.Struct, Generic[T], eq=False):
     """Holds what a connection and the tasks that wait know of one request.
 
     Attributes:
-        over: The completion is known.
+        owner: Runs it; None of one that was over at once.
+        verb: Posts it in the core, given a buffer and its bytes.
+        memory: Its bytes; where those of a receive go, None for new memory.
+        deadline: An instant of the loop's clock, or None.
         begun_at: When it was begun, on the monotonic clock.
+        over: The completion is known.
+        value: The result of one that is over and has not failed.
         error: Why it failed; None while it is not over, and after a success.
         core: The core's record, while the request is posted.
-        into: Where the bytes of a receive go.
-        post: Posts the request in the core, or posts it again.
+        waiters: Who waits for the completion.
     """
 
-    # Defaults, so that a request that is over at once sets two attributes and no more.
-    over: bool = False
+    owner: RequestOwner | None = None
+    verb: Callable[..., RequestRecord] | None = None
+    memory: Payload | None = None
+    deadline: float | None = None
     begun_at: float = 0.0
+    over: bool = False
+    value: T | None = None
     error: KVWireError | None = None
     core: RequestRecord | None = None
-    into: Payload | None = None
-    post: Callable[[], RequestRecord] | None = None
-    _owner: RequestOwner | None = None
-    _result: T | None = None
-    _waiters: tuple[asyncio.Future[None], ...] = ()
-
-    @classmethod
-    def begun(
-        cls,
-        owner: RequestOwner,
-        post: Callable[[], RequestRecord],
-        into: Payload | None = None,
-    ) -> RequestState[T]:
-        """Make the state of a request that its owner is about to post."""
-        request = cls()
-        request._owner = owner
-        request.begun_at = monotonic()
-        request.post = post
-        request.into = into
-        return request
-
-    @classmethod
-    def completed(cls, result: T) -> RequestState[T]:
-        """Make the state of a request that was over at once."""
-        request = cls()
-        request.over = True
-        request._result = result
-        return request
-
-    @classmethod
-    def failed(cls, error: KVWireError) -> RequestState[T]:
-        """Make the state of a request that failed at once."""
-        request = cls()
-        request.over = True
-        request.error = error
-        return request
+    waiters: tuple[asyncio.Future[None], ...] = ()
 
     def __repr__(self) -> str:
         if self.over:
             return f"<Request failed: {self.error}>" if self.error else "<Request done>"
-        assert self._owner is not None
+        assert self.owner is not None
         age_s = monotonic() - self.begun_at
-        return f"<Request {self._owner.describe(self)}, {age_s:.1f} s old>"
+        return f"<Request {self.owner.describe(self)}, {age_s:.1f} s old>"
 
     def result(self) -> T:
         """Return the result, or raise the error.
@@ -96,40 +71,40 @@ class RequestState(Generic[T]):
             raise asyncio.InvalidStateError("the request is not done")
         if self.error is not None:
             raise self.error
-        return self._result  # type: ignore[return-value]
+        return self.value  # type: ignore[return-value]
 
     def cancel(self) -> None:
         """End the request, for both sides; do nothing if it is over."""
-        if self._owner is not None and not self.over:
-            self._owner.thread.check("Request.cancel")
-            self._owner.cancel_request(self)
+        if self.owner is not None and not self.over:
+            self.owner.thread.check("Request.cancel")
+            self.owner.cancel_request(self)
 
     async def released(self) -> None:
         """Wait until nothing of kvwire can touch the request's memory any more.
 
         Cancel safety: safe, it only watches.
         """
-        if self._owner is None:
+        if self.owner is None:
             return
-        self._owner.thread.check("Request.released")
+        self.owner.thread.check("Request.released")
         free = asyncio.Event()
         self.when_released(free.set)
         await free.wait()
 
     def when_released(self, call: Callable[[], None]) -> None:
         """Call once nothing of kvwire can touch the request's memory any more."""
-        if self._owner is None:
+        if self.owner is None:
             call()
         else:
-            self._owner.when_released(self, call)
+            self.owner.when_released(self, call)
 
     def complete(self, result: T | None, error: KVWireError | None) -> None:
         """Record the completion; called once, by the connection."""
         assert not self.over, "a request was completed twice"
         self.over = True
-        self._result = result
+        self.value = result
         self.error = error
-        waiters, self._waiters = self._waiters, ()
+        waiters, self.waiters = self.waiters, ()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -137,7 +112,7 @@ class RequestState(Generic[T]):
     def wait(self) -> Generator[Any, Any, T]:
         """Wait for the completion, as ``__await__`` of a request does."""
         if not self.over:
-            owner = self._owner
+            owner = self.owner
             assert owner is not None
             thread = owner.thread
             loop = thread.loop
@@ -149,27 +124,25 @@ class RequestState(Generic[T]):
             # Posting it again may have completed it.
             if not self.over:
                 waiter: asyncio.Future[None] = loop.create_future()
-                self._waiters += (waiter,)
+                self.waiters += (waiter,)
                 try:
                     yield from waiter
                 except BaseException:
                     if not self.over:
-                        self._waiters = tuple(
-                            w for w in self._waiters if w is not waiter
-                        )
+                        self.waiters = tuple(w for w in self.waiters if w is not waiter)
                         self.neglect_if_alone()
                     raise
         if self.error is not None:
             yield  # one turn of the loop: see kvwire.clock
             raise self.error
-        return self._result  # type: ignore[return-value]
+        return self.value  # type: ignore[return-value]
 
     __await__ = wait
 
     def neglect_if_alone(self) -> None:
         """Take a receive back that has met no message and that nobody waits for."""
-        if self._owner is not None and not self.over and not self._waiters:
-            self._owner.unpost(self)
+        if self.owner is not None and not self.over and not self.waiters:
+            self.owner.unpost(self)
 
 
 class RequestOwner(Protocol):

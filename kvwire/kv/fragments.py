@@ -19,6 +19,7 @@ from kvwire.types import Device
 
 UINT64: Final = np.dtype(np.uint64)
 Array = npt.NDArray[np.uint64]
+_new: Final = object.__new__
 
 
 class Fragments:
@@ -137,15 +138,13 @@ class Fragments:
 
     def shifted(self, distance: int) -> Fragments:
         """Return the same fragments ``distance`` bytes on; shares lengths."""
-        return Fragments(
-            self.addresses + np.uint64(distance % 2**64),  # may wrap
-            self.lengths,
-            owner=self.owner,
-            writable=self.writable,
-            device=self.device,
-            starts=self.starts,
-            piece_bytes=self.piece_bytes,
-        )
+        # Once for each layer that moves, so without the detour of `_part`.
+        part = _new(Fragments)
+        part.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap
+        part.lengths, part.starts = self.lengths, self.starts
+        part.piece_bytes, part.nbytes = self.piece_bytes, self.nbytes
+        part.owner, part.writable, part.device = self.owner, self.writable, self.device
+        return part
 
     def selected(self, which: Ids | Bits) -> Fragments:
         """Return the fragments by position or by a mask, as a stream of their own."""
@@ -169,15 +168,14 @@ class Fragments:
         piece_bytes: int = 0,
     ) -> Fragments:
         """Return other fragments of the same memory."""
-        return Fragments(
-            addresses,
-            lengths,
-            owner=self.owner,
-            writable=self.writable,
-            device=self.device,
-            starts=starts,
-            piece_bytes=piece_bytes,
-        )
+        if starts is None:
+            starts = np.zeros(lengths.size + 1, np.uint64)
+            lengths.cumsum(out=starts[1:])
+        part = _new(Fragments)
+        part.addresses, part.lengths, part.starts = addresses, lengths, starts
+        part.piece_bytes, part.nbytes = piece_bytes, starts.item(-1)
+        part.owner, part.writable, part.device = self.owner, self.writable, self.device
+        return part
 
 
 def _check(addresses: Array, lengths: Array) -> None:

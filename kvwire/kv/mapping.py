@@ -122,9 +122,14 @@ class GroupMap:
 
     def fragments(self, layers: range, granules: slice) -> Fragments:
         """Return this side's memory of a part of the walk, merged."""
-        if self._last is not None:
-            before, same, fragments = self._last
-            distance = self._distance(before, layers) if same == granules else None
+        last = self._last
+        if last is not None and last[1] == granules and len(last[0]) == len(layers):
+            before, fragments, behind = last[0], last[2], self._steps.distances
+            if len(layers) > 1 or behind is None:
+                distance = self._distance(before, layers)
+            else:
+                first = self.memory.spec.first_layer
+                distance = behind[layers.start - first] - behind[before.start - first]
             if distance is not None:
                 return fragments.shifted(distance)
         fragments = self._steps.fragments(layers, self._blocks(granules))
@@ -137,17 +142,8 @@ class GroupMap:
         return found + np.int64(granules.start)
 
     def _distance(self, before: range, layers: range) -> int | None:
-        """Return how far these layers lie behind those of the last answer, if so."""
-        if len(before) != len(layers):
-            return None
-        steps = self._steps
-        if steps.distances is not None and len(layers) == 1:
-            first = self.memory.spec.first_layer
-            return (
-                steps.distances[layers.start - first]
-                - steps.distances[before.start - first]
-            )
-        distances = steps.table(layers) - steps.table(before)
+        """Return how far these layers lie behind as many others, if all lie alike."""
+        distances = self._steps.table(layers) - self._steps.table(before)
         distance = distances[0, 0]
         return int(distance) if (distances == distance).all() else None
 

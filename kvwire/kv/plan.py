@@ -205,7 +205,9 @@ class TransferPlan:
         last = min(blocks.stop * group_map.granules_per_block, walk.granules)
         if start >= stop or granule >= last:
             return None
-        return Segment(index, start, stop - start, granule, last - granule)
+        # By the tuple's own __new__: that of a NamedTuple is Python.
+        box = (index, start, stop - start, granule, last - granule)
+        return tuple.__new__(Segment, box)
 
     def group_index(self, group: str) -> int:
         """Return where a group stands in the cache's order."""
@@ -215,8 +217,12 @@ class TransferPlan:
         names = ", ".join(self.indices)
         raise UsageError(f"no group {group!r}; there is {names}")
 
-    def check(self, segment: Segment) -> None:
-        """Refuse a segment that is not inside this transfer, as a peer may name."""
+    def check(self, segment: Segment) -> int:
+        """Return the bytes of a segment that a peer has named.
+
+        Raises:
+            UsageError: It is not inside this transfer.
+        """
         if not 0 <= segment.group < len(self.groups):
             raise UsageError(
                 f"segment: group {segment.group} of {len(self.groups)} groups"
@@ -234,6 +240,10 @@ class TransferPlan:
                 f"segment: granules {first} to {last - 1} of {walk.granules} in group "
                 f"{walk.group!r}"
             )
+        group_map = self.maps[segment.group]
+        if not group_map.moves_all:
+            return self.nbytes_of(segment)
+        return segment.layers * segment.granules * group_map.granule_bytes
 
     def nbytes_of(self, segment: Segment) -> int:
         """Return the bytes of one segment, which is inside this transfer."""

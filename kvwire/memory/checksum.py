@@ -19,7 +19,9 @@ from kvwire.limits import KIB
 from kvwire.memory.buffers import Payload, mid_page_memory
 from kvwire.memory.copy import copy
 
-_LOW_32_BITS = 0xFFFF_FFFF
+LOW_32_BITS: Final = 0xFFFF_FFFF
+view_digest: Final = xxhash.xxh3_64_intdigest
+"""The xxh3-64 of a view; its :data:`LOW_32_BITS` are what :func:`checksum` returns."""
 # Fragments below this length are gathered first: from cold memory 5.5 against 0.7 GB/s
 # at 512 bytes, 7.5 against 3.4 at 4 KiB, 8.0 against 6.6 at 16 KiB; but 11.6 against
 # 12.5 at 64 KiB.
@@ -33,7 +35,7 @@ _BATCH_BYTES: Final = 256 * KIB
 def checksum(payload: Payload) -> int:
     """Return the low 32 bits of xxh3-64 over the payload, in canonical order."""
     if isinstance(payload, memoryview):
-        return xxhash.xxh3_64_intdigest(payload) & _LOW_32_BITS
+        return view_digest(payload) & LOW_32_BITS
     state = xxhash.xxh3_64()
     if payload.addresses.size >= _FEW_FRAGMENTS and is_scattered(payload):
         _add_gathered(state, payload)
@@ -41,7 +43,7 @@ def checksum(payload: Payload) -> int:
         pieces = zip(payload.addresses.tolist(), payload.lengths.tolist(), strict=True)
         for address, length in pieces:
             state.update((ctypes.c_char * length).from_address(address))
-    return int(state.intdigest()) & _LOW_32_BITS
+    return int(state.intdigest()) & LOW_32_BITS
 
 
 def is_scattered(payload: Payload) -> bool:

@@ -73,49 +73,33 @@ class ChunkArrival(msgspec.Struct, eq=False):
         return self.header.length
 
 
-class Chunk:
+class Chunk(msgspec.Struct, eq=False):
     """Describes a piece of payload to send: ``length`` bytes from ``offset``.
 
     Attributes:
-        request: What it is a part of.
+        mover: What it is a part of: a request, or a segment of one.
+        request: That request.
+        buffer: Its memory.
+        position: Where in the mover's bytes it begins.
+        offset: And where in the buffer.
         number: The number of its segment; 0 without one.
         lane: Which lane carries it; 0 for the control link.
+        index: On a lane: which payload of it.
         quiet: On a lane: whether that lane no longer needs its memory.
         taken: On a lane: whether it has arrived; None while that is not known.
     """
 
-    __slots__ = (
-        "buffer",
-        "index",
-        "lane",
-        "length",
-        "mover",
-        "number",
-        "offset",
-        "position",
-        "quiet",
-        "request",
-        "taken",
-    )
-
-    index: int
-    quiet: bool
-    taken: bool | None
-
-    def __init__(self, mover: Mover, position: int, length: int) -> None:
-        assert mover.buffer is not None
-        self.mover: Mover = mover
-        self.request: RequestRecord
-        self.number: int
-        if isinstance(mover, SegmentRecord):
-            self.request, self.number = mover.request, mover.number
-        else:
-            self.request, self.number = mover, 0
-        self.buffer: BufferId = mover.buffer
-        self.position: int = position
-        self.offset: int = mover.base + position
-        self.length: int = length
-        self.lane: int = 0
+    mover: Mover
+    request: RequestRecord
+    buffer: BufferId
+    position: int
+    offset: int
+    length: int
+    number: int = 0
+    lane: int = 0
+    index: int = 0
+    quiet: bool = False
+    taken: bool | None = None
 
     @property
     def unsaid(self) -> bool:
@@ -155,7 +139,7 @@ class ChunkMover:
 
     def begin_segment(self, segment: SegmentRecord, priority: int) -> None:
         """Queue a segment for its transfer's turn, behind earlier ones."""
-        self._scheduler.add_segment(segment, priority)
+        self._scheduler.add(segment.request, priority, segment)
         self.sending = len(self._leaving) < LINK_CHUNKS_MAX
 
     def on_segment_sent(self, call: Callable[[SegmentRecord], None]) -> None:
@@ -189,12 +173,20 @@ class ChunkMover:
                 length = self._burst(mover, burst)
             mover.moved += length
             mover.in_flight += 1
-            chunk = Chunk(mover, position, length)
-            self._holds.take(chunk.buffer)
+            buffer = mover.buffer
+            assert buffer is not None
+            self._holds.take(buffer)
+            at = mover.base + position
+            if isinstance(mover, SegmentRecord):
+                request, number = mover.request, mover.number
+            else:
+                request, number = mover, 0
+            chunk = Chunk(mover, request, buffer, position, at, length, number)
             self._scheduler.sent(length)
         if chunk is not None:
             self._leaving[chunk] = None  # bounded: LINK_CHUNKS_MAX
-        self._look()
+        more = self._scheduler.count > 0 or bool(self._again)
+        self.sending = more and len(self._leaving) < LINK_CHUNKS_MAX
         return chunk
 
     def chunk_sent(self, chunk: Chunk) -> None:
@@ -238,7 +230,15 @@ class ChunkMover:
         if chunk.request.state is not RequestStage.MOVING:
             end = chunk.position  # it is over, and its memory on its way back
         for position in range(chunk.position, end, self._chunk_bytes):
-            part = Chunk(mover, position, min(self._chunk_bytes, end - position))
+            part = msgspec.structs.replace(
+                chunk,
+                position=position,
+                offset=mover.base + position,
+                length=min(self._chunk_bytes, end - position),
+                lane=0,
+                quiet=False,
+                taken=None,
+            )
             # Before the burst's own hold is dropped: the buffer never drains between.
             self._holds.take(part.buffer)
             mover.in_flight += 1

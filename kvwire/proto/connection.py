@@ -260,13 +260,14 @@ class ConnectionCore:
         Returns:
             Whether it is dropped; what a lane carried may still be missed.
         """
-        dropped = True
         if chunk.lane:
             dropped = self.lanes.payload_sent(chunk)
-        else:
-            self.chunks.chunk_sent(chunk)
-        self._settle()
-        return dropped
+            self._settle()
+            return dropped
+        self.chunks.chunk_sent(chunk)
+        if self.phase is not _OPEN:  # else nothing is due by that
+            self._settle()
+        return True
 
     def lane_gone(self, number: int, reason: str) -> None:
         """End our endpoint of a lane, which touches no memory now."""
@@ -369,21 +370,21 @@ class ConnectionCore:
         return request
 
     def put(
-        self, buffer: BufferId, nbytes: int, target: AccessBody, deadline: float | None
+        self, buffer: BufferId, nbytes: int, where: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Write a buffer into granted memory of the peer."""
         self._check_open()
         request = self._record(RequestKind.PUT, buffer, nbytes, deadline)
-        self._onesided.put(request, target)
+        self._onesided.put(request, where)
         return request
 
     def get(
-        self, buffer: BufferId, nbytes: int, source: AccessBody, deadline: float | None
+        self, buffer: BufferId, nbytes: int, where: AccessBody, deadline: float | None
     ) -> RequestRecord:
         """Read granted memory of the peer into a buffer."""
         self._check_open()
         request = self._record(RequestKind.GET, buffer, nbytes, deadline)
-        self._onesided.get(request, source)
+        self._onesided.get(request, where)
         return request
 
     def cancel(self, request: RequestRecord) -> None:

@@ -67,7 +67,7 @@ class Dispatch:
             FrameType.LANE_CLOSE: lanes.close_received,
             FrameType.LANE_ACK: lanes.ack_received,
         }
-        self._of_request: dict[int, Callable[[Header, Any], None]] = {
+        self._of_request: dict[int, Callable[[Header, Any], object]] = {
             FrameType.ANNOUNCE: messages.announced,
             FrameType.READY: messages.ready_received,
             FrameType.PUT: onesided.asked,

@@ -23,6 +23,8 @@ from kvwire.wire.header import (
     Header,
     decode_header,
     encode_header,
+    pack_check,
+    pack_head,
 )
 
 _SEQUENCE_MASK: Final = 0xFFFF
@@ -89,11 +91,17 @@ class Framing:
         """Return the header of the next frame that carries payload."""
         sent = self.sent
         self.sent = sent + 1
-        flags = 0 if check is None else _CHECKED
-        sequence = sent & _SEQUENCE_MASK
-        return encode_header(
-            frame_type, flags, sequence, length, request, segment, offset, check or 0
+        head = pack_head(
+            frame_type,
+            0 if check is None else _CHECKED,
+            sent & _SEQUENCE_MASK,
+            length,
+            request,
+            segment,
+            offset,
+            check or 0,
         )
+        return head + pack_check(zlib.crc32(head))
 
     def accept_header(self, raw: bytes | memoryview) -> Header:
         """Decode the next header and check its place in the sequence."""

@@ -58,12 +58,25 @@ class Holds:
             del self._counts[buffer]
             self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 
-    def retire(self, buffer: BufferId) -> None:
-        """Retire the buffer, which its owner needs no more; the last hold drains it."""
-        held = self._counts.get(buffer)
-        if held:
+    def retire(self, *buffers: BufferId) -> None:
+        """Retire buffers that their owner needs no more; the last hold drains each."""
+        for buffer in buffers:
+            held = self._counts.get(buffer)
+            if held:
+                self.retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
+            elif held is not None:
+                del self._counts[buffer]
+                self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
+
+    def drop_and_retire(self, buffer: BufferId) -> None:
+        """Drop a hold of a buffer that its owner needs no more either."""
+        left = self._counts[buffer] - 1
+        assert left >= 0, "a hold was dropped twice"
+        if left:
+            self._counts[buffer] = left  # bounded: REQUESTS_MAX, REGIONS_MAX
             self.retired.add(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
-        elif held is not None:
+        else:
+            self.retired.discard(buffer)
             del self._counts[buffer]
             self.drained.append(buffer)  # bounded: REQUESTS_MAX, REGIONS_MAX
 

@@ -263,18 +263,17 @@ class Messages:
         request, buffer = arrival.request, arrival.buffer
         assert request is not None
         assert buffer is not None
-        self._holds.drop(buffer)
         # Credit goes back for every message that arrived, also for an ended receive:
         # the sender has spent it, and would run dry.
         if self._credit.taken(arrival.header.length):
             self._give_credit_back()
-        if request.over:
-            return
-        if error:
-            self._requests.fail(request, error, tell=None)
+        if request.over or error:
+            self._holds.drop(buffer)
+            if error:
+                self._requests.fail(request, error, tell=None)
             return
         request.state, request.over = _WHOLE, True
-        self._requests.finish(request)
+        self._requests.finish(request, in_use=True)
 
     def announced(self, header: Header, body: Announce) -> None:
         """Handle ANNOUNCE: the peer has a large message for us."""

@@ -243,8 +243,12 @@ class RequestTable:
         *,
         error: KVWireError | None = None,
         held: BufferId | None = None,
+        in_use: bool = False,
     ) -> None:
-        """Remove a request that is over, and report its end."""
+        """Remove a request that is over, and report its end.
+
+        ``in_use``: its memory has a hold, which ends with it.
+        """
         assert request.over
         wire_id, buffer = request.wire_id, request.buffer
         if not wire_id:
@@ -253,7 +257,10 @@ class RequestTable:
             self._theirs.pop(wire_id, None)
         else:
             self._ours.pop(wire_id, None)
-        if buffer is not None and request.kind not in SERVING:
+        if in_use:
+            assert buffer is not None
+            self._holds.drop_and_retire(buffer)
+        elif buffer is not None and request.kind not in SERVING:
             self._holds.retire(buffer)
         nbytes = request.nbytes if error is None else 0
         self._outbox.report(

@@ -57,19 +57,33 @@ class Scheduler:
         # Where the request is whose turn it is.
         self._head: tuple[_Level, deque[RequestRecord]] | None = None
 
-    def add(self, request: RequestRecord) -> None:
-        """Queue a request that has begun to send."""
-        self._queue(request, 0)
-
-    def add_segment(self, segment: SegmentRecord, priority: int) -> None:
-        """Queue a segment behind the earlier ones of its transfer."""
-        request = segment.request
-        segments = self._segments.get(request)
-        if segments is not None:
-            segments.append(segment)  # bounded: SEGMENTS_MAX
-            return
-        self._segments[request] = deque((segment,))  # bounded: REQUESTS_MAX
-        self._queue(request, priority)
+    def add(
+        self,
+        request: RequestRecord,
+        priority: int = 0,
+        segment: SegmentRecord | None = None,
+    ) -> None:
+        """Queue a request that begins to send, or one more segment of it."""
+        if segment is not None:
+            segments = self._segments.get(request)
+            if segments is not None:
+                segments.append(segment)  # bounded: SEGMENTS_MAX
+                return
+            self._segments[request] = deque((segment,))  # bounded: REQUESTS_MAX
+        if self.count >= self._count_max:
+            self._drop_dead()
+            # Not again before as many have come as are left: all may be alive.
+            self._count_max = max(REQUESTS_MAX, 2 * self.count)
+        self.count += 1
+        request.turn_bytes = self.turn_bytes
+        for level in self._levels:
+            if level.priority == priority:
+                break
+        else:
+            level = _Level(priority)
+            self._levels.append(level)  # bounded: PRIORITY_MAX
+            self._levels.sort(key=attrgetter("priority"), reverse=True)
+        level.new.append(request)  # bounded: REQUESTS_MAX
 
     def head(self) -> Mover | None:
         """Return the mover whose turn it is, after removing those that are over."""
@@ -123,24 +137,6 @@ class Scheduler:
         self.count = 0
         self._levels.clear()
         self._segments.clear()
-
-    def _queue(self, request: RequestRecord, priority: int) -> None:
-        if self.count >= self._count_max:
-            self._drop_dead()
-            # Not again before as many have come as are left: all may be alive.
-            self._count_max = max(REQUESTS_MAX, 2 * self.count)
-        self.count += 1
-        request.turn_bytes = self.turn_bytes
-        self._level(priority).new.append(request)  # bounded: REQUESTS_MAX
-
-    def _level(self, priority: int) -> _Level:
-        for level in self._levels:
-            if level.priority == priority:
-                return level
-        level = _Level(priority)
-        self._levels.append(level)  # bounded: PRIORITY_MAX
-        self._levels.sort(key=attrgetter("priority"), reverse=True)
-        return level
 
     def _left(self, request: RequestRecord) -> None:
         """Forget a request that is over, and the segments of a transfer."""

@@ -19,6 +19,7 @@ import msgspec
 from kvwire.errors import (
     FlowControlViolation,
     IntegrityError,
+    MalformedFrame,
     UnexpectedFrame,
     UsageError,
     WireCode,
@@ -68,6 +69,10 @@ from kvwire.wire.handshake_messages import BRIEF_LAYERS, BRIEF_TRANSFERS
 from kvwire.wire.header import FrameType, Header
 
 _DATA = int(FrameType.DATA)
+# A member of an enum takes several times as long to look up.
+_INCOMING = RequestKind.INCOMING
+_MARKED = ChunkPlace.MARKED
+_MOVING = RequestStage.MOVING
 
 
 class Transfers:
@@ -230,7 +235,7 @@ class Transfers:
         on_sent = transfer.on_sent
         if on_sent is not None and transfer.sending_bytes <= transfer.on_sent_bytes:
             on_sent()
-        if not transfer.sending_bytes:
+        if transfer.committed and not transfer.sending_bytes:
             self.settle(segment.request)
 
     def commit(self, request: RequestRecord, *, complete: bool) -> None:
@@ -319,16 +324,21 @@ class Transfers:
 
     # --- the consumer -----------------------------------------------------------------
 
-    def marked(self, header: Header, body: SegmentBody) -> None:
-        """Handle SEGMENT: the front gives the segment memory now."""
-        request = self._find(header, RequestKind.INCOMING)
+    def marked(self, header: Header, body: SegmentBody) -> SegmentRecord | None:
+        """Handle SEGMENT: the front gives the segment memory now.
+
+        None if the transfer is over.
+        """
+        request = self._requests.find(header.request)
         if request is None:
-            return
+            return None
+        if request.kind is not _INCOMING:
+            raise _wrong_kind(header, request)
         transfer = self.records[request]
         # Numbers without a gap: with COMMIT's count they show that no mark was lost.
         due = len(transfer.segments) + 1
         if (
-            request.state is not RequestStage.MOVING
+            request.state is not _MOVING
             or transfer.committed
             or body.number != due  # which SEGMENTS_MAX bounds, so it bounds both
         ):
@@ -344,20 +354,31 @@ class Transfers:
         transfer.open_segments += 1
         self._outbox.report(SegmentMarked(segment=segment))
         transfer.committed = body.commit > 0
+        return segment
 
     def marked_data(self, header: Header) -> ChunkArrival:
         """Handle MARKED_DATA: SEGMENT, and all of its bytes."""
         if not self.marks_in_data:
             raise UnexpectedFrame("KVW-TR-13", "MARKED_DATA on this connection")
-        self.marked(header, read_mark(header))
+        if header.length > self._chunk_bytes:
+            raise MalformedFrame(
+                "KVW-DT-02",
+                f"a chunk of {header.length} bytes, of at most {self._chunk_bytes}",
+            )
+        segment = self.marked(header, read_mark(header))
+        place = ChunkPlace.NOWHERE if segment is None else _MARKED
         plain = msgspec.structs.replace(header, type=_DATA, offset=0)
-        return ChunkArrival(ChunkPlace.MARKED, plain)
+        return ChunkArrival(place, plain, segment=segment)
 
     def marked_place(self, arrival: ChunkArrival) -> ChunkArrival:
         """Say where a body goes whose place was MARKED; the events come first."""
-        if self._outbox.shut:
+        segment = arrival.segment
+        assert segment is not None
+        if self._outbox.shut or segment.request.over:
             return ChunkArrival(ChunkPlace.NOWHERE, arrival.header)
-        return self.data_header(arrival.header)
+        assert segment.buffer is not None, "the front has not placed a segment"
+        segment.arrived[0] = CHUNK_ARRIVING
+        return self._chunks.land(arrival.header, segment.buffer, 0, segment=segment)
 
     def place(self, segment: SegmentRecord, buffer: BufferId) -> None:
         """Give a marked segment its memory."""
@@ -402,11 +423,7 @@ class Transfers:
             return ChunkArrival(ChunkPlace.NOWHERE, header)
         transfer = self.records.get(request)
         segment = transfer.segments.get(header.segment) if transfer else None
-        if (
-            request.kind is not RequestKind.INCOMING
-            or segment is None
-            or segment.buffer is None
-        ):
+        if request.kind is not _INCOMING or segment is None or segment.buffer is None:
             raise UnexpectedFrame(
                 "KVW-TR-07", f"payload for segment {header.segment}, not marked"
             )
@@ -427,11 +444,12 @@ class Transfers:
         if request.over:
             return
         segment.moved += arrival.header.length
-        if intact:
+        if not intact:
+            segment.damaged = True
+        elif segment.damaged or segment.moved < segment.nbytes:
+            # Of a segment that is whole nobody asks for its chunks.
             for number in self._chunks.numbers(arrival):
                 segment.arrived[number] = CHUNK_LANDED
-        else:
-            segment.damaged = True
         if segment.moved < segment.nbytes:
             return
         transfer = self.records[request]
@@ -506,20 +524,15 @@ class Transfers:
     def retire(self, request: RequestRecord) -> list[BufferId]:
         """Name the buffers of a transfer, whose memory nobody needs more."""
         transfer = self.records.get(request)
-        buffers = []
-        for segment in transfer.segments.values() if transfer else ():
-            if segment.buffer is not None:
-                self._holds.retire(segment.buffer)
-                buffers.append(segment.buffer)
+        segments = () if transfer is None else transfer.segments.values()
+        buffers = [s.buffer for s in segments if s.buffer is not None]
+        self._holds.retire(*buffers)
         return buffers
 
     def _find(self, header: Header, *kinds: RequestKind) -> RequestRecord | None:
         request = self._requests.find(header.request)
         if request is not None and request.kind not in kinds:
-            raise UnexpectedFrame(
-                "KVW-TR-08",
-                f"{FrameType(header.type).name} for a {request.kind.value}",
-            )
+            raise _wrong_kind(header, request)
         return request
 
     def _send_landed(self, request: RequestRecord, transfer: TransferRecord) -> None:
@@ -545,6 +558,11 @@ class Transfers:
         self._outbox.send(FrameType.COMMIT_ACK, body, request=request.wire_id)
         request.advance(RequestInput.MOVED)
         self._outbox.report(TransferSettled(request=request))
+
+
+def _wrong_kind(header: Header, request: RequestRecord) -> UnexpectedFrame:
+    said = FrameType(header.type).name
+    return UnexpectedFrame("KVW-TR-08", f"{said} for a {request.kind.value}")
 
 
 def _room(waiting: dict[RequestRecord, None]) -> bool:

@@ -130,7 +130,7 @@ class CodedIncoming(IncomingState):
         super().plan_with(description)
         if self._begun is None:
             self._begun, self._decoded = Landed(self.plan), Landed(self.plan)
-            self._open_gates()
+            self._readable = self._decoded
 
     def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
         super().segment_landed(core, segment)
@@ -153,9 +153,6 @@ class CodedIncoming(IncomingState):
         super().end_now(cause)
 
     # --- inside -----------------------------------------------------------------------
-
-    def _has(self, layer: int, group: str | None) -> bool:
-        return self._decoded is not None and self._decoded.layer(layer, group)
 
     def _decode_landed(self) -> None:
         """Begin with all that has landed and was not begun with."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
-from kvwire.clock import yields_before_raising
 from kvwire.errors import (
     ConnectionClosed,
     IntegrityError,
@@ -65,6 +64,8 @@ class IncomingState(KVTransfer):
     landed: Landed
 
     receives: bool = True
+    # The layers that may be read; None while none may.
+    _readable: Landed | None = None
 
     def __init__(
         self,
@@ -87,24 +88,25 @@ class IncomingState(KVTransfer):
         self.attempt: ReceiveAttempt | None = None
         self.peer_id: bytes = b""
         self.reported: list[Segment] = []
-        self._layers_grouped = 1
-        # Segments that are on their way.
-        self._under_way = 0
+        # The most layers of a segment.
+        self.layers_grouped: int = 1
         self._damaged: list[Segment] = []
-        # Something has landed, which another link need not bring again.
-        self._progress = False
+        # Something was on its way, which another link need not bring again.
+        self.has_moved: bool = False
         self._error: KVWireError | None = None
         self._gates: dict[tuple[int, str | None], list[asyncio.Future[None]]] = {}
 
-    @yields_before_raising
     async def layer(self, layer: int, group: str | None = None) -> None:
         """Wait until a layer is here.
 
         Cancel safety: safe, it only watches.
         """
-        self._check_layer(layer, group)
-        if self._has(layer, group):
-            return
+        try:
+            if self.layer_landed(layer, group):
+                return
+        except UsageError:
+            await asyncio.sleep(0)  # one turn of the loop: see kvwire.clock
+            raise
         if self.outcome is None:
             gate: asyncio.Future[None] = self.loop.create_future()
             gates = self._gates.setdefault((layer, group), [])
@@ -114,26 +116,40 @@ class IncomingState(KVTransfer):
             finally:
                 if gate in gates:
                     gates.remove(gate)
-        if self.outcome is not None and not self._has(layer, group):
+        if self.outcome is not None and not self.layer_landed(layer, group):
+            await asyncio.sleep(0)
             assert self._error is not None
             raise _not_landed(layer, self.outcome, self._error) from self._error
 
     def layer_event(self, layer: int, group: str | None = None) -> Any:
         """Return an event that fires when a layer is here."""
-        self._check_layer(layer, group)
-        device = self.cache.device
+        landed, device = self.layer_landed(layer, group), self.cache.device
         if device is None:
             raise UsageError(
                 "layer_event: this cache lies in host memory; await layer(n)"
             )
-        if not self._has(layer, group):
+        if not landed:
             raise UsageError(f"layer_event: layer {layer} has not landed yet")
         return self.communicator.devices.copy_engine(device).landed.native
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
-        """Tell whether a layer is here."""
-        self._check_layer(layer, group)
-        return self._has(layer, group)
+        """Tell whether a layer is here.
+
+        Raises:
+            UsageError: There is no such layer or group.
+        """
+        groups = self.cache.groups
+        if group is not None and group not in groups:
+            raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
+        named = groups.values() if group is None else (groups[group],)
+        for part in named:
+            first = part.spec.first_layer
+            if layer in range(first, first + part.spec.layers):
+                readable = self._readable
+                return readable is not None and readable.layer(layer, group)
+        held = {part.spec.layer_indices for part in named}
+        there = ", ".join(f"{one.start} to {one.stop - 1}" for one in held)
+        raise UsageError(f"layer {layer} is not in this cache: there is {there}")
 
     # --- for the registry -------------------------------------------------------------
 
@@ -300,24 +316,14 @@ class IncomingState(KVTransfer):
         self.peer_id = description.endpoint_id
         if first:
             self.plan, self.landed = plan, Landed(plan)
+            self._readable = self.landed
             # What is not carried, or was here before, is not waited for.
             if self._gates:
                 self._open_gates()
         self.phases.enter("mark_wait")
 
-    def segment_placed(self, segment: Segment) -> None:
-        """Note a segment that is on its way."""
-        if not self._under_way:
-            self.phases.enter("wire")
-        self._under_way += 1
-        self._progress = True
-        self._layers_grouped = max(self._layers_grouped, segment.layers)
-
     def segment_landed(self, core: SegmentRecord, segment: Segment) -> None:
         """Note a segment that is here in whole, and open the gates it opens."""
-        self._under_way -= 1
-        if not self._under_way:
-            self.phases.enter("mark_wait")
         if core.damaged:
             self._damaged.append(segment)  # bounded: SEGMENTS_MAX
             assert self.attempt is not None
@@ -327,7 +333,9 @@ class IncomingState(KVTransfer):
         self.landed.mark(segment)
         if self.ring is not None:
             self.note("landed", segment.layer, segment.layers, core.nbytes)
-        self.renew_lease()
+        self._lease_until = None
+        if self._lease is not None:
+            self.renew_lease()
         if self._gates:
             self._open_gates()
 
@@ -339,7 +347,6 @@ class IncomingState(KVTransfer):
         if lost and self.state is TransferState.OPEN:
             self._name_phase(attempt)
             self.phases.enter("lost")
-            self._under_way = 0
             attempt.state = ATTEMPT_TRANSITIONS[attempt.state, AttemptInput.LOSE]
             if self.ring is not None:
                 self.note("lost")
@@ -371,7 +378,7 @@ class IncomingState(KVTransfer):
     def description(self, plan: bytes = b"") -> TransferOffer:
         """Return this side's half; ``plan`` is the digest of its plan, in an answer."""
         # What does not fit is sent again, which is only slower.
-        self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self._progress else []
+        self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self.has_moved else []
         return TransferOffer(
             geometry=self.geometry.encoded,  # type: ignore[arg-type]
             endpoint_id=self.endpoint_id,
@@ -384,26 +391,16 @@ class IncomingState(KVTransfer):
             trace=self.trace,
         )
 
-    def _check_layer(self, layer: int, group: str | None) -> None:
-        groups = self.cache.groups
-        if group is not None and group not in groups:
-            raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
-        named = [groups[group]] if group is not None else list(groups.values())
-        for part in named:
-            if layer in part.spec.layer_indices:
-                return
-        held = {part.spec.layer_indices for part in named}
-        there = ", ".join(f"{one.start} to {one.stop - 1}" for one in held)
-        raise UsageError(f"layer {layer} is not in this cache: there is {there}")
-
-    def _has(self, layer: int, group: str | None) -> bool:
-        return bool(self.peer_id) and self.landed.layer(layer, group)
-
     def _open_gates(self) -> None:
+        """Wake those whose layers are here; all of them at the end."""
+        readable = self._readable
         for (layer, group), gates in list(self._gates.items()):
-            if self._has(layer, group):
+            over = self.outcome is not None
+            if over or (readable is not None and readable.layer(layer, group)):
                 del self._gates[layer, group]
-                _open(gates)
+                for gate in gates:
+                    if not gate.done():
+                        gate.set_result(None)
 
     def end_now(self, cause: KVWireError) -> None:
         self._error, reason = cause, str(cause)
@@ -418,13 +415,11 @@ class IncomingState(KVTransfer):
                 reasons=damaged_of(self.plan, self._damaged) if self._damaged else (),
                 otherwise=reason,
                 timings=self.phases.timings(),
-                layers_grouped=self._layers_grouped,
+                layers_grouped=self.layers_grouped,
             )
         self.registry.over(self, cause)
         self.record(outcome, [] if attempt is None else [attempt])
-        for gates in self._gates.values():
-            _open(gates)
-        self._gates.clear()
+        self._open_gates()
 
     def _name_phase(self, attempt: ReceiveAttempt) -> None:
         """Say what it has waited for, now that it waits no more."""
@@ -447,9 +442,3 @@ def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError
     if isinstance(error, RequestError | ConnectionClosed):
         return type(error)(text)
     return error
-
-
-def _open(gates: list[asyncio.Future[None]]) -> None:
-    for gate in gates:
-        if not gate.done():
-            gate.set_result(None)

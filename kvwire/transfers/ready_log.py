@@ -259,9 +259,14 @@ class ReadyLog:
         if found is None:
             known = ", ".join(self._groups)
             raise UsageError(f"ready: no group {group!r}; there is {known}")
+        first = found.layers.start
         mark = ReadyRange(
             group,
-            _range(layers, found.layers, "layers", group),
+            (
+                range(layers - first, layers - first + 1)
+                if type(layers) is int and layers in found.layers
+                else _range(layers, found.layers, "layers", group)
+            ),
             (
                 range(found.ids.size)
                 if blocks is None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvwire.backend import Payload
 from kvwire.errors import (
     KVWireError,
     PeerCancelled,
@@ -16,6 +17,7 @@ from kvwire.errors import (
 from kvwire.kv.landed import Landed
 from kvwire.kv.plan import Segment
 from kvwire.limits import SEGMENT_BYTES_MAX
+from kvwire.memory.iovec import simplest
 from kvwire.proto.events import (
     SegmentLanded,
     SegmentMarked,
@@ -42,6 +44,8 @@ class ReceiveAttempt(Attempt):
         super().__init__(connection, asks=asks)
         self.incoming = incoming
         self._segments: dict[int, Segment] = {}
+        # How many of them are on their way.
+        self._under_way = 0
         # What was marked or had landed; None until the two sides agree.
         self._promised: Landed | None = None
 
@@ -63,20 +67,31 @@ class ReceiveAttempt(Attempt):
         self.begin()
 
     def event(self, event: TransferEvent) -> None:
+        incoming = self.incoming
         if isinstance(event, SegmentMarked):
-            core = event.segment
-            segment = self._check(core)
+            core, plan = event.segment, incoming.plan
+            segment = self._checked(core)
             self._segments[core.number] = segment  # bounded: SEGMENTS_MAX
-            self.incoming.segment_placed(segment)
-            lent = self.incoming.lend(self.incoming.plan.fragments(segment))
-            self.connection.transfers.place(core, lent)
+            if not self._under_way:
+                incoming.phases.enter("wire")
+            self._under_way += 1
+            incoming.has_moved = True
+            incoming.layers_grouped = max(incoming.layers_grouped, segment.layers)
+            memory: Payload = plan.fragments(segment)
+            transfers = self.connection.transfers
+            if transfers.only_link:  # lanes know memory by its owner
+                memory = simplest(memory)
+            transfers.place(core, incoming.lend(memory))
         elif isinstance(event, SegmentLanded):
             segment = self._segments[event.segment.number]
-            self.incoming.segment_landed(event.segment, segment)
+            self._under_way -= 1
+            if not self._under_way:
+                incoming.phases.enter("mark_wait")
+            incoming.segment_landed(event.segment, segment)
         else:
             assert isinstance(event, TransferSettled)
             self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.SETTLE]
-            self.incoming.end(PeerCancelled(UNMARKED))
+            incoming.end(PeerCancelled(UNMARKED))
 
     def ended(self, error: KVWireError | None) -> None:
         if self.incoming.outcome is None:
@@ -95,18 +110,17 @@ class ReceiveAttempt(Attempt):
         """Return the bytes of a chunk on this connection."""
         return self.connection.chunk_bytes
 
-    def _check(self, core: SegmentRecord) -> Segment:
+    def _checked(self, core: SegmentRecord) -> Segment:
         """Return what of the plan a marked segment is."""
-        plan, segment = self.incoming.plan, Segment(*core.box)
+        plan, segment = self.incoming.plan, tuple.__new__(Segment, core.box)
         try:
-            plan.check(segment)
+            nbytes = plan.check(segment)
         except UsageError as exc:
             raise ProtocolError("KVW-TR-09", str(exc)) from None
-        if core.nbytes != plan.nbytes_of(segment):
+        if core.nbytes != nbytes:
             raise ProtocolError(
                 "KVW-TR-09",
-                f"segment {core.number} of {core.nbytes} bytes, the plan has "
-                f"{plan.nbytes_of(segment)}",
+                f"segment {core.number} of {core.nbytes} bytes, the plan has {nbytes}",
             )
         if segment.granules > 1 and core.nbytes > SEGMENT_BYTES_MAX:
             raise ProtocolError(

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
+from kvwire.backend import Payload
 from kvwire.errors import KVWireError, UsageError, WireCode
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, outcome_of
@@ -20,6 +21,7 @@ from kvwire.limits import (
     SEGMENTS_MAX,
     SEGMENTS_TOGETHER,
 )
+from kvwire.memory.iovec import simplest
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.records import TransferRecord
 from kvwire.transfers.base import Attempt, TransferEvent, damaged_of, note_silence
@@ -65,11 +67,10 @@ class SendAttempt(Attempt):
         )
         self._links = 1
         self._cursor = 0
-        # Marks that wait for their neighbours.
-        self._held: list[ReadyRange] = []
-        self._held_bytes = 0
-        # What the last of them is.
+        # Marks that wait for their neighbours, as one, and what of the plan that is.
+        self._held: ReadyRange | None = None
         self._held_as: Segment | None = None
+        self._held_bytes = 0
         self._under_way = 0
         # Sends what is held back, in a turn of the loop of its own.
         self._turn: asyncio.Handle | None = None
@@ -160,7 +161,7 @@ class SendAttempt(Attempt):
             while self._cursor < len(marks.log):
                 self._take(marks.log[self._cursor])
                 self._cursor += 1
-            if self._held:
+            if self._held is not None:
                 if all_in or in_turn or not self._under_way:
                     self._flush()
                 elif transfers.brief_layers:
@@ -185,8 +186,20 @@ class SendAttempt(Attempt):
         rides = all_in and transfers.brief and bool(pieces)
         record = transfers.records[self.core]
         while pieces and record.sending_bytes < AHEAD_BYTES:
-            piece, nbytes = pieces.popleft()
-            self._send(piece, nbytes, 1 + complete if rides and not pieces else 0)
+            segment, nbytes = pieces.popleft()
+            if self._phases.phase != "wire":
+                self._phases.enter("wire")
+            self._grouped = max(self._grouped, segment.layers)
+            memory: Payload = self.plan.fragments(segment)
+            if transfers.only_link:  # lanes know memory by its owner
+                memory = simplest(memory)
+            lent = self.outgoing.lend(memory)
+            commit = 1 + complete if rides and not pieces else 0
+            sent = transfers.mark(self.core, segment, lent, nbytes, commit)
+            self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
+            self._under_way += 1
+            if self.outgoing.ring is not None:
+                self.outgoing.note("sent", segment.layer, segment.layers, nbytes)
         record.on_sent_bytes = AHEAD_BYTES // 2 if pieces else 0
         if all_in and not pieces:
             self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.COMMIT]
@@ -216,7 +229,7 @@ class SendAttempt(Attempt):
                 self._turn = self.outgoing.loop.call_soon(self._in_turn)
         elif self.state is AttemptState.MOVING:
             self._phases.enter("mark_wait")
-            if self._held and self.connection.transfers.brief_layers:
+            if self._held is not None and self.connection.transfers.brief_layers:
                 self._take_turn()
 
     def _take_turn(self) -> None:
@@ -263,7 +276,7 @@ class SendAttempt(Attempt):
         self.connection = connection
         self._links += 1
         self._cursor = 0
-        self._held, self._held_bytes = [], 0
+        self._held = None
         self._pieces.clear()
         self._sent = {}
         self._under_way = 0
@@ -295,31 +308,33 @@ class SendAttempt(Attempt):
 
     def _take(self, mark: ReadyRange) -> None:
         """Hold a mark back until it makes a segment, together with its neighbours."""
-        if self._held and not _joins(self._held[-1], mark):
-            self._flush()
-        plan = self.plan
+        held, plan = self._held, self.plan
+        if held is not None:
+            if _joins(held, mark):
+                layers = range(held.layers.start, mark.layers.stop)
+                mark = ReadyRange(mark.group, layers, mark.blocks)
+            else:
+                self._flush()
         named = plan.marked(plan.indices[mark.group], mark.layers, mark.blocks)
-        self._held.append(mark)  # bounded: SEGMENTS_MAX
-        self._held_as = named
-        if named is not None:
-            self._held_bytes += plan.nbytes_of(named)
+        self._held, self._held_as = mark, named
+        self._held_bytes = 0 if named is None else plan.nbytes_of(named)
         if self._held_bytes >= self.outgoing.group_bytes:
             self._flush()
 
     def _flush(self) -> None:
         """Send what is held back as one mark."""
-        named = self._held_as
-        if len(self._held) > 1:
-            first, last = self._held[0], self._held[-1]
-            layers = range(first.layers.start, last.layers.stop)
-            index = self.plan.indices[first.group]
-            named = self.plan.marked(index, layers, first.blocks)
-        self._held, self._held_bytes = [], 0
+        named, nbytes = self._held_as, self._held_bytes
+        self._held = None
         if named is None or self.state is AttemptState.SETTLED:
             return
-        # After a lost link, what has not landed.
-        for part in self.landed.lacking(named) if self._links > 1 else (named,):
-            self._cut(part)
+        parts = [(named, nbytes)]
+        if self._links > 1:  # after a lost link, what has not landed
+            parts = [(p, self.plan.nbytes_of(p)) for p in self.landed.lacking(named)]
+        for part, nbytes in parts:
+            if nbytes > SEGMENT_BYTES:
+                self._cut(part, nbytes)
+            elif nbytes:
+                self._pieces.append((part, nbytes))  # bounded: SEGMENTS_MAX
         assert self.core is not None
         sent = self.connection.transfers.records[self.core].segments
         if len(sent) + len(self._pieces) > SEGMENTS_MAX:
@@ -328,30 +343,12 @@ class SendAttempt(Attempt):
                 f"or blocks at once"
             )
 
-    def _send(self, segment: Segment, nbytes: int, commit: int) -> None:
-        assert self.core is not None
-        if self._phases.phase != "wire":
-            self._phases.enter("wire")
-        self._grouped = max(self._grouped, segment.layers)
-        lent = self.outgoing.lend(self.plan.fragments(segment))
-        core = self.connection.transfers
-        sent = core.mark(self.core, segment, lent, nbytes, commit)
-        self._sent[sent.number] = segment  # bounded: SEGMENTS_MAX
-        self._under_way += 1
-        if self.outgoing.ring is not None:
-            self.outgoing.note("sent", segment.layer, segment.layers, nbytes)
-
-    def _cut(self, segment: Segment) -> None:
+    def _cut(self, segment: Segment, nbytes: int) -> None:
         """Queue a segment in pieces, none much larger than SEGMENT_BYTES.
 
         Of whole layers, so that the first can be read while the others come, unless the
         bytes of a block's layers lie together.
         """
-        nbytes = self.plan.nbytes_of(segment)
-        if nbytes <= SEGMENT_BYTES:
-            if nbytes:
-                self._pieces.append((segment, nbytes))  # bounded: SEGMENTS_MAX
-            return
         order = self.plan.groups[segment.group].order
         layers = segment.layers
         if order.index("layer") < order.index("block"):

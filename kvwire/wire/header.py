@@ -49,8 +49,8 @@ assert _LAYOUT.size == HEADER_BYTES
 _INTACT: Final = 0x2144DF1C
 # Looked up once: each frame is packed and read.
 _unpack: Final = _LAYOUT.unpack_from
-_pack: Final = _CHECKED_PART.pack
-_pack_check: Final = struct.Struct("<I").pack
+pack_head: Final = _CHECKED_PART.pack
+pack_check: Final = struct.Struct("<I").pack
 _crc32: Final = zlib.crc32
 
 
@@ -165,8 +165,10 @@ def encode_header(
     payload_check: int = 0,
 ) -> bytes:
     """Return the 32 bytes of a header."""
-    head = _pack(type, flags, sequence, length, request, segment, offset, payload_check)
-    return head + _pack_check(_crc32(head))
+    head = pack_head(
+        type, flags, sequence, length, request, segment, offset, payload_check
+    )
+    return head + pack_check(_crc32(head))
 
 
 def decode_header(data: bytes | bytearray | memoryview) -> Header:

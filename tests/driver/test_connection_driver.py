@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvwire import ConnectionLost
-from kvwire.endpoint.connection import ConnectionState
 from kvwire.limits import (
     CHUNK_BYTES,
     CHUNK_BYTES_MAX,
@@ -223,14 +222,14 @@ async def test_messages_sent_from_within_an_event_keep_their_order(
     """A large one is announced by a frame that waits; the small one is behind it."""
     async with connected() as pair:
         driver, sent = pair.left._state.driver, []
-        on_event = driver._on_event
+        on_done = driver._acts[RequestDone]
 
-        def send_two(event: Event) -> None:
+        def send_two(event: RequestDone) -> None:
             monkeypatch.undo()
-            on_event(event)
+            on_done(event)
             sent.extend([pair.left.send(1, LARGE), pair.left.send(1, b"small")])
 
-        monkeypatch.setattr(driver, "_on_event", send_two)
+        monkeypatch.setitem(driver._acts, RequestDone, send_two)
         waiting = pair.left.recv(2)
         waiting.cancel()
         assert await pair.right.recv(1, bytearray(len(LARGE))) == len(LARGE)
@@ -285,16 +284,17 @@ async def test_a_bug_in_one_event_loses_none_of_those_behind_it(
     """Each of them is the only word on a request, or on memory."""
     async with connected() as pair:
         first, second = (pair.left.recv(tag) for tag in (1, 2))
-        done = ConnectionState._request_done
+        acts = pair.left._state.driver._acts
+        done = acts[RequestDone]
         seen: list[RequestDone] = []
 
-        def one_fails(connection: ConnectionState, event: RequestDone) -> None:
+        def one_fails(event: RequestDone) -> None:
             seen.append(event)
             if len(seen) == 1:
                 raise ZeroDivisionError
-            done(connection, event)
+            done(event)
 
-        monkeypatch.setattr(ConnectionState, "_request_done", one_fails)
+        monkeypatch.setitem(acts, RequestDone, one_fails)
         with pytest.raises(ZeroDivisionError):
             pair.left.abort("on purpose")
         with pytest.raises(ConnectionLost, match="on purpose"):

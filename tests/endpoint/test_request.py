@@ -11,7 +11,7 @@ from kvwire.endpoint.request import RequestState
 
 
 async def test_one_that_was_over_at_once_has_nothing_to_wait_for() -> None:
-    request = RequestState.completed(7)
+    request = RequestState(over=True, value=7)
     request.cancel()
     request.neglect_if_alone()
     await request.released()
@@ -19,7 +19,7 @@ async def test_one_that_was_over_at_once_has_nothing_to_wait_for() -> None:
 
 
 def test_one_that_failed_at_once_says_why_each_time() -> None:
-    request = RequestState[int].failed(ConnectionLost("cut"))
+    request = RequestState[int](over=True, error=ConnectionLost("cut"))
     for _ in range(2):
         with pytest.raises(ConnectionLost, match="cut"):
             request.result()
@@ -31,7 +31,7 @@ def test_one_under_way_has_no_result() -> None:
 
 
 def test_a_second_completion_is_a_bug() -> None:
-    request = RequestState.completed(7)
+    request = RequestState(over=True, value=7)
     with pytest.raises(AssertionError, match="completed twice"):
         request.complete(8, None)
     assert request.result() == 7

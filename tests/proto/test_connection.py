@@ -359,6 +359,25 @@ def test_a_message_announced_while_the_peer_closes() -> None:
         expect_error(pair.server, request, errors.ClosedOK)
 
 
+def test_a_close_waits_until_the_wire_is_through() -> None:
+    """With the last chunk of a message, which is all that holds CLOSE up."""
+    pair = ConnectionPair()
+    pair.client.slow = True
+    pair.server.recv(TAG, len(LARGE))
+    message = pair.client.send(TAG, LARGE)
+    pair.run()
+    pair.client.close()
+    expect_fine(pair)
+    assert message is not None
+    assert not message.over
+    while pair.client._leaving:
+        assert not pair.server.core.closed
+        pair.client.complete()
+    pair.run()
+    assert pair.client.core.closed
+    assert pair.server.core.closed
+
+
 def test_idle_while_nothing_is_open() -> None:
     """On either side, whoever has begun it."""
     pair = ConnectionPair()

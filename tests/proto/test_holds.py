@@ -27,6 +27,21 @@ def test_a_buffer_drains_with_its_last_hold() -> None:
     assert len(holds) == 0
 
 
+def test_a_hold_that_ends_with_the_need_for_its_buffer() -> None:
+    """At once if it was the last one, and else with that."""
+    holds = Holds()
+    one, two = holds.new(), holds.new()
+    for buffer in (one, two, two):
+        holds.take(buffer)
+    for buffer in (one, two):
+        holds.drop_and_retire(buffer)
+    assert holds.drained == [one]
+    assert holds.retired == {two}
+    holds.drop(two)
+    assert holds.drained == [one, two]
+    assert len(holds) == 0
+
+
 @needs_asserts
 def test_our_own_mistakes_are_noticed() -> None:
     """A hold on what is given back, and a hold that ends twice."""

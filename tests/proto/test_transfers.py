@@ -145,6 +145,7 @@ WRONG: list[tuple[str, str, FrameType, control.Body]] = [
     ("KVW-TR-08", P, FrameType.SEGMENT_ACK, control.SegmentAck((1,))),
     ("KVW-TR-08", P, FrameType.COMMIT_ACK, control.CommitAck(())),
     ("KVW-TR-08", C, FrameType.AGREE, control.Agree(b"", (1,))),
+    ("KVW-TR-08", C, FrameType.SEGMENT, control.SegmentBody(1, BOX, 5)),
 ]
 PAYLOADS = [
     *(("KVW-TR-07", segment, 0, 1) for segment in (3, 2**32 - 1)),
@@ -242,16 +243,17 @@ def test_agreeing_with_oneself() -> None:
 
 @pytest.mark.rule("KVW-TR-13", "breaks")
 def test_marks_that_were_not_agreed_on() -> None:
-    """Or with a commit that there is not, or out of turn."""
-    for layers, offset, number, rule in (
-        (False, 1 << 32 | 1, 1, "KVW-TR-13"),
-        (True, 3 << 62 | 1 << 32 | 1, 1, "KVW-TR-13"),
-        (True, packed_mark(BOX, 0), 2, "KVW-TR-03"),
-        (True, packed_mark(BOX, 0), 0, "KVW-TR-03"),
+    """Or with a commit that there is not, out of turn, or of more than a chunk."""
+    for layers, offset, number, rule, nbytes in (
+        (False, 1 << 32 | 1, 1, "KVW-TR-13", 1),
+        (True, 3 << 62 | 1 << 32 | 1, 1, "KVW-TR-13", 1),
+        (True, packed_mark(BOX, 0), 2, "KVW-TR-03", 1),
+        (True, packed_mark(BOX, 0), 0, "KVW-TR-03", 1),
+        (True, packed_mark(BOX, 0), 1, "KVW-DT-02", CHUNK + 1),
     ):
         m = moved(layers=layers)
         m.producer.forge_payload(
-            *(FrameType.MARKED_DATA, b"x"),
+            *(FrameType.MARKED_DATA, bytes(nbytes)),
             request=1,
             segment=number,
             offset=offset or 0,

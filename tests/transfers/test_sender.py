@@ -18,6 +18,8 @@ from kvwire.kv.plan import Segment
 from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MAX
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.records import SegmentRecord
+from kvwire.proto.requests import RequestRecord
+from kvwire.proto.transfers import Transfers
 from kvwire.transfers import sender as delivery_module
 from tests.scenarios.world import (
     BLOCKS,
@@ -124,13 +126,14 @@ async def test_a_large_transfer_goes_to_the_link_in_parts(
     """Else either side would look up where all of its fragments lie at once."""
     monkeypatch.setattr(delivery_module, "AHEAD_BYTES", 2 * SEGMENT_BYTES)
     sending: list[int] = []
-    send = delivery_module.SendAttempt._send
+    mark = Transfers.mark
 
-    def noted(self: Any, segment: Segment, nbytes: int, commit: int) -> None:
-        send(self, segment, nbytes, commit)
-        sending.append(self.connection.transfers.records[self.core].sending_bytes)
+    def noted(self: Transfers, request: RequestRecord, *rest: Any) -> SegmentRecord:
+        marked = mark(self, request, *rest)
+        sending.append(self.records[request].sending_bytes)
+        return marked
 
-    monkeypatch.setattr(delivery_module.SendAttempt, "_send", noted)
+    monkeypatch.setattr(Transfers, "mark", noted)
     out, inc = w.begin_large(32)
     out.ready()
     out.finish()
@@ -263,7 +266,7 @@ def test_no_piece_is_longer_than_a_consumer_takes(
     delivery.plan = SimpleNamespace(groups=[walk], nbytes_of=nbytes_of)
     delivery._pieces = deque()
     whole = Segment(0, 3, layers, 0, granules)
-    delivery._cut(whole)
+    delivery._cut(whole, nbytes_of(whole))
     assert sum(nbytes for _, nbytes in delivery._pieces) == nbytes_of(whole)
     for piece, nbytes in delivery._pieces:
         assert nbytes == nbytes_of(piece)
@@ -272,30 +275,29 @@ def test_no_piece_is_longer_than_a_consumer_takes(
 
 @pytest.mark.parametrize("cuts", [1, 2])
 @scenario()
-async def test_what_has_landed_is_not_sent_again(w: World, cuts: int) -> None:
+async def test_what_has_landed_is_not_sent_again(
+    w: World, monkeypatch: pytest.MonkeyPatch, cuts: int
+) -> None:
     """Payload bytes are counted, over all links."""
     out, inc = w.begin_large(8)
     moved: deque[int] = deque()
-    send = delivery_module.SendAttempt._send
+    mark = Transfers.mark
 
-    def counted(self: Any, segment: Segment, nbytes: int, commit: int) -> None:
-        moved.append(nbytes)
-        send(self, segment, nbytes, commit)
+    def counted(self: Transfers, *marked: Any) -> SegmentRecord:
+        moved.append(marked[3])
+        return mark(self, *marked)
 
-    delivery_module.SendAttempt._send = counted  # type: ignore[method-assign]
-    try:
-        for layer in range(cuts):
-            out.ready(layers=layer)
-            await inc.layer(layer)
-            await w.until(lambda: not out._state.attempts[0]._under_way)
-            before = inc._state.attempt
-            w.cut()
-            await on_another_link(w, inc, before)
-        out.ready(layers=slice(cuts, None))
-        out.finish()
-        outcome = await inc
-    finally:
-        delivery_module.SendAttempt._send = send  # type: ignore[method-assign]
+    monkeypatch.setattr(Transfers, "mark", counted)
+    for layer in range(cuts):
+        out.ready(layers=layer)
+        await inc.layer(layer)
+        await w.until(lambda: not out._state.attempts[0]._under_way)
+        before = inc._state.attempt
+        w.cut()
+        await on_another_link(w, inc, before)
+    out.ready(layers=slice(cuts, None))
+    out.finish()
+    outcome = await inc
     assert outcome.complete
     assert (await out).complete
     assert sum(moved) == w.source.nbytes == outcome.nbytes
