@@ -19,6 +19,8 @@ from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
 from kvwire.store.tiers.memory import MemoryTier
 
 _digest = itemgetter(slice(DIGEST_BYTES))
+# Of a delete, beside others who go on putting what it deletes.
+_ROUNDS: Final = 8
 UNSAID: Final = "it was not taken below, where by now all is well"
 """Of a tier that did not take all, and has taken what came after that."""
 
@@ -209,19 +211,24 @@ class TierStack:
 
         Cancel safety: safe, it may be called again.
         """
-        # What a get was reading when it began has come to memory by the second time.
-        for _ in range(2):
+        for _ in range(_ROUNDS if self.below else 1):
             await self.memory.delete(keys)
             await gather_all(*(tier.delete(keys) for tier in self.below))
+            # A get that was reading meanwhile brings them back, and somebody may have
+            # brought them down again.
+            if not self.memory.has_any(keys):
+                return
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Forget every block of a namespace in all tiers.
 
         Cancel safety: safe, it may be called again.
         """
-        for _ in range(2):
+        for _ in range(_ROUNDS if self.below else 1):
             await self.memory.delete_namespace(digest)
             await gather_all(*(tier.delete_namespace(digest) for tier in self.below))
+            if not self.memory.of_namespace(digest).size:
+                return
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
         """Keep blocks from being evicted, or no more, in each tier that has them.

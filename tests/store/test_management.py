@@ -10,13 +10,15 @@ import pytest
 
 from kvwire import BlockStore, UsageError
 from kvwire.kv.blocks import Ids
-from kvwire.store.index import as_keys
+from kvwire.store.index import Keys, as_keys
+from kvwire.store.namespace import Namespace
 from kvwire.store.tenants import Tenants
+from kvwire.store.tiers.base import Batch, BlockResults
 from kvwire.store.tiers.slabs import GRAIN_BYTES
 from tests.store.caches import Filled, chain
 from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier
-from tests.store.files import store_on
+from tests.store.files import disk, store_on
 from tests.support.pairs import until
 
 A, B = chain(4, "a"), chain(4, "b")
@@ -113,6 +115,43 @@ async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
             assert uses[""].tiers[tiers[1]].pinned_bytes == 0
             assert uses["t"].tiers[tiers[1]].pinned_bytes == left * 4096
             await store.unpin(A, cache, tenant="t")
+
+
+async def test_a_delete_goes_on_until_nobody_brings_blocks_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A get that reads while they are deleted does, and a flush writes them again."""
+    tier, cache = await disk(tmp_path), Filled(seed=1).cache
+    deletes, reading, go = 0, asyncio.Event(), asyncio.Event()
+    read, delete = tier.read, tier.delete
+
+    async def slow_read(namespace: Namespace, batch: Batch) -> BlockResults:
+        results = await read(namespace, batch)
+        reading.set()
+        await go.wait()
+        return results
+
+    async def delete_beside_a_get(keys: Keys) -> None:
+        nonlocal deletes
+        deletes += 1
+        reading.clear()
+        go.clear()
+        getting = store.get(A, Filled().cache, range(4))
+        if deletes <= 2:
+            await reading.wait()
+        await delete(keys)
+        go.set()
+        assert (await getting).complete == (deletes <= 2)
+        await store.flush()
+
+    monkeypatch.setattr(tier, "read", slow_read)
+    monkeypatch.setattr(tier, "delete", delete_beside_a_get)
+    async with store_on(tier, write="back") as store:
+        await store.put(A, cache, range(4))
+        await store.flush()
+        await store.delete(A, cache)
+        assert await store.match(A, cache) == 0
+    assert deletes == 3
 
 
 async def test_two_deletes_at_once_are_both_done(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
@@ -160,8 +160,17 @@ class MemoryTier:
 
         Cancel safety: safe, it may be called again.
         """
+        await self.delete(self.of_namespace(digest))
+
+    def of_namespace(self, digest: bytes) -> Keys:
+        """Return which blocks of a namespace are here, or are coming."""
         coming = self.in_flight.of_namespace(digest)
-        await self.delete(np.concatenate((coming, self.index.of_namespace(digest))))
+        return np.concatenate((coming, self.index.of_namespace(digest)))
+
+    def has_any(self, keys: Keys) -> bool:
+        """Tell whether any of these is here, or is coming."""
+        here = (self.index.find(keys) >= 0) | self.in_flight.busy(keys)
+        return bool(any_of(here))
 
     def stats(self) -> TierStats:
         """Return what is in it."""
