@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -77,7 +77,7 @@ class Decoder:
             for _ in range(20):
                 await asyncio.sleep(0)
 
-    async def parts(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def parts(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
         """As a completion, or as a chat: of that, the first event says whose it is."""
         chat = "messages" in body
         prompt = tokens = PROMPT if chat else list(body["prompt"])
@@ -264,6 +264,69 @@ async def test_an_answer_in_one_piece_that_breaks_off_is_an_error(ends: bool) ->
     said = await call(application, "POST", "/v1/completions", json=body)
     assert said.status_code == 502
     assert "broke off its answer" in said.json()["error"]["message"]
+
+
+@KINDS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"choices": 3},
+        {"choices": [None]},
+        {"choices": [{"text": "", "token_ids": 3}]},
+        {"choices": [], "usage": {"prompt_tokens": None}},
+    ],
+    ids=str,
+)
+async def test_an_engine_whose_answer_is_none_is_gone_on_for(
+    said: dict[str, Any], stream: bool, kind: dict[str, Any]
+) -> None:
+    first = Decoder()
+
+    async def lies(body: dict[str, Any]) -> Said:
+        async def parts() -> AsyncIterator[bytes]:
+            read = b""
+            async with aclosing(first.parts(body)) as made:
+                while read.count(b"\n\n") < 3:
+                    read += await anext(made)
+            yield read
+            yield f"data: {json.dumps(said)}\n\n".encode()
+
+        return 200, EVENTS, parts()
+
+    application, _ = front(d1=lies, d2=Decoder())
+    if stream:
+        client = Client(application, **kind)
+        await client.read()
+        client.right()
+        for _ in range(10):  # what was given up is closed turn by turn
+            await asyncio.sleep(0)
+        return
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT} | kind
+    path = str(body.pop("path", "/v1/completions"))
+    answered = await call(application, "POST", path, json=body)
+    assert answered.status_code == 200, answered.text
+    assert answered.json()["usage"]["completion_tokens"] == COUNT
+
+
+@pytest.mark.parametrize(
+    "choice", [{"text": 3}, {"text": "", "delta": 3}, {"delta": {"content": 3}}]
+)
+async def test_an_answer_in_one_piece_that_cannot_be_made_is_an_error(
+    choice: dict[str, Any],
+) -> None:
+    async def says(_: dict[str, Any]) -> Said:
+        async def parts() -> AsyncIterator[bytes]:
+            said = {"choices": [choice | {"finish_reason": "stop"}], "object": []}
+            yield f"data: {json.dumps(said)}\n\n".encode()
+
+        return 200, EVENTS, parts()
+
+    application, _ = front(d1=says, d2=says)
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
+    status, said = await post(application, "/v1/completions", **body)
+    assert status == 502
+    assert "its answer is none" in said["error"]["message"]
 
 
 async def test_a_chat_that_is_parsed_stays() -> None:

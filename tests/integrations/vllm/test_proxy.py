@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -414,6 +415,67 @@ async def test_a_client_that_goes_away_before_the_first_token(
     assert sent[0]["status"] == 499
 
 
+async def test_a_client_that_leaves_as_its_answer_begins() -> None:
+    """Before the first part was asked for: its turn and its engines are free again."""
+    left = asyncio.Event()
+    messages = [{"type": "http.request", "body": json.dumps(ASK).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        left.set()
+        await asyncio.sleep(0)
+
+    application = app(Engines())
+    # As uvicorn says it, so Starlette looks itself whether the client is there.
+    await application(SCOPE | {"asgi": {"spec_version": "2.3"}}, receive, send)
+    page = (await call(application, "GET", "/metrics")).text
+    assert "\nkvwire_proxy_running 0.0" in page
+    assert not re.findall(r"engine_running\{.*\} [1-9]", page)
+    assert not (await call(application, "GET", "/fleet")).json()["requests"]
+
+
+async def test_a_client_that_leaves_within_its_request() -> None:
+    parts = [{"type": "http.request", "body": b"{", "more_body": True}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop() if parts else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    engines = Engines()
+    await app(engines)(SCOPE, receive, send)
+    assert sent[0]["status"] == 499
+    assert not engines.asked
+
+
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b"[" * 100_000), (500, b"[" * 100_000), (200, b'{"kv_transfer_params":3}')],
+)
+async def test_what_prefill_says_that_nobody_can_read(
+    order: str, status: int, body: bytes
+) -> None:
+    async def says(_: dict[str, Any]) -> Said:
+        async def parts() -> AsyncIterator[bytes]:
+            yield body
+
+        return status, {}, parts()
+
+    engines = Engines(p1=says, p2=says)
+    assert (await post(app(engines, order))).status_code == 200
+    # Nothing, or what the proxy itself knows of the transfer.
+    last = engines.params("d1")[-1]
+    assert last is None or "remote" in last
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -460,6 +522,9 @@ async def test_models_are_those_of_any_decode_engine() -> None:
         ({"messages": [], "n": 2}, False),
         ({"prompt": "text", "best_of": 3}, False),
         ({"prompt": "text", "n": 1}, True),
+        ({"prompt": "text", "n": None}, True),
+        ({"prompt": "text", "n": "2"}, False),
+        ({"prompt": "text", "n": 2.0}, False),
         ({"prompt": "text", "prompt_logprobs": 0}, False),
         ({"prompt": "text", "prompt_logprobs": None}, True),
         ({"prompt": "text", "echo": True, "logprobs": 0}, False),

@@ -44,7 +44,7 @@ with needed_by("the proxy", extra="vllm"):
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
@@ -253,9 +253,13 @@ T = TypeVar("T")
 
 async def _read(request: Request, kind: type[T]) -> T:
     try:
+        content = await request.body()
+    except ClientDisconnect:
+        raise HTTPException(_CLIENT_CLOSED) from None  # nobody reads it
+    try:
         # Takes no NaN and no half of a surrogate pair, which Python's own would read
         # and the engines' requests could not be written with.
-        return msgspec.json.decode(await request.body(), type=kind)
+        return msgspec.json.decode(content, type=kind)
     except DECODE_ERRORS as exc:
         why = f"the body is not JSON as it is wanted: {exc}"
         raise HTTPException(HTTPStatus.BAD_REQUEST, why) from None
@@ -286,7 +290,7 @@ async def _unless_gone(
         if answer is None:
             # Nobody reads it.
             return Response(status_code=_CLIENT_CLOSED)
-        return _streamed(answer, stack.pop_all())
+        return _Relayed(answer, stack.pop_all())
 
 
 async def _disconnected(request: Request) -> None:
@@ -295,26 +299,34 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _streamed(answer: EngineResponse, rest: AsyncExitStack) -> Response:
-    kept = {h: answer.headers[h] for h in _KEPT_HEADERS if h in answer.headers}
-    return StreamingResponse(
-        _relay(answer, rest), status_code=answer.status, headers=kept
-    )
+class _Relayed(StreamingResponse):
+    """Passes an engine's answer on, and ends what that took, however it goes.
+
+    A client may leave before the first part of it is asked for.
+    """
+
+    def __init__(self, answer: EngineResponse, rest: AsyncExitStack) -> None:
+        kept = {h: answer.headers[h] for h in _KEPT_HEADERS if h in answer.headers}
+        super().__init__(_relay(answer), status_code=answer.status, headers=kept)
+        self._rest = rest
+
+    async def __call__(self, *connection: Any) -> None:
+        async with self._rest:
+            await super().__call__(*connection)
 
 
-async def _relay(answer: EngineResponse, rest: AsyncExitStack) -> AsyncIterator[bytes]:
-    async with rest:
-        try:
-            async for part in answer.parts:
-                yield part
-        except EngineFailed as exc:
-            logger.warning("an engine broke off its answer: %s", exc)
-            if not answer.headers.get("content-type", "").startswith(_EVENTS):
-                raise  # the connection is cut, so the client knows
-            why = f"the engine broke off: {exc.why}"
-            said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
-            # What came before may have been half an event.
-            yield b"\n\ndata: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n"
+async def _relay(answer: EngineResponse) -> AsyncIterator[bytes]:
+    try:
+        async for part in answer.parts:
+            yield part
+    except EngineFailed as exc:
+        logger.warning("an engine broke off its answer: %s", exc)
+        if not answer.headers.get("content-type", "").startswith(_EVENTS):
+            raise  # the connection is cut, so the client knows
+        why = f"the engine broke off: {exc.why}"
+        said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
+        # What came before may have been half an event.
+        yield b"\n\ndata: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n"
 
 
 async def _refused(_: Request, exc: Exception) -> Response:

@@ -38,6 +38,7 @@ from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
 from kvwire.integrations.vllm.references import UNSIGNED, References
+from kvwire.limits import PROXY_EVENT_BYTES_MAX
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -157,11 +158,12 @@ class Dispatcher:
             async with self._client.ask(
                 engine, asked.path, asked.headers, body
             ) as said:
-                content = await said.body()
+                content = await said.body(PROXY_EVENT_BYTES_MAX)
         if said.is_error:
             raise EngineFailed(engine, _quoted(content), said.status)
-        with contextlib.suppress(ValueError, AttributeError):
-            return json.loads(content).get("kv_transfer_params")
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
+            params = json.loads(content).get("kv_transfer_params")
+            return params if isinstance(params, dict) else None
         return None
 
     async def _answer(
@@ -180,7 +182,7 @@ class Dispatcher:
         # Headers come before there is a token, so they are no answer yet.
         first = await anext(said.parts, b"")
         if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            why = first + await said.body()
+            why = first + await said.body(PROXY_EVENT_BYTES_MAX)
             raise EngineFailed(engine, _quoted(why), said.status)
         said.parts = _chained(first, said.parts)
         return said
@@ -214,7 +216,7 @@ async def _ended(future: asyncio.Future[Any]) -> None:
 def _quoted(body: bytes) -> str:
     """Return an engine's error text: OpenAI's ``error.message``, or the body."""
     text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         text = str(json.loads(text)["error"]["message"])
     return text[:_QUOTED_CHARS] or "no text"
 
@@ -228,7 +230,8 @@ def is_for_two(body: dict[str, Any]) -> bool:
     One transfer serves one sequence. And whoever is asked for the prompt's own
     probabilities has to compute all of it: KV from elsewhere would be of no use.
     """
-    if any(type(body.get(key, 1)) is int and body.get(key, 1) > 1 for key in _COPIES):
+    # An engine may read "2" or 2.0 as well.
+    if any(body.get(key) not in (None, 1) for key in _COPIES):
         return False
     if body.get("prompt_logprobs") is not None:
         return False

@@ -38,7 +38,12 @@ from kvwire.integrations.vllm.proxy.dispatch import (
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.whole import AS_STREAM, Event, in_one_piece
+from kvwire.integrations.vllm.proxy.whole import (
+    AS_STREAM,
+    Event,
+    in_one_piece,
+    reading,
+)
 from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -214,7 +219,8 @@ class MovableStream:
                 event = await self._next()
                 if event is None:
                     break
-                passed = self._take(event)
+                with reading(self._asked.decode):
+                    passed = self._take(event)
             except EngineFailed as exc:
                 if self._over or not await self._recovered(exc):
                     raise
@@ -261,7 +267,7 @@ class MovableStream:
             holder = said if "delta" in choice else choice
             prompt = holder.pop("prompt_token_ids", None)
             if not self._prompt and prompt:
-                self._prompt = prompt
+                self._prompt = list(prompt)
                 if shown:
                     holder["prompt_token_ids"] = prompt
             if not shown:
@@ -358,7 +364,7 @@ class MovableStream:
         with contextlib.suppress(EngineFailed, TimeoutError):
             async with asyncio.timeout(PROXY_MOVE_S), AsyncExitStack() as attempt:
                 said = await self._moves.dispatcher.ask_once(here, to, asked, attempt)
-                await said.body()
+                await said.body(PROXY_EVENT_BYTES_MAX)
 
     def _remainder(self) -> ClientRequest:
         """Return the request for what the client does not have yet."""

@@ -6,12 +6,16 @@ it is a stream: only its client sees none.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any, Final, TypeAlias
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
 from kvwire.integrations.vllm.proxy.client import EngineFailed
+
+if TYPE_CHECKING:
+    from kvwire.integrations.vllm.proxy.engines import VllmEngine
 
 Event: TypeAlias = dict[str, Any] | bytes
 """What an event of a stream says; the bytes of one that is no object of JSON."""
@@ -38,18 +42,30 @@ async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
     async for event in events:
         if isinstance(event, bytes):
             continue  # the end of the stream, or a comment
-        for part in event.pop("choices", ()):
-            delta = part.pop("delta", None)
-            if delta is not None:
-                _merge(choice.setdefault("message", {"role": "assistant"}), delta)
-            _merge(choice, part)
-        _merge(said, event)
+        with reading():
+            for part in event.pop("choices", ()):
+                delta = part.pop("delta", None)
+                if delta is not None:
+                    _merge(choice.setdefault("message", {"role": "assistant"}), delta)
+                _merge(choice, part)
+            _merge(said, event)
     if choice.get("finish_reason") is None:
         raise EngineFailed(None, "its answer has no end")
-    for whole in (choice, choice.get("message", {})):
-        whole.update({name: "".join(whole[name]) for name in _TEXTS & whole.keys()})
-    said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
+    with reading():
+        for whole in (choice, choice.get("message", {})):
+            whole.update({name: "".join(whole[name]) for name in _TEXTS & whole.keys()})
+        said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
     return msgspec.json.encode(said | {"choices": [choice]})
+
+
+@contextmanager
+def reading(engine: VllmEngine | None = None) -> Iterator[None]:
+    """Raise EngineFailed for an event that has not what such an event has."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as exc:
+        why = f"its answer is none: {type(exc).__name__}: {exc}"
+        raise EngineFailed(engine, why) from None
 
 
 def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
