@@ -152,7 +152,7 @@ test-vllm: $(VLLM_STAMP)
 # A router of others before real engines, in the place of the proxy: 24 MB.
 test-vllm-router: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps vllm-router==0.1.17 setproctitle
+	  --no-deps vllm-router==0.1.17 setproctitle orjson
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm/test_engines.py \
 	  -k router_of_others $(ARGS)
 
