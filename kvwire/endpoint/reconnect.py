@@ -91,7 +91,9 @@ class Reconnector:
             if same_peer and other.core.phase is CloseState.OPEN:
                 registry.reattach(other)
                 return
-        if not registry.interrupted(origin):
+        if not (
+            registry.interrupted(origin) or (connection.dialled and registry.unmet)
+        ):
             return  # nothing waits for this peer, so that nothing is kept of it
         if not connection.dialled and _was_reset(error):
             await self._await_return(connection)
@@ -125,7 +127,9 @@ class Reconnector:
         """Try again until it works or nothing waits for it.
 
         Leases end the waiting for a peer that is silent. One whose port the kernel
-        refuses has ended, or restarts: it has a moment.
+        refuses has ended, or restarts: it has a moment. For what has met nobody it is
+        tried once: the peer may have asked for it on the link that was lost, and cannot
+        dial itself.
         """
         registry, origin = self._communicator.registry, lost.peer.origin
         loop, grace_s = (
@@ -137,7 +141,8 @@ class Reconnector:
         if origin in self._redialled:
             # What breaks as soon as it is up is not to be dialled without a pause.
             await asyncio.sleep(REDIAL_S_MAX)
-        while registry.interrupted(origin):
+        wanted = registry.interrupted(origin) or registry.unmet
+        while wanted:
             try:
                 new = await self._communicator.redial(lost)
             except KVWireError as exc:
@@ -164,6 +169,7 @@ class Reconnector:
             if gone_at is not None:
                 pause_s = min(pause_s, max(0.0, gone_at - loop.time()))
             await asyncio.sleep(pause_s)
+            wanted = registry.interrupted(origin)
 
     def _note_redial(self, origin: bytes) -> None:
         self._redialled.add(origin)

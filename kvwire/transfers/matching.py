@@ -321,6 +321,11 @@ class TransferRegistry:
             retry.origin == origin for retry in self._settle_retries.values()
         )
 
+    @property
+    def unmet(self) -> bool:
+        """Tell whether something waits here that no peer has asked for yet."""
+        return any(not end.connections for end in self._waiting.values())
+
     def peer_gone(self, origin: bytes, why: str) -> None:
         """End the transfers with a peer that has ended, or has forgotten them."""
         error = ConnectionLost(why)

@@ -61,6 +61,27 @@ async def test_a_reason_that_is_lost_with_its_link_is_said_again(w: World) -> No
     assert "no prefill today" in outcome.missing["kv", DEST[0]]
 
 
+@pytest.mark.parametrize("push", [True, False], ids=["push", "pull"])
+@scenario("inproc")
+async def test_a_question_that_is_lost_with_its_link_is_asked_again(
+    w: World, push: bool
+) -> None:
+    """By a side that cannot dial, of one that has heard nothing and dials for it."""
+    w.freeze(w.pull_side)
+    if push:
+        out = w.push_side.push("t", w.source.cache, LIST)
+        inc = w.d.expect("t", w.target.cache, DEST)
+    else:
+        out = w.d.publish("t", w.target.cache, DEST)
+        inc = w.push_side.pull("t", w.source.cache, LIST)
+    w.cut()
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    assert (await out).complete
+    assert same(w.source, LIST, w.target, DEST)
+
+
 @scenario("inproc")
 async def test_who_comes_too_late_hears_what_ended_it(w: World) -> None:
     """The error is that of a consumer who was there: docs/topics/kv-transfers.md."""
