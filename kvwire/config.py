@@ -383,6 +383,8 @@ def _read_value(key: str, value: Any) -> Any:
         return [_text_of(each) for each in value]
     value = _text_of(value)
     if not isinstance(value, str):
+        if get_origin(_KINDS[key]) is Mapping and not isinstance(value, Mapping):
+            raise UsageError(f"{reprlib.repr(value)}: {_TABLES[key]}")
         return value
     if key.endswith("_bytes"):
         return read_bytes(value)
@@ -422,6 +424,10 @@ def checked_values(
     try:
         # strict=False reads numbers from the text that an environment variable is.
         return msgspec.convert(values, kind, strict=False)
+    except UnicodeEncodeError as exc:  # of a variable whose bytes are no text, say
+        key = next((k for k, value in values.items() if value == exc.object), "value")
+        origin = origins.get(key, usual_origin)
+        raise UsageError(f"{origin}: {key}={exc.object!r}: {exc.reason}") from None
     except msgspec.ValidationError as exc:
         found = _PLACE.search(str(exc))
         if found is None:

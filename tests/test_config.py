@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +112,9 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
         ({"profile": {"model": "x" * 200}}, "profile=.*`str` of length <= 128"),
         ({"psk_accept_files": ["key"]}, 'trust must be "psk"'),
         ({"prefer": None}, "prefer=None: Expected `list`, got `None`"),
+        ({"lanes": "\udcff"}, r"lanes='\\udcff': surrogates not allowed"),
+        ({"backends": np.int64(2)}, "backends=.*a table of settings"),
+        ({"profile": object()}, "profile=.*a table is needed"),
         ({"name": "half a \ud800"}, "name or profile: 'utf-8' codec can't encode"),
         ({"profile": {"model": "\udcff"}}, "name or profile: 'utf-8' codec"),
     ],

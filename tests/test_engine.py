@@ -329,6 +329,14 @@ def test_work_on_its_loop_is_not_waited_for() -> None:
         assert name.result(PATIENCE_S) == "prefill"
 
 
+def test_work_that_is_no_coroutine_is_named() -> None:
+    with (
+        engines() as e,
+        pytest.raises(kvwire.UsageError, match=r"start: a coroutine.*this is a int"),
+    ):
+        e.p.start(lambda _: 5)  # type: ignore[arg-type, return-value]
+
+
 def test_no_work_for_a_closed_engine() -> None:
     async def work(communicator: kvwire.Communicator) -> None:
         raise AssertionError(communicator)

@@ -197,12 +197,12 @@ class Directory(ABC):
         keeper = self._announcements.pop(key, None)
         if keeper is None:
             return
-        await ended(keeper)
-        try:
-            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
-                await self.erase(key)
-        except OSError as exc:  # a timeout is one as well
-            logger.info("directory %s: %s was not withdrawn: %s", self, key, exc)
+        # In the keeper's place, so that who announces meanwhile waits for its end.
+        eraser = asyncio.create_task(self._withdraw(key, keeper))
+        self._announcements[key] = eraser
+        await asyncio.wait({eraser})
+        if not eraser.cancelled():
+            eraser.result()
 
     async def watch(
         self, selector: Selector | str = ""
@@ -260,6 +260,17 @@ class Directory(ABC):
         await self.disconnect()
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _withdraw(self, key: str, keeper: asyncio.Task[None]) -> None:
+        try:
+            await ended(keeper)
+            async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
+                await self.erase(key)
+        except OSError as exc:  # a timeout is one as well
+            logger.info("directory %s: %s was not withdrawn: %s", self, key, exc)
+        finally:
+            if self._announcements.get(key) is asyncio.current_task():
+                del self._announcements[key]
 
     async def _renew(
         self,

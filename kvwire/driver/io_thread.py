@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvwire.errors import ClosedOK, UsageError
+from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.limits import CLOSE_TIMEOUT_S
 
 T = TypeVar("T")
@@ -96,6 +96,10 @@ class IOThread:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the loop without waiting for it."""
+        if not isinstance(coroutine, Coroutine):
+            raise wrong_type(
+                "start", coroutine, "a coroutine, as of an async function,"
+            )
         try:
             self.check_process()
             self._check_other_thread()

@@ -15,6 +15,7 @@ import msgspec
 
 from kvwire import Config, KVWireError, Snapshot, UsageError
 from kvwire.limits import INSPECT_ANSWER_BYTES_MAX
+from kvwire.wire.control import DECODE_ERRORS
 
 # A loop that is busy answers late; one that does not turn never does.
 _PATIENCE_S: Final = 5.0
@@ -71,7 +72,7 @@ def _ask_all(
             answers.append(_ask(path, what, kind))
         except ConnectionRefusedError:
             continue  # its process was killed
-        except (OSError, KVWireError, msgspec.MsgspecError) as exc:
+        except (OSError, KVWireError, *DECODE_ERRORS) as exc:
             silent.append(f"{path.name}: {str(exc) or type(exc).__name__}")
     return answers, silent
 

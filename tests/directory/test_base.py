@@ -85,6 +85,20 @@ async def test_a_record_that_is_replaced_is_not_renewed() -> None:
     await here.close()
 
 
+async def test_who_is_announced_again_while_it_is_withdrawn_is_there() -> None:
+    here, again = MemoryDirectory(), record(1, load=0.5)
+    for turns in range(1, 8):
+        await here.announce(record(1))
+        withdrawing = asyncio.ensure_future(here.withdraw(again.key))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await here.announce(again)
+        await withdrawing
+        assert here.hub.there == {again.key: again.encode()}
+    await here.close()
+    assert not here.hub.there
+
+
 async def test_an_error_of_a_subclass_is_not_hidden() -> None:
     class ReadOnly(MemoryDirectory):
         async def write(self, key: str, value: bytes, lease_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,29 @@ def test_whoever_answers_nonsense_is_named(tmp_path: Path) -> None:
             [],
             [f"none.sock: {_missing(tmp_path)}"],
         )
+
+
+@pytest.mark.parametrize("said", [b'{"name":"\xff"}\n', b'{"a":' * 5000 + b"\n"])
+def test_whoever_answers_what_cannot_be_read_is_named(
+    said: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "odd.sock"
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.bind(str(path))
+        odd.listen()
+
+        def answer() -> None:
+            served, _ = odd.accept()
+            with served:
+                served.recv(100)
+                served.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found, silent = snapshots([path])
+        thread.join()
+    assert not found
+    assert silent[0].startswith("odd.sock: ")
 
 
 def _missing(folder: Path) -> str:
