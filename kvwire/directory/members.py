@@ -15,6 +15,7 @@ import enum
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
@@ -45,6 +46,11 @@ class Change:
     record: Record
 
 
+# So many leases of members that have left are kept at most, beside as many as there
+# are members: each that leaves costs others little.
+_GONE_LEASES: Final = 64
+
+
 @dataclass(slots=True)
 class _Member:
     raw: bytes
@@ -59,7 +65,8 @@ class Members:
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self._members: dict[str, _Member] = {}
-        # When the lease of each may be over: one entry a member, which may be early.
+        # When the lease of each may be over: one entry a member, which may be early,
+        # and some of members that have left.
         self._leases: list[tuple[float, str]] = []
         self._suspended_at: float | None = None
         self.ignored: int = 0
@@ -107,8 +114,9 @@ class Members:
         member = self._members.pop(key, None)
         if member is None:
             return None
-        self._leases = [lease for lease in self._leases if lease[1] != key]
-        heapq.heapify(self._leases)
+        # Its lease is passed over when it is over, or goes with many like it.
+        if len(self._leases) > 2 * len(self._members) + _GONE_LEASES:
+            self._index_leases()
         return Change(ChangeKind.LEFT, member.record)
 
     def expire(self, now: float) -> list[Change]:
@@ -118,7 +126,10 @@ class Members:
             return changes
         while self._leases and self._leases[0][0] <= now:
             key = self._leases[0][1]
-            member = self._members[key]
+            member = self._members.get(key)
+            if member is None:
+                heapq.heappop(self._leases)
+                continue
             if member.until > now:
                 heapq.heapreplace(self._leases, (member.until, key))
                 continue
@@ -129,7 +140,7 @@ class Members:
 
     def expires_in(self, now: float) -> float | None:
         """Return in how many seconds a lease may be over; None for never."""
-        if self._suspended_at is not None or not self._leases:
+        if self._suspended_at is not None or not self._members:
             return None
         return max(0.0, self._leases[0][0] - now)
 

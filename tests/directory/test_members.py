@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import pytest
@@ -155,6 +156,27 @@ def test_the_dead_leave_a_directory_that_comes_and_goes() -> None:
             break
     # A whole lease from the first return, then half of each second counts.
     assert second == 11
+
+
+def test_of_many_that_leave_each_costs_the_others_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor do members that come and go leave anything behind."""
+    members = Members(Selector())
+    sorted_anew: list[list[Any]] = []
+    monkeypatch.setattr(heapq, "heapify", sorted_anew.append)
+    there = [record(number) for number in range(1000)]
+    for one in there:
+        members.put(one.key, one.encode(), 0.0)
+    for one in there:
+        members.remove(one.key)
+    for _ in range(1000):
+        members.put(there[0].key, there[0].encode(), 0.0)
+        members.remove(there[0].key)
+    assert len(sorted_anew) < 50
+    assert len(sorted_anew[-1]) < 100
+    assert members.expires_in(0.0) is None
+    assert members.expire(100.0) == []
 
 
 def test_a_full_table_takes_nobody_new(monkeypatch: pytest.MonkeyPatch) -> None:

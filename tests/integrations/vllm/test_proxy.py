@@ -536,7 +536,9 @@ def test_what_two_engines_can_share(body: dict[str, Any], shared: bool) -> None:
     assert dispatch.is_for_two(body) is shared
 
 
-NO_ENGINES = ["http://a", "a=b:1", "http://a=", "http://a=b"]
+NO_ENGINES = ["http://a", "a=b:1", "http://a=", "http://a=b", "http://a=b:0"]
+NO_ENGINES += [f"{url}=b:1" for url in ("http://[::1", "http://", "http://a:99999")]
+NO_ENGINES += ["http://a:x=b:1", "http://a?b=b:1"]
 NO_STAGES = [f"http://a=b:1,stages={count}" for count in ("0", "2", "-1", "x", "1,2")]
 
 
@@ -558,3 +560,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--prefill", "nonsense", "--decode", "http://a=b:1"])
     assert "engine 'nonsense'" in capsys.readouterr().err
+    for port in ("-1", "99999"):  # a resolver would make another one of it
+        with pytest.raises(SystemExit):
+            main(["--decode", "http://a=b:1", "--port", port])
+        assert f"--port {port}; 0 to 65535" in capsys.readouterr().err

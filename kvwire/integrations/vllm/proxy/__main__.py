@@ -27,6 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--decode or --directory is needed: who answers?")
     if options.running < 1 or options.queue < 0:
         parser.error("--running is 1 or more, and --queue 0 or more")
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port}; 0 to 65535, and 0 takes any free one")
     try:
         fleet = EngineFleet(
             map(parse_engine, options.prefill),

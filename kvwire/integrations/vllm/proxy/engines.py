@@ -36,13 +36,12 @@ def parse_engine(text: str) -> VllmServer:
     url, separator, said = text.partition("=")
     addresses, _, stages = said.partition(",stages=")
     remote = tuple(part.strip() for part in addresses.split(",") if part.strip())
-    if not separator or not remote or urlsplit(url).scheme not in ("http", "https"):
+    ports = [Address.parse(address).port for address in remote]
+    if not separator or not ports or not all(ports) or not _is_url(url):
         raise UsageError(
             f"engine {text!r}: write URL=KV[,KV...][,stages=N], such as "
             "http://127.0.0.1:8100=127.0.0.1:7400"
         )
-    for address in remote:
-        Address.parse(address)
     count = int(stages or 1) if (stages or "1").isdecimal() else 0
     if not count or len(remote) % count:
         raise UsageError(
@@ -50,6 +49,16 @@ def parse_engine(text: str) -> VllmServer:
             f"{stages!r} pipeline stages"
         )
     return VllmServer(url.rstrip("/"), remote, count)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        where = parts.hostname and parts.port != 0
+    except ValueError:
+        return False
+    more = parts.query or parts.fragment
+    return parts.scheme in ("http", "https") and bool(where) and not more
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
