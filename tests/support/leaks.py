@@ -20,6 +20,7 @@ import gc
 import itertools
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -29,8 +30,10 @@ from pytest_asyncio import is_async_test
 
 from kvwire.testing.conformance.rig import open_descriptors
 
-# Grace for a thread that has been told to end and is on its way out.
+# Grace for a thread that has been told to end and is on its way out, and for what a
+# thread of a fixture, such as a server of other tests too, has open for a moment.
 THREAD_EXIT_S = 1.0
+_LOOK_AGAIN_S = 0.05
 
 # A look at everything takes a second, so it is less than 1 ms a test.
 _TESTS_FROZEN = 1500
@@ -89,9 +92,14 @@ def _note_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 def _opened_since(before: dict[int, str]) -> list[tuple[int, str]]:
     if sys.platform != "linux":
         return []
-    opened = sorted(open_descriptors().items() - before.items())
-    # matplotlib keeps the fonts that it has used.
-    return [(number, what) for number, what in opened if not what.endswith(".ttf")]
+    until = time.monotonic() + THREAD_EXIT_S
+    while True:
+        opened = sorted(open_descriptors().items() - before.items())
+        # matplotlib keeps the fonts that it has used.
+        left = [(number, what) for number, what in opened if not what.endswith(".ttf")]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _started_since(before: set[threading.Thread]) -> list[threading.Thread]:
