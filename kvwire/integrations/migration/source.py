@@ -14,6 +14,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from time import monotonic
 from typing import Any, Final, Literal, Protocol
 
@@ -136,10 +137,12 @@ async def migrate(
             f"migrate: a cache with the groups {', '.join(request.cache.groups)}; "
             "requests of hybrid models cannot be moved yet"
         )
-    if not 1 <= rounds < MIGRATION_ROUNDS_MAX:
-        raise UsageError(f"migrate: rounds={rounds}; 1 to {MIGRATION_ROUNDS_MAX - 1}")
-    if not timeout_s > 0:
-        raise UsageError(f"migrate: timeout_s={timeout_s}; more than 0")
+    whole = isinstance(rounds, Integral)
+    if not (whole and 1 <= rounds < MIGRATION_ROUNDS_MAX):
+        raise UsageError(f"migrate: rounds={rounds!r}; 1 to {MIGRATION_ROUNDS_MAX - 1}")
+    number = isinstance(timeout_s, Real)
+    if not (number and timeout_s > 0):
+        raise UsageError(f"migrate: timeout_s={timeout_s!r}; more than 0")
     move = _Move(connection, request)
     try:
         async with asyncio.timeout(timeout_s):

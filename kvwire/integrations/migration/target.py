@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -55,7 +56,7 @@ class MigrationTarget:
         communicator: This engine's.
         cache: Where requests land; a cache of one group.
         take: Called with a number of blocks; returns their ids, or None if there are
-            not so many free, and the request stays where it is.
+            not so many free, and the request stays where it is, as after an exception.
         give_back: Called with blocks that were taken and are not needed, once nothing
             can touch them any more.
         start: Called with a request that has come. It returns soon; the source waits
@@ -149,7 +150,12 @@ class MigrationTarget:
 
     def _receive(self, message: Round, request: _Arriving) -> None:
         """Take blocks for a round, and expect its transfer there."""
-        blocks = self._take(message.blocks)
+        try:
+            taken = self._take(message.blocks)
+            blocks = None if taken is None else [*map(operator.index, taken)]
+        except Exception as exc:
+            logger.warning("no blocks for %s", shown(request.name), exc_info=True)
+            raise UsageError(f"{type(exc).__name__}: {exc}") from None
         if blocks is None:
             raise UsageError(f"{message.blocks} more blocks are not free")
         request.blocks += blocks

@@ -157,7 +157,13 @@ async def test_a_cancelled_migration_leaves_it_here() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"rounds": 0}, "rounds=0"), ({"timeout_s": 0}, "timeout_s=0")],
+    [
+        ({"rounds": 0}, "rounds=0"),
+        ({"rounds": 1.5}, "rounds=1.5"),
+        ({"rounds": "2"}, "rounds='2'"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": None}, "timeout_s=None"),
+    ],
 )
 async def test_what_is_out_of_range(options: dict[str, Any], said: str) -> None:
     async with connected() as pair:

@@ -6,6 +6,7 @@ import logging
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvwire
@@ -105,6 +106,22 @@ async def test_a_source_that_vanishes_gets_nothing() -> None:
         pair.left.abort("gone")
         await until(lambda: len(host.free) == 12)
     assert not host.arrived
+
+
+async def test_a_pool_that_fails_refuses_the_request() -> None:
+    """And no other one of its connection."""
+
+    def fails(_: int) -> None:
+        raise RuntimeError("a bug")
+
+    async with engines() as (pair, host):
+        take, host.target._take = host.target._take, fails
+        say(pair, a_round(os.urandom(16)))
+        said = (await pair.left.recv(REPLY)).decode()
+        assert said == "RuntimeError: a bug"
+        # What a pool of NumPy returns are block ids as well.
+        host.target._take = lambda count: np.asarray(take(count))  # type: ignore[assignment,return-value]
+        await drained(pair, host)
 
 
 async def test_requests_on_their_way_are_bounded() -> None:
