@@ -200,12 +200,21 @@ class BlockStore(StoreManagement):
         return found if isinstance(hashes, Mapping) else next(iter(found.values()))
 
     @yields_before_raising
-    async def present(self, hashes: Sequence[bytes], cache: PagedCache) -> list[bool]:
+    async def present(
+        self,
+        hashes: Sequence[bytes],
+        cache: PagedCache,
+        *,
+        hash_tokens: HashTokens = None,
+        tenant: str = "",
+    ) -> list[bool]:
         """Return which blocks are here, of those that need not be a chain.
 
         Args:
             hashes: Of the blocks.
             cache: The cache they are wanted for, of one group.
+            hash_tokens: See :meth:`put`.
+            tenant: Whose they are.
 
         Raises:
             UsageError: The hashes are none, or the cache has several groups.
@@ -214,7 +223,8 @@ class BlockStore(StoreManagement):
         Cancel safety: safe, it only looks.
         """
         self._check("BlockStore.present", cache)
-        (keys,) = self._keys(hashes, self._namespaces(cache, None, "")).values()
+        namespaces = self._namespaces(cache, hash_tokens, tenant)
+        (keys,) = self._keys(hashes, namespaces).values()
         found: list[bool] = (await self._tiers.find(keys)).tolist()
         return found
 

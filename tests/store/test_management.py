@@ -40,6 +40,8 @@ async def test_what_is_deleted_is_in_no_tier(tiers: list[str]) -> None:
             await store.put(A + B, cache, range(8), tenant=tenant)
         await store.delete(A[2:], cache, tenant="t")
         assert await store.match(A, cache, tenant="t") == 2
+        here = await store.present(A[::-1], cache, tenant="t", hash_tokens=4)
+        assert here == [False, False, True, True]
         assert await store.match(A, cache) == 4
         await store.delete_all(tenant="t")
         assert await store.match(B, cache, tenant="t") == 0
