@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import queue
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -25,6 +27,7 @@ with needed_by("kvwire.observe.http", extra="metrics"):
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+logger: logging.Logger = logging.getLogger("kvwire.store")
 T = TypeVar("T")
 
 # A probe of Kubernetes waits 1 s by default, and is to read why.
@@ -142,6 +145,12 @@ class _Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Log what failed; that whoever asked has gone is no news."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            logger.error("%s was not answered", client_address, exc_info=error)
 
 
 class _Request(BaseHTTPRequestHandler):

@@ -61,6 +61,22 @@ async def test_those_beyond_the_limit_are_hung_up_on() -> None:
             await asyncio.to_thread(wait_answered, server)
 
 
+async def test_whoever_asks_and_goes_is_no_news(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            for error in (ConnectionResetError(), BrokenPipeError(), ValueError("a")):
+                try:
+                    raise error
+                except (OSError, ValueError):
+                    server._server.handle_error(None, ("127.0.0.1", 1))
+    assert not capsys.readouterr().err
+    (said,) = caplog.records
+    assert said.exc_info
+    assert isinstance(said.exc_info[1], ValueError)
+
+
 async def test_a_loop_that_is_stuck_is_not_healthy() -> None:
     async with BlockStore.open(["memory:1MiB"]) as store:
         with MetricsServer(store, "127.0.0.1:0") as server:
