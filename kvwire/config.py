@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from kvwire import limits
 from kvwire.errors import UsageError, nearest
-from kvwire.types import read_bytes
+from kvwire.types import plain, read_bytes
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
 # In `tls_peers`: everybody whom a CA of `tls_ca_file` has signed.
@@ -380,8 +380,8 @@ _NO = ("false", "no", "off", "0", "n", "f")
 def _read_value(key: str, value: Any) -> Any:
     """Read what a key may be written as: ``"4MiB"``, ``"yes"``, a ``Path``."""
     if isinstance(value, list | tuple):
-        return [_text_of(each) for each in value]
-    value = _text_of(value)
+        return [_plain(each) for each in value]
+    value = _plain(value)
     if not isinstance(value, str):
         if get_origin(_KINDS[key]) is Mapping and not isinstance(value, Mapping):
             raise UsageError(f"{reprlib.repr(value)}: {_TABLES[key]}")
@@ -397,8 +397,8 @@ def _read_value(key: str, value: Any) -> Any:
     return value
 
 
-def _text_of(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+def _plain(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else plain(value)
 
 
 def _build(given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:

@@ -42,6 +42,7 @@ class Symbol(enum.Enum):
 
 S = TypeVar("S", bound=Symbol)
 Step = TypeVar("Step", bound=Symbol)
+T = TypeVar("T")
 
 
 class Transitions(dict[tuple[S, Step], S], Generic[S, Step]):
@@ -360,6 +361,12 @@ def whole(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def plain(value: T) -> T | int:
+    """Return a whole number of any type as an int, and all else as it is."""
+    number = whole(value)
+    return value if number is None else number
 
 
 _UNITS: Final = {

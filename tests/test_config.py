@@ -99,6 +99,16 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
     assert config == load(name="one")
 
 
+def test_whole_numbers_of_any_type() -> None:
+    config = load(
+        lanes=np.int64(2),
+        lease_s=np.int32(3),
+        chunk_bytes=np.uint32(2**20),
+        io_cpus=[np.int64(0)],
+    )
+    assert config == load(lanes=2, lease_s=3, chunk_bytes=2**20, io_cpus=[0])
+
+
 # --- errors that teach ----------------------------------------------------------------
 
 
@@ -114,6 +124,8 @@ def test_replace_changes_some_keys_and_checks_them() -> None:
         ({"prefer": None}, "prefer=None: Expected `list`, got `None`"),
         ({"lanes": "\udcff"}, r"lanes='\\udcff': surrogates not allowed"),
         ({"backends": np.int64(2)}, "backends=.*a table of settings"),
+        ({"lanes": True}, "lanes=True: Expected `int`, got `bool`"),
+        ({"lanes": np.True_}, "lanes=np.True_: Expected `int`"),
         ({"profile": object()}, "profile=.*a table is needed"),
         ({"name": "half a \ud800"}, "name or profile: 'utf-8' codec can't encode"),
         ({"profile": {"model": "\udcff"}}, "name or profile: 'utf-8' codec"),

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from kvwire import limits
 from kvwire.errors import UsageError
+from kvwire.types import plain
 
 SCHEME: Final = "sha256-chain-1"
 """Changes whenever the same tokens would get other hashes."""
@@ -53,7 +54,8 @@ class HashScheme:
     seed: bytes = b""
 
     def __post_init__(self) -> None:
-        size: object = self.block_tokens
+        size: object = plain(self.block_tokens)
+        object.__setattr__(self, "block_tokens", size)
         if type(size) is not int or not 1 <= size <= limits.KV_BLOCK_TOKENS_MAX:
             raise UsageError(
                 f"HashScheme: block_tokens={size!r}: a number from 1 to "

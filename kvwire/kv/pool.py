@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from kvwire import limits
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import BlockHash
+from kvwire.types import whole
 
 
 class BlockPool:
@@ -57,21 +58,24 @@ class BlockPool:
         *,
         on_removed: Callable[[Sequence[BlockHash]], None] | None = None,
     ) -> None:
-        if num_blocks < 1:
-            raise UsageError(f"BlockPool: num_blocks={num_blocks}: at least 1")
-        if not 1 <= block_tokens <= limits.KV_BLOCK_TOKENS_MAX:
+        blocks, size = whole(num_blocks), whole(block_tokens)
+        if blocks is None or blocks < 1:
             raise UsageError(
-                f"BlockPool: block_tokens={block_tokens}: 1 to "
+                f"BlockPool: num_blocks={num_blocks!r}: a number, at least 1"
+            )
+        if size is None or not 1 <= size <= limits.KV_BLOCK_TOKENS_MAX:
+            raise UsageError(
+                f"BlockPool: block_tokens={block_tokens!r}: a number from 1 to "
                 f"{limits.KV_BLOCK_TOKENS_MAX}"
             )
-        self.num_blocks: int = num_blocks
-        self.block_tokens: int = block_tokens
+        self.num_blocks: int = blocks
+        self.block_tokens: int = size
         self._on_removed = on_removed
-        self._refs = [0] * num_blocks
-        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._refs = [0] * blocks
+        self._hashes: list[BlockHash | None] = [None] * blocks
         self._by_hash: dict[BlockHash, int] = {}
         # Free and without content; the last one is taken first.
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._blank = list(range(blocks - 1, -1, -1))
         # Free and with content; the first one is taken first.
         self._cached_free: OrderedDict[int, None] = OrderedDict()
 

@@ -28,6 +28,7 @@ from typing import Final, Literal, TypeAlias, cast
 
 from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError, is_name, nearest
+from kvwire.types import plain
 
 DType: TypeAlias = Literal[
     "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
@@ -83,6 +84,10 @@ class KVSpec:
     kind: Kind = "tokens"
 
     def __post_init__(self) -> None:
+        for name in _COUNTS:
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        if isinstance(self.shard, tuple):
+            object.__setattr__(self, "shard", tuple(map(plain, self.shard)))
         _check_count("layers", self.layers, limits.KV_LAYERS_MAX)
         _check_count("kv_heads", self.kv_heads, limits.KV_HEADS_MAX)
         _check_kind(self)
@@ -270,6 +275,9 @@ _NUMBERS: Final = (
     "first_layer",
     "model_layers",
 )
+
+
+_COUNTS: Final = tuple(name for name in _NUMBERS if not name.startswith("shard_"))
 
 
 def overlap(a: range, b: range) -> range:

@@ -8,7 +8,7 @@ from kvwire.errors import UsageError, nearest
 from kvwire.kv.codecs.rows import TransferCodec
 from kvwire.kv.geometry import Tokens
 from kvwire.transfers.dedup import Hashes, Have
-from kvwire.types import Deadline, whole
+from kvwire.types import Deadline, plain
 
 
 class TransferOptions(TypedDict, total=False):
@@ -84,5 +84,5 @@ def check_options(verb: str, options: Any) -> None:
     for name, value in options.items():
         if name not in names:
             raise UsageError(f"{verb}: no option {name!r}; {nearest(name, names)}")
-        if name in _NUMBERS and (number := whole(value)) is not None:
-            options[name] = number
+        if name in _NUMBERS:
+            options[name] = plain(value)

@@ -6,7 +6,9 @@ import hashlib
 import struct
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,8 +117,18 @@ def test_what_is_no_token_is_refused(tokens: list[int], message: str) -> None:
 def test_extra_is_of_full_blocks() -> None:
     with pytest.raises(UsageError, match=r"blocks \[0, 2\]; there are 1 full"):
         HashScheme(2).block_hashes([1, 2, 3], extra={2: b"x", 0: b"y"})
-    with pytest.raises(UsageError, match="block_tokens=0"):
-        HashScheme(0)
+
+
+@pytest.mark.parametrize("size", [0, 2.0, True, "2"])
+def test_a_block_size_that_is_none(size: Any) -> None:
+    with pytest.raises(UsageError, match=f"block_tokens={size!r}"):
+        HashScheme(size)
+
+
+def test_a_block_size_of_any_whole_type() -> None:
+    scheme = HashScheme(np.int64(2))  # type: ignore[arg-type]
+    assert type(scheme.block_tokens) is int
+    assert scheme == HashScheme(2)
 
 
 def test_r44_the_handshake_tells_schemes_apart_and_keeps_the_seed() -> None:

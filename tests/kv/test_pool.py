@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -175,11 +176,18 @@ def test_wrong_calls_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "block_tokens"), [(0, 4), (-1, 4), (4, 0), (4, 10**6)]
+    ("num_blocks", "block_tokens"),
+    [(0, 4), (-1, 4), (4, 0), (4, 10**6), (True, 4), (4, True), ("4", 4), (4, 2.5)],
 )
-def test_sizes_out_of_range_are_refused(num_blocks: int, block_tokens: int) -> None:
+def test_sizes_out_of_range_are_refused(num_blocks: Any, block_tokens: Any) -> None:
     with pytest.raises(UsageError, match="BlockPool: "):
         BlockPool(num_blocks, block_tokens)
+
+
+def test_sizes_of_any_whole_type() -> None:
+    pool = BlockPool(np.int64(4), np.int32(16))  # type: ignore[arg-type]
+    assert (type(pool.num_blocks), type(pool.block_tokens)) == (int, int)
+    assert pool.allocate(4) == [0, 1, 2, 3]
 
 
 def test_blocks_for_tokens() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,21 @@ def test_mla_is_replicated_without_being_asked() -> None:
     assert split.heads == range(2, 4), "one component of several heads is split"
 
 
+def test_whole_numbers_of_any_type() -> None:
+    """A shape, or a configuration file's reader, has those of NumPy."""
+    names = [field.name for field in dataclasses.fields(KVSpec)]
+    numbers = {n: v for n in names if isinstance(v := getattr(SPEC, n), int)}
+    optional = {"model_kv_heads": SPEC.kv_heads, "model_layers": SPEC.layers}
+    given: dict[str, Any] = {n: np.int64(v) for n, v in (numbers | optional).items()}
+    shard: Any = (np.int32(0), np.uint16(1))
+    spec = replace(SPEC, **given, shard=shard)
+    assert spec == replace(SPEC, **dict[str, Any](optional))
+    for name in (*numbers, *optional):
+        assert type(getattr(spec, name)) is int, name
+    assert [type(number) for number in spec.shard] == [int, int]
+    assert KVSpec.from_pairs(spec.to_pairs()) == spec
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -46,6 +62,9 @@ def test_mla_is_replicated_without_being_asked() -> None:
         ({"layers": 1e3}, "layers=1000.0"),
         ({"kv_heads": -1}, "kv_heads=-1"),
         ({"head_dim": True}, "head_dim=True"),
+        ({"layers": np.True_}, "layers=np.True_"),
+        ({"components": True}, "components=True"),
+        ({"shard": (False, True)}, "shard size=True"),
         ({"block_tokens": 2**40}, "block_tokens=1099511627776"),
         ({"dtype": "bf16"}, "dtype='bf16' is none of bfloat16, float16"),
         ({"components": 3}, "components=3: use 2 for keys and values, or 1 for MLA"),
