@@ -46,13 +46,17 @@ def _command(extra: str, root: Path, here: str, _path: tuple[str, ...]) -> str:
     return f"pip install {shlex.join(_packages(extra))}"
 
 
+class NotInstalledError(ModuleNotFoundError):
+    """Says what needs a package, and the command that installs it."""
+
+
 @contextmanager
 def needed_by(what: str, *, extra: str = "", command: str = "") -> Iterator[None]:
     """Import optional packages; if one is missing, say what installs it."""
     try:
         yield
     except ModuleNotFoundError as exc:
-        raise ModuleNotFoundError(
+        raise NotInstalledError(
             f"{what} needs {exc.name}, which is not installed: "
             f"{command or install_command(extra)}",
             name=exc.name,

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from kvwire.directory.base import Directory
 from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.extras import NotInstalledError
 
 GROUP: Final = "kvwire.directories"
 
@@ -52,6 +53,8 @@ def open_directory(url: str) -> Directory:
         )
     try:
         cls = next(iter(found.values())).load()
+    except NotInstalledError as exc:
+        raise BackendUnavailable(f"directory {scheme!r}: {exc}") from exc
     # A plug-in may raise anything while it is imported.
     except Exception as exc:
         raise BackendUnavailable(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from importlib import metadata
 from typing import Any, Final
 
@@ -55,6 +57,27 @@ def test_what_cannot_be_used(
     installed(monkeypatch, *values)
     with pytest.raises(BackendUnavailable, match=words):
         open_directory("mine:")
+
+
+@pytest.mark.parametrize(
+    ("kind", "library"), [("redis", "redis"), ("nats", "nats"), ("ray", "ray")]
+)
+def test_a_library_that_is_not_installed(
+    kind: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says what to install."""
+    for name in list(sys.modules):
+        if f"{name}.".startswith(f"{library}."):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"kvwire.directory.{kind}", raising=False)
+    with pytest.raises(BackendUnavailable) as caught:
+        open_directory(f"{kind}://host:1")
+    assert re.fullmatch(
+        rf"directory '{kind}': a directory .+ needs {library}\S*, which is not "
+        rf"installed: pip install .+",
+        str(caught.value),
+    )
 
 
 def test_an_option_that_it_has_not() -> None:

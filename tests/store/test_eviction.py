@@ -8,7 +8,7 @@ import pytest
 from kvwire.kv.blocks import Ids
 from kvwire.store.eviction import EVICTIONS, EvictionQueue, Keys, SlotState
 from kvwire.store.index import as_keys
-from tests.store.traces import agents, hit_share
+from tests.store.traces import agents, hit_share, main
 
 
 class Queued:
@@ -102,3 +102,12 @@ def test_what_is_in_use_is_not_the_next_to_go() -> None:
     some.state.pins[:] = 0
     some.add(1)
     assert some.pop(3) == [1]
+
+
+def test_the_program_says_how_it_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "FILE.jsonl" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["gone.jsonl"])
+    assert "gone.jsonl: there is no such file" in capsys.readouterr().err

@@ -8,8 +8,8 @@ nobody asks for again.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -72,9 +72,22 @@ def of_file(path: Path) -> list[list[int]]:
     return [json.loads(line)["hash_ids"] for line in path.read_text().splitlines()]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Print a table: each trace, each size, each eviction."""
-    traces = {path: of_file(Path(path)) for path in sys.argv[1:]} or {
+    parser = argparse.ArgumentParser(prog="python -m tests.store.traces")
+    parser.description = "Print the hit shares of evictions on traces."
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="one of Mooncake's traces; without any, prompts are drawn",
+    )
+    files: list[Path] = parser.parse_args(arguments).files
+    for path in files:
+        if not path.is_file():
+            parser.error(f"{path}: there is no such file")
+    traces = {str(path): of_file(path) for path in files} or {
         "agents": list(agents(scans=False)),
         "agents and scans": list(agents(scans=True)),
     }
