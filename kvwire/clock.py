@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import numbers
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable
@@ -41,10 +42,7 @@ def absolute(deadline: float | timedelta | None) -> float | None:
     if isinstance(deadline, timedelta):
         seconds, from_now = deadline.total_seconds(), True
     else:
-        try:
-            seconds = float(deadline)
-        except (TypeError, ValueError):
-            seconds = math.nan
+        seconds = _number(deadline)
         from_now = seconds < _STARTED
     if not math.isfinite(seconds) or seconds < 0:
         raise UsageError(
@@ -52,6 +50,16 @@ def absolute(deadline: float | timedelta | None) -> float | None:
             f"(loop.time() + 2), or a timedelta from now"
         )
     return now + seconds if from_now else seconds
+
+
+def _number(value: object) -> float:
+    """Return a number of any type as a float; ``float`` itself reads texts and bools.
+
+    What is none is no number, NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    return float(value)
 
 
 async def at_most(

@@ -74,6 +74,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
 
     @yields_before_raising
     async def _open(self) -> Communicator:
+        self._begin()
         communicator = Communicator(self.config)
         if self.config.inspect or self.config.inspect_signal:
             try:

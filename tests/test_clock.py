@@ -7,7 +7,9 @@ import math
 import random
 import time
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +44,21 @@ async def test_a_long_timedelta_counts_from_now_too() -> None:
     found = clock.absolute(timedelta(days=4000))
     assert found is not None
     assert found > time.monotonic() + 3999 * 86_400
+
+
+@pytest.mark.parametrize("deadline", [np.float32(2), np.int64(2)])
+async def test_numbers_of_any_type(deadline: float) -> None:
+    before = now()
+    found = clock.absolute(deadline)
+    assert found is not None
+    assert before + 2 <= found <= now() + 2
+
+
+@pytest.mark.parametrize("deadline", ["5", b"5", "soon", True, False, np.True_])
+async def test_what_is_no_number_is_refused(deadline: Any) -> None:
+    """Though ``float`` takes most of these."""
+    with pytest.raises(UsageError, match=r"pass a time of the loop's clock \(loop"):
+        clock.absolute(deadline)
 
 
 @pytest.mark.parametrize(

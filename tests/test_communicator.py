@@ -84,6 +84,24 @@ async def test_open_by_await_and_as_a_block(tmp_path: Path) -> None:
         assert (comm.name, comm.config.ping_misses) == ("a config", 5)
 
 
+async def test_what_opens_a_communicator_does_so_once() -> None:
+    """Of two, the end of the block would close only the last."""
+    opening = kvwire.open()
+    async with opening as comm:
+        with pytest.raises(UsageError, match=r"kvwire\.open: it was opened already"):
+            await opening
+        with pytest.raises(UsageError, match="call it once more"):
+            await opening.__aenter__()
+    assert comm.closed
+    awaited = kvwire.open()
+    comm = await awaited
+    with pytest.raises(UsageError, match="opened already"):
+        async with awaited:
+            pass
+    assert not comm.closed
+    await comm.close()
+
+
 async def test_a_name_is_made_if_none_is_given() -> None:
     async with kvwire.open() as comm:
         assert comm.name.startswith(socket.gethostname())

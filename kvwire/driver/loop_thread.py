@@ -112,8 +112,17 @@ class AsyncWith:
 class Opening(AsyncWith):
     """Teaches ``await`` to those who use what is not open yet."""
 
-    __slots__ = ()
     _opens: ClassVar[type]
+    _begun: bool = False
+
+    def _begin(self) -> None:
+        """Refuse a second use: a block's end closes what one use has opened."""
+        if self._begun:
+            raise UsageError(
+                f"{self._call}: it was opened already; keep what it gave, or call it "
+                f"once more for another"
+            )
+        self._begun = True
 
     if not TYPE_CHECKING:  # which would otherwise believe in every name
 

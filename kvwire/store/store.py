@@ -515,6 +515,7 @@ class OpeningStore(Opening):
 
     @yields_before_raising
     async def _open(self) -> BlockStore:
+        self._begin()
         below: list[Tier] = []
         async with AsyncExitStack() as opened:
             for address in self._tiers[1:]:

@@ -327,3 +327,15 @@ async def test_wrong_calls_are_refused() -> None:
             store.put([b"a", b"bc"], cache, [0, 1])
         with pytest.raises(UsageError, match="not bytes"):
             store.get(["a"], cache, [0])  # type: ignore[list-item]
+
+
+async def test_what_opens_a_store_does_so_once() -> None:
+    """Of two, the end of the block would close only the last."""
+    opening = BlockStore.open(["memory:1MiB"])
+    async with opening as store:
+        with pytest.raises(
+            UsageError, match=r"BlockStore\.open: it was opened already"
+        ):
+            await opening
+    with pytest.raises(ClosedOK):
+        await store.flush()

@@ -54,6 +54,12 @@ async def _request_elsewhere(t: Things) -> object:
     return await t.from_loop(wait)
 
 
+async def _opened_twice(_: Things) -> None:
+    opening = kvwire.open()
+    async with opening:
+        await opening
+
+
 async def _after_close(t: Things) -> None:
     await t.a.close()
     await t.a.connect("127.0.0.1:1")
@@ -222,6 +228,7 @@ STEPS: Final[dict[str, Step]] = {
     "conn.send, in a process that was forked": lambda t: t.from_fork(
         lambda: t.conn.send(1, b"x")
     ),
+    "await kvwire.open(), twice the same": _opened_twice,
     "comm.connect, after close": _after_close,
     "conn.send, after close": _send_after_close,
     "engine.connect, from its own thread": lambda t: asyncio.to_thread(_engine_inside),
