@@ -162,6 +162,12 @@ class MissingOfGroup:
     layers: range
     lost: Bits
 
+    def only(self, these: Bits) -> MissingOfGroup:
+        """Return some of the ids."""
+        return MissingOfGroup(
+            self.ids[these], self.codes[these], self.layers, self.lost[:, these]
+        )
+
 
 class MissingBlocks(Mapping[tuple[str, int], str]):
     """Says why blocks did not land, by (group, block id).
@@ -169,15 +175,20 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
     Args:
         groups: What each group of the transfer misses.
         reasons: What the codes mean; not each of them need have a block.
+        beside: Why positions that no block was named for did not land.
     """
 
-    __slots__ = ("_blocks", "groups", "meanings")
+    __slots__ = ("_blocks", "beside", "groups", "meanings")
 
     def __init__(
-        self, groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
+        self,
+        groups: Mapping[str, MissingOfGroup],
+        reasons: Sequence[str],
+        beside: Sequence[str] = (),
     ) -> None:
         self.groups: Mapping[str, MissingOfGroup] = groups
         self.meanings: tuple[str, ...] = tuple(reasons)
+        self.beside: tuple[str, ...] = tuple(beside)
         self._blocks = BlockSet({name: group.ids for name, group in groups.items()})
 
     def ids(self, group: str = DEFAULT_GROUP) -> Ids:
@@ -190,10 +201,11 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return each reason that a missing block has, once."""
+        """Return each reason that a missing block has, or one never named, once."""
         codes = [group.codes for group in self.groups.values()]
         used = distinct(np.concatenate(codes)).tolist() if codes else []
-        return tuple(dict.fromkeys(self.meanings[code] for code in used))
+        said = [self.meanings[code] for code in used]
+        return tuple(dict.fromkeys((*said, *self.beside)))
 
     def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
         """Return the layers of a block that did not land, by the model's index.
@@ -226,6 +238,14 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         return position
 
 
+def named_of(lists: Mapping[str, Ids]) -> Mapping[str, Ids]:
+    """Return the lists without positions that no block was named for, their ends."""
+    # Of each transfer that is over, so the end alone is looked at.
+    if all(not ids.size or ids.item(-1) != UNNAMED for ids in lists.values()):
+        return lists
+    return {name: ids[ids != UNNAMED] for name, ids in lists.items()}
+
+
 def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
     """Return that no block is missing, of groups with the layers that were to come."""
     return MissingBlocks(
@@ -242,6 +262,21 @@ def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:
     )
 
 
+def missing_blocks(
+    groups: Mapping[str, MissingOfGroup], reasons: Sequence[str]
+) -> MissingBlocks:
+    """Return what is missing; positions that no block was named for are not."""
+    named = {name: group.ids != UNNAMED for name, group in groups.items()}
+    if all(all_of(bits) for bits in named.values()):
+        return MissingBlocks(groups, reasons)
+    beside = [groups[name].codes[~bits] for name, bits in named.items()]
+    return MissingBlocks(
+        {name: group.only(named[name]) for name, group in groups.items()},
+        reasons,
+        [reasons[code] for code in distinct(np.concatenate(beside)).tolist()],
+    )
+
+
 def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
     """Return what any of several shares of the same blocks misses.
 
@@ -254,7 +289,11 @@ def join_missing(shares: Sequence[MissingBlocks]) -> MissingBlocks:
         name: _join_group([share.groups[name] for share in shares], offsets)
         for name in shares[0].groups
     }
-    return MissingBlocks(groups, [text for share in shares for text in share.meanings])
+    return MissingBlocks(
+        groups,
+        [text for share in shares for text in share.meanings],
+        [text for share in shares for text in share.beside],
+    )
 
 
 # NumPy has both, but there the first call imports a package, `numpy.ma`. That stops an

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import (
+    UNNAMED,
     Bits,
     Blocks,
     BlockSet,
@@ -26,6 +27,8 @@ from kvwire.kv.blocks import (
     MissingOfGroup,
     among,
     join_missing,
+    missing_blocks,
+    named_of,
 )
 from kvwire.kv.geometry import Tokens, describe
 from kvwire.kv.landed import Landed
@@ -72,11 +75,12 @@ class Outcome:
     Attributes:
         complete: Every block landed.
         landed: The blocks of which every layer is here and verified.
-        missing: The others, and why.
+        missing: The others, and why. Positions of a growing transfer whose block was
+            never named are no blocks; see :attr:`unnamed`.
         usable_prefix: Leading blocks that landed in every layer and group; see
             :attr:`kvwire.kv.landed.Landed.usable_prefix`.
         usable_tokens: The same in tokens.
-        lists: The block list of each group.
+        lists: The block list of each group; -1 where no block was named.
         tokens: Tokens that each group's list was for.
         timings: Where the time went.
         layers_grouped: Layers that moved together; 1 is layer by layer.
@@ -93,6 +97,11 @@ class Outcome:
     timings: Timings = field(default_factory=Timings)
     layers_grouped: int = 1
     nbytes: int = 0
+
+    @property
+    def unnamed(self) -> int:
+        """Count the positions of a growing transfer whose block was never named."""
+        return sum(int(np.add.reduce(ids == UNNAMED)) for ids in self.lists.values())
 
     @property
     def state(self) -> Literal["complete", "partial", "failed"]:
@@ -124,7 +133,7 @@ def outcome_of(
     return Outcome(
         complete=False,
         landed=BlockSet(here),
-        missing=MissingBlocks(groups, [*(text for text, _ in reasons), otherwise]),
+        missing=missing_blocks(groups, [*(text for text, _ in reasons), otherwise]),
         usable_prefix=landed.usable_prefix,
         usable_tokens=landed.usable_tokens,
         lists=plan.lists,
@@ -146,7 +155,7 @@ def outcome_of_all(
     usable_prefix, usable_tokens = template.landed
     return Outcome(
         complete=True,
-        landed=BlockSet(lists),
+        landed=BlockSet(named_of(lists)),
         missing=template.missing,
         usable_prefix=usable_prefix,
         usable_tokens=usable_tokens,
@@ -180,7 +189,7 @@ def nothing_landed(
     return Outcome(
         complete=False,
         landed=BlockSet({name: np.empty(0, np.int64) for name in lists}),
-        missing=MissingBlocks(missing, [reason]),
+        missing=missing_blocks(missing, [reason]),
         usable_prefix=0,
         usable_tokens=0,
         lists=lists,
@@ -204,7 +213,7 @@ def join_outcomes(outcomes: Sequence[Outcome]) -> Outcome:
         _require_same_lists(first, outcome)
     missing = join_missing([outcome.missing for outcome in outcomes])
     landed = {
-        group: ids[~among(ids, missing.ids(group))]
+        group: ids[~among(ids, missing.ids(group)) & (ids != UNNAMED)]
         for group, ids in first.lists.items()
     }
     return Outcome(
@@ -248,7 +257,7 @@ def _divided(
         whole = np.logical_and.reduce(by_layer, axis=0)
         ids = landed.plan.lists[walk.group]
         codes = _codes(ids.size, walk.group, named)
-        here[walk.group] = ids[whole]
+        here[walk.group] = ids[whole & (ids != UNNAMED)]
         missing[walk.group] = MissingOfGroup(
             ids[~whole], codes[~whole], walk.layers, ~by_layer[:, ~whole]
         )

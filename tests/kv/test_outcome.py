@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
+from kvwire.kv.blocks import UNNAMED
 from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, join_outcomes, nothing_landed, outcome_of
 from kvwire.kv.paged import PagedCache
@@ -71,6 +72,23 @@ def test_the_outcome_of_everything() -> None:
     assert some.plan.digest != landed.plan.digest
     some.mark(segment)
     assert outcome_of(some, otherwise="").nbytes == SPEC.block_bytes
+
+
+def test_positions_that_were_never_named_are_no_blocks() -> None:
+    """Though they are the only reason why a growing transfer is not complete."""
+    landed = landed_of({"full": [4, 0, 1], "window": [2]})
+    landed.plan.lists["full"][1:] = UNNAMED
+    for group in (0, 1):
+        landed.mark(Segment(group, 0, 2, 0, 1))
+    outcome = outcome_of(landed, otherwise="aborted")
+    assert not outcome.complete
+    assert set(outcome.landed) == {("full", 4), ("window", 2)}
+    assert (len(outcome.missing), outcome.unnamed) == (0, 2)
+    assert outcome.missing.reasons == ("aborted",)
+    joined = join_outcomes([outcome, outcome])
+    assert set(joined.landed) == set(outcome.landed)
+    assert (len(joined.missing), joined.unnamed) == (0, 2)
+    assert joined.missing.reasons == ("aborted",)
 
 
 def test_nothing_landed_without_a_plan() -> None:

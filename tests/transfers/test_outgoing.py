@@ -159,7 +159,58 @@ async def test_a_block_that_is_not_named_is_not_marked(w: World) -> None:
         out.finish()
     out.abort()
     outcome = await out
-    assert set(outcome.missing.ids().tolist()) == {*LIST[:2], -1}
+    # A position that was never named is no block: it is counted apart.
+    assert outcome.missing.ids().tolist() == LIST[:2]
+    assert len(outcome.missing) == len(dict(outcome.missing)) == 2
+    assert outcome.unnamed == len(LIST) - 2
+    assert ("kv", -1) not in outcome.missing
+
+
+@scenario("inproc")
+async def test_a_growing_transfer_that_ends_after_a_plan(w: World) -> None:
+    """Of two consumers, whose outcomes are joined; one has what is not named."""
+    connection = await w.d.connect(w.address)
+    names, cache = hashes(), w.source.cache
+    out = w.p.publish(
+        "t", cache, LIST[:2], tokens=TOKENS, growing=True, hashes=names, consumers=2
+    )
+    first = w.pull_side.pull("t", w.target.cache, DEST, tokens=TOKENS)
+    second = connection.pull(
+        "t",
+        Memory(SPEC).cache,
+        DEST,
+        tokens=TOKENS,
+        hashes=names,
+        have=names[2:],
+    )
+    out.ready(blocks=0)
+    await w.until(lambda: first._state.planned and second._state.planned)
+    out.abort("enough")
+    outcome = await out
+    assert not outcome.complete
+    assert outcome.unnamed == len(LIST) - 2
+    assert {*outcome.missing, *outcome.landed} == {("kv", block) for block in LIST[:2]}
+    assert "enough" in outcome.missing.reasons
+    assert len((await first).missing) + len((await first).landed) == len(LIST)
+    assert (await first).unnamed == 0
+
+
+@scenario("inproc")
+async def test_a_consumer_has_what_was_never_named(w: World) -> None:
+    names = hashes()
+    out = w.p.publish(
+        "t", w.source.cache, LIST[:2], tokens=TOKENS, growing=True, hashes=names
+    )
+    inc = w.pull_side.pull(
+        "t", w.target.cache, DEST, tokens=TOKENS, hashes=names, have=names[2:]
+    )
+    out.ready(blocks=slice(0, 2))
+    out.finish(partial=True)
+    assert (await inc).complete
+    outcome = await out
+    assert outcome.complete
+    assert {*outcome.landed} == {("kv", block) for block in LIST[:2]}
+    assert outcome.unnamed == len(LIST) - 2
 
 
 @scenario("inproc")
