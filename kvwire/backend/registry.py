@@ -11,12 +11,15 @@ import sys
 from collections import defaultdict
 from functools import lru_cache
 from importlib import metadata
+from typing import Final
 
-from kvwire.backend.link import API_VERSION, Availability, Backend
+from kvwire.backend.link import API_VERSION, Availability, Backend, Capabilities
 from kvwire.errors import BackendUnavailable, nearest
 from kvwire.limits import BACKENDS_MAX
 
 GROUP = "kvwire.backends"
+RANK_LAST: Final = 99
+"""The place of a backend that cannot be taken, or does not say its own."""
 
 
 def names() -> tuple[str, ...]:
@@ -32,9 +35,25 @@ def load(name: str) -> type[Backend]:
 def availability(name: str) -> Availability:
     """Tell whether the backend called ``name`` can run here; never raises."""
     try:
-        return load(name).availability()
+        found: object = load(name).availability()
     except BackendUnavailable as exc:
         return Availability(available=False, reason=str(exc))
+    # A package that breaks its promise is left out, and costs no other transport.
+    except Exception as exc:  # noqa: BLE001
+        found = exc
+    if isinstance(found, Availability):
+        return found
+    reason = f"a bug of backend {name!r}: availability() gave {found!r}"
+    return Availability(available=False, reason=reason)
+
+
+def rank(name: str) -> int:
+    """Return the place of the backend called ``name``; never raises."""
+    try:
+        found: object = load(name).rank()
+    except Exception:  # noqa: BLE001 - as above
+        return RANK_LAST
+    return found if isinstance(found, int) else RANK_LAST
 
 
 # Each handshake asks for each several times. What cannot be had is looked for again.
@@ -52,8 +71,9 @@ def _load(name: str, _path: tuple[str, ...]) -> type[Backend]:
         )
     try:
         cls = found[0].load()
-    # A plug-in may raise anything: OSError for a shared library that is not there, say.
-    except Exception as exc:
+    # A plug-in may raise anything: OSError for a shared library that is not there, say,
+    # and a script that ends the interpreter is no reason to end this one.
+    except (Exception, SystemExit) as exc:
         raise BackendUnavailable(
             f"backend {name!r}, {found[0].value}, cannot be imported: "
             f"{type(exc).__name__}: {exc}"
@@ -65,8 +85,10 @@ def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
     """Return every offer, by name; one for each distribution that makes it."""
     try:
         found = _installed(tuple(sys.path))
-    except OSError as exc:
-        raise BackendUnavailable(f"installed packages cannot be read: {exc}") from exc
+    # Whatever a file of entry points may hold: importlib.metadata does not check it.
+    except Exception as exc:
+        said = f"{type(exc).__name__}: {exc}{_culprit()}"
+        raise BackendUnavailable(f"installed packages cannot be read: {said}") from exc
     if not found:
         # Without a descriptor a folder looks empty, and would be remembered as that.
         _installed.cache_clear()
@@ -86,6 +108,19 @@ def _installed(_path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
     return {name: list(points.values()) for name, points in found.items()}
 
 
+def _culprit() -> str:
+    """Name the distribution whose entry points cannot be read; "" if none is found."""
+    try:
+        for dist in metadata.distributions():
+            try:
+                dist.entry_points  # noqa: B018 - it is read and parsed
+            except Exception:  # noqa: BLE001
+                return f"; reinstall {dist.name}"
+    except OSError:
+        pass
+    return ""
+
+
 def _owner(point: metadata.EntryPoint) -> str:
     dist = point.dist
     return f"{dist.name} {dist.version}" if dist else point.value
@@ -99,6 +134,11 @@ def _checked(name: str, cls: object) -> type[Backend]:
     if getattr(cls, "scheme", None) != name:
         raise BackendUnavailable(
             f"backend {name!r}: {cls.__name__}.scheme must be that name too"
+        )
+    if not isinstance(getattr(cls, "capabilities", None), Capabilities):
+        raise BackendUnavailable(
+            f"backend {name!r}: {cls.__name__}.capabilities must be kvwire.backend."
+            "Capabilities"
         )
     if cls.api_version != API_VERSION:
         raise BackendUnavailable(

@@ -194,15 +194,9 @@ def _reason(candidate: Candidate) -> str:
 def _ordered(config: Config, names: Iterable[str]) -> list[str]:
     wished = {name: index for index, name in enumerate(config.prefer)}
     return sorted(
-        names, key=lambda name: (wished.get(name, len(wished)), _rank(name), name)
+        names,
+        key=lambda name: (wished.get(name, len(wished)), registry.rank(name), name),
     )
-
-
-def _rank(name: str) -> int:
-    try:
-        return registry.load(name).rank()
-    except BackendUnavailable:
-        return 99  # it cannot be taken: last in the report
 
 
 def _why_not(name: str) -> str:

@@ -22,11 +22,12 @@ from kvwire.errors import BackendUnavailable
 from kvwire.types import Address
 
 _BACKEND = """
-from kvwire.backend import Availability, Backend
+from kvwire.backend import Availability, Backend, Capabilities
 
 class FakeBackend(Backend):
     scheme = "{scheme}"
     api_version = {api_version}
+    capabilities = Capabilities(links=False, lanes=True)
 
     @classmethod
     def availability(cls):
@@ -40,6 +41,12 @@ class FakeBackend(Backend):
 
 no_class = FakeBackend.availability
 """
+
+
+def _broken(*lines: str) -> str:
+    """Return the source of a backend of which some lines are not as promised."""
+    return _BACKEND.replace("no_class", "\n".join((*lines, "no_class")))
+
 
 _ASK = """
 import json, sys
@@ -61,6 +68,7 @@ json.dump({
     "names": names,
     "load": {name: load(name) for name in [*names, "nobody"]},
     "availability": {name: availability(name) for name in [*names, "nobody"]},
+    "rank": {name: registry.rank(name) for name in [*names, "nobody"]},
 }, sys.stdout)
 """
 
@@ -111,6 +119,23 @@ _FAKES = (
     Fake(
         "nolib", "nolib", "kvw_nolib:X", "kvw_nolib", source="raise OSError('no .so')"
     ),
+    Fake("exits", "exits", "kvw_exits:X", "kvw_exits", source="raise SystemExit(3)"),
+    Fake(
+        *("nocaps", "nocaps", "kvw_nocaps:FakeBackend", "kvw_nocaps"),
+        source=_broken("del FakeBackend.capabilities"),
+    ),
+    Fake(
+        *("raises", "raises", "kvw_raises:FakeBackend", "kvw_raises"),
+        source=_broken("FakeBackend.availability = FakeBackend.rank = lambda: 1 / 0"),
+    ),
+    Fake(
+        *("nothing", "nothing", "kvw_nothing:FakeBackend", "kvw_nothing"),
+        source=_broken("FakeBackend.availability = lambda: None"),
+    ),
+    Fake(
+        *("ranks", "ranks", "kvw_ranks:FakeBackend", "kvw_ranks"),
+        source=_broken("FakeBackend.rank = lambda: 'high'"),
+    ),
 )
 
 
@@ -121,6 +146,7 @@ class Answers:
     names: list[str]
     load: dict[str, str]
     availability: dict[str, list[object]]
+    rank: dict[str, object]
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +154,21 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     site = tmp_path_factory.mktemp("site-packages")
     for fake in _FAKES:
         fake.install(site)
+    return Answers(**json.loads(_run(site, _ASK)))
+
+
+def _run(site: Path, program: str) -> str:
+    """Return what an interpreter prints that finds the packages of a site too."""
     path = [str(site), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", _ASK],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         check=True,
         timeout=15,
     )
-    return Answers(**json.loads(done.stdout))
+    return done.stdout
 
 
 def test_a_foreign_backend_is_found(answers: Answers) -> None:
@@ -177,6 +208,8 @@ def test_two_owners_of_a_name_are_refused(
         ("gone", "cannot be imported: ModuleNotFoundError"),
         ("typo", "cannot be imported: AttributeError"),
         ("nolib", "cannot be imported: OSError: no .so"),
+        ("exits", "cannot be imported: SystemExit: 3"),
+        ("nocaps", "FakeBackend.capabilities must be kvwire.backend.Capabilities"),
         ("nobody", "no backend called 'nobody' is installed; did you mean 'good'"),
     ],
 )
@@ -187,6 +220,44 @@ def test_what_cannot_be_used_is_refused_with_the_reason(
     available, said = answers.availability[name]
     assert not available
     assert reason in str(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "gave"), [("raises", "ZeroDivisionError"), ("nothing", "None")]
+)
+def test_availability_that_breaks_its_promise_is_a_no(
+    answers: Answers, name: str, gave: str
+) -> None:
+    """It was raised to whoever connected, over whatever transport."""
+    available, said = answers.availability[name]
+    assert not available
+    assert f"a bug of backend {name!r}: availability() gave {gave}" in str(said)
+
+
+def test_a_rank_that_is_none_goes_last(answers: Answers) -> None:
+    assert answers.rank["good"] == 50
+    broken = {answers.rank[name] for name in ("raises", "ranks", "gone", "nobody")}
+    assert broken == {registry.RANK_LAST}
+
+
+@pytest.mark.parametrize("text", [b"nonsense", b"x = y \xff"])
+def test_entry_points_that_cannot_be_read_are_said_in_words(
+    tmp_path: Path, text: bytes
+) -> None:
+    Fake("spoilt", "spoilt", "kvw_spoilt:X").install(tmp_path)
+    entries = tmp_path / "spoilt-1.0.dist-info/entry_points.txt"
+    entries.write_bytes(b"[kvwire.backends]\n" + text + b"\n")
+    program = """
+from kvwire.backend import registry
+from kvwire.errors import BackendUnavailable
+try:
+    registry.names()
+except BackendUnavailable as exc:
+    print(exc)
+"""
+    said = _run(tmp_path, program)
+    assert "installed packages cannot be read: " in said
+    assert "; reinstall spoilt" in said
 
 
 @pytest.mark.parametrize("name", ["inproc", "tcp"])
