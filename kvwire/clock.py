@@ -52,6 +52,18 @@ def absolute(deadline: float | timedelta | None) -> float | None:
     return now + seconds if from_now else seconds
 
 
+def seconds_of(name: str, value: object) -> float:
+    """Return a duration that a caller gives, of any type of number.
+
+    Raises:
+        UsageError: It is no number, or not above 0.
+    """
+    seconds = _number(value)
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{name}={value!r}: a number of seconds above 0")
+    return seconds
+
+
 def _number(value: object) -> float:
     """Return a number of any type as a float; ``float`` itself reads texts and bools.
 
@@ -59,7 +71,10 @@ def _number(value: object) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 async def at_most(

@@ -62,11 +62,24 @@ async def test_what_is_no_number_is_refused(deadline: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "deadline", [-1.0, math.nan, math.inf, -math.inf, timedelta(seconds=-1)]
+    "deadline", [-1.0, math.nan, math.inf, -math.inf, 10**400, timedelta(seconds=-1)]
 )
 async def test_what_is_no_time_is_refused(deadline: float | timedelta) -> None:
     with pytest.raises(UsageError, match="deadline="):
         clock.absolute(deadline)
+
+
+@pytest.mark.parametrize("seconds", [2, 0.5, np.float32(0.5), np.int64(2)])
+def test_seconds_of_any_type(seconds: Any) -> None:
+    found = clock.seconds_of("lease_s", seconds)
+    assert (found, type(found)) == (float(seconds), float)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, 10**400, True, "5", None])
+def test_what_is_no_number_of_seconds(seconds: Any) -> None:
+    said = f"lease_s={seconds!r}: a number of seconds above 0"
+    with pytest.raises(UsageError, match=said):
+        clock.seconds_of("lease_s", seconds)
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 10), st.integers(0, 12))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import math
 import os
 import secrets
 import socket
@@ -20,7 +19,7 @@ from kvwire.backend.selection import (
     control_rejection,
     offered,
 )
-from kvwire.clock import at_most, yields_before_raising
+from kvwire.clock import at_most, seconds_of, yields_before_raising
 from kvwire.config import Config
 from kvwire.directory import Record
 from kvwire.driver.buffers import BufferTable
@@ -252,10 +251,9 @@ class CommunicatorState:
         config = apply_overrides(self.config, transport)
         where = Address.parse(address)
         backend = self._backend(where.scheme, config)
-        timeout_s = config.handshake_timeout_s if timeout_s is None else timeout_s
-        number = isinstance(timeout_s, int | float)
-        if not (number and 0 < timeout_s < math.inf):
-            raise UsageError(f"timeout_s={timeout_s!r}: a number of seconds above 0")
+        if timeout_s is None:
+            timeout_s = config.handshake_timeout_s
+        timeout_s = seconds_of("timeout_s", timeout_s)
         handshake = ClientHandshake(
             self.identity,
             secrets.token_bytes(NONCE_BYTES),

@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import math
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvwire.backend import Payload
-from kvwire.clock import absolute
+from kvwire.clock import absolute, seconds_of
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import (
@@ -282,9 +281,9 @@ class KVTransfer:
             raise UsageError(
                 f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
             )
-        number = isinstance(lease_s, int | float)
-        if lease_s is not None and not (number and 0 < lease_s < math.inf):
-            raise UsageError(f"lease_s={lease_s!r}: a number of seconds above 0")
+        if lease_s is None:
+            lease_s = communicator.config.lease_s
+        self.lease_s: float = seconds_of("lease_s", lease_s)
         self.id = id
         self.key: bytes = transfer_key(id)
         # A producer and a consumer of one name may live in one communicator.
@@ -312,9 +311,6 @@ class KVTransfer:
             communicator.devices.copy_engine(self.memory.device)
         deadline = options.get("deadline")
         self.deadline: float | None = None if deadline is None else absolute(deadline)
-        self.lease_s: float = (
-            self.communicator.config.lease_s if lease_s is None else lease_s
-        )
         self.phases: PhaseTimer = PhaseTimer()
         self.endpoint_id: bytes = os.urandom(ENDPOINT_ID_BYTES)
         self.ring: TraceRing | None = communicator.ring

@@ -27,6 +27,7 @@ from kvwire.kv.coverage import Coverage
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
 from kvwire.transfers.event_wait import EventWaiter, Failure
+from kvwire.types import whole
 
 _COMPLETE: Final = operator.attrgetter("coverage.complete")
 
@@ -338,12 +339,12 @@ def _range(which: Which, held: range, what: str, group: str) -> range:
 
 
 def _index(which: object, where: str) -> int:
-    try:
-        return operator.index(which)  # type: ignore[arg-type]
-    except TypeError:
+    number = whole(which)
+    if number is None:
         raise UsageError(
             f"{where}: {which!r} is neither a number nor a slice of numbers"
-        ) from None
+        )
+    return number
 
 
 def _span(held: range, indices: range) -> str:
