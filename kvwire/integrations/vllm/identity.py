@@ -12,14 +12,20 @@ from kvwire.integrations.vllm.caches import layer_specs
 WHOLE_TOKENS: Final = "whole tokens"
 
 
+def tokens_say_all(request: Any) -> bool:
+    """Tell whether a prompt is tokens; embeddings in their place have no name."""
+    embeddings = getattr(request, "prompt_embeds", None)
+    return bool(request.prompt_token_ids) and embeddings is None
+
+
 def identity_of(request: Any) -> bytes:
     """Return what the KV of a request depends on besides its tokens."""
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
-    names += [
-        getattr(feature, "identifier", None)
-        for feature in getattr(request, "mm_features", None) or ()
-    ]
+    for feature in getattr(request, "mm_features", None) or ():
+        # Clients may write a picture's tokens themselves, so they do not say its place.
+        place = getattr(getattr(feature, "mm_position", None), "offset", None)
+        names += [getattr(feature, "identifier", None), str(place)]
     # Written so that no name can look like two others: clients choose some of them.
     return json.dumps(names).encode()
 

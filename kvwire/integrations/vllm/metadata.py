@@ -123,7 +123,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
             given["remote"] = given["remote"].split(",")
         try:
             made = msgspec.convert(given, cls)
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
             raise UsageError(f"kv_transfer_params: {exc}") from None
         if made.stages > max(1, len(made.remote)):
             raise UsageError(

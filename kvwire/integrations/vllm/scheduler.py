@@ -31,7 +31,7 @@ from typing import Any, Final
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import CacheShape
 from kvwire.integrations.vllm.config import REQUEST, VllmSettings
-from kvwire.integrations.vllm.identity import identity_of
+from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
 from kvwire.integrations.vllm.metadata import (
     Blocks,
     ComputedTokens,
@@ -107,13 +107,14 @@ class SchedulerSide:
         if (
             wanted.loads
             or len(known) < 2
+            or not tokens_say_all(request)
             or request.max_tokens != 1
             or getattr(request, "skip_reading_prefix_cache", False)
         ):
             # What it generated would free blocks and change states while they are read.
             logger.warning(
                 "request %s: not sent; prompts of this model that are have 2 tokens or "
-                "more, max_tokens=1 and come from no other engine",
+                "more, no embeddings, max_tokens=1 and come from no other engine",
                 request.request_id,
             )
             request.kv_transfer_params["do_remote_decode"] = False
@@ -176,7 +177,10 @@ class SchedulerSide:
 
     def _wanted(self, request: Any) -> TransferParams:
         """Return what a request asks for; nothing if it says too little."""
-        params = request.kv_transfer_params or {}
+        params = request.kv_transfer_params
+        if not isinstance(params, dict):
+            # None, or what a client has put there by way of `vllm_xargs`.
+            return TransferParams()
         if not (params.get("do_remote_decode") or params.get("do_remote_prefill")):
             return TransferParams()
         try:
@@ -229,6 +233,14 @@ class SchedulerSide:
         self, request: Any, wanted: TransferParams, tokens: int
     ) -> dict[str, Any]:
         """Return what workers are told of a prompt's first tokens, either way."""
+        try:
+            names = self._names(request, tokens)
+        except UsageError as exc:
+            # vLLM lets some ids through that are none.
+            logger.warning(
+                "request %s: moved without names: %s", request.request_id, exc
+            )
+            names = {}
         return {
             "request_id": request.request_id,
             "transfer_id": wanted.transfer_id,
@@ -237,7 +249,7 @@ class SchedulerSide:
             "stages": wanted.stages,
             "priority": _priority(request),
             "traceparent": _traceparent(request),
-            **self._names(request, tokens),
+            **names,
         }
 
     def _declined(self, request: Any, wanted: TransferParams) -> LoadPrompt:
@@ -255,7 +267,7 @@ class SchedulerSide:
 
         The tokens as a whole, for engines whose blocks have other sizes.
         """
-        if request.prompt_token_ids is None:
+        if not tokens_say_all(request):
             return {}
         tokens = request.prompt_token_ids[:count]
         salt = self._salt + identity_of(request)

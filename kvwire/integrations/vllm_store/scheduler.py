@@ -13,14 +13,18 @@ wants one report of a request, not two.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from kvwire.integrations.vllm.identity import identity_of
+from kvwire.errors import UsageError
+from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
 from kvwire.integrations.vllm.metadata import ScheduledRequest, scheduled_requests
 from kvwire.kv.hashing import HashScheme
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 Ask = Callable[[Sequence[bytes]], Future[int]]
 """Asks how many leading blocks of a chain the store has; never fails."""
@@ -65,6 +69,7 @@ class _Tracked:
     computed: int = 0  # tokens that vLLM had when it asked
     saved: int = 0  # blocks that the store has, or that the workers were told to save
     busy: bool = False  # the workers may be saving its blocks
+    nameless: bool = False  # ids of its tokens are none, so nothing more is saved
     loading: bool = False  # they are loading, and have not said that they are through
 
 
@@ -87,12 +92,12 @@ class StoreScheduler:
 
     def begun(self, request: Any) -> None:
         """Ask the store for a request that has just come."""
-        if request.prompt_token_ids is not None:
+        if tokens_say_all(request):
             self._answer(self._tracked(request))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens more the store has; None if it has not said yet."""
-        if request.prompt_token_ids is None or getattr(
+        if not tokens_say_all(request) or getattr(
             request, "skip_reading_prefix_cache", False
         ):
             return 0, False
@@ -174,16 +179,24 @@ class StoreScheduler:
         return tracked.asked
 
     def _hashes(self, tracked: _Tracked, count: int) -> list[bytes]:
-        """Return the hashes of a request's first blocks; only new ones are computed."""
+        """Return the hashes of a request's first blocks, as far as they have any.
+
+        Only new ones are computed.
+        """
         known = len(tracked.hashes)
-        if count > known:
+        if count > known and not tracked.nameless:
             size = self._block_tokens
             tokens = tracked.request.all_token_ids[known * size : count * size]
-            tracked.hashes += self._scheme.block_hashes(
-                list(tokens),
-                parent=tracked.hashes[-1] if known else None,
-                salt=identity_of(tracked.request),
-            )
+            try:
+                tracked.hashes += self._scheme.block_hashes(
+                    list(tokens),
+                    parent=tracked.hashes[-1] if known else None,
+                    salt=identity_of(tracked.request),
+                )
+            except UsageError as exc:
+                # vLLM lets some ids through that are none.
+                tracked.nameless = True
+                logger.warning("request %s: %s", tracked.request.request_id, exc)
         return tracked.hashes[:count]
 
     def _scheduled(self, step: StoreStep, one: ScheduledRequest) -> None:
@@ -199,6 +212,9 @@ class StoreScheduler:
         if full <= tracked.saved:
             return
         hashes = self._hashes(tracked, full)
+        full = len(hashes)
+        if full <= tracked.saved:
+            return
         part = slice(tracked.saved, full)
         step.saves.append(NamedBlocks(one.id, hashes[part], tracked.ids[part]))
         tracked.saved, tracked.busy = full, True

@@ -43,6 +43,7 @@ class Feature:
     """A picture or a sound of a request, by the name that vLLM gives to its content."""
 
     identifier: str
+    mm_position: Any = None
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Request:
     max_tokens: int = 1
     priority: int = 0
     trace_headers: dict[str, str] | None = None
+    prompt_embeds: object = None
 
     def __post_init__(self) -> None:
         self._all_token_ids = list(self.prompt_token_ids)

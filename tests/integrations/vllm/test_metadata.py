@@ -38,6 +38,8 @@ def test_what_is_not_said_is_usual(
         ({"transfer_id": "x" * 300}, "length <= 256.*transfer_id"),
         ({"transfer_id": "\ud800"}, "matching.*transfer_id"),
         ({"transfer_id": "a\n"}, "matching.*transfer_id"),
+        ({"do_remote_decode": "\ud800"}, "surrogates not allowed"),
+        ({"\ud800": 1, "do_remote_decode": True}, "surrogates not allowed"),
         ({"signature": 1}, "Expected `str`.*signature"),
         ({"do_remote_prefill": "no"}, "Expected `bool`.*do_remote_prefill"),
         ({"remote": 7}, "Expected `array`.*remote"),

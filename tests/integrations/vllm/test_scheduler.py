@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,10 @@ def test_both_engines_name_a_prompt_and_its_blocks_alike(count: int) -> None:
     assert unlike.content != send.content
 
 
+def place(offset: int) -> Any:
+    return SimpleNamespace(offset=offset)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -189,6 +194,11 @@ def test_both_engines_name_a_prompt_and_its_blocks_alike(count: int) -> None:
         (
             Request("r", TOKENS, loads(), "tenant", [Feature("picture")]),
             Request("q", TOKENS, loads(), "tenant\0picture"),
+        ),
+        # Its tokens may be in a prompt without it, so they do not say where it is.
+        (
+            Request("r", TOKENS, loads(), None, [Feature("picture", place(2))]),
+            Request("q", TOKENS, loads(), None, [Feature("picture", place(3))]),
         ),
         # Short prompts have names as well.
         (Request("r", [1, 2], loads()), Request("q", [1, 3], loads())),
@@ -202,6 +212,37 @@ def test_one_prompt_is_not_taken_for_another(one: Request, other: Request) -> No
     first, second = scheduler.step(Output({})).loads
     assert all(one.hashes["kv"] for one in (first, second))
     assert first.hashes != second.hashes
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        # The embeddings are what is computed, and the ids beside them any.
+        Request("r", TOKENS, dict(SENDS), prompt_embeds=object()),
+        # An API of vLLM's lets these through.
+        Request("r", [-1, *TOKENS[1:]], dict(SENDS)),
+        Request("r", [2**31, *TOKENS[1:]], dict(SENDS)),
+        Request("r", [2**70, *TOKENS[1:]], dict(SENDS)),
+    ],
+)
+def test_a_prompt_that_has_no_name_is_moved_without_one(request_: Request) -> None:
+    scheduler = side()
+    scheduler.begun(request_)
+    scheduler.allocated(request_, [[7, 8, 9]], 0)
+    (send,) = scheduler.step(first_step([7, 8, 9], 10)).sends
+    assert (send.blocks, send.hashes, send.content) == ({"kv": [7, 8, 9]}, {}, b"")
+    assert scheduler.finished(request_)[0]
+
+
+@pytest.mark.parametrize("params", ["", "do_remote_decode", 7, 1.5, ["x"], [], None])
+def test_params_that_are_none_are_passed_over(params: Any) -> None:
+    """With `vllm_xargs` a client writes what vLLM takes them from."""
+    scheduler, request = side(), Request("r", TOKENS, params)
+    scheduler.begun(request)
+    assert scheduler.matched(request, 0) == (0, False)
+    scheduler.allocated(request, [[7, 8, 9]], 0)
+    assert not scheduler.step(first_step([7, 8, 9], 10)).sends
+    assert scheduler.finished(request) == (False, None)
 
 
 def test_a_prompt_that_has_to_be_computed_here_is_declined() -> None:
@@ -264,6 +305,7 @@ def test_prefill_leaves_the_last_token_to_decode() -> None:
         Request("r", TOKENS, dict(SENDS), max_tokens=2),
         Request("r", TOKENS, SENDS | {"do_remote_prefill": True, "remote": "a:1"}),
         Request("r", TOKENS, dict(SENDS), skip_reading_prefix_cache=True),
+        Request("r", TOKENS, dict(SENDS), prompt_embeds=object()),
     ],
 )
 def test_prompts_whose_blocks_would_change_are_not_sent(request_: Request) -> None:

@@ -143,6 +143,41 @@ def test_one_that_ends_while_it_is_loaded_is_freed_by_that_report() -> None:
     assert side.step(Output({})).loads
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        # The embeddings are what is computed, and the ids beside them any.
+        Request("r", TOKENS, prompt_embeds=object()),
+        # An API of vLLM's lets these through.
+        Request("r", [-1, *TOKENS[1:]]),
+        Request("r", [2**70, *TOKENS[1:]]),
+    ],
+)
+def test_a_prompt_that_has_no_name_is_neither_found_nor_saved(
+    request_: Request,
+) -> None:
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    side.begun(request_)
+    assert side.matched(request_, 0) == (0, False)
+    side.allocated(request_, [[7, 8, 9]], 0)
+    assert not side.step(first([7, 8, 9], 0, 10)).saves
+    assert not side.finished(request_)
+    assert not store.asked
+
+
+def test_what_is_saved_ends_with_the_tokens_that_have_names() -> None:
+    side, request, _ = matched(TOKENS, 0)
+    side.allocated(request, [[7, 8, 9]], 0)
+    assert side.step(first([7, 8, 9], 0, 10)).saves
+    request._all_token_ids += [1, -1, 3]
+    for computed in (10, 11):
+        later = Cached(["r"], [None], [computed])
+        output = Output({"r": 13 - computed}, scheduled_cached_reqs=later)
+        assert not side.step(output).saves
+    assert side.finished(request)
+
+
 def test_a_preempted_request_is_fenced_and_asks_again() -> None:
     store = Store()
     side = StoreScheduler(BLOCK_TOKENS, store.ask)
