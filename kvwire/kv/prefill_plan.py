@@ -50,6 +50,7 @@ from kvwire.kv.blocks import (
     distinct,
 )
 from kvwire.kv.outcome import Outcome
+from kvwire.types import whole
 
 Id = TypeVar("Id", bound=Hashable)
 
@@ -166,11 +167,11 @@ class _Request(Generic[Id]):
         if not isinstance(request, PrefillRequest):
             raise wrong_type("plan_prefill: requests", request, "a PrefillRequest")
         where = f"plan_prefill: request {request.id!r}"
-        tokens = request.num_tokens
-        if tokens < 1 or not 0 <= request.cached_tokens <= tokens:
+        tokens, cached = whole(request.num_tokens), whole(request.cached_tokens)
+        if tokens is None or cached is None or not 0 <= cached <= tokens or not tokens:
             raise UsageError(
-                f"{where}: num_tokens={tokens} and cached_tokens="
-                f"{request.cached_tokens}: the first is at least 1 and the larger"
+                f"{where}: num_tokens={request.num_tokens!r} and cached_tokens="
+                f"{request.cached_tokens!r}: the first is at least 1 and the larger"
             )
         given = request.blocks
         names = tuple(given) if isinstance(given, Mapping) else (DEFAULT_GROUP,)
@@ -178,9 +179,10 @@ class _Request(Generic[Id]):
             lists: dict[str, Ids] = block_lists(given, dict.fromkeys(names, _ANY_POOL))
         except UsageError as exc:
             raise UsageError(f"{where}: {exc}") from None
-        sizes = request.block_tokens
-        if not isinstance(sizes, Mapping):
-            sizes = dict.fromkeys(names, sizes)
+        asked = request.block_tokens
+        if not isinstance(asked, Mapping):
+            asked = dict.fromkeys(names, asked)
+        sizes = {name: whole(size) or 0 for name, size in asked.items()}
         if sizes.keys() != lists.keys() or min(sizes.values()) < 1:
             raise UsageError(f"{where}: block_tokens={request.block_tokens!r}")
         full = [n for n in names if lists[n].size * sizes[n] >= tokens]
@@ -190,7 +192,7 @@ class _Request(Generic[Id]):
                 f"{max(lists[n].size * sizes[n] for n in names)}"
             )
         lists = {name: ids[: -(-tokens // sizes[name])] for name, ids in lists.items()}
-        return cls(request.id, tokens, request.cached_tokens, lists, sizes, full[0])
+        return cls(request.id, tokens, cached, lists, sizes, full[0])
 
     def tokens_in(self, group: str) -> Ids:
         """Return how many of its tokens are in each block of a group."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,6 +204,21 @@ def test_nobody_writes_where_another_decodes() -> None:
 def test_wrong_requests_are_named(wrong: PrefillRequest[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan_prefill([wrong], [])
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "cached_tokens", "block_tokens"])
+@pytest.mark.parametrize("value", [True, "4", 2.5])
+def test_what_is_no_number(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"request 'a': .*{name}={value!r}"):
+        plan_prefill([replace(request("a", [1]), **{name: value})], [])
+
+
+def test_numbers_of_any_type() -> None:
+    numbers = {"num_tokens": 4, "cached_tokens": 1, "block_tokens": 4}
+    of_numpy: dict[str, Any] = {n: np.int64(v) for n, v in numbers.items()}
+    plain: dict[str, Any] = dict(numbers)
+    one, other = (replace(request("a", [1]), **n) for n in (of_numpy, plain))
+    assert repr(plan_prefill([one], [])) == repr(plan_prefill([other], []))
 
 
 def test_requests_that_contradict_each_other_are_named() -> None:
