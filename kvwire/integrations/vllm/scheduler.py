@@ -94,6 +94,7 @@ class SchedulerSide:
         self._addresses: tuple[str, ...] = ()
         self._prompts: dict[str, _Prompt] = {}
         self._loads: list[LoadPrompt] = []
+        self._fenced: set[str] = set()  # that were preempted, and then over
 
     def hear_addresses(self, addresses: dict[tuple[int, int], str]) -> None:
         """Note where this engine's ranks listen, by (pipeline stage, rank)."""
@@ -149,7 +150,9 @@ class SchedulerSide:
 
     def step(self, output: Any) -> WorkerStep:
         """Return what the workers are told for a step that was scheduled."""
-        step = WorkerStep(fenced=set(getattr(output, "preempted_req_ids", None) or ()))
+        preempted = getattr(output, "preempted_req_ids", None) or ()
+        step = WorkerStep(fenced=self._fenced.union(preempted))
+        self._fenced = set()
         for request_id in step.fenced:
             self._preempted(request_id)
         step.running = len(output.num_scheduled_tokens)
@@ -166,6 +169,10 @@ class SchedulerSide:
             # Never scheduled: whoever computed it must not wait for us.
             self._loads.append(self._declined(request, wanted))
         if prompt is None or not prompt.begun or prompt.lost:
+            return False, None
+        if not request.num_computed_tokens:
+            # Preempted since the last step, so that its blocks are others' already.
+            self._fenced.add(request.request_id)
             return False, None
         if not prompt.whole:
             return True, None

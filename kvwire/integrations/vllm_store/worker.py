@@ -54,7 +54,7 @@ class StoreWorker:
 
     def fence(self, step: StoreStep) -> None:
         """Return when the store does not touch blocks that a step may overwrite."""
-        for request_id in step.fenced - step.leaving:
+        for request_id in step.fenced:
             wait(self._saves.pop(request_id, ()))
 
     def begin_step(self, step: StoreStep) -> None:

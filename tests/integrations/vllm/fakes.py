@@ -58,6 +58,7 @@ class Request:
     priority: int = 0
     trace_headers: dict[str, str] | None = None
     prompt_embeds: object = None
+    num_computed_tokens: int = 1  # 0 once vLLM has preempted it
 
     def __post_init__(self) -> None:
         self._all_token_ids = list(self.prompt_token_ids)

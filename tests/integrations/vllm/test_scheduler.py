@@ -141,6 +141,22 @@ def test_a_preempted_prompt_is_not_sent_again() -> None:
     assert scheduler.finished(request) == (False, None)
 
 
+@pytest.mark.parametrize("tokens", [4, 10])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_prompt_preempted_and_over_between_two_steps(tokens: int, told: bool) -> None:
+    """Its blocks are others' already: nobody waits for them, or is told of them.
+
+    So it is when vLLM's cache is reset, and the request aborted.
+    """
+    scheduler, request = prefilling([7, 8, 9])
+    scheduler.step(first_step([7, 8, 9], tokens))
+    request.num_computed_tokens = 0
+    assert scheduler.finished(request) == (False, None)
+    step = scheduler.step(Output({}, preempted_req_ids={"r"} if told else None))
+    assert step.fenced == {"r"}
+    assert not scheduler.step(Output({})).fenced
+
+
 def test_a_prompt_preempted_before_it_was_sent_starts_over() -> None:
     scheduler, _ = prefilling([7], stream="request")
     scheduler.step(first_step([7], 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,21 @@ def test_a_fence_returns_when_the_store_has_let_go(tmp_path: Path) -> None:
         made.load()
         assert made.loaded()
         assert made.holds()
+
+
+def test_a_fence_waits_for_a_request_that_is_over_as_well(tmp_path: Path) -> None:
+    """Preempted as vLLM's cache was reset, and aborted before the next step."""
+    with worker(tmp_path) as made:
+        save: Future[None] = Future()
+        made.side._saves["p"] = [save]
+        step = StoreStep(fenced={"p"}, leaving={"p"})
+        with ThreadPoolExecutor(1) as pool:
+            fence = pool.submit(made.side.fence, step)
+            waits = not wait([fence], 0.05).done
+            save.set_result(None)
+        assert waits
+        made.side.begin_step(step)
+        assert made.side.finished()[0] == {"p"}
 
 
 def test_the_scheduler_asks_what_is_there(tmp_path: Path) -> None:
