@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from kvwire.backend import Availability, Capabilities
+from kvwire.backend import Availability, Capabilities, Link
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.testing import check_backend, check_lanes
 from kvwire.testing.conformance import CHECKS, CheckFailed, Result
 from kvwire.testing.conformance.__main__ import main
 from kvwire.testing.conformance.runner import LANE_CHECKS
+from kvwire.types import Address
 from kvwire_inproc import InprocBackend
+
+_TWO = ("address.bound", "address.conflict")
 
 
 def test_the_kit_needs_no_test_framework() -> None:
@@ -77,6 +81,60 @@ async def test_a_backend_that_cannot_be_made_fails_every_check() -> None:
     assert report.failed[0].reason == "RuntimeError: no such library"
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+async def test_what_a_backend_raises_ends_its_check_and_not_the_kit(
+    error: BaseException,
+) -> None:
+    class Rude(InprocBackend):
+        async def connect(self, address: Address) -> Link:
+            raise error
+
+    report = await check_backend(Rude, only=["address.class", *_TWO], raising=False)
+    assert report.failed[0].reason.startswith(type(error).__name__)
+    assert [result.passed for result in report] == [True, False, False]
+
+
+async def test_the_kit_itself_can_be_cancelled() -> None:
+    begun = asyncio.Event()
+
+    class Waits(InprocBackend):
+        async def connect(self, address: Address) -> Link:
+            begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    task = asyncio.create_task(check_backend(Waits, only=_TWO))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_rank_that_is_no_number_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a backend goes last, wherever it wanted to be."""
+    monkeypatch.setattr(InprocBackend, "rank", classmethod(lambda cls: "high"))
+    for kit, check in (
+        (check_backend, "address.available"),
+        (check_lanes, "join.available"),
+    ):
+        report = await kit(InprocBackend, only=[check], raising=False)
+        assert report.failed[0].reason == "its rank is 'high', no whole number"
+
+
+@pytest.mark.parametrize("kit", [check_backend, check_lanes])
+async def test_what_is_no_backend_is_refused(kit: Any) -> None:
+    class Careless(InprocBackend):
+        capabilities: ClassVar[Any] = {"links": True}
+
+    for what in (3, None, object):
+        with pytest.raises(UsageError, match=r"a kvwire\.backend\.Backend"):
+            await kit(what)
+    with pytest.raises(UsageError, match=r"Careless\.capabilities must be .*, not \{"):
+        await kit(Careless)
+
+
 async def test_what_is_not_known_or_has_no_lanes_is_refused() -> None:
     for kit, what in ((check_backend, "check"), (check_lanes, "check of lanes")):
         with pytest.raises(BackendUnavailable, match="no backend called 'nowhere'"):
@@ -89,6 +147,8 @@ async def test_what_is_not_known_or_has_no_lanes_is_refused() -> None:
 
     with pytest.raises(UsageError, match="says it has no lanes"):
         await check_lanes(Laneless)
+    with pytest.raises(UsageError, match="says it has no links; check_lanes"):
+        await check_backend("local")
 
 
 def test_the_command_prints_each_check(capsys: pytest.CaptureFixture[str]) -> None:

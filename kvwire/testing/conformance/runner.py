@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, TypedDict, Unpack
 
-from kvwire.backend import Backend, registry
-from kvwire.errors import UsageError
+from kvwire.backend import Backend, Capabilities, registry
+from kvwire.errors import UsageError, wrong_type
 from kvwire.testing.conformance.check import Check, CheckFailed, Report, Result
 from kvwire.testing.conformance.groups import (
     beginning,
@@ -20,6 +21,8 @@ from kvwire.testing.conformance.groups import (
 from kvwire.testing.conformance.rig import LaneRig, LinkRig
 from kvwire.types import Address
 
+# What a backend may raise where a check expects nothing of the kind; it ends no kit.
+_RAISED: Final = (Exception, asyncio.CancelledError, SystemExit)
 # What a backend does at once on a quiet machine gets this long on a loaded one.
 TIMEOUT_S: Final = 5.0
 
@@ -73,12 +76,17 @@ async def check_backend(
 
     Raises:
         BackendUnavailable: No installed backend has that scheme.
-        UsageError: A check is not known.
+        UsageError: The backend has no links, or a check is not known.
         CheckFailed: A check failed.
 
     Cancel safety: safe, links of the check under way may stay open.
     """
     cls = registry.load(backend) if isinstance(backend, str) else backend
+    if not _capabilities(cls).links:
+        raise UsageError(
+            f"conformance: backend {cls.scheme!r} says it has no links; check_lanes "
+            f"checks its lanes"
+        )
     make = (lambda: cls) if isinstance(cls, Backend) else cls
     if address is None:
         host = "" if cls.capabilities.same_process else "127.0.0.1"
@@ -120,7 +128,7 @@ async def check_lanes(
     Cancel safety: safe, lanes of the check under way may stay open.
     """
     cls = registry.load(backend) if isinstance(backend, str) else backend
-    if not cls.capabilities.lanes:
+    if not _capabilities(cls).lanes:
         raise UsageError(f"conformance: backend {cls.scheme!r} says it has no lanes")
     if address is None and cls.capabilities.links and not cls.capabilities.same_process:
         address = Address(cls.scheme, "127.0.0.1")
@@ -131,6 +139,20 @@ async def check_lanes(
         kind=" of lanes",
         **options,
     )
+
+
+def _capabilities(backend: object) -> Capabilities:
+    """Return what a backend can do; all else here asks that first."""
+    kind = backend if isinstance(backend, type) else type(backend)
+    if not issubclass(kind, Backend):
+        raise wrong_type("conformance", backend, "a kvwire.backend.Backend")
+    found: object = getattr(kind, "capabilities", None)
+    if not isinstance(found, Capabilities):
+        raise UsageError(
+            f"conformance: {kind.__name__}.capabilities must be kvwire.backend."
+            f"Capabilities, not {found!r}"
+        )
+    return found
 
 
 async def run_check(
@@ -183,19 +205,22 @@ async def _run_on(make_rig: Callable[[], Any], check: Check) -> Result:
         try:
             await rig.open()
             await check.run(rig)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the check failed
+        except _RAISED as exc:  # whatever it is, the check failed
             reason = _reason_of(exc)
         try:
             await rig.aclose()
-        except Exception as exc:  # noqa: BLE001 - likewise
+        except _RAISED as exc:
             reason = reason or f"afterwards: {_reason_of(exc)}"
-    except Exception as exc:  # noqa: BLE001 - the backend cannot even be made
+    except _RAISED as exc:  # the backend cannot even be made
         reason = _reason_of(exc)
     return Result(check=check, seconds=time.perf_counter() - began, reason=reason)
 
 
-def _reason_of(error: Exception) -> str:
+def _reason_of(error: BaseException) -> str:
     """Say why a check failed, in one line."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+        raise error  # the kit was cancelled, not the backend's coroutine
     if isinstance(error, CheckFailed):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -37,13 +37,21 @@ async def _(rig: LinkRig) -> None:
     require(kind is Capabilities, f"its capabilities are a {kind.__name__}")
 
 
-@join.lanes("available", "availability() says in one line why it can be used here")
-@address.links("available", "availability() says in one line why it can run here")
+@join.lanes(
+    "available",
+    "availability() says in one line why it can be used here; its rank is a number",
+)
+@address.links(
+    "available",
+    "availability() says in one line why it can run here; its rank is a number",
+)
 async def _(rig: AnyRig) -> None:
     said = type(rig.near).availability()
     require(isinstance(said, Availability), f"it returned {said!r}")
     require(said.available, f"it says it cannot run here: {said.reason}")
     require(len(said.reason.splitlines()) == 1, f"not one line: {said.reason!r}")
+    rank: object = type(rig.near).rank()
+    require(isinstance(rank, int), f"its rank is {rank!r}, no whole number")
 
 
 @address.links("bound", "A listener's address leads to it, also written and read again")
