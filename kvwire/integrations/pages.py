@@ -27,6 +27,7 @@ class PageStore:
         self, tiers: Sequence[str], *, write: Write = "through", name: str = ""
     ) -> None:
         self._name = name
+        self._closed = False
         self._engine, self._store = open_store("pages", tiers, write)
 
     def __repr__(self) -> str:
@@ -69,7 +70,10 @@ class PageStore:
         return self._engine.start(lambda _: self._store.delete_all(pages))
 
     def close(self) -> None:
-        """End the store, once what was begun is over."""
+        """End the store, once what was begun is over. Any number of times."""
+        if self._closed:
+            return
+        self._closed = True
         self._engine.start(lambda _: self._store.close()).result()
         self._engine.close()
 

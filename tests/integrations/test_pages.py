@@ -52,6 +52,11 @@ def test_they_outlive_the_process(tmp_path: Path) -> None:
         store.close()
 
 
+def test_a_second_end_is_none(store: PageStore) -> None:
+    store.close()
+    assert "closed" in repr(store)
+
+
 def test_a_store_that_cannot_be_opened_leaves_no_thread() -> None:
     with pytest.raises(UsageError, match="8GiB"):
         PageStore(["8GiB"])

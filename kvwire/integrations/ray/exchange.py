@@ -85,10 +85,15 @@ class TensorExchange:
 
         Gets that are under way fail on the other side.
         """
-        offer = self._offers.pop(name, None)
-        if offer is not None and offer.region is not None:
-            region = offer.region
-            self._engine.start(lambda _: region.close()).result()
+
+        async def end(_: kvwire.Communicator) -> None:
+            # On the loop, so that no question is between finding it and its grant.
+            offer = self._offers.pop(name, None)
+            if offer is not None and offer.region is not None:
+                await offer.region.close()
+
+        if name in self._offers:
+            self._engine.start(end).result()
 
     async def _serve(self, comm: kvwire.Communicator) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -197,6 +202,7 @@ class TensorExchange:
     def close(self) -> None:
         """End all of it; memory is nobody's but the caller's when this returns."""
         self._engine.close()
+        self._offers.clear()
         with contextlib.suppress(kvwire.KVWireError, concurrent.futures.CancelledError):
             self._serving.result()
 

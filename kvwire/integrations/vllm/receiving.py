@@ -13,11 +13,11 @@ from typing import Final
 import numpy as np
 
 from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
-from kvwire.errors import KVWireError
 from kvwire.integrations.vllm.metadata import LoadPrompt
 from kvwire.integrations.vllm.peers import Peers, PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute, lacking
 from kvwire.kv.blocks import Ids
+from kvwire.store.cleanup import error_text
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -62,16 +62,22 @@ class PromptReceive(PromptEnd[Incoming]):
 
     async def _run(self, communicator: Communicator) -> ReceiveResult:
         load = self.load
-        self._follow(load)
+        parts: list[Incoming] = []
         own = {
             name: np.asarray(ids[load.cached[name] :], np.int64)
             for name, ids in load.blocks.items()
         }
         try:
-            parts = await self._begin(communicator)
-        except (KVWireError, asyncio.CancelledError) as exc:
-            said = self._reason or str(exc) or repr(exc)
+            self._follow(load)
+            await self._begin(communicator, parts)
+        except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001 - it would end vLLM's engine
+            said = self._reason or error_text(exc)
             logger.warning("transfer %s was not begun: %s", self._route.id, said)
+            for part in parts:
+                part.abort("what another rank has was not asked for")
+            self._parts = parts
+            for part in parts:
+                await part.drained()
             return ReceiveResult(own)
         with self._lock:
             self._parts, self._begun = parts, True
@@ -97,6 +103,7 @@ class PromptReceive(PromptEnd[Incoming]):
             name: np.unique(np.concatenate([o.missing.ids(name) for o in outcomes]))
             for name in self._cache.groups
         }
+        reasons = [reason for o in outcomes for reason in o.missing.reasons]
         for name, ids in {} if self._reason or load.declined else lost.items():
             if ids.size:
                 logger.warning(
@@ -105,11 +112,11 @@ class PromptReceive(PromptEnd[Incoming]):
                     ids.size,
                     own[name].size,
                     name,
-                    "; ".join(outcomes[0].missing.reasons),
+                    "; ".join(dict.fromkeys(reasons)),
                 )
         return ReceiveResult(lost, outcomes)
 
-    async def _begin(self, communicator: Communicator) -> list[Incoming]:
+    async def _begin(self, communicator: Communicator, parts: list[Incoming]) -> None:
         load = self.load
         options = load.options
         options["deadline"] = timedelta(seconds=self._timeout_s)
@@ -132,9 +139,9 @@ class PromptReceive(PromptEnd[Incoming]):
         ]
         if self._after is not None and not load.declined:
             await communicator.fired(self._after)
-        return [
-            link.pull(self._route.id, self._cache, blocks, **options) for link in links
-        ]
+        for link in links:
+            part = link.pull(self._route.id, self._cache, blocks, **options)
+            parts.append(part)  # where a later one fails, this one is known
 
     def _lacking(self) -> str:
         """Return what nobody brings; see :func:`lacking`."""

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvwire import Communicator, Engine, Outcome, Outgoing, PagedCache
-from kvwire.errors import KVWireError, UsageError
+from kvwire.errors import UsageError
 from kvwire.integrations.vllm.metadata import Blocks, SendPrompt
 from kvwire.integrations.vllm.peers import PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute
 from kvwire.kv.spec import KVSpec
+from kvwire.store.cleanup import error_text
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -81,12 +82,13 @@ class PromptSend(PromptEnd[Outgoing]):
     # --- on the loop ------------------------------------------------------------------
 
     async def _run(self, communicator: Communicator) -> list[Outcome]:
-        self._follow(self._send)
         try:
+            self._follow(self._send)
             out = self._publish(communicator)
-        except KVWireError as exc:
+        except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
             # The decode engine hears nothing, and computes when its time is over.
-            logger.warning("transfer %s was not begun: %s", self._route.id, exc)
+            said = error_text(exc)
+            logger.warning("transfer %s was not begun: %s", self._route.id, said)
             return []
         with self._lock:
             early, self._early = self._early or [], None

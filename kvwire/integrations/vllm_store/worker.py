@@ -45,6 +45,7 @@ class StoreWorker:
         self._leaving: set[str] = set()
         self._errors: set[int] = set()
         self._said: set[str] = set()
+        self._closed = False
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Take the caches of this worker."""
@@ -95,7 +96,10 @@ class StoreWorker:
         return errors
 
     def close(self) -> None:
-        """End the store, once what was begun is over."""
+        """End the store, once what was begun is over. Any number of times."""
+        if self._closed:
+            return
+        self._closed = True
         self._file.unlink(missing_ok=True)
         self._engine.start(lambda _: self._store.close()).result()
         self._engine.close()

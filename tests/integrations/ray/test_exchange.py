@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,6 +49,41 @@ def test_buffers_of_any_size_arrive_and_again(
     for into in (empty_buffers(), [np.zeros(sum(SIZES), np.uint8)]):
         wants.fetch(has.address, "weights", into).result(10)
         assert b"".join(map(bytes, into)) == b"".join(map(bytes, had))
+
+
+def test_an_offer_that_ends_as_its_first_grant_is_made(
+    pair: tuple[TensorExchange, TensorExchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is its owner's again when `withdraw` returns, and nobody's to read."""
+    has, wants = pair
+    register, made = kvwire.Communicator.register, []
+    begun, over = threading.Event(), threading.Event()
+
+    def registered(*what: Any) -> kvwire.Region:
+        begun.set()
+        over.wait(0.1)  # where `withdraw` does not wait for this
+        made.append(register(*what))
+        return made[-1]
+
+    monkeypatch.setattr(kvwire.Communicator, "register", registered)
+    has.offer("a", random_buffers())
+    fetched = wants.fetch(has.address, "a", empty_buffers())
+    assert begun.wait(10)
+    has.withdraw("a")
+    over.set()
+    fetched.exception(10)  # it came before, or has failed
+    assert ["closed" in repr(region) for region in made] == [True]
+
+
+def test_an_offer_may_end_after_the_exchange() -> None:
+    has, wants = TensorExchange(), TensorExchange()
+    with closing(wants):
+        had = random_buffers()
+        has.offer("a", had)
+        wants.fetch(has.address, "a", empty_buffers()).result(10)
+        has.close()
+        has.withdraw("a")
+        assert not has._offers
 
 
 def test_what_is_not_there_is_said(pair: tuple[TensorExchange, TensorExchange]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvwire import Connection, Incoming
 from kvwire.integrations.vllm import receiving
 from kvwire.integrations.vllm.metadata import WorkerStep
 from tests.integrations.vllm import fakes, steps
@@ -111,6 +112,40 @@ def test_a_request_that_names_too_few_ranks(
     assert any(
         "none of the ranks that the request names has" in m for m in caplog.messages
     )
+
+
+def test_what_cannot_be_sent_is_told_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr("kvwire.Communicator.publish", fail)
+    with workers() as (p, _):
+        steps.prefill(p, steps.sending(steps.FROM, 10))
+        assert steps.drained(p)
+
+
+def test_what_one_rank_of_several_cannot_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others touch no block any more when it is told."""
+    begun: list[Incoming] = []
+    pull = Connection.pull
+
+    def second_fails(*what: Any, **more: Any) -> Incoming:
+        if begun:
+            raise RuntimeError("out of something")
+        begun.append(pull(*what, **more))
+        return begun[-1]
+
+    monkeypatch.setattr(Connection, "pull", second_fails)
+    with engines((2, 1), (1, 1)) as (there, (d,)):
+        steps.fetch(d, steps.fetching(steps.addresses(there)))
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set(steps.INTO)
+        (one,) = begun
+        assert one.is_drained
 
 
 @pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4), (4, 8)])

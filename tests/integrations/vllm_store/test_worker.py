@@ -144,6 +144,12 @@ def test_a_fence_waits_for_a_request_that_is_over_as_well(tmp_path: Path) -> Non
         assert made.side.finished()[0] == {"p"}
 
 
+def test_a_second_end_is_none(tmp_path: Path) -> None:
+    with worker(tmp_path) as made:
+        made.side.close()
+        assert not (tmp_path / "a").exists()
+
+
 def test_the_scheduler_asks_what_is_there(tmp_path: Path) -> None:
     with (
         worker(tmp_path) as made,
