@@ -19,7 +19,7 @@ from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
 from kvwire.driver.ports import DriverOwner
 from kvwire.errors import BackendUnavailable, KVWireError
-from kvwire.limits import LANE_TIMEOUT_LAST_S, LANE_TIMEOUT_S
+from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_LAST_S, LANE_TIMEOUT_S
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
@@ -161,10 +161,15 @@ class LaneSetup:
         if number is None:
             raise BackendUnavailable("too many lanes were tried")
         endpoint = self._make(name, number)
+        try:
+            ours = _bootstrap_of(endpoint)
+        except BackendUnavailable:
+            endpoint.lane.abort()
+            raise
         loop = asyncio.get_running_loop()
         bootstrap: asyncio.Future[bytes] = loop.create_future()
         self._bootstrap = number, bootstrap
-        self._core.lanes.open(number, name, endpoint.lane.bootstrap)
+        self._core.lanes.open(number, name, ours)
         self._lanes.add(endpoint)
         self._run()
         # In a task of its own, which the end of the connection cancels.
@@ -192,6 +197,7 @@ class LaneSetup:
     ) -> None:
         await endpoint.lane.join(await bootstrap, self._handler)
         self._lanes.advance(endpoint, LaneInput.JOINED)
+        _check_description(endpoint)
 
     def bootstrapped(self, event: LaneBootstrapped) -> None:
         """Join with the server's endpoint, which is there."""
@@ -238,6 +244,8 @@ class LaneSetup:
             async with asyncio.timeout(LANE_TIMEOUT_LAST_S):
                 await endpoint.lane.join(event.bootstrap, self._handler)
                 self._lanes.advance(endpoint, LaneInput.JOINED)
+                _check_description(endpoint)
+                bootstrap = _bootstrap_of(endpoint)
         except BaseException as exc:
             if endpoint is None:
                 reason = str(exc)
@@ -251,7 +259,7 @@ class LaneSetup:
                 raise
             return
         if endpoint.state is LaneState.JOINED:
-            self._core.lanes.answer(number, endpoint.lane.bootstrap)
+            self._core.lanes.answer(number, bootstrap)
             self._run()
 
     def _answered(self, task: asyncio.Task[None]) -> None:
@@ -357,6 +365,37 @@ class LaneSetup:
             self._run()
             self._check_ended()
         return exc
+
+
+def _bootstrap_of(endpoint: LaneEndpoint) -> bytes:
+    """Return what the peer needs to join, if a frame can carry it.
+
+    Raises:
+        BackendUnavailable: The backend breaks its promise; another one is tried then.
+    """
+    try:
+        bootstrap: object = endpoint.lane.bootstrap
+    except Exception as exc:
+        raise _unavailable(endpoint.backend, exc) from exc
+    if not isinstance(bootstrap, bytes):
+        found = f"a {type(bootstrap).__name__}"
+    elif len(bootstrap) > BOOTSTRAP_BYTES_MAX:
+        found = f"of {len(bootstrap)} bytes"
+    else:
+        return bootstrap
+    raise BackendUnavailable(f"a bug of the backend: its bootstrap is {found}")
+
+
+def _check_description(endpoint: LaneEndpoint) -> None:
+    """Refuse a lane that cannot say why it is used: reports ask, and have no answer."""
+    try:
+        description: object = endpoint.lane.description
+    except Exception as exc:
+        raise _unavailable(endpoint.backend, exc) from exc
+    if not isinstance(description, str):
+        raise BackendUnavailable(
+            f"a bug of the backend: its description is {description!r}"
+        )
 
 
 def _unavailable(name: str, exc: Exception) -> BackendUnavailable:

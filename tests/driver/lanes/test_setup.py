@@ -21,7 +21,7 @@ from kvwire import BackendUnavailable
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.driver.lanes.setup import REFUSALS_MAX
 from kvwire.errors import ConnectionClosed
-from kvwire.limits import LANE_TIMEOUT_S, LANES_MAX
+from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S, LANES_MAX
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
 from tests.support.lanes import (
@@ -103,6 +103,32 @@ async def test_what_fails_at_first_use_falls_to_the_next(
     said = [r for r in caplog.records if "cannot carry the data" in r.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "inproc" in said[0].getMessage()
+
+
+def _raises(_: Lane) -> str:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("bootstrap", property(_raises), "ZeroDivisionError"),
+        ("bootstrap", None, "its bootstrap is a NoneType"),
+        ("bootstrap", bytes(BOOTSTRAP_BYTES_MAX + 1), "its bootstrap is of "),
+        ("description", property(_raises), "ZeroDivisionError"),
+        ("description", None, "its description is None"),
+    ],
+)
+async def test_a_lane_that_says_nothing_usable_of_itself_falls_to_the_next(
+    role: str, name: str, value: object, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bootstrap ended the connection; its description whatever asked for it."""
+    use(monkeypatch, type("Lying", (InprocLane,), {name: value}), role)
+    async with connected(**BESIDE) as pair:
+        assert pair.left.transport == pair.right.transport == "tcp"
+        await expect_moves(pair)
+        assert why in reasons(pair.left.transport_report)["inproc"]
 
 
 @pytest.mark.parametrize("role", ["client", "server"])
