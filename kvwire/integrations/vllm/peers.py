@@ -27,8 +27,10 @@ class Peers:
         """
         dial = self._dials.get(address)
         if dial is None or _useless(dial):
+            # Requests may name addresses where nobody listens, any number of them.
+            kept = {at: one for at, one in self._dials.items() if not _useless(one)}
             dial = asyncio.ensure_future(communicator.connect(address))
-            self._dials[address] = dial  # bounded by the engines of a deployment
+            self._dials = {**kept, address: dial}
         return await asyncio.shield(dial)
 
 
