@@ -17,6 +17,7 @@ from kvwire.testing.conformance.__main__ import main
 from kvwire.testing.conformance.runner import LANE_CHECKS
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
+from kvwire_inproc.lane import InprocLane
 
 _TWO = ("address.bound", "address.conflict")
 
@@ -121,6 +122,27 @@ async def test_a_rank_that_is_no_number_is_found(
     ):
         report = await kit(InprocBackend, only=[check], raising=False)
         assert report.failed[0].reason == "its rank is 'high', no whole number"
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "said"),
+    [
+        ("window_bytes", 0, "window_bytes is 0, not 1 or more"),
+        ("span_bytes", -1, "span_bytes is -1, not 0 or more"),
+        ("bytes_min", "1 MiB", "bytes_min is '1 MiB', not 1 or more"),
+        ("intact", None, "intact is None"),
+        ("memory_kinds", None, "memory_kinds is None"),
+        ("memory_kinds", frozenset({"host"}), "memory_kinds is frozenset({'host'})"),
+        ("description", None, "the description is None"),
+    ],
+)
+async def test_what_a_lane_says_of_itself_is_checked(
+    fact: str, value: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data waited for ever on a lane with a window of 0, and the kit passed it."""
+    monkeypatch.setattr(InprocLane, fact, value)
+    report = await check_lanes(InprocBackend, only=["join.idle"], raising=False)
+    assert [result.reason for result in report] == [f"left: {said}"]
 
 
 @pytest.mark.parametrize("kit", [check_backend, check_lanes])

@@ -13,7 +13,7 @@ from kvwire.limits import BOOTSTRAP_BYTES_MAX
 from kvwire.testing.conformance.check import CheckFailed, Group, require
 from kvwire.testing.conformance.rig import AnyRig, LaneRig, LinkRig
 from kvwire.testing.conformance.sides import LaneSide, LinkSide
-from kvwire.types import Address
+from kvwire.types import Address, MemoryKind
 
 address: Group = Group("address")
 join: Group = Group("join")
@@ -196,14 +196,32 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide) -> None:
         bootstrap, text = lane.bootstrap, lane.description
         require(isinstance(bootstrap, bytes), f"bootstrap: {type(bootstrap).__name__}")
         require(len(bootstrap) <= BOOTSTRAP_BYTES_MAX, f"of {len(bootstrap)} bytes")
+        _require_facts(side)
         await rig.settle()
         require(lane.bootstrap == bootstrap, f"{name}: the bootstrap changed")
         require(text.strip() != "", f"{name}: the description is empty")
         require(text.isprintable(), f"{name}: no line: {text!r}")
         require(lane.queued_bytes == 0, f"{name}: {lane.queued_bytes} queued")
         require(lane.received_bytes == 0, f"{name}: {lane.received_bytes} came")
-        require(lane.bytes_min >= 1, f"{name}: bytes_min is {lane.bytes_min}")
         require(not side.closed, f"{name} closed by itself")
+
+
+def _require_facts(side: LaneSide) -> None:
+    """Require of what a lane says of itself that data can be planned with it."""
+    lane, name = side.lane, side.name
+    # With a window of 0 no payload would ever be sent.
+    for fact, least in (("bytes_min", 1), ("span_bytes", 0), ("window_bytes", 1)):
+        value: object = getattr(lane, fact)
+        sound = isinstance(value, int) and value >= least
+        require(sound, f"{name}: {fact} is {value!r}, not {least} or more")
+    intact: object = lane.intact
+    require(isinstance(intact, bool), f"{name}: intact is {intact!r}")
+    kinds: object = lane.memory_kinds
+    sound = isinstance(kinds, frozenset) and bool(kinds)
+    sound = sound and all(isinstance(kind, MemoryKind) for kind in lane.memory_kinds)
+    require(sound, f"{name}: memory_kinds is {kinds!r}")
+    text: object = lane.description
+    require(isinstance(text, str), f"{name}: the description is {text!r}")
 
 
 @join.lanes("at-once", "The client may send as soon as its own join has returned")
