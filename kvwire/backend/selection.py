@@ -30,6 +30,8 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
                 f'transport={transport!r}: a name such as "tcp", or a list of them'
             )
         names = (transport,) if isinstance(transport, str) else tuple(transport)
+        if not names:
+            raise UsageError("transport: no name is given; None leaves the choice open")
         config = config.replace(require=names, prefer=names)
     usable = [name for name in config.require if registry.availability(name).available]
     if config.require and not usable:

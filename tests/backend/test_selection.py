@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
-from kvwire import BackendUnavailable, Config
+from kvwire import BackendUnavailable, Config, UsageError
 from kvwire.backend import API_VERSION, Availability, Capabilities, registry, selection
 
 _KNOWN = {
@@ -169,6 +170,13 @@ def test_what_cannot_run_cannot_be_required() -> None:
     ]:
         with pytest.raises(BackendUnavailable, match="libucp is not installed; pip"):
             selection.apply_overrides(config, transport)
+
+
+@pytest.mark.parametrize("transport", [[], ()])
+def test_a_list_of_no_transports_is_refused(transport: Sequence[str]) -> None:
+    """It lifted `require`: whatever there is could carry the data."""
+    with pytest.raises(UsageError, match="no name is given; None leaves"):
+        selection.apply_overrides(Config(require=("local",)), transport)
 
 
 def test_one_transport_cannot_be_required_and_forbidden() -> None:
