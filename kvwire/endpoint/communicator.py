@@ -223,6 +223,8 @@ class CommunicatorState:
     ) -> ConnectionState:
         """Connect to a communicator that listens."""
         self.check_open()
+        if isinstance(transport, Iterable) and not isinstance(transport, str):
+            transport = tuple(transport)  # a redial reads it again
         connection = await self._connect(address, transport, timeout_s)
         self.registry.reattach(connection)
         return connection

@@ -209,3 +209,12 @@ def test_only_silence_waits_for_the_lease() -> None:
     said.__cause__ = ConnectionResetError(errno.ECONNRESET, "reset")
     assert _was_reset(said)
     assert not _was_reset(kvwire.PeerUnresponsive("silent"))
+
+
+async def test_a_redial_asks_for_the_transports_that_were_named() -> None:
+    """An iterator of them was used up: anything could carry the data then."""
+    async with kvwire.open(name="near") as near, kvwire.open(name="far") as far:
+        where = await far.listen("tcp://127.0.0.1:0")
+        first = await near.connect(where, transport=iter(["tcp"]))
+        again = await near._state.redial(first._state)
+        assert first.transport == again.transport == "tcp"
