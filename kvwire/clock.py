@@ -69,6 +69,8 @@ def _number(value: object) -> float:
 
     What is none is no number, NaN.
     """
+    if type(value) is float:  # nearly always, and a check of ``Real`` is four calls
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:

@@ -241,7 +241,10 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
 def named_of(lists: Mapping[str, Ids]) -> Mapping[str, Ids]:
     """Return the lists without positions that no block was named for, their ends."""
     # Of each transfer that is over, so the end alone is looked at.
-    if all(not ids.size or ids.item(-1) != UNNAMED for ids in lists.values()):
+    for ids in lists.values():
+        if ids.size and ids.item(-1) == UNNAMED:
+            break
+    else:
         return lists
     return {name: ids[ids != UNNAMED] for name, ids in lists.items()}
 

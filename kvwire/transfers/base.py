@@ -281,9 +281,9 @@ class KVTransfer:
             raise UsageError(
                 f"priority={priority!r}: 0 to {PRIORITY_MAX}; a higher one goes first"
             )
-        if lease_s is None:
-            lease_s = communicator.config.lease_s
-        self.lease_s: float = seconds_of("lease_s", lease_s)
+        self.lease_s: float = communicator.config.lease_s
+        if lease_s is not None:
+            self.lease_s = seconds_of("lease_s", lease_s)
         self.id = id
         self.key: bytes = transfer_key(id)
         # A producer and a consumer of one name may live in one communicator.
