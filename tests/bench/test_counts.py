@@ -14,10 +14,10 @@ from tests.bench.counts import count, works
 pytestmark = pytest.mark.timeout(120)
 
 # Python calls and frames of an operation, both sides, over tcp and with Python 3.11:
-# others inline other calls. Where copies are not compiled, which some take ten calls
-# more for. What makes one dearer is named here, with its reason in the
-# commit; what makes it cheaper lowers its line. The last word of a transfer has a frame
-# of its own where the next transfer comes late, and eight blocks of a store a CREDIT.
+# others inline other calls. Without a compiled copy, which takes up to 17 calls less.
+# What makes one dearer is named here, with its reason in the commit; what makes it
+# cheaper lowers its line. The last word of a transfer has a frame of its own where the
+# next transfer comes late, and eight blocks of a store a CREDIT.
 CEILINGS: Final = {
     "pull, 64 KiB, 16 layers": (477, 5),
     "pull, 256 KiB, 16 layers": (472, 5),
