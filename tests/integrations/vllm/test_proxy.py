@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ import pytest
 from starlette.applications import Starlette
 
 from kvwire import UsageError
+from kvwire.integrations.vllm.proxy import app as proxy_app
 from kvwire.integrations.vllm.proxy import dispatch, policy
 from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
@@ -452,6 +454,26 @@ async def test_a_client_that_leaves_within_its_request() -> None:
     engines = Engines()
     await app(engines)(SCOPE, receive, send)
     assert sent[0]["status"] == 499
+    assert not engines.asked
+
+
+async def test_a_body_that_does_not_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_app, "PROXY_BODY_BYTES_MAX", 1024)
+    engines, parts = Engines(), count()
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        assert next(parts) < 3
+        return {"type": "http.request", "body": b" " * 512, "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(engines)(SCOPE, receive, send)
+    assert sent[0]["status"] == 413
+    assert b"more than 1 KiB" in sent[1]["body"]
     assert not engines.asked
 
 

@@ -36,7 +36,8 @@ from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.types import is_loopback
+from kvwire.limits import PROXY_BODY_BYTES_MAX
+from kvwire.types import in_bytes, is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 
 with needed_by("the proxy", extra="vllm"):
@@ -252,8 +253,13 @@ T = TypeVar("T")
 
 
 async def _read(request: Request, kind: type[T]) -> T:
+    content = bytearray()
     try:
-        content = await request.body()
+        async for part in request.stream():
+            content += part
+            if len(content) > PROXY_BODY_BYTES_MAX:
+                why = f"the body has more than {in_bytes(PROXY_BODY_BYTES_MAX)}"
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
     except ClientDisconnect:
         raise HTTPException(_CLIENT_CLOSED) from None  # nobody reads it
     try:
