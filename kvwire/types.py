@@ -10,7 +10,16 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Generic, Literal, NewType, TypeAlias, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    NewType,
+    TypeAlias,
+    TypeVar,
+)
 from urllib.parse import urlsplit
 
 from kvwire.errors import UsageError, nearest, wrong_type
@@ -401,6 +410,12 @@ def in_bytes(count: int) -> str:
         if count >= (unit := _UNITS[name.upper()]):
             return f"{count / unit:.4g} {name}"
     return f"{count} B"
+
+
+def numeric_host(sockaddr: tuple[Any, ...]) -> str:
+    """Return the host of a socket's address; one of a single link says of which."""
+    host, scope = str(sockaddr[0]), sockaddr[3] if len(sockaddr) > 3 else 0
+    return f"{host}%{scope}" if scope else host
 
 
 def is_loopback(host: str) -> bool:

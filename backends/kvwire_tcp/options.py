@@ -12,11 +12,11 @@ import socket
 import struct
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvwire.backend import Finding
 from kvwire.limits import MIB
-from kvwire.types import Address, is_loopback
+from kvwire.types import Address, is_loopback, numeric_host
 
 # Liveness is the core's: it pings, and forgives its own stalls. The kernel's probes are
 # for links whose core is gone or stuck, and must never be the first to give up. So a
@@ -73,9 +73,9 @@ def reset_on_close(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NONE)
 
 
-def address_from(sockaddr: tuple[str, int]) -> Address:
+def address_from(sockaddr: tuple[Any, ...]) -> Address:
     """Return the address that a socket reports, of IPv4 or of IPv6."""
-    return Address("tcp", sockaddr[0], sockaddr[1])
+    return Address("tcp", numeric_host(sockaddr), sockaddr[1])
 
 
 # --- how much the kernel keeps in flight for one connection, for `kvwire doctor` ------

@@ -21,7 +21,7 @@ from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import check_psk, key_id
-from kvwire.types import Address, TrustMode, is_loopback
+from kvwire.types import Address, TrustMode, is_loopback, numeric_host
 
 # A key file holds the key in hexadecimal; two digits a byte, and a line end.
 _KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2
@@ -143,7 +143,7 @@ async def _numeric(address: Address) -> list[str]:
         )
     except UnicodeError as exc:
         raise UsageError(f"address {str(address)!r}: {exc}") from None
-    return [str(sockaddr[0]) for *_, sockaddr in found]
+    return [numeric_host(sockaddr) for *_, sockaddr in found]
 
 
 def crosses_hosts(backend: Backend) -> bool:

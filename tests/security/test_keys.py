@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -108,6 +110,17 @@ async def test_this_host_alone_needs_no_key() -> None:
 async def test_a_name_stands_for_one_numeric_address() -> None:
     found = await keys.resolve(Address("tcp", "localhost", 7), TrustMode.LOOPBACK)
     assert found.host in {"127.0.0.1", "::1"}
+
+
+async def test_a_name_for_an_address_of_one_link_says_of_which(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 7, 0, 2))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    address = await keys.resolve(Address("tcp", "neighbour", 7), TrustMode.PSK)
+    assert address == Address("tcp", "fe80::1%2", 7)
 
 
 def test_only_numbers_are_loopback() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvwire.backend import Finding
+from kvwire.types import Address
 from kvwire_tcp import TcpBackend, options
-from kvwire_tcp.options import findings, tune
+from kvwire_tcp.options import address_from, findings, tune
 from tests.backends.kvwire_tcp.recorder import linked
 
 EXPECTED = {
@@ -85,6 +86,15 @@ def look(root: Path, **settings: str) -> dict[str, Finding]:
     for name, text in settings.items():
         (folder / name).write_text(f"{text}\n")
     return {finding.name: finding for finding in findings(root)}
+
+
+def test_an_address_of_one_link_says_of_which() -> None:
+    """Without it nothing leads there: EINVAL, of each lane too."""
+    address = address_from(("fe80::1", 7400, 0, 2))
+    assert Address.parse(str(address)) == address == Address("tcp", "fe80::1%2", 7400)
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    assert found[0][4] == ("fe80::1", 7400, 0, 2)
+    assert address_from(("::1", 7400, 0, 0)) == Address("tcp", "::1", 7400)
 
 
 def test_the_defaults_of_linux_are_in_order(tmp_path: Path) -> None:
