@@ -121,6 +121,8 @@ class CredentialFiles:
         self._config = config
         self._stamps = self._look()
         self._credentials = Credentials(config)
+        # Why files that have changed are not used, as the log says it.
+        self._refusal = ""
 
     def current(self) -> Credentials:
         """Return what the files say, or last said when usable."""
@@ -129,9 +131,16 @@ class CredentialFiles:
             self._stamps = stamps
             try:
                 self._credentials = Credentials(self._config)
-            except UsageError as exc:
-                logger.warning("certificates have changed and are not used: %s", exc)
+            except (UsageError, OSError) as exc:
+                # A mode that is put right, or a descriptor to be had, changes no file.
+                self._stamps = ()
+                refusal, self._refusal = self._refusal, str(exc)
+                if refusal != self._refusal:
+                    logger.warning(
+                        "certificates have changed and are not used: %s", exc
+                    )
             else:
+                self._refusal = ""
                 logger.info("certificates have changed; new connections use them")
         return self._credentials
 

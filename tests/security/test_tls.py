@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import logging
+import os
 import ssl
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -346,6 +350,48 @@ def test_a_file_that_is_gone_for_a_moment(authority: Authority) -> None:
         assert files.current() is before
     finally:
         path.with_suffix(".away").rename(path)
+    assert files.current() is not before
+
+
+def test_a_key_that_nobody_else_may_read_any_more(authority: Authority) -> None:
+    """A key that was refused for its mode is used after chmod, which dates no file."""
+    config, new = authority.config(FAR), authority.issue(NEAR)
+    files = CredentialFiles(Config(**config))
+    before = files.current()
+    replaced(config["tls_cert_file"], new.cert_file.read_bytes())
+    replaced(config["tls_key_file"], new.key_file.read_bytes())
+    key = Path(config["tls_key_file"])
+    key.chmod(0o644)
+    assert files.current() is before
+    key.chmod(0o600)
+    assert files.current() is not before
+
+
+@pytest.mark.parametrize(
+    ("module", "call"), [(builtins, "open"), (tls_module, "_as_file")]
+)
+def test_without_a_descriptor_for_a_moment(
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    module: ModuleType,
+    call: str,
+) -> None:
+    """It ends no connection, and the new files are used when there is one again."""
+
+    def exhausted(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    config, new = authority.config(FAR), authority.issue(NEAR)
+    files = CredentialFiles(Config(**config))
+    before = files.current()
+    replaced(config["tls_cert_file"], new.cert_file.read_bytes())
+    replaced(config["tls_key_file"], new.key_file.read_bytes())
+    with monkeypatch.context() as patched:
+        patched.setattr(module, call, exhausted)
+        for _ in range(2):
+            assert files.current() is before
+    assert caplog.text.count("are not used") == 1
     assert files.current() is not before
 
 
