@@ -277,7 +277,7 @@ def _ptrace(host: HostFiles) -> Judgement:
 
 
 def _shared_memory(host: HostFiles) -> Judgement:
-    """Judge /dev/shm, where UCX, NCCL and `local` share memory within one host."""
+    """Judge /dev/shm, where UCX and NCCL share memory within one host."""
     try:
         found = os.statvfs(host.root / "dev/shm")
     except OSError:
