@@ -220,3 +220,9 @@ def test_a_pool_in_bfloat16_holds_what_was_written(model: Any) -> None:
     read, _ = sequence.update(keys, -keys, 1)
     assert torch.equal(read, keys)
     assert np.prod(read.shape) == 20 * spec.token_bytes // (2 * spec.item_bytes)
+
+
+def test_a_pool_is_of_no_graph(model: Any, pool: TensorPool) -> None:
+    """It would keep the activations of every call made without torch.no_grad."""
+    assert model(prompt(20), cache=PagedSequence(pool, [1, 0])).logits.requires_grad
+    assert not any(tensor.requires_grad for tensor in pool.tensors)

@@ -182,8 +182,9 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
         at = torch.arange(start, stop)
         size = self._tensor.shape[2]
         blocks, slots = self._table[at // size], at % size
-        self._tensor[blocks, 0, slots] = key_states[0].transpose(0, 1)
-        self._tensor[blocks, 1, slots] = value_states[0].transpose(0, 1)
+        # The pool outlives the call, and a graph would keep what the call computed.
+        self._tensor[blocks, 0, slots] = key_states.detach()[0].transpose(0, 1)
+        self._tensor[blocks, 1, slots] = value_states.detach()[0].transpose(0, 1)
         self.length = stop
         if self._sequence.on_written is not None:
             self._sequence.on_written(self._index, start, stop)

@@ -76,6 +76,16 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request), None
 
+    def reset_cache(self) -> bool | None:
+        """Forget all blocks of this model in every tier; whether that was done.
+
+        vLLM asks for it before weights change, and wants no step to be under way.
+        """
+        if self._lookup is None:
+            return None
+        self._scheduler.forgotten()
+        return self._lookup.forget()
+
     def shutdown(self) -> None:
         super().shutdown()
         if self._lookup is not None:

@@ -1,9 +1,10 @@
-"""The one question of vLLM's scheduler to its workers: how much of a prompt is there?
+"""What vLLM's scheduler asks its workers: how much of a prompt is there?
 
 Scheduler and workers may be processes of their own, and the store is the workers'. A
 worker listens on this host and leaves its address in a file that only this user can
 read; the scheduler finds the file by the engine's id, and asks by messages. A question
-is its number, which is the tag of the answer, and the hashes; an answer is a count.
+is its number, which is the tag of the answer, and the hashes; an answer is a count. In
+place of hashes it may be that all is to be forgotten; then the answer is 1, or 0.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 _QUESTIONS: Final = 1
 _NUMBER_BYTES: Final = 8
 _HASH_BYTES: Final = 32
+_FORGET: Final = b"forget"
 
 Match = Callable[[list[bytes]], Awaitable[int]]
 """Returns how many leading blocks of a chain a store has."""
+
+Forget = Callable[[], Awaitable[bool]]
+"""Has a store forget what it has; whether it did."""
 
 
 def address_file(engine_id: str, rank: int) -> Path:
@@ -45,7 +50,7 @@ def address_file(engine_id: str, rank: int) -> Path:
     return folder / f"{re.sub('[^0-9A-Za-z_.-]', '_', engine_id)}-{rank}.store"
 
 
-async def answer(communicator: Communicator, match: Match) -> None:
+async def answer(communicator: Communicator, match: Match, forget: Forget) -> None:
     """Answer everybody who connects, until the communicator is closed.
 
     Cancel safety: it ends; questions that are open get no answer.
@@ -53,15 +58,18 @@ async def answer(communicator: Communicator, match: Match) -> None:
     with contextlib.suppress(KVWireError):
         async with asyncio.TaskGroup() as tasks:
             while True:
-                tasks.create_task(_serve(await communicator.accept(), match))
+                tasks.create_task(_serve(await communicator.accept(), match, forget))
 
 
-async def _serve(connection: Connection, match: Match) -> None:
+async def _serve(connection: Connection, match: Match, forget: Forget) -> None:
     with contextlib.suppress(KVWireError):
         while True:
             asked = bytes(await connection.recv(_QUESTIONS))
-            ends = range(_NUMBER_BYTES, len(asked), _HASH_BYTES)
-            found = await match([asked[at : at + _HASH_BYTES] for at in ends])
+            if asked[_NUMBER_BYTES:] == _FORGET:
+                found = int(await forget())
+            else:
+                ends = range(_NUMBER_BYTES, len(asked), _HASH_BYTES)
+                found = await match([asked[at : at + _HASH_BYTES] for at in ends])
             tag = int.from_bytes(asked[:_NUMBER_BYTES], "little")
             await connection.send(tag, found.to_bytes(4, "little"))
 
@@ -85,11 +93,25 @@ class Lookup:
 
     def begin(self, hashes: Sequence[bytes]) -> Future[int]:
         """Ask how many leading blocks of a chain every rank has; never fails."""
-        said = b"".join(hashes)
+        return self._ask_all(b"".join(hashes), self._timeout_s)
+
+    def forget(self) -> bool:
+        """Have every rank's store forget what it has; return whether all did.
+
+        It takes as long as the tiers do.
+        """
+        return bool(self._ask_all(_FORGET, None).result())
+
+    def close(self) -> None:
+        """End the questions that are open, with nothing."""
+        self._engine.close()
+
+    def _ask_all(self, said: bytes, timeout_s: float | None) -> Future[int]:
+        """Ask every rank; the result is the least of their answers, 0 for none."""
 
         async def ask(communicator: Communicator) -> int:
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(timeout_s):
                     there = self._addresses
                     asked = (self._ask(communicator, one, said) for one in there)
                     return min(await asyncio.gather(*asked))
@@ -98,10 +120,6 @@ class Lookup:
                 return 0
 
         return self._engine.start(ask)
-
-    def close(self) -> None:
-        """End the questions that are open, with nothing."""
-        self._engine.close()
 
     async def _ask(self, communicator: Communicator, address: str, said: bytes) -> int:
         connection = await self._peers.connection(communicator, address)

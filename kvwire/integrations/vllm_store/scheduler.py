@@ -69,7 +69,9 @@ class _Tracked:
     computed: int = 0  # tokens that vLLM had when it asked
     saved: int = 0  # blocks that the store has, or that the workers were told to save
     busy: bool = False  # the workers may be saving its blocks
-    nameless: bool = False  # ids of its tokens are none, so nothing more is saved
+    # Ids of its tokens are none, or its KV is of what was forgotten: nothing more of it
+    # is saved.
+    nameless: bool = False
     loading: bool = False  # they are loading, and have not said that they are through
 
 
@@ -161,6 +163,13 @@ class StoreScheduler:
             self._leaving.add(request.request_id)
         return later
 
+    def forgotten(self) -> None:
+        """Note that the store forgets: what was computed before is not to come back."""
+        for tracked in self._requests.values():
+            tracked.asked = None
+            if tracked.ids:
+                tracked.nameless, tracked.hashes = True, []
+
     # --- inside -----------------------------------------------------------------------
 
     def _tracked(self, request: Any) -> _Tracked:
@@ -191,7 +200,7 @@ class StoreScheduler:
                 tracked.hashes += self._scheme.block_hashes(
                     list(tokens),
                     parent=tracked.hashes[-1] if known else None,
-                    salt=identity_of(tracked.request),
+                    salt=identity_of(tracked.request) + _adapter(tracked.request),
                 )
             except UsageError as exc:
                 # vLLM lets some ids through that are none.
@@ -218,3 +227,9 @@ class StoreScheduler:
         part = slice(tracked.saved, full)
         step.saves.append(NamedBlocks(one.id, hashes[part], tracked.ids[part]))
         tracked.saved, tracked.busy = full, True
+
+
+def _adapter(request: Any) -> bytes:
+    """Return where an adapter's weights lie: its name may be given to others later."""
+    adapter = getattr(request, "lora_request", None)
+    return b"" if adapter is None else ascii(adapter.lora_path).encode()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvwire import Communicator, PagedCache, StoreRequest
+from kvwire.errors import KVWireError
 from kvwire.integrations.pages import open_store
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches
 from kvwire.integrations.vllm.worker import IDLE_WAIT_S
@@ -36,7 +37,9 @@ class StoreWorker:
         address = self._engine.listen("127.0.0.1:0")
         file.unlink(missing_ok=True)
         file.write_text(str(address))
-        self._answers = self._engine.start(lambda c: answer(c, self._match))
+        self._answers = self._engine.start(
+            lambda c: answer(c, self._match, self._forget)
+        )
         self._cache: PagedCache | None = None
         self._step = StoreStep()
         self._saves: dict[str, list[Future[None]]] = {}
@@ -109,6 +112,16 @@ class StoreWorker:
     async def _match(self, hashes: list[bytes]) -> int:
         """Return how many leading blocks of a chain are here."""
         return await self._store.match(hashes, self._cache) if self._cache else 0
+
+    async def _forget(self) -> bool:
+        """Forget all blocks for such a cache, whoever has put them; whether it did."""
+        try:
+            if self._cache is not None:
+                await self._store.delete_all(self._cache)
+        except (KVWireError, OSError) as exc:
+            logger.warning("the store has not forgotten its blocks: %s", exc)
+            return False
+        return True
 
     def _recorded(self) -> object:
         """Return an event behind this thread's queued work, if a GPU's."""

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import Pair, running
 from tests.integrations.vllm.serving import (
+    ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Engine,
     engine,
@@ -67,6 +69,7 @@ def test_engines_share_prefixes_that_outlive_them(
     wire = {"lease_s": 3.0, "require": ["tcp"]}
     beside = [store(server)]
     first = engine(model, tmp_path, "first", 0, wire, beside=beside)
+    first.environment["VLLM_SERVER_DEV_MODE"] = "1"
     second = engine(model, tmp_path, "second", 1, wire, beside=beside)
     prompts = [prompt(tokens, seed=1) for tokens in PROMPTS]
     usable = [(tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in PROMPTS]
@@ -90,3 +93,7 @@ def test_engines_share_prefixes_that_outlive_them(
         again = [loaded(first, ids) for ids in prompts]
         assert again == list(zip(answers, usable, strict=True))
         assert eventually(lambda: first.idle and second.idle)
+        # Before other weights are loaded, say.
+        url = f"{first.url}/reset_prefix_cache?reset_external=true"
+        httpx.post(url, timeout=ANSWERS_WITHIN_S).raise_for_status()
+        assert [loaded(first, ids) for ids in prompts] == cold

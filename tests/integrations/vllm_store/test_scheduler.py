@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,8 @@ TOKENS = list(range(100, 110))  # two blocks and a half
 @dataclass
 class Request(fakes.Request):
     """A request, with what it has generated."""
+
+    lora_request: Any = None
 
     @property
     def all_token_ids(self) -> Sequence[int]:
@@ -190,3 +194,37 @@ def test_a_preempted_request_is_fenced_and_asks_again() -> None:
     assert len(store.asked) == 2
     # It has drained, and nothing was saved since.
     assert not side.finished(request)
+
+
+def test_an_adapter_of_the_same_name_at_another_place_is_another() -> None:
+    """As vLLM's own names say, so that a name may be given to new weights."""
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    for number, path in enumerate(["/v1", "/v2", "/v1"]):
+        adapter = SimpleNamespace(lora_name="sql", lora_path=path)
+        side.begun(Request(f"r{number}", TOKENS, lora_request=adapter))
+    (old, _), (new, _), (again, _) = store.asked
+    assert old == again
+    assert not {*old} & {*new}
+
+
+def test_what_was_computed_before_all_is_forgotten_does_not_come_back() -> None:
+    store = Store()
+    side = StoreScheduler(BLOCK_TOKENS, store.ask)
+    runs, waits = Request("r", TOKENS), Request("w", TOKENS)
+    for request in (runs, waits):
+        side.begun(request)
+        store.asked[-1][1].set_result(2)
+    assert side.matched(runs, 0) == (8, True)
+    side.allocated(runs, [[7, 8, 9]], 0)
+    side.step(first([7, 8, 9], 0, 4))
+    side.forgotten()
+    later = Cached(["r"], [None], [4])
+    assert not side.step(Output({"r": 6}, scheduled_cached_reqs=later)).saves
+    assert side.matched(waits, 0) == (None, False)  # the store is asked again
+    store.asked[-1][1].set_result(0)
+    assert side.matched(waits, 0) == (0, False)
+    side.allocated(waits, [[1, 2, 3]], 0)
+    new = Output({"w": 10}, [New("w", ([1, 2, 3],), 0)])
+    assert side.step(new).saves == [("w", hashes_of(waits)[:2], [1, 2])]
+    assert side.finished(runs)

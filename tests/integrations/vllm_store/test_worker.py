@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvwire import BlockStore
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
@@ -160,6 +161,31 @@ def test_the_scheduler_asks_what_is_there(tmp_path: Path) -> None:
         assert made.freed()
         assert lookup.begin([*HASHES, bytes(32)]).result() == 3
         assert lookup.begin([bytes(32), *HASHES]).result() == 0
+
+
+def test_the_scheduler_has_all_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = f"disk:{tmp_path / 'kv'}?size=1MiB"
+    with (
+        worker(tmp_path, tiers=["memory:1MiB", disk]) as made,
+        closing(Lookup([tmp_path / "a"], 60.0)) as lookup,
+    ):
+        made.save()
+        assert made.freed()
+        assert lookup.begin(HASHES).result() == 3
+        assert lookup.forget()
+        assert lookup.begin(HASHES).result() == 0
+        made.load()
+        assert made.loaded()
+        assert made.side.take_errors() == {*INTO}
+
+        async def fails(*_: Any) -> None:
+            raise OSError("the disk is away")
+
+        monkeypatch.setattr(BlockStore, "delete_all", fails)
+        assert not lookup.forget()
+        assert lookup.begin(HASHES).result() == 0  # it still answers
 
 
 def test_a_store_that_does_not_answer_has_nothing(tmp_path: Path) -> None:
