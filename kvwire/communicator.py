@@ -9,12 +9,14 @@ from typing import Any, Self, Unpack
 from kvwire.clock import yields_before_raising
 from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection, Peer
+from kvwire.directory.selector import FIELDS
 from kvwire.driver.counters import Counters
 from kvwire.driver.loop_thread import AsyncWith, Opening
 from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.membership import spec_digests
 from kvwire.endpoint.observers import Observers
 from kvwire.endpoint.snapshot import Snapshot, TransferSnapshot
+from kvwire.errors import UsageError, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import MEMBER_LEASE_S
@@ -268,6 +270,15 @@ class Communicator(AsyncWith):
             ClosedOK: The communicator is closed.
         """
         self._state.thread.check("Communicator.announce")
+        if cache is not None and not isinstance(cache, PagedCache):
+            raise wrong_type("cache", cache, "a kvwire.PagedCache")
+        if labels is not None and not isinstance(labels, Mapping):
+            raise wrong_type("labels", labels, "a mapping of names to texts")
+        for name in FIELDS & (labels or {}).keys():
+            raise UsageError(
+                f"labels: selectors take {name!r} for what a record says by itself; "
+                f"give the label another name"
+            )
         specs = {} if cache is None else spec_digests(cache)
         if cache is not None and not model:
             model = next(iter(cache.groups.values())).spec.fingerprint

@@ -311,7 +311,8 @@ def wrong_type(name: str, value: object, wanted: str) -> UsageError:
     """Make the error for an argument of another type, such as a coroutine."""
     kind = type(value).__name__
     hint = "; is an `await` missing?" if hasattr(value, "__await__") else ""
-    return UsageError(f"{name}: {wanted} is needed, and this is a {kind}{hint}")
+    article = "an" if kind[0] in "aeioAEIO" else "a"
+    return UsageError(f"{name}: {wanted} is needed, and this is {article} {kind}{hint}")
 
 
 # As many as are read at a glance.

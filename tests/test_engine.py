@@ -332,7 +332,7 @@ def test_work_on_its_loop_is_not_waited_for() -> None:
 def test_work_that_is_no_coroutine_is_named() -> None:
     with (
         engines() as e,
-        pytest.raises(kvwire.UsageError, match=r"start: a coroutine.*this is a int"),
+        pytest.raises(kvwire.UsageError, match=r"start: a coroutine.*this is an int"),
     ):
         e.p.start(lambda _: 5)  # type: ignore[arg-type, return-value]
 

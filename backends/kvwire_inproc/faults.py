@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from numbers import Real
 from threading import RLock
 from typing import Final
 
-from kvwire.errors import ConnectionLost, UsageError
+from kvwire.errors import ConnectionLost, UsageError, wrong_type
 from kvwire.memory.copy import copy
 from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
 
@@ -83,15 +84,14 @@ class FaultPlan:
     spare: int = 0
 
     def __post_init__(self) -> None:
-        for name in _CHANCES:
-            chance = getattr(self, name)
-            if not 0.0 <= chance <= 1.0:
-                raise UsageError(f"fault plan: {name}={chance!r} is no chance, 0 to 1")
-        for name in ("delay_s", "stall_after", "kill_after", "spare"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(
-                    f"fault plan: {name}={getattr(self, name)!r} is below 0"
-                )
+        for name in (*_CHANCES, "delay_s", "stall_after", "kill_after", "spare"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise wrong_type(f"fault plan: {name}", value, "a number")
+            if name in _CHANCES and not 0.0 <= value <= 1.0:
+                raise UsageError(f"fault plan: {name}={value!r} is no chance, 0 to 1")
+            if not value >= 0:
+                raise UsageError(f"fault plan: {name}={value!r} is below 0")
 
     def __repr__(self) -> str:
         said = (

@@ -9,7 +9,9 @@ from kvwire.directory.record import Record
 from kvwire.errors import UsageError
 from kvwire.limits import RECORD_FIELDS_MAX, SELECTOR_CHARS_MAX
 
-_FIELDS: Final = ("name", "role", "model", "address", "incarnation")
+_TEXTS: Final = ("name", "role", "model", "address", "incarnation")
+FIELDS: Final = frozenset((*_TEXTS, "transport", "spec"))
+"""Keys that are no labels."""
 _SHAPE: Final = 'write "role=decode,model=demo"; other keys are labels'
 
 
@@ -64,7 +66,7 @@ class Selector:
 
 
 def _holds(record: Record, key: str, value: str) -> bool:
-    if key in _FIELDS:
+    if key in _TEXTS:
         said: str = getattr(record, key)
         return said == value
     if key == "transport":

@@ -159,11 +159,13 @@ async def test_bulk_needs_a_token() -> None:
         {"delay_s": -1},
         {"spare": -1},
         {"kill_after": -1},
+        {"drop": "x"},
+        {"delay_s": None},
     ],
     ids=str,
 )
 def test_an_impossible_plan_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"fault plan: {next(iter(wrong))}="):
+    with pytest.raises(UsageError, match=f"fault plan: {next(iter(wrong))}[=:]"):
         FaultPlan(seed=0, **wrong)
 
 

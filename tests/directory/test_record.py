@@ -82,7 +82,7 @@ def test_numbers_and_texts_of_numpy() -> None:
     assert Record.decode(made.encode()) == record(
         load=0.5, lease_s=5.0, labels={"a": "b"}
     )
-    with pytest.raises(UsageError, match="this is a object"):
+    with pytest.raises(UsageError, match="this is an object"):
         record(load=object()).encode()
 
 
