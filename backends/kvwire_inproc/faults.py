@@ -88,9 +88,10 @@ class FaultPlan:
             value = getattr(self, name)
             if not isinstance(value, Real):
                 raise wrong_type(f"fault plan: {name}", value, "a number")
-            if name in _CHANCES and not 0.0 <= value <= 1.0:
+            number = float(value)
+            if name in _CHANCES and not 0.0 <= number <= 1.0:
                 raise UsageError(f"fault plan: {name}={value!r} is no chance, 0 to 1")
-            if not value >= 0:
+            if not number >= 0:
                 raise UsageError(f"fault plan: {name}={value!r} is below 0")
 
     def __repr__(self) -> str:
