@@ -171,16 +171,8 @@ class Attempt:
         # The peer's end of the transfer, over all its links.
         self.peer_id: bytes = b""
 
-    def ask(
-        self,
-        connection: ConnectionPort,
-        *,
-        key: bytes,
-        priority: int,
-        description: bytes,
-        pull: bool,
-    ) -> None:
-        """Ask the peer of a connection for the transfer.
+    def ask(self, connection: ConnectionPort, end: KVTransfer) -> None:
+        """Ask the peer of a connection for a transfer of which this side has an end.
 
         Raises:
             UsageError: The peer has too many transfers to answer already.
@@ -189,7 +181,11 @@ class Attempt:
         self.connection = connection
         try:
             connection.start_transfer(
-                self, key=key, priority=priority, description=description, pull=pull
+                self,
+                key=end.key,
+                priority=end.priority,
+                description=end.description(self.peer_id).encode(),
+                pull=end.receives,
             )
         except KVWireError:
             self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.LOSE]
@@ -398,6 +394,15 @@ class KVTransfer:
             self.trace = trace
         if self.ring is not None:
             self.note("met", connection.peer.name[:NAME_CHARS_MAX])
+
+    def description(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
+        """Return this side's half of the description.
+
+        Args:
+            peer_id: The peer's end, if this side goes on with it.
+            plan: The digest of this side's plan, in an answer.
+        """
+        raise NotImplementedError
 
     def padded(self, lists: BlockLists) -> BlockLists:
         """Return the lists of a growing transfer, with room for all its tokens."""

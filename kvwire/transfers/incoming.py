@@ -11,6 +11,7 @@ from kvwire.errors import (
     KVWireError,
     PeerCancelled,
     ProfileMismatch,
+    RequestCancelled,
     RequestError,
     UsageError,
     WireCode,
@@ -231,19 +232,17 @@ class IncomingState(KVTransfer):
         attempt = self.attempt
         if attempt is None or not self._in(AttemptState.WAITING):
             return False
-        return attempt.asks and attempt.origin == origin
+        return (
+            self.state is TransferState.OPEN
+            and attempt.asks
+            and attempt.origin == origin
+        )
 
     def ask(self, connection: ConnectionPort) -> None:
         """Pull: ask the peer of a connection for the transfer."""
         before, attempt = self.attempt, self._new_attempt(connection, asks=True)
         try:
-            attempt.ask(
-                connection,
-                key=self.key,
-                priority=self.priority,
-                description=self.description().encode(),
-                pull=True,
-            )
+            attempt.ask(connection, self)
         except KVWireError:
             self.attempt = before
             if before is not None:
@@ -262,7 +261,7 @@ class IncomingState(KVTransfer):
         except KVWireError as exc:
             attempt.refuse(exc, WireCode.PROFILE)
             return
-        answer = self.description(self.plan.digest)
+        answer = self.description(self.peer_id, self.plan.digest)
         attempt.begin()
         connection.transfers.agree(core, answer.encode())
         connection.run()
@@ -313,7 +312,7 @@ class IncomingState(KVTransfer):
             named=self.lists,
         )
         first = not self.peer_id
-        self.peer_id = description.endpoint_id
+        self.peer_id = self.attempt.peer_id = description.endpoint_id
         if first:
             self.plan, self.landed = plan, Landed(plan)
             self._readable = self.landed
@@ -357,7 +356,9 @@ class IncomingState(KVTransfer):
             if self.outcome is not None:
                 attempt.release()
             if lost:
-                self.registry.unconfirmed(SettleAttempt(self, attempt))
+                self.registry.unconfirmed(
+                    SettleAttempt(self, attempt, plan=self.plan.digest)
+                )
             self.registry.settled(self)
         elif self.state is TransferState.OPEN:
             assert error is not None, "an attempt ended well before its transfer"
@@ -369,25 +370,26 @@ class IncomingState(KVTransfer):
         if self._lease is not None:
             self.stop_lease()
         self.attempt = ReceiveAttempt(self, connection, asks=asks)
+        self.attempt.peer_id = self.peer_id
         return self.attempt
 
     def _in(self, *states: AttemptState) -> bool:
         """Tell whether there is an attempt in one of these states."""
         return self.attempt is not None and self.attempt.state in states
 
-    def description(self, plan: bytes = b"") -> TransferOffer:
-        """Return this side's half; ``plan`` is the digest of its plan, in an answer."""
+    def description(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
         # What does not fit is sent again, which is only slower.
         self.reported = self.landed.boxes(LANDED_BOXES_MAX) if self.has_moved else []
+        given_up = isinstance(self._error, RequestCancelled)
         return TransferOffer(
             geometry=self.geometry.encoded,  # type: ignore[arg-type]
             endpoint_id=self.endpoint_id,
-            peer_id=self.peer_id,
+            peer_id=peer_id,
             hashes=self.hashes,
             have=pack_have(self.have) if self.have else (),
             landed=tuple(self.reported),
             plan=plan,
-            settled=self.state in OVER,
+            settled=self.state in OVER and not given_up,
             trace=self.trace,
         )
 
@@ -417,8 +419,9 @@ class IncomingState(KVTransfer):
                 timings=self.phases.timings(),
                 layers_grouped=self.layers_grouped,
             )
-        self.registry.over(self, cause)
-        self.record(outcome, [] if attempt is None else [attempt])
+        attempts = [] if attempt is None else [attempt]
+        self.registry.over(self, cause, attempts)
+        self.record(outcome, attempts)
         self._open_gates()
 
     def _name_phase(self, attempt: ReceiveAttempt) -> None:

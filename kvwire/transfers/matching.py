@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,12 +29,13 @@ from kvwire.errors import (
 from kvwire.limits import TOMBSTONES_MAX, WAITING_LOG_S
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.state import RequestKind
-from kvwire.transfers.base import Answer, UnnotifiedPeers, transfer_key
+from kvwire.transfers.base import Answer, Attempt, UnnotifiedPeers, transfer_key
 from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
 from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.settle import SettleAttempt
+from kvwire.transfers.state import OFF_LINK
 
 if TYPE_CHECKING:
     from kvwire.proto.requests import RequestRecord
@@ -161,12 +163,20 @@ class TransferRegistry:
         if self.live:
             self._look = loop.call_later(WAITING_LOG_S, self._name_open, loop)
 
-    def over(self, end: End, cause: KVWireError) -> None:
-        """Remove a transfer that has ended; keep the cause for late peers."""
+    def over(self, end: End, cause: KVWireError, attempts: Iterable[Attempt]) -> None:
+        """Remove a transfer that has ended; keep the cause for late peers.
+
+        Peers whose link is lost, and whom this side would have asked again, are told
+        over the next one that it was given up.
+        """
         self.live.pop(end, None)
         if isinstance(end, IncomingState) and end.settling:
             self._settling[end.key, end.endpoint_id] = None
             self._all_settled.clear()
+        if isinstance(cause, RequestCancelled):
+            for attempt in attempts:
+                if attempt.asks and attempt.peer_id and attempt.state in OFF_LINK:
+                    self.unconfirmed(SettleAttempt(end, attempt, error=cause))
         key = end.role_key
         if self._waiting.get(key) is not end:
             return
@@ -311,7 +321,7 @@ class TransferRegistry:
             end.lost(connection)
         # A peer may have asked on its new link before we knew that the old one is gone.
         # What nobody here has named gets no other answer, however much of it there is.
-        said = {(retry.incoming.key, False) for retry in self._settle_retries.values()}
+        said = {retry.end.role_key for retry in self._settle_retries.values()}
         for key in [key for key in self._asked if key in self._waiting or key in said]:
             self._ask_again(key)
 
@@ -352,30 +362,32 @@ class TransferRegistry:
                 self._ask_again(end.role_key)
 
     def unconfirmed(self, retry: SettleAttempt) -> None:
-        """Keep a settle retry: the producer of a settled transfer may not know.
+        """Keep a settle retry: the peer of a transfer may not know how it ended here.
 
-        Kept for as long as the producer would wait for another link.
+        Kept for as long as the peer would wait for another link.
         """
         self._settle_retries[retry.key] = retry
-        self._all_settled.clear()
-        end = retry.incoming
+        end = retry.end
+        if self.unsettled:
+            self._all_settled.clear()
         end.loop.call_later(end.lease_s, self.confirmed, retry)
 
     def notify_again(self, retry: SettleAttempt) -> None:
         """Answer a producer that has asked on another link already."""
-        self._ask_again(retry.incoming.role_key)
+        self._ask_again(retry.end.role_key)
 
     def confirmed(self, retry: SettleAttempt) -> None:
-        """Remove a settle retry: its producer knows, or has stopped waiting."""
+        """Remove a settle retry: its peer knows, or has stopped waiting."""
         if self._settle_retries.get(retry.key) is retry:
             del self._settle_retries[retry.key]
             self._note_settled()
-            self._ask_again(retry.incoming.role_key)
+            self._ask_again(retry.end.role_key)
 
     @property
     def unsettled(self) -> bool:
         """Tell whether a producer may not know what has landed here."""
-        return bool(self._settling or self._settle_retries)
+        retries = self._settle_retries.values()
+        return bool(self._settling) or any(retry.error is None for retry in retries)
 
     @property
     def unanswered(self) -> list[str]:
@@ -425,16 +437,13 @@ class TransferRegistry:
         for retry in list(self._settle_retries.values()):
             if retry.asks and retry.origin == origin and retry.waits:
                 with suppress(ConnectionClosed, UsageError):
-                    retry.pull(connection)
+                    retry.ask_again(connection)
 
     def _retry_for(self, key: Key, description: TransferOffer) -> SettleAttempt | None:
         """Return the settle retry for a producer that pushes again, or None."""
         for retry in self._settle_retries.values():
-            same = (
-                retry.incoming.key == key[0]
-                and retry.peer_id == description.endpoint_id
-            )
-            if same and not key[1] and not retry.asks:
+            same = retry.peer_id == description.endpoint_id
+            if same and retry.end.role_key == key and not retry.asks:
                 return retry
         return None
 

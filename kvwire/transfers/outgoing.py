@@ -199,12 +199,6 @@ class OutgoingState(KVTransfer):
         return any(d.asks and d.origin == origin for d in waiting)
 
     def description(self, peer_id: bytes = b"", plan: bytes = b"") -> TransferOffer:
-        """Return this side's half of the description.
-
-        Args:
-            peer_id: The consumer's end, if this side goes on with it.
-            plan: The digest of this side's plan, in an answer.
-        """
         return TransferOffer(
             geometry=self.geometry.encoded,  # type: ignore[arg-type]
             endpoint_id=self.endpoint_id,
@@ -221,13 +215,7 @@ class OutgoingState(KVTransfer):
         known = waiting[0] if waiting else None
         attempt = self._attempt_on(connection, known, asks=True)
         try:
-            attempt.ask(
-                connection,
-                key=self.key,
-                priority=self.priority,
-                description=self.description(peer_id=attempt.peer_id).encode(),
-                pull=False,
-            )
+            attempt.ask(connection, self)
         except KVWireError:
             if known is None:
                 self.attempts.remove(attempt)
@@ -370,6 +358,6 @@ class OutgoingState(KVTransfer):
             tokens = dict(outcomes[0].tokens) if outcomes else None
             outcomes.append(self.nothing(reason, tokens))
         outcome = join_outcomes(outcomes)
-        self.registry.over(self, cause)
+        self.registry.over(self, cause, self.attempts)
         self.record(outcome, self.attempts)
         self.ready_log.close()

@@ -1,10 +1,10 @@
-"""The consumer's last word, where the link was lost before the producer heard it."""
+"""The last word of an end, where the link was lost before the peer heard it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import KVWireError, ProtocolError
+from kvwire.errors import KVWireError, ProtocolError, WireCode
 from kvwire.proto.events import SegmentMarked
 from kvwire.transfers.base import Attempt, TransferEvent, recoverable
 from kvwire.transfers.description import TransferOffer
@@ -13,41 +13,52 @@ from kvwire.transfers.state import ATTEMPT_TRANSITIONS, AttemptInput, AttemptSta
 
 if TYPE_CHECKING:
     from kvwire.transfers.incoming import IncomingState
-    from kvwire.transfers.receiver import ReceiveAttempt
+    from kvwire.transfers.outgoing import OutgoingState
 
 
 class SettleAttempt(Attempt):
-    """Tells a producer over another link that its transfer was settled on the last one.
+    """Tells a peer over another link how a transfer ended here on the last one.
 
-    The consumer has its outcome and may be using the memory for something else, so
-    nothing may land any more: the producer is told that everything has.
+    A consumer that has settled tells its producer: it has its outcome and may be using
+    the memory for something else, so nothing may land any more, and the producer is
+    told that everything has. Whoever asked, and gave up while there was no link, asks
+    once more to say that.
+
+    Attributes:
+        end: The end that is over here.
+        plan: The digest of its plan, for a producer that asks again.
+        error: Why it was given up; None if it was settled.
+        key: Its name, and the end's over all links.
     """
 
     state: AttemptState
 
-    def __init__(self, incoming: IncomingState, attempt: ReceiveAttempt) -> None:
+    def __init__(
+        self,
+        end: IncomingState | OutgoingState,
+        attempt: Attempt,
+        *,
+        plan: bytes = b"",
+        error: KVWireError | None = None,
+    ) -> None:
         super().__init__(
             attempt.connection, asks=attempt.asks, state=AttemptState.WAITING
         )
-        self.incoming = incoming
-        self.peer_id: bytes = incoming.peer_id
-        self.key: tuple[bytes, bytes] = (incoming.key, incoming.endpoint_id)
+        self.end = end
+        self.plan = plan
+        self.error = error
+        self.peer_id: bytes = attempt.peer_id
+        self.key: tuple[bytes, bytes] = (end.key, end.endpoint_id)
 
     @property
     def waits(self) -> bool:
         """Tell whether no link carries the attempt, so that the next one may."""
         return self.state is AttemptState.WAITING
 
-    def pull(self, connection: ConnectionPort) -> None:
-        """Pull again, to tell the producer that all is settled."""
+    def ask_again(self, connection: ConnectionPort) -> None:
+        """Ask again, to tell the peer that all is settled, or that it was given up."""
         self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.RESUME]
-        self.ask(
-            connection,
-            key=self.incoming.key,
-            priority=0,
-            description=self.incoming.description().encode(),
-            pull=True,
-        )
+        self.ask(connection, self.end)
 
     def matched(self, connection: ConnectionPort, core: Any) -> None:
         """Answer a producer that pushes again, not having heard that all is settled."""
@@ -55,20 +66,23 @@ class SettleAttempt(Attempt):
         self.connection = connection
         self.core = core
         core.context = self
-        answer = self.incoming.description(self.incoming.plan.digest)
+        answer = self.end.description(self.peer_id, self.plan)
         connection.transfers.agree(core, answer.encode())
-        self._settle()
+        self._agreed()
         connection.run()
 
     def agreed(self, description: TransferOffer) -> None:
-        self._settle()
+        self._agreed()
 
-    def _settle(self) -> None:
+    def _agreed(self) -> None:
         self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.AGREE]
-        self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.SETTLE]
+        if self.error is None:
+            self.state = ATTEMPT_TRANSITIONS[self.state, AttemptInput.SETTLE]
+        else:
+            self.refuse(self.error, WireCode.CANCELLED)
 
     def event(self, event: TransferEvent) -> None:
-        if isinstance(event, SegmentMarked):
+        if isinstance(event, SegmentMarked) and self.error is None:
             raise ProtocolError(
                 "KVW-TR-10", "SEGMENT in a transfer that the consumer has settled"
             )
@@ -80,6 +94,6 @@ class SettleAttempt(Attempt):
         ]
         self.release()
         if lost:
-            self.incoming.registry.notify_again(self)
+            self.end.registry.notify_again(self)
         else:
-            self.incoming.registry.confirmed(self)
+            self.end.registry.confirmed(self)

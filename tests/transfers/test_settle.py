@@ -178,7 +178,7 @@ async def test_going_on_with_an_end_that_is_over_is_refused(w: World) -> None:
     await out
     request = w.pull_side._state.core.open_transfer(
         TransferRecord(id=inc._state.key),
-        inc._state.description().encode(),
+        inc._state.description(inc._state.peer_id).encode(),
         pull=True,
         deadline=None,
     )
@@ -322,3 +322,48 @@ async def test_nor_is_a_close_held_up_by_a_producer_that_is_gone(w: World) -> No
     begun = w.d._state.loop.time()
     await w.d.close()
     assert w.d._state.loop.time() - begun < w.d.config.close_timeout_s + 3
+
+
+# --- an abort while the link is lost --------------------------------------------------
+
+
+@PUSH
+@scenario("inproc")
+async def test_an_abort_while_the_link_is_lost_is_told_on_the_next(
+    w: World, push: bool
+) -> None:
+    """Nobody holds blocks for the whole lease for a peer that has given up."""
+    out, inc = w.begin(push=push)
+    asks, other = (out, inc) if push else (inc, out)
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    out.ready(layers=0)
+    await inc.layer(0)
+    peer = w.d.incarnation if push else w.p.incarnation
+    w.pull_side._state.dialled = None
+    w.cut()
+    await w.turns_until(lambda: asks._state.interrupted(peer))
+    asks.abort("given up")
+    assert "given up" in next(iter((await asks).missing.values()))
+    w.pull_side, w.push_side = await w.d.connect(w.address), await w.p.accept()
+    begun = w.d._state.loop.time()
+    assert "given up" in next(iter((await other).missing.values()))
+    await other.drained()
+    assert w.d._state.loop.time() - begun < w.d.config.lease_s / 2
+    assert not w.p._state.registry._settle_retries
+    assert not w.d._state.registry._settle_retries
+    assert await w.moves("t", [6, 7], [20, 21])
+
+
+@PUSH
+@scenario("inproc")
+async def test_nor_is_a_close_held_up_by_what_was_aborted(w: World, push: bool) -> None:
+    out, inc = w.begin(push=push)
+    asks = out if push else inc
+    await w.until(lambda: inc._state.planned and out._state.attempts[0].planned)
+    near, far = (w.p, w.d) if push else (w.d, w.p)
+    far.abort()
+    await w.until(lambda: asks._state.asks(far.incarnation))
+    asks.abort("given up")
+    begun = near._state.loop.time()
+    await near.close()
+    assert near._state.loop.time() - begun < 1.0

@@ -15,6 +15,7 @@ from kvwire.errors import WireCode
 from kvwire.proto.requests import RequestRecord
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.transfers.base import Attempt, recoverable
+from kvwire.transfers.description import TransferOffer
 from kvwire.transfers.state import (
     ATTEMPT_TRANSITIONS,
     OFF_LINK,
@@ -122,6 +123,16 @@ class Link:
         """Nothing to carry out."""
 
 
+class End:
+    """What an attempt asks for, without plans and memory."""
+
+    key, priority, receives = b"t", 0, False
+
+    @staticmethod
+    def description(peer_id: bytes) -> TransferOffer:
+        return TransferOffer(geometry=(), endpoint_id=b"", peer_id=peer_id)
+
+
 class OneAttempt(Attempt):
     """What both ends do when a request is over, without plans and memory."""
 
@@ -154,7 +165,8 @@ class Life(RuleBasedStateMachine):
         self._ask(link)
 
     def _ask(self, link: Any) -> None:
-        self.attempt.ask(link, key=b"t", priority=0, description=b"", pull=False)
+        end: Any = End
+        self.attempt.ask(link, end)
         self.links.append(link)
 
     @property
