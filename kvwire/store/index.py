@@ -92,6 +92,7 @@ class Index:
         evicted_blocks: Blocks forgotten to make room, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Of those, the bytes that are kept.
+        unnamed: Where slots are noted that have lost their names; None for nowhere.
     """
 
     __slots__ = (
@@ -112,6 +113,7 @@ class Index:
         "kept_bytes",
         "shares",
         "slabs",
+        "unnamed",
         "used_bytes",
     )
 
@@ -128,6 +130,7 @@ class Index:
         self.evicted_blocks: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.used_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.kept_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
+        self.unnamed: set[int] | None = None
         self._slots: dict[Key, int] = {}
         self.counts_uses: bool = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
@@ -349,6 +352,8 @@ class Index:
             for queue, which in self._queues_of(slots):
                 queue.remove(keys[which], slots[which])
         each(map(self._slots.pop, keys.tolist()))
+        if self.unnamed is not None:
+            self.unnamed.update(slots.tolist())
         return alone
 
     def drop(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
@@ -417,6 +422,8 @@ class Index:
         found = map(self._slots.pop, keys.tolist(), repeat(NO_SLOT))
         slots = np.fromiter(found, np.int64, keys.size)
         keys, slots = keys[slots >= 0], slots[slots >= 0]
+        if self.unnamed is not None:
+            self.unnamed.update(slots.tolist())
         for queue, which in self._queues_of(slots):
             queue.remove(keys[which], slots[which])
         self._unkeep(slots[self._kept[slots]])
@@ -563,17 +570,20 @@ class Index:
             begin = slab * slabs.stride
             if not any_of(pins[begin : begin + slabs.stride]):
                 return int(slab)
-        if any_of(slabs.slot_bytes == slot):
+        own_slabs = (slabs.slot_bytes == slot).nonzero()[0].tolist()
+        if front is not None or not all(map(self._unused, own_slabs)):
             return None
-        # What is kept does not keep a size from its first slab: that would wait for
-        # ever.
-        for slab in ordered:
-            inside = slice(slab * slabs.stride, (slab + 1) * slabs.stride)
-            if all_of(pins[inside] == self._kept[inside]):
-                named = self._named_in(slab)
-                self.unkeep(*named)
-                return int(slab)
+        # Nobody will let go of a slot of this size, which would wait for ever: so what
+        # is kept does not keep it from a slab.
+        for slab in filter(self._unused, ordered):
+            self.unkeep(*self._named_in(slab))
+            return int(slab)
         return None
+
+    def _unused(self, slab: int) -> bool:
+        """Tell whether nothing in a slab is in use, and at most kept."""
+        inside = slice(slab * self.slabs.stride, (slab + 1) * self.slabs.stride)
+        return bool(all_of(self._state.pins[inside] == self._kept[inside]))
 
     def _named_in(self, slab: int) -> IndexedSlots:
         """Return the named blocks of a slab."""

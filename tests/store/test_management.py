@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvwire.store.namespace import Namespace
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Batch, BlockResults
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from tests.store.caches import Filled, chain
+from tests.store.caches import SPEC, Filled, chain
 from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier
 from tests.store.files import disk, store_on
@@ -248,6 +249,58 @@ async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(
         tier._index._now = index._now  # type: ignore[attr-defined]
         assert await store.match(hashes[:4], cache, tenant="t") == 0
         assert await store.match(hashes, cache) == 24
+
+
+@pytest.mark.parametrize("how", ["evicted", "beyond a quota", "too old"])
+async def test_what_has_no_name_any_more_is_deleted_on_the_disk_as_well(
+    tmp_path: Path, how: str
+) -> None:
+    """Its row is there, and nothing was written over it."""
+    tiers, cache = ["memory:64KiB", f"disk:{tmp_path}?size=1MiB"], Filled(seed=1).cache
+    said = {"evicted": "t?disk=32KiB", "too old": "t?ttl=3600"}.get(how, "t")
+    hashes = chain(8)
+    async with BlockStore.open(tiers, tenants=[said]) as store:
+        assert (await store.put(hashes, cache, range(8), tenant="t")).complete
+        if how == "evicted":
+            large = Filled(spec=replace(SPEC, head_dim=128), seed=2).cache
+            assert (await store.put(A[:2], large, range(2), tenant="t")).complete
+        if how == "too old":
+            (tier,) = store._tiers.below
+            for index in (store._tiers.memory.index, tier._index):  # type: ignore[attr-defined]
+                index._now = lambda: time.time() + 3601
+            assert await store.match(hashes, cache, tenant="t") == 0
+        if how != "beyond a quota":
+            await store.delete_all(tenant="t")
+    if how == "beyond a quota":
+        async with BlockStore.open(tiers, tenants=["t?disk=16KiB"]) as store:
+            await store.delete_all(tenant="t")
+    async with BlockStore.open(tiers, tenants=["t"]) as store:
+        assert not any(await store.present(hashes, cache, tenant="t"))
+
+
+async def test_what_is_pinned_in_memory_alone_goes_down_at_the_end(
+    tmp_path: Path,
+) -> None:
+    tiers, cache = ["memory:64KiB", f"disk:{tmp_path}?size=1MiB"], Filled(seed=1).cache
+    async with BlockStore.open(tiers, write="back") as store:
+        await store.put(A, cache, range(4))
+        assert await store.pin(A, cache) == 4
+    async with BlockStore.open(tiers, write="back") as store:
+        assert (await store.get(A, Filled().cache, range(4))).complete
+
+
+async def test_a_size_of_which_all_is_pinned_takes_another_slab() -> None:
+    """Each of which has something pinned too: nobody would ever let go of a slot."""
+    small, large = Filled(56, seed=1), Filled(spec=replace(SPEC, head_dim=128), seed=2)
+    hashes = chain(56)
+    async with BlockStore.open(["memory:256KiB?slab=32KiB"]) as store:
+        await store.put(A, large.cache, range(4))
+        await store.put(hashes, small.cache, range(56))
+        assert await store.pin(A, large.cache) == 4
+        for one in hashes[::8]:
+            assert await store.pin([one], small.cache) == 1
+        assert (await store.put(B, large.cache, range(4))).complete
+        assert await store.match(A, large.cache) == 4
 
 
 async def test_a_block_that_is_too_large_for_a_quota_says_so(tmp_path: Path) -> None:

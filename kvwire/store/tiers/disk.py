@@ -83,6 +83,7 @@ class DiskTier(CodedTier):
         self._named_bytes = np.zeros(len(self._slabs), np.int64)
         # Slots whose rows name what is not there any more.
         self._stale: set[int] = set()
+        self._index.unnamed = self._stale
         self._serial = 0
         # Of the blocks that are there after a write, those that were not before.
         self._written_blocks = 0
@@ -215,8 +216,7 @@ class DiskTier(CodedTier):
         """Forget blocks; with ``sync=flush`` for good only after a ``flush``."""
         while await self._in_flight.one_ended(keys):
             continue
-        # An older row of a key is of a slot that was written over, or stale already.
-        self._stale.update(self._index.delete(keys).tolist())
+        self._index.delete(keys)
         if not await self._erased():
             raise OSError(
                 f"{self.name}: deleted until it is opened again: {self.error}"
@@ -317,7 +317,7 @@ class DiskTier(CodedTier):
         slots = self._index.find(failed)
         failed, slots = failed[slots >= 0], slots[slots >= 0]
         self._index.pin(failed, slots)
-        self._stale.update(slots[self._index.drop(failed, slots)].tolist())
+        self._index.drop(failed, slots)
 
     def _room(self, nbytes: int, count: int, tenant: int) -> Ids:
         """Return slots for some blocks, as many as there are, none in use."""
@@ -326,8 +326,6 @@ class DiskTier(CodedTier):
             evicted = self._index.evict(nbytes, count - slots.size, tenant).slots
             if not evicted.size:
                 break
-            # Their rows may be of images that are there no more, and stay.
-            self._stale.update(evicted[~self._trusted[evicted]].tolist())
             more = self._index.take(nbytes, count - slots.size, tenant)
             slots = np.concatenate((slots, more))
         return np.sort(slots)
@@ -366,7 +364,6 @@ class DiskTier(CodedTier):
     async def _discard(self, keys: Keys, slots: Ids) -> None:
         """Forget pinned blocks that are no good, here and on the disk."""
         gone = slots[self._index.forget(keys, slots)]
-        self._stale.update(gone.tolist())
         try:
             await self._erased()
         finally:

@@ -212,6 +212,7 @@ class MemoryTier:
 
         Cancel safety: safe, it may be called again.
         """
+        self.index.unkeep(*self.index.named())
         for nbytes in self.index.sizes:
             step = max(1, STORE_BATCH_BYTES // nbytes)
             while await self._evict(nbytes, step) is not None:
