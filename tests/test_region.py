@@ -80,6 +80,8 @@ async def test_a_region_says_what_it_is(pair: Pair) -> None:
         {"nbytes": 9},
         {"nbytes": -1},
         {"offset": 1, "nbytes": 8},
+        {"offset": True},
+        {"nbytes": True},
         {"access": "write"},
         {"access": "readwrite"},
         {"access": "all"},

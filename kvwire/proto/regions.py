@@ -12,14 +12,13 @@ answer, and the token is compared in constant time.
 from __future__ import annotations
 
 import hmac
-import operator
 import struct
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvwire.errors import AccessDenied, StaleRegion, UsageError
 from kvwire.limits import GRANTS_MAX, REGIONS_MAX
-from kvwire.types import Access, BufferId, Generation, GrantId, RegionId
+from kvwire.types import Access, BufferId, Generation, GrantId, RegionId, whole
 
 TOKEN_BYTES: Final = 16
 # Operators of flags are several calls of Python each.
@@ -185,12 +184,13 @@ class Grants:
 
 def _range_of(region: RegionRecord, offset: int, nbytes: int | None) -> tuple[int, int]:
     """Check the range that a caller wants to grant."""
-    try:
-        first = operator.index(offset)
-        length = region.nbytes - first if nbytes is None else operator.index(nbytes)
-    except TypeError:
-        first = length = -1
-    if first < 0 or length < 0 or first > region.nbytes - length:
+    first = whole(offset)
+    length = whole(region.nbytes - (first or 0) if nbytes is None else nbytes)
+    if (
+        first is None
+        or length is None
+        or not (0 <= first <= region.nbytes - length <= region.nbytes)
+    ):
         length_asked = "" if nbytes is None else f", nbytes={nbytes!r}"
         raise UsageError(
             f"grant: offset={offset!r}{length_asked} of a region of "

@@ -50,6 +50,7 @@ from kvwire.transfers.state import (
     AttemptState,
     TransferState,
 )
+from kvwire.types import whole
 
 if TYPE_CHECKING:
     from kvwire.kv.blocks import Bits
@@ -140,6 +141,8 @@ class IncomingState(KVTransfer):
             UsageError: There is no such layer or group.
         """
         groups = self.cache.groups
+        if type(layer) is not int and whole(layer) is None:
+            raise UsageError(f"layer {layer!r}: a number, by the model's index")
         if group is not None and group not in groups:
             raise UsageError(f"no group {group!r}; there is {', '.join(groups)}")
         named = groups.values() if group is None else (groups[group],)

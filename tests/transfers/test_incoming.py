@@ -53,6 +53,18 @@ async def test_gates_open_in_the_order_of_the_marks(
     await inc.layer(0)
 
 
+@pytest.mark.parametrize("layer", [True, 1.0, "1"])
+@scenario("inproc")
+async def test_a_layer_that_is_no_number(w: World, layer: Any) -> None:
+    _, inc = w.begin()
+    await w.until(lambda: inc.met)
+    with pytest.raises(kvwire.UsageError, match=f"layer {layer!r}: a number"):
+        inc.layer_landed(layer)
+    with pytest.raises(kvwire.UsageError, match=f"layer {layer!r}: a number"):
+        await inc.layer(layer)
+    inc.abort()
+
+
 @scenario("inproc")
 async def test_a_gate_that_nothing_has_to_come_for(w: World) -> None:
     """What is not carried, or was here before, is not waited for."""
