@@ -98,6 +98,8 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         self.handshake = handshake
         self.scheme = scheme
         self.done: asyncio.Future[T] = loop.create_future()
+        # Who waits for it may have been cancelled: asyncio would log an error then.
+        self.done.add_done_callback(lambda d: d.cancelled() or d.exception())
         self.ended: asyncio.Future[None] = loop.create_future()
         self.identity: str = ""
         self._config = config

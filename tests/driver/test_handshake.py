@@ -7,11 +7,12 @@ import logging
 import pytest
 
 import kvwire
-from kvwire.driver.handshake import report_of
+from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.fault.stranger import Stranger, dial
 from tests.support.core_pair.handshakes import receive
+from tests.support.pairs import until
 
 
 async def test_a_message_right_behind_the_handshake_is_received() -> None:
@@ -63,6 +64,22 @@ async def test_a_refused_peer_is_not_read_any_more(
         await stranger.expect_gone()
     assert {record.levelno for record in caplog.records} == {logging.INFO}
     assert said in caplog.text
+
+
+async def test_a_loop_that_ends_in_a_handshake_leaves_no_exception_to_be_logged() -> (
+    None
+):
+    """``asyncio.run`` cancels whoever waits for it before the link ends."""
+    async with kvwire.open(name="server") as server:
+        address = await server.listen("127.0.0.1:0")
+        async with dial(address, shake=False):
+            await until(lambda: server._state.drivers)
+            for task in server._state._reception._tasks:
+                task.cancel()
+            (opening,) = server._state.drivers
+        await opening.ended
+    assert isinstance(opening, HandshakeDriver)
+    assert not opening.done._log_traceback  # type: ignore[attr-defined]
 
 
 def test_a_report_shows_no_control_characters_of_the_peer() -> None:
