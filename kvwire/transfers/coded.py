@@ -30,6 +30,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment
 from kvwire.limits import LANDED_BOXES_MAX
 from kvwire.memory.copy import as_fragments, copy
+from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.proto.records import SegmentRecord
 from kvwire.transfers.base import Attempt
 from kvwire.transfers.description import TransferOffer
@@ -94,6 +95,8 @@ class CodedOutgoing(OutgoingState):
         self, then: Callable[[Failure], None], error: Exception | None
     ) -> None:
         then("" if error is None else f"could not be encoded: {error}")
+        if isinstance(error, DeviceFailed):
+            return  # it proves nothing any more: the job counts as one that reads
         with self._lock:
             self._jobs -= 1
             drained = self._stopped and not self._jobs
@@ -192,6 +195,7 @@ class CodedIncoming(IncomingState):
             self._decoded.mark(piece)
             self._open_gates()
         elif not isinstance(error, RequestCancelled):
+            self._busy += isinstance(error, DeviceFailed)  # and may write for good
             wrong = BackendUnavailable(f"what has landed was not decoded: {error}")
             self._cause = self._cause and wrong
             self.stop(wrong, WireCode.OTHER)

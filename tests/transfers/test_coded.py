@@ -288,6 +288,32 @@ async def test_caches_on_a_device(w: World, device: SimulatedDevice) -> None:
         await w.p.close()
 
 
+@pytest.mark.parametrize("produces", [True, False], ids=["producer", "consumer"])
+@scenario("tcp")
+async def test_a_failed_device_keeps_its_memory(
+    w: World, device: SimulatedDevice, produces: bool
+) -> None:
+    """It proves nothing any more, so its blocks are never said to be free."""
+    try:
+        memory = w.source if produces else w.target
+        cache = kvwire.PagedCache(SPEC, [device.array(t) for t in memory.tensors])
+        caches = [cache, w.target.cache] if produces else [w.source.cache, cache]
+        out = w.p.publish("t", caches[0], LIST, **INT8)
+        inc = w.pull_side.pull("t", caches[1], DEST, **INT8)
+        await w.until(lambda: inc.met)
+        device.fail("it fell off the bus")
+        out.ready()
+        out.finish()
+        assert "it fell off the bus" in str((await inc).missing)
+        failed, other = (out, inc) if produces else (inc, out)
+        await failed
+        await other.drained()
+    finally:
+        await w.d.close()
+        await w.p.close()
+    assert not failed.is_drained
+
+
 @scenario("tcp")
 async def test_a_codec_that_there_is_not(w: World) -> None:
     with pytest.raises(kvwire.UsageError, match="transfers have fp8, int8, int4"):
