@@ -79,7 +79,7 @@ async def test_a_loop_that_ends_in_a_handshake_leaves_no_exception_to_be_logged(
             (opening,) = server._state.drivers
         await opening.ended
     assert isinstance(opening, HandshakeDriver)
-    assert not opening.done._log_traceback  # type: ignore[attr-defined]
+    assert not opening.done._log_traceback
 
 
 def test_a_report_shows_no_control_characters_of_the_peer() -> None:
