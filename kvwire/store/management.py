@@ -11,6 +11,7 @@ from kvwire.driver.loop_thread import AsyncWith, LoopThread
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.blocks import Bits
 from kvwire.kv.paged import PagedCache, computed_once
+from kvwire.store.cleanup import run_to_completion
 from kvwire.store.index import Keys
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of
@@ -54,14 +55,15 @@ class StoreManagement(AsyncWith):
             OSError: A tier has some still, or may have, and why.
             ClosedOK: The store is closed.
 
-        Cancel safety: safe, it may be called again.
+        Cancel safety: what tiers are doing is finished first, so nothing is deleted
+            that is put later; it may be called again.
         """
         self._check("BlockStore.delete", cache)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         listed = self._keys(hashes, namespaces)
         with self._under_way():
             for keys in listed.values():
-                await self._tiers.delete(keys)
+                await run_to_completion(self._tiers.delete(keys))
 
     @yields_before_raising
     async def delete_all(
@@ -84,7 +86,8 @@ class StoreManagement(AsyncWith):
             OSError: A tier has some still, or may have, and why.
             ClosedOK: The store is closed.
 
-        Cancel safety: safe, it may be called again.
+        Cancel safety: what tiers are doing is finished first, so nothing is deleted
+            that is put later; it may be called again.
         """
         self._check("BlockStore.delete_all", cache, optional=True)
         self._tiers.tenants.require(tenant)
@@ -93,7 +96,7 @@ class StoreManagement(AsyncWith):
             known = list(self._namespaces(cache, hash_tokens, tenant).values())
         with self._under_way():
             for namespace in known:
-                await self._tiers.delete_namespace(namespace.digest)
+                await run_to_completion(self._tiers.delete_namespace(namespace.digest))
 
     @yields_before_raising
     async def pin(

@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, Outcome, PagedCache
+from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.copy import copy as plain_copy
-from kvwire.store.index import Keys, Orders
+from kvwire.store.index import Keys, Orders, as_keys
 from kvwire.store.request import StoreRequest
 from tests.store.caches import SPEC, Filled, chain
+from tests.store.contract import NAMESPACE
+from tests.store.fakes import FakeTier
 from tests.store.files import Faults, Scripted, disk, store_on
 from tests.support.depth import parameters
 
@@ -118,6 +121,28 @@ async def test_what_comes_while_a_get_asks_has_one_slot(
         assert await first == BLOCKS
         index = store._tiers.memory.index
         assert index.slabs.used.sum() == len(index) == BLOCKS
+
+
+async def test_a_put_whose_blocks_others_bring_meanwhile_writes_none_of_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them are on their way by the time that there is room."""
+    tier = FakeTier()
+    tier.asks = True
+    async with store_on(tier) as store:
+        memory = store._tiers.memory
+        take, keys = memory.take, as_keys([NAMESPACE.digest + chain(1, "1")[0]])
+
+        async def busy(nbytes: int, count: int, tenant: int) -> Ids:
+            memory.in_flight.begin(keys)
+            asyncio.get_running_loop().call_later(0.01, memory.in_flight.end, keys)
+            monkeypatch.setattr(memory, "take", take)
+            return await take(nbytes, count, tenant)
+
+        monkeypatch.setattr(memory, "take", busy)
+        cache = Filled(1, seed=1).cache
+        assert (await store.put(chain(1, "1"), cache, [0])).complete
+    assert tier.written == [keys.tolist()]
 
 
 class Gate:

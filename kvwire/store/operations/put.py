@@ -94,7 +94,7 @@ class PutOperation(Operation):
         fresh = count == keys.size and memory.in_flight.begun == begun
         held, slots = await self._fill(request, positions, slots, fresh=fresh)
         try:
-            if self.tiers.through:
+            if self.tiers.through and slots.size:
                 await self._write_through(request, positions[held], slots)
         finally:
             memory.unpin(keys[held], slots)

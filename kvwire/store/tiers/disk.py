@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from time import time
@@ -27,7 +28,7 @@ import msgspec
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.store.address import TierAddress
 from kvwire.store.eviction import EVICTIONS
@@ -52,6 +53,8 @@ from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
 _SYNCS: Final = ("flush", "put")
 _SERIALS_PER_S: Final = 1_000_000
+# Of a write that has no room for all, beside others who go on reading and writing.
+_ROUNDS: Final = 8
 _ERRORS: Final = (OSError, sqlite3.Error)
 
 
@@ -89,6 +92,8 @@ class DiskTier(CodedTier):
         self._written_blocks = 0
         self._counts.size_bytes = nbytes
         self._in_flight = InFlightFills()
+        # Who reads or writes slots now.
+        self._users: set[asyncio.Future[None]] = set()
         self._writing = asyncio.Lock()
         # What a flush has failed with since it was opened.
         self._unflushed = ""
@@ -156,7 +161,6 @@ class DiskTier(CodedTier):
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
     async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
         nbytes = int(batch.images.lengths[0])
         tenant = self._tenants.number(namespace.tenant)
         if not self._index.fits(nbytes, tenant):
@@ -170,21 +174,40 @@ class DiskTier(CodedTier):
                     f"a block of {nbytes} bytes is more than half of what tenant "
                     f"{namespace.tenant} may have on this disk"
                 )
-            return results
-        held = await self._look(namespace, batch.keys)
-        self.touch(batch.keys[held])
-        results[held] = BlockResult.LANDED
-        lacking = np.flatnonzero(~held)
-        if not lacking.size:
-            return results
-        slots = self._room(nbytes, lacking.size, tenant)
-        mine = lacking[: slots.size]
-        if mine.size:
-            part = batch.selected(mine)
-            results[mine] = await self._write_to(slots, namespace, part)
-        if mine.size < lacking.size:
-            self.error = "every slot is being read or written"
+            return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
+        for _ in range(_ROUNDS):
+            results, users = await self._write_some(namespace, batch, nbytes, tenant)
+            if not users:
+                break
+            await asyncio.wait(users)
+        if any_of(results == BlockResult.REFUSED):
+            self.error = "it has no room for so many blocks, beside what is in use"
         return results
+
+    async def _write_some(
+        self, namespace: Namespace, batch: Batch, nbytes: int, tenant: int
+    ) -> tuple[BlockResults, Sequence[asyncio.Future[None]]]:
+        """Write what is lacking and has room; who has slots in use, if that was it."""
+        results = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
+        held = await self._look(namespace, batch.keys)
+        lacking, names = np.flatnonzero(~held), batch.keys[held]
+        self.touch(names)
+        if not lacking.size:
+            return results, ()
+        # Not evicted for the others.
+        mine = self._index.find(names)
+        self._index.pin(names, mine)
+        slots = self._room(nbytes, lacking.size, tenant)
+        self._index.unpin(names, mine)
+        users = () if slots.size == lacking.size else tuple(self._users)
+        first, rest = np.split(lacking, [slots.size])
+        results[rest] = BlockResult.REFUSED
+        if first.size:
+            part = batch.selected(first)
+            results[first] = done = await self._write_to(slots, namespace, part)
+            if any_of(done == BlockResult.FAILED):
+                return results, ()
+        return results, users
 
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, and compare them with their checksums."""
@@ -199,7 +222,8 @@ class DiskTier(CodedTier):
         self._index.pin(part.keys, slots)
         bad = np.zeros(here.size, np.bool_)
         try:
-            got = await self._threads.run(partial(self._read_slots, part, slots))
+            with self._in_use():
+                got = await self._threads.run(partial(self._read_slots, part, slots))
             results[here] = got
             batch.tell(here, part)
             self._trusted[slots[got == BlockResult.LANDED]] = True
@@ -337,14 +361,15 @@ class DiskTier(CodedTier):
         self._in_flight.begin(batch.keys)
         written = False
         try:
-            async with self._writing:
-                # What is said of them is not so from here on, whatever happens.
-                self._stale.update(slots.tolist())
-                await self._threads.run(
-                    partial(self._write_slots, namespace, batch, slots)
-                )
-                self._stale.difference_update(slots.tolist())
-                written = True
+            with self._in_use():
+                async with self._writing:
+                    # What is said of them is not so from here on, whatever happens.
+                    self._stale.update(slots.tolist())
+                    await self._threads.run(
+                        partial(self._write_slots, namespace, batch, slots)
+                    )
+                    self._stale.difference_update(slots.tolist())
+                    written = True
         except _ERRORS as exc:
             self._failed("writing", exc)
         finally:
@@ -360,6 +385,17 @@ class DiskTier(CodedTier):
                 self._index.give_back(slots)
         result = BlockResult.LANDED if written else BlockResult.FAILED
         return np.full(batch.keys.size, result, np.uint8)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Have who needs room wait for what is done within, and ends in this turn."""
+        over = asyncio.get_running_loop().create_future()
+        self._users.add(over)
+        try:
+            yield
+        finally:
+            self._users.remove(over)
+            over.set_result(None)
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
         """Forget pinned blocks that are no good, here and on the disk."""

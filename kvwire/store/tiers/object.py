@@ -130,9 +130,11 @@ class ObjectTier(CodedTier):
         async def one(path: str) -> None:
             await self._obstore.delete_async(self._bucket, path)
 
-        await self._delete(map(path_of, keys.tolist()), one)
-        for key in keys.tolist():
-            self._lacks(key, STORE_OBJECT_ABSENT_S)
+        try:
+            await self._delete(map(path_of, keys.tolist()), one)
+        finally:  # what has failed may have been done
+            for key in keys.tolist():
+                self._lacks(key, STORE_OBJECT_ABSENT_S)
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Delete every object of a namespace, whoever has put it."""
@@ -142,9 +144,11 @@ class ObjectTier(CodedTier):
                 paths = [meta["path"] for meta in listed]
                 await self._obstore.delete_async(self._bucket, paths)
 
-        await self._delete((f"{digest.hex()}/",), all_of)
-        for key in [key for key in self._present if key.startswith(digest)]:
-            self._lacks(key, STORE_OBJECT_ABSENT_S)
+        try:
+            await self._delete((f"{digest.hex()}/",), all_of)
+        finally:
+            for key in [key for key in self._present if key.startswith(digest)]:
+                self._lacks(key, STORE_OBJECT_ABSENT_S)
 
     async def close(self) -> None:
         self._threads.close()
@@ -153,7 +157,11 @@ class ObjectTier(CodedTier):
 
     async def _look(self, key: Key) -> int:
         """Return the order of one block's image, or ``ABSENT``."""
+        known = self._known(key)
         raw = await self._range(key, 0, HEAD_BYTES)
+        if self._known(key) != known:
+            # It was written or deleted meanwhile, so this may be of before.
+            return self._present.get(key, ABSENT)
         if isinstance(raw, BlockResult):
             if raw is BlockResult.MISSING:
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
@@ -201,6 +209,7 @@ class ObjectTier(CodedTier):
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
         raws: list[memoryview] = [memoryview(b"")] * batch.keys.size
+        known = list(map(self._known, batch.keys.tolist()))
 
         async def get(at: int) -> None:
             raw = await self._whole(batch.keys[at], HEAD_BYTES + namespace.image_bytes)
@@ -216,7 +225,10 @@ class ObjectTier(CodedTier):
             job = partial(unpacked, part, [raws[at] for at in came])
             results[came] = await self._threads.run(job)
             batch.tell(came, part)
-        for key, result in zip(batch.keys.tolist(), results.tolist(), strict=True):
+        columns = batch.keys.tolist(), results.tolist(), known
+        for key, result, before in zip(*columns, strict=True):
+            if self._known(key) != before:
+                continue
             if result == BlockResult.DAMAGED:
                 self._lacks(key, math.inf)
             elif result == BlockResult.MISSING:
@@ -331,6 +343,10 @@ class ObjectTier(CodedTier):
             self._unavailable_until = now + self._backoff.pause_s()
 
     # --- what is remembered -----------------------------------------------------------
+
+    def _known(self, key: Key) -> tuple[int | None, float | None]:
+        """Return what is remembered of a block: not the same after any change of it."""
+        return self._present.get(key), self._absent.get(key)
 
     def _has(self, key: Key, order: int) -> None:
         self._absent.pop(key, None)

@@ -418,6 +418,40 @@ async def test_a_flush_brings_down_what_was_written_back(tmp_path: Path) -> None
         assert store.stats()["memory:128KiB"].blocks == 16
 
 
+async def test_a_write_waits_for_slots_that_are_being_read(tmp_path: Path) -> None:
+    small, reading, go = blocks_of(SPEC, 24), threading.Event(), threading.Event()
+
+    def wait(call: str, *_: object) -> None:
+        if call == "preadv":
+            reading.set()
+            assert go.wait(30)
+
+    tier = await disk(tmp_path, "64KiB&slab=64KiB", hook=wait)
+    assert (await tier.write(*small(range(8))) == BlockResult.LANDED).all()
+    getting = asyncio.create_task(tier.read(*small(range(8))))
+    await asyncio.to_thread(reading.wait, 30)
+    writing = asyncio.create_task(tier.write(*small(range(8, 24))))
+    await until(lambda: tier.stats().blocks == 16)
+    go.set()
+    assert (await getting == BlockResult.LANDED).all()
+    assert (await writing == BlockResult.LANDED).all()
+    assert (await tier.holds(small(range(8, 24))[1].keys)).all()
+    await tier.close()
+
+
+async def test_what_a_write_finds_makes_no_room_for_the_rest_of_it(
+    tmp_path: Path,
+) -> None:
+    small = blocks_of(SPEC, 28)
+    tier = await disk(tmp_path, "64KiB&slab=64KiB")
+    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
+    _, batch = more = small([*range(8), *range(16, 28)])
+    results = await tier.write(*more)
+    assert results.tolist() == [BlockResult.LANDED] * 16 + [BlockResult.REFUSED] * 4
+    assert (await tier.holds(batch.keys)).tolist() == [True] * 16 + [False] * 4
+    await tier.close()
+
+
 @pytest.mark.parametrize("sync", ["flush", "put"])
 async def test_a_put_is_synced_if_it_is_to_be(tmp_path: Path, sync: str) -> None:
     faults, source, hashes = Faults(), Filled(seed=1), chain(16)

@@ -61,6 +61,89 @@ async def test_what_is_deleted_has_no_object(tmp_path: Path) -> None:
             await store.delete(chain(1), cache)
 
 
+async def test_what_a_delete_may_have_deleted_is_written_by_the_next_put(
+    tmp_path: Path,
+) -> None:
+    """One of its requests has failed, and the other has not."""
+    tiers, cache = [f"object:file://{tmp_path}"], Filled(seed=1).cache
+    async with BlockStore.open(tiers) as store:
+        assert (await store.put(chain(2), cache, range(2))).complete
+        path = file_of(tmp_path, chain(2)[0])
+        path.unlink()
+        (path / "in the way").mkdir(parents=True)
+        with pytest.raises(OSError, match="1 not deleted"):
+            await store.delete(chain(2), cache)
+        (path / "in the way").rmdir()
+        path.rmdir()
+        tier_of(store, ObjectTier)._unavailable_until = 0.0
+        assert (await store.put(chain(2), cache, range(2))).complete
+    assert len(objects_in(tmp_path)) == 2
+
+
+async def test_a_cancelled_delete_does_not_delete_what_is_put_after_it(
+    tmp_path: Path,
+) -> None:
+    cache = Filled(seed=1).cache
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests, go = Requests(tier_of(store, ObjectTier)), asyncio.Event()
+        assert (await store.put(chain(1), cache, [0])).complete
+
+        async def wait(name: str) -> None:
+            if name == "delete_async":
+                await go.wait()
+
+        requests.before = wait
+        deleting = asyncio.create_task(store.delete(chain(1), cache))
+        await until(lambda: "delete_async" in requests.made)
+        deleting.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not deleting.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await deleting
+        assert (await store.put(chain(1), cache, [0])).complete
+    assert len(objects_in(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("by", ["find", "read"])
+@pytest.mark.parametrize("change", ["put", "delete"])
+async def test_an_answer_from_before_a_change_is_forgotten(
+    tmp_path: Path, by: str, change: str
+) -> None:
+    """What was there by an older answer would not be written by the next put."""
+    source, target = Filled(seed=1), Filled()
+    keys = as_keys([NAMESPACE.digest + chain(1)[0]])
+    if change == "delete":
+        await put_before(f"object:file://{tmp_path}", count=1)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests, go, asked = Requests(tier), asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            asked.set()
+            await go.wait()
+
+        requests.after = wait
+        images = images_in(np.zeros(SPEC.block_bytes, np.uint8), SPEC.block_bytes, 1)
+        batch = Batch(keys, np.zeros(1, np.uint8), images)
+        asking = asyncio.create_task(
+            tier.find(keys) if by == "find" else tier.read(NAMESPACE, batch)
+        )
+        await asked.wait()
+        requests.after = None
+        if change == "put":
+            assert (await store.put(chain(1), source.cache, [0])).complete
+        else:
+            await store.delete(chain(1), source.cache)
+        go.set()
+        await asking
+        assert bool((await tier.find(keys) != ABSENT)[0]) == (change == "put")
+        assert (await store.put(chain(1), source.cache, [0])).complete
+        await store._tiers.memory.empty()
+        assert (await store.get(chain(1), target.cache, [0])).complete
+
+
 def file_of(folder: Path, one: bytes) -> Path:
     return folder / path_of(NAMESPACE.digest + one)
 
@@ -77,6 +160,7 @@ class Requests:
         self.made: list[str] = []
         self.open = self.most = 0
         self.before: Callable[[str], Awaitable[None]] | None = None
+        self.after: Callable[[], Awaitable[object]] | None = None
         tier._obstore = self
 
     async def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -88,6 +172,8 @@ class Requests:
                 await self.before(name)
             return await getattr(obstore, name)(*arguments, **keywords)
         finally:
+            if self.after is not None:
+                await self.after()
             self.open -= 1
 
     async def get_range_async(self, *arguments: Any, **keywords: Any) -> Any:
@@ -98,6 +184,9 @@ class Requests:
 
     async def head_async(self, *arguments: Any, **keywords: Any) -> Any:
         return await self._call("head_async", *arguments, **keywords)
+
+    async def delete_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("delete_async", *arguments, **keywords)
 
 
 # --- blocks ---------------------------------------------------------------------------
