@@ -406,7 +406,8 @@ class ConnectionDriver(LinkHandler):
             if ready:
                 chunk: Chunk | None = ready.popleft()
             elif endpoint is not None and endpoint.lane.span_bytes:
-                chunk = core.next_chunk(partial(scheduler.span, endpoint))
+                span = partial(scheduler.span, endpoint)
+                chunk = core.next_chunk(span, endpoint.lane.bytes_min)
             else:
                 chunk = core.next_chunk()
             if chunk is None:

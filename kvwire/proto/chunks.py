@@ -155,13 +155,14 @@ class ChunkMover:
         return 0 if mover is None else mover.nbytes - mover.moved
 
     def next_chunk(
-        self, burst: Callable[[BufferId], int] | None = None
+        self, burst: Callable[[BufferId], int] | None = None, bytes_min: int = 0
     ) -> Chunk | None:
         """Return the next piece; hold its memory until :meth:`chunk_sent`.
 
         Args:
             burst: How many bytes of a buffer may go at once, where a lane would take
                 more than one chunk.
+            bytes_min: How many it takes at least: what is shorter is no burst.
         """
         if not self.sending:
             return None
@@ -170,7 +171,8 @@ class ChunkMover:
             position = mover.moved
             length = min(self._chunk_bytes, mover.nbytes - position)
             if burst is not None and length < mover.nbytes - position:
-                length = self._burst(mover, burst)
+                nbytes = self._burst(mover, burst)
+                length = nbytes if nbytes >= bytes_min else length
             mover.moved += length
             mover.in_flight += 1
             buffer = mover.buffer

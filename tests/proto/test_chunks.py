@@ -83,6 +83,14 @@ def test_a_span_that_was_lost_goes_as_chunks(room: int) -> None:
     assert request.state is RequestStage.WAITING
 
 
+def test_what_is_too_short_for_a_lane_is_cut_into_chunks() -> None:
+    side = Side()
+    side.put(35)
+    whole = side.chunks.next_chunk(lambda buffer: 20, 20)
+    rest = side.chunks.next_chunk(lambda buffer: 20, 20)
+    assert [c and c.length for c in (whole, rest)] == [20, 10]
+
+
 def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
     """Its memory is given back instead."""
     side = Side()

@@ -7,6 +7,7 @@ application is real.
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from kvwire import ConnectionLost
 from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import ConnectionClosed
-from kvwire.limits import SPAN_BYTES_MAX
+from kvwire.limits import KIB, MIB, SPAN_BYTES_MAX
 from kvwire_inproc.lane import InprocLane
 from tests.support.lanes import (
     BESIDE,
+    CHUNK,
     DATA,
     NEVER_S,
     ONLY,
@@ -59,6 +61,22 @@ async def test_spans_are_sent_again_as_chunks(
         await expect_moves(pair)
         if after:
             await until(partial(is_over, pair.left, "tcp"))
+
+
+@pytest.mark.parametrize("nbytes", [CHUNK + KIB, SPAN_BYTES_MAX + CHUNK + KIB])
+async def test_what_is_longer_than_a_chunk_and_too_short_for_a_lane(
+    nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes by the control link, whose frames are chunks; the memory is longer."""
+    monkeypatch.setattr(InprocLane, "span_bytes", SPAN_BYTES_MAX)
+    monkeypatch.setattr(InprocLane, "bytes_min", 128 * KIB)
+    async with connected(**BESIDE) as pair:
+        memory = bytearray(os.urandom(nbytes + MIB))
+        region = pair.far.register(memory, "read")
+        into = bytearray(nbytes)
+        await pair.left.get(region.grant(pair.right, nbytes=nbytes), into=into)
+        assert into == memory[:nbytes]
+        await region.close()
 
 
 async def test_a_required_lane_that_breaks_ends_the_connection(
