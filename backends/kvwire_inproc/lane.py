@@ -157,5 +157,5 @@ class InprocLane(Lane, LinkHandler):
         self._awaited.clear()
         with _lock:
             del _endpoints[self._bootstrap]
-        if self.made is not None:  # the peer may have joined, and this side not
-            self.made.abort()
+        if self._link is not None:
+            self._link.abort()

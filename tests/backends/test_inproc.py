@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 
 from kvwire.backend import Landing, Link, Listener
-from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
+from kvwire.errors import ConnectionLost, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES
 from kvwire.memory.copy import as_fragments
 from kvwire.testing.faults import FaultPlan
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.faults import Fault, schedule
-from kvwire_inproc.lane import InprocLane
 from tests.backends.kvwire_tcp.recorder import Recorder
-from tests.backends.recorders import LaneRecorder
 from tests.support.pairs import until
 
 ANY = Address("inproc", "")
@@ -279,12 +277,3 @@ async def test_kill() -> None:
         assert isinstance(ear.closed[0], ConnectionLost)
     assert joined.left.queued_bytes == 0
     await joined.end()
-
-
-async def test_a_lane_that_ends_before_it_has_joined_tells_its_peer() -> None:
-    near, far, told = InprocLane(), InprocLane(), LaneRecorder()
-    await near.join(far.bootstrap, told)
-    far.abort()
-    assert isinstance(await told.end(), ConnectionLost)
-    with pytest.raises(BackendUnavailable, match="was aborted"):
-        await far.join(near.bootstrap, LaneRecorder())
