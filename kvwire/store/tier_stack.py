@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, Final
 
@@ -247,11 +247,10 @@ class TierStack:
         """
         if not self.through:
             await self.memory.write_down()
-        for tier in self.below:
-            await tier.flush()
+        await gather_all(*(tier.flush() for tier in self.below))
 
     async def _demote(self, named: IndexedSlots) -> str:
-        """Bring blocks of memory to the next tier below, if none there has them."""
+        """Bring blocks of memory to a tier below that takes them, if none has them."""
         index = self.memory.index
         lacking = ~self.memory.below[named.slots]
         for tier in self.below:
@@ -266,8 +265,8 @@ class TierStack:
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])
         if not any_of(lacking):
             return ""
-        taker = next((tier for tier in self.below if tier.taking), None)
-        if taker is None:
+        takers = [tier for tier in self.below if tier.taking]
+        if not takers:
             return "; ".join(f"{tier.name}: {tier.error}" for tier in self.below)
         taken = True
         keys, slots = named.keys[lacking], named.slots[lacking]
@@ -280,6 +279,16 @@ class TierStack:
             images = self.memory.images(slots[mine], namespace.image_bytes)
             born = self.memory.index.born(slots[mine])
             batch = Batch(keys[mine], orders, images, born=born)
-            results = await taker.write(namespace, batch)
-            taken &= bool(all_of(results == LANDED))
-        return "" if taken else f"{taker.name}: {taker.error or UNSAID}"
+            taken &= await _taken(takers, namespace, batch)
+        said = (f"{tier.name}: {tier.error or UNSAID}" for tier in takers)
+        return "" if taken else "; ".join(said)
+
+
+async def _taken(takers: Iterable[Tier], namespace: Namespace, batch: Batch) -> bool:
+    """Write blocks to one tier, and what it does not take to the next."""
+    for tier in takers:
+        left = await tier.write(namespace, batch) != LANDED
+        if not any_of(left):
+            return True
+        batch = batch.selected(left)
+    return False

@@ -303,6 +303,21 @@ async def test_a_size_of_which_all_is_pinned_takes_another_slab() -> None:
         assert await store.match(A, large.cache) == 4
 
 
+async def test_what_was_put_by_a_clock_that_ran_ahead_grows_old_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, cache = ["memory:64KiB", f"disk:{tmp_path}?size=1MiB"], Filled(seed=1).cache
+    with monkeypatch.context() as patch:
+        patch.setattr("kvwire.store.tiers.disk.time", lambda: time.time() + 1e9)
+        async with BlockStore.open(tiers, tenants=["t?ttl=3600"]) as store:
+            await store.put(A, cache, range(4), tenant="t")
+    async with BlockStore.open(tiers, tenants=["t?ttl=3600"]) as store:
+        assert await store.match(A, cache, tenant="t") == 4
+        (tier,) = store._tiers.below
+        tier._index._now = lambda: time.time() + 3601  # type: ignore[attr-defined]
+        assert await store.match(A, cache, tenant="t") == 0
+
+
 async def test_a_block_that_is_too_large_for_a_quota_says_so(tmp_path: Path) -> None:
     cache = Filled(seed=1).cache
     for tenant, said in (("t?memory=4KiB", "memory"), ("t?disk=4KiB", "on this disk")):

@@ -257,6 +257,41 @@ async def test_what_leaves_memory_goes_to_the_first_tier_that_takes_it() -> None
     assert not last.written
 
 
+class Full(FakeTier):
+    """Takes the first block of a write, and syncs nothing."""
+
+    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        results[:1] = await super()._write(namespace, batch.selected(np.arange(1)))
+        return results
+
+    async def flush(self) -> None:
+        raise OSError("no room")
+
+
+async def test_what_a_tier_has_not_taken_goes_to_the_next_one() -> None:
+    keys, full, last = keys_of(4), Full("full"), FakeTier("last")
+    async with hierarchy(full, last, through=False) as tiers:
+        tiers.namespaces[NAMESPACE.digest] = NAMESPACE
+        await fill(tiers, keys)
+        await tiers.memory.write_down()
+        assert len(full.orders) == 1
+        assert full.orders.keys() | last.orders.keys() == set(keys.tolist())
+
+
+async def test_a_tier_that_cannot_be_flushed_does_not_keep_others_from_it() -> None:
+    flushed = []
+
+    class Last(FakeTier):
+        async def flush(self) -> None:
+            flushed.append(self.name)
+
+    async with hierarchy(Full("full"), Last("last")) as tiers:
+        with pytest.raises(OSError, match="no room"):
+            await tiers.flush()
+    assert flushed == ["last"]
+
+
 @pytest.mark.parametrize("other", [OTHER, ENDS_IN_ZERO])
 async def test_blocks_of_two_spaces_leave_in_two_batches(other: Namespace) -> None:
     both = np.concatenate((keys_of(2), keys_of(2, other)))

@@ -288,7 +288,8 @@ class DiskTier(CodedTier):
                 await self._threads.run(self._sync)
             except _ERRORS as exc:
                 self._failed("flushing", exc)
-                if not _is_full(exc):
+                # An index that has no room has all that it was told in its log still.
+                if isinstance(exc, OSError) or not _is_full(exc):
                     self._unflushed = self.error
                 raise OSError(f"{self.name}: {self.error}") from exc
         if self._unflushed:
@@ -455,7 +456,9 @@ class DiskTier(CodedTier):
             slab = int(taken[0]) // self._slabs.stride
             self._slabs.restore(slab, int(self._named_bytes[slab]), taken)
         # A size that was written to last is the one that was used last.
-        born, owners = rows.serials / _SERIALS_PER_S, self._owners(rows.keys)
+        # And by a clock that ran ahead nothing grows old.
+        born = np.minimum(rows.serials / _SERIALS_PER_S, time())
+        owners = self._owners(rows.keys)
         for size in reversed(dict.fromkeys(sizes.tolist())):
             mine = sizes == size
             self._index.adopt(

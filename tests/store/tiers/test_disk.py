@@ -236,7 +236,9 @@ async def test_a_row_in_doubt_that_was_evicted_is_not_found_again(
 
 
 def full(index: DiskIndex) -> None:
-    raise sqlite3.OperationalError("database or disk is full")
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorname = "SQLITE_FULL"
+    raise error
 
 
 def blocks_of(spec: KVSpec, count: int) -> Chosen:
@@ -390,16 +392,24 @@ async def test_a_disk_that_breaks_ends_no_process(tmp_path: Path) -> None:
         await store.flush()
 
 
-async def test_a_flush_of_a_full_disk_may_be_repeated(tmp_path: Path) -> None:
+async def test_a_flush_of_a_full_disk_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the index has not taken it has still, and a file has dropped its pages."""
     faults, source, hashes = Faults(), Filled(seed=1), chain(16)
     tier = await disk(tmp_path, hook=faults)
     async with store_on(tier) as store:
         await store.put(hashes, source.cache, IDS)
-        faults.failing["sync"] = errno.ENOSPC
-        with pytest.raises(OSError, match="No space left"):
-            await store.flush()
-        faults.failing.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskIndex, "sync", full)
+            with pytest.raises(OSError, match="disk is full"):
+                await store.flush()
         await store.flush()
+        faults.failing["sync"] = errno.ENOSPC
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                await store.flush()
+            faults.failing.clear()
 
 
 async def test_a_flush_brings_down_what_was_written_back(tmp_path: Path) -> None:
