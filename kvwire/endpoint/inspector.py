@@ -62,10 +62,12 @@ class Inspector:
             if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
                 raise UsageError(f"inspect={config.inspect!r}: too long for a socket")
             self._communicator.ring = open_ring(self._communicator.loop)
-            self._server = await asyncio.start_unix_server(
-                self._serve, path, limit=INSPECT_LINE_BYTES_MAX
-            )
             self.path = path
+            # Begins to serve, and to wait for that, once there is what close() ends.
+            self._server = await asyncio.start_unix_server(
+                self._serve, path, limit=INSPECT_LINE_BYTES_MAX, start_serving=False
+            )
+            await self._server.start_serving()
         if config.inspect_signal:
             self._watch_signal()
 

@@ -41,7 +41,7 @@ def mode(folder: Path) -> int:
 
 
 def found(folder: Path) -> list[Path]:
-    return list(folder.iterdir())
+    return list(folder.iterdir()) if folder.exists() else []
 
 
 async def test_a_line_is_answered_and_a_close_leaves_nothing(folder: Path) -> None:
@@ -62,6 +62,21 @@ async def test_a_line_is_answered_and_a_close_leaves_nothing(folder: Path) -> No
         assert b"pid" in await ask(path, b"snapshot\n")
     assert not found(folder)
     assert asyncio.get_running_loop() not in RINGS
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_an_opening_that_is_cancelled_leaves_nothing(
+    folder: Path, turns: int
+) -> None:
+    async def opened() -> None:
+        await (await kvwire.open(name="a", inspect=str(folder))).close()
+
+    opening = asyncio.create_task(opened())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert not found(folder)
 
 
 async def test_those_who_look_are_bounded_and_do_not_hold_up_a_close(
