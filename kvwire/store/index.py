@@ -56,6 +56,9 @@ _ONE: Final = np.int32(1)
 
 _ALL: Final = slice(None)
 
+# A look takes tens of milliseconds on a disk of 100 GiB, and each put may need room.
+_LOOKS_APART_S: Final = 1.0
+
 # Of a few sizes of blocks, and asked for each of them.
 _size: Final = lru_cache(1024)(rounded)
 
@@ -100,6 +103,7 @@ class Index:
         "_clock",
         "_doomed",
         "_kept",
+        "_looked_at",
         "_newest",
         "_now",
         "_orders",
@@ -149,6 +153,8 @@ class Index:
         self._newest = np.zeros(len(slabs), np.int64)
         self._clock = 0
         self._now = clock
+        # When it was last looked what is too old.
+        self._looked_at = 0.0
 
     def __len__(self) -> int:
         """Return the number of blocks that have a name."""
@@ -485,15 +491,19 @@ class Index:
         self._kept[slots] = False
         self._state.pins[slots] -= 1
 
-    def late(self, slots: Ids) -> Bits:
+    def late(self, slots: Ids | slice) -> Bits:
         """Return which slots have a block that is too old."""
         born, ttl_s = self._born[slots], self.shares.ttl_s[self._owner[slots]]
         late: Bits = (born > 0) & (ttl_s > 0) & (born + ttl_s <= self._now())
         return late
 
     def _delete_late(self) -> bool:
-        """Delete every block that is too old; whether there was one."""
-        late = self.late(np.arange(self.slabs.slots)) & ~self._doomed
+        """Delete every block that is too old, once a second; whether there was one."""
+        now = self._now()
+        if abs(now - self._looked_at) < _LOOKS_APART_S:
+            return False
+        self._looked_at = now
+        late = self.late(_ALL) & ~self._doomed
         if not any_of(late):
             return False
         named = self.named()

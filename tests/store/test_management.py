@@ -90,6 +90,32 @@ async def test_a_delete_waits_for_who_writes_and_deletes_that_too() -> None:
     assert not tier.orders
 
 
+async def test_a_second_delete_waits_for_what_the_first_one_waits_for() -> None:
+    """Blocks without a name that are on their way down yet."""
+    tier, go = FakeTier(), asyncio.Event()
+    tier.before, cache = go.wait, Filled(seed=1).cache
+    async with store_on(tier, write="back") as store:
+        await store.put(A, cache, range(4))
+        flush = asyncio.create_task(store.flush())
+        await until(lambda: tier.moving)
+        deletes = [
+            asyncio.create_task(one)
+            for one in (
+                store.delete(A + A, cache),
+                store.delete(A, cache),
+                store.delete_all(cache),
+            )
+        ]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not any(one.done() for one in deletes)
+        go.set()
+        for one in deletes:
+            await one
+            assert not tier.orders
+        await flush
+
+
 async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
     tiers = ["memory:128KiB", f"disk:{tmp_path}?size=128KiB&slab=64KiB"]
     cache = Filled(seed=1).cache

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvwire import UsageError
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.limits import STORE_TENANTS_MAX
 from kvwire.store.index import NO_SLOT, Index, as_keys
 from kvwire.store.tenants import Shares, Tenant, Tenants
@@ -181,6 +182,28 @@ def test_what_is_deleted_is_not_found_and_free_when_nobody_reads_it(evict: str) 
     index.delete(as_keys([b"b", b"c"]))
     assert not index.slabs.used.any()
     assert not np.count_nonzero(index.used_bytes)
+
+
+def test_who_needs_room_looks_for_old_blocks_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a large disk that takes a while, and what has no room yet comes often."""
+    shared = Shared(ttl_s=10)
+    shared.put(1, "a")
+    shared.put(2, *"bcdefghijklmnop")
+    looks, late = 0, Index.late
+
+    def counted(index: Index, slots: Ids | slice) -> Bits:
+        nonlocal looks
+        looks += 1
+        return late(index, slots)
+
+    monkeypatch.setattr(Index, "late", counted)
+    # A clock may also be set back.
+    for since, seen in ((9.8, 1), (0.3, 1), (-100, 2), (100.8, 3)):
+        shared.clock.now += since
+        taken = shared.index.take(GRAIN_BYTES, 1, 2)
+        assert (taken.size, looks) == (seen // 3, seen)
 
 
 def test_who_has_nothing_yet_makes_room_of_what_others_have() -> None:

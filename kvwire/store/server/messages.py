@@ -124,10 +124,12 @@ class Names(StoreMessage, array_like=True, frozen=True, gc=False):
                 return np.array((self.joined,), np.object_)
             return as_keys(np.frombuffer(self.joined, f"V{width}").tolist())
         table = np.frombuffer(self.joined, np.uint8).reshape(-1, self.width).copy()
-        digests, which = np.unique(table[:, :DIGEST_BYTES], axis=0, return_inverse=True)
-        own = b"".join(of_tenant(one.tobytes(), tenant) for one in digests)
-        rows = np.frombuffer(own, np.uint8).reshape(-1, DIGEST_BYTES)
-        table[:, :DIGEST_BYTES] = rows[which.ravel()]
+        digests = (
+            table[:, :DIGEST_BYTES].copy().view(f"V{DIGEST_BYTES}").ravel().tolist()
+        )
+        own = {digest: of_tenant(digest, tenant) for digest in set(digests)}
+        rows = np.frombuffer(b"".join(map(own.__getitem__, digests)), np.uint8)
+        table[:, :DIGEST_BYTES] = rows.reshape(-1, DIGEST_BYTES)
         return as_keys(table.view(f"V{self.width}").ravel().tolist())
 
     def all_in(self, namespace: Namespace) -> bool:

@@ -36,7 +36,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
 from kvwire.memory.arena import Arena
 from kvwire.store.images import line_of, rows
-from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys
+from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys, once
 from kvwire.store.tiers.base import TierStats
 from kvwire.store.tiers.slabs import rounded
 
@@ -55,6 +55,9 @@ class MemoryTier:
         self.index: Index = index
         slabs = index.slabs
         self.in_flight: InFlightFills = InFlightFills()
+        # What somebody deletes, and waits until nobody uses it any more.
+        self._leaving = InFlightFills()
+        self._busy = (self.in_flight, self._leaving)
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
         # By slot: whether a tier below had the block when it came.
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
@@ -147,13 +150,18 @@ class MemoryTier:
 
         Cancel safety: safe, it may be called again.
         """
-        while await self.in_flight.one_ended(keys):
+        keys = keys[once(keys)]
+        while any([await busy.one_ended(keys) for busy in self._busy]):
             continue
         slots = self.index.delete(keys)
         self._notify()
-        while self.index.doomed(slots):
-            changed = self._changed = self._changed or asyncio.Event()
-            await changed.wait()
+        self._leaving.begin(keys)
+        try:
+            while self.index.doomed(slots):
+                changed = self._changed = self._changed or asyncio.Event()
+                await changed.wait()
+        finally:
+            self._leaving.end(keys)
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Forget every block of a namespace.
@@ -163,9 +171,9 @@ class MemoryTier:
         await self.delete(self.of_namespace(digest))
 
     def of_namespace(self, digest: bytes) -> Keys:
-        """Return which blocks of a namespace are here, or are coming."""
-        coming = self.in_flight.of_namespace(digest)
-        return np.concatenate((coming, self.index.of_namespace(digest)))
+        """Return which blocks of a namespace are here, are coming or are leaving."""
+        known = [one.of_namespace(digest) for one in (*self._busy, self.index)]
+        return np.concatenate(known)
 
     def has_any(self, keys: Keys) -> bool:
         """Tell whether any of these is here, or is coming."""

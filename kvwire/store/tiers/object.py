@@ -126,26 +126,30 @@ class ObjectTier(CodedTier):
 
     async def delete(self, keys: Keys) -> None:
         """Delete the objects of blocks, whoever has put them."""
-
-        async def one(path: str) -> None:
-            await self._obstore.delete_async(self._bucket, path)
-
         try:
-            await self._delete(map(path_of, keys.tolist()), one)
+            await self._delete(map(path_of, keys.tolist()))
         finally:  # what has failed may have been done
             for key in keys.tolist():
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Delete every object of a namespace, whoever has put it."""
+        pages = self._obstore.list(self._bucket, f"{digest.hex()}/")
 
-        async def all_of(prefix: str) -> None:
-            async for listed in self._obstore.list(self._bucket, prefix):
-                paths = [meta["path"] for meta in listed]
-                await self._obstore.delete_async(self._bucket, paths)
+        async def next_page() -> Any:
+            async for one in pages:
+                return one
+            return ()
 
         try:
-            await self._delete((f"{digest.hex()}/",), all_of)
+            while page := await self._ask(next_page):
+                if isinstance(page, BlockResult):
+                    raise OSError(f"{self.name}: not all deleted: {self.error}")
+                paths = [meta["path"] for meta in page]
+                delete = partial(self._obstore.delete_async, self._bucket, paths)
+                if await self._ask(delete) is not None:
+                    # One was gone by then, and what came behind it is there still.
+                    await self._delete(paths)
         finally:
             for key in [key for key in self._present if key.startswith(digest)]:
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
@@ -235,14 +239,13 @@ class ObjectTier(CodedTier):
                 self._lacks(key, STORE_OBJECT_ABSENT_S)
         return results
 
-    async def _delete(
-        self, paths: Iterable[str], delete: Callable[[str], Awaitable[None]]
-    ) -> None:
+    async def _delete(self, paths: Iterable[str]) -> None:
         """Delete what each path names; what is not there is deleted already."""
         failed: list[str] = []
 
         async def one(path: Any) -> None:
-            if await self._ask(partial(delete, path)) is BlockResult.FAILED:
+            delete = partial(self._obstore.delete_async, self._bucket, path)
+            if await self._ask(delete) is BlockResult.FAILED:
                 failed.append(path)
 
         await self._each(one, paths)

@@ -80,6 +80,26 @@ async def test_what_a_delete_may_have_deleted_is_written_by_the_next_put(
     assert len(objects_in(tmp_path)) == 2
 
 
+async def test_two_who_delete_a_namespace_leave_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some paths that are deleted at once, one is there no more: the others are."""
+    cache, delete, calls = Filled(64, seed=1).cache, obstore.delete_async, 0
+
+    async def beside_another(bucket: Any, paths: list[str]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await delete(bucket, paths[0])
+        await delete(bucket, paths)
+
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        assert (await store.put(chain(64), cache, range(64))).complete
+        monkeypatch.setattr(obstore, "delete_async", beside_another)
+        await store.delete_all()
+    assert not objects_in(tmp_path)
+
+
 async def test_a_cancelled_delete_does_not_delete_what_is_put_after_it(
     tmp_path: Path,
 ) -> None:
