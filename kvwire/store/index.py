@@ -153,7 +153,6 @@ class Index:
         self._newest = np.zeros(len(slabs), np.int64)
         self._clock = 0
         self._now = clock
-        # When it was last looked what is too old.
         self._looked_at = 0.0
 
     def __len__(self) -> int:
@@ -475,11 +474,10 @@ class Index:
         slots = self.find(keys)
         here = (slots >= 0) & once(keys)
         kept = np.zeros(keys.size, np.bool_)
-        named = keys[here], slots[here]
         if pinned:
-            kept[here] = self.keep(*named)
+            kept[here] = self.keep(keys[here], slots[here])
         else:
-            self.unkeep(*named)
+            self.unkeep(keys[here], slots[here])
         return kept
 
     # --- inside -----------------------------------------------------------------------
