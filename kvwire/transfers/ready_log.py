@@ -201,8 +201,10 @@ class ReadyLog:
             assert self._loop.is_closed()
 
     def close(self) -> None:
-        """Wake nobody any more: the transfer is over."""
+        """Wake nobody and encode nothing any more: the transfer is over."""
         self._wake = _nobody
+        if self._encode is not None:
+            self._encode = _nothing
 
     def _look(self) -> None:
         self._woken = False
@@ -310,6 +312,10 @@ def _by_layer(made: list[ReadyRange]) -> Iterator[ReadyRange]:
 
 def _nobody() -> None:
     """Stand for the transfer that a closed log would wake."""
+
+
+def _nothing(mark: ReadyRange, then: Callable[[Failure], None]) -> None:
+    """Stand for the encoder of a transfer that is over."""
 
 
 def _range(which: Which, held: range, what: str, group: str) -> range:

@@ -97,7 +97,7 @@ class ReceiveAttempt(Attempt):
         if self.incoming.outcome is None:
             self._note_parts()
         self.incoming.attempt_ended(error)
-        if self.state is AttemptState.OVER:
+        if self.state is AttemptState.OVER or self.core is None:
             # Each names the other; else only the garbage collector would end both.
             del self.incoming
 

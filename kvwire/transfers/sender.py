@@ -255,7 +255,7 @@ class SendAttempt(Attempt):
                 self._note_settled(self.connection.transfers.records[self.core])
         finally:  # without memory to note it too: no other word of the end comes
             self.outgoing.attempt_ended(self, error)
-        if self.state is AttemptState.OVER:
+        if self.state is AttemptState.OVER or self.core is None:
             # Each names the other; else only the garbage collector would end both.
             del self.outgoing
 

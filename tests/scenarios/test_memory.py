@@ -173,17 +173,41 @@ async def test_r49_the_producer_frees_while_its_last_layers_are_queued(
     assert alive() is None, "and are held no longer than that"
 
 
+GIVES_UP = pytest.mark.parametrize("gives_up", ["nobody", "producer", "consumer"])
+PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+
+
+@GIVES_UP
+@PUSH
 @scenario()
 async def test_ends_that_are_over_are_freed_without_the_garbage_collector(
-    w: World,
+    w: World, push: bool, gives_up: str
+) -> None:
+    await expect_freed(w, {}, gives_up, push=push)
+
+
+@GIVES_UP
+@PUSH
+@scenario("tcp")
+async def test_so_are_those_with_a_codec(w: World, push: bool, gives_up: str) -> None:
+    """They have memory of their own, as large as what was encoded."""
+    await expect_freed(w, {"codec": "int8"}, gives_up, push=push)
+
+
+async def expect_freed(
+    w: World, options: dict[str, str], gives_up: str, *, push: bool
 ) -> None:
     gc.disable()
     try:
-        out, inc = w.begin()
-        out.ready()
-        out.finish()
-        assert (await inc).complete
-        assert (await out).complete
+        out, inc = w.begin(options, options, push=push)
+        out.ready(layers=0)
+        await inc.layer(0)
+        if gives_up != "nobody":
+            (out if gives_up == "producer" else inc).abort()
+        else:
+            out.ready(layers=slice(1, None))
+            out.finish()
+        assert (await inc).complete == (await out).complete == (gives_up == "nobody")
         await asyncio.gather(out.drained(), inc.drained())
         ends: list[weakref.ref[object]]
         ends = [weakref.ref(out._state), weakref.ref(inc._state)]
