@@ -43,6 +43,7 @@ class InprocLane(Lane, LinkHandler):
         self._sent = self._given_back = self._received_bytes = 0
         # Descriptors, and where the payloads go; the first may be coming in.
         self._awaited: deque[tuple[bytes, Landing]] = deque()
+        self._is_coming = False
         self._closing = False
         self._ended = False
         self._error: Exception | None = None
@@ -97,7 +98,7 @@ class InprocLane(Lane, LinkHandler):
     def flush(self) -> None:
         if self._link is not None:
             self._link.flush()
-            if self._awaited:
+            if len(self._awaited) > self._is_coming:
                 self._link.resume()
 
     def close(self) -> None:
@@ -124,10 +125,12 @@ class InprocLane(Lane, LinkHandler):
             self._end(ConnectionLost("the peer sends another payload than it has said"))
         elif len(self._awaited) == 1:
             link.pause()
+        self._is_coming = True
         return landing
 
     def body_received(self, link: Link, landing: Landing) -> None:
         self._awaited.popleft()
+        self._is_coming = False
         self._received_bytes += landing.length
         self._handler.payload_received(self, landing)
         self._end_if_done()

@@ -13,13 +13,15 @@ import pytest
 
 from kvwire.backend import Landing, Link, Listener
 from kvwire.errors import ConnectionLost, UsageError
-from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES
+from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, MIB
 from kvwire.memory.copy import as_fragments
 from kvwire.testing.faults import FaultPlan
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.faults import Fault, schedule
+from kvwire_inproc.lane import InprocLane
 from tests.backends.kvwire_tcp.recorder import Recorder
+from tests.backends.recorders import LaneRecorder
 from tests.support.pairs import until
 
 ANY = Address("inproc", "")
@@ -277,3 +279,26 @@ async def test_kill() -> None:
         assert isinstance(ear.closed[0], ConnectionLost)
     assert joined.left.queued_bytes == 0
     await joined.end()
+
+
+async def test_a_payload_that_is_not_awaited_yet_waits_though_the_lane_is_flushed() -> (
+    None
+):
+    """A flush for what this side sends, while the payload before is half here."""
+    near, far, told = InprocLane(), InprocLane(), LaneRecorder()
+    await near.join(far.bootstrap, LaneRecorder())
+    await far.join(near.bootstrap, told)
+    data = memoryview(bytearray(8 * MIB))
+    first, second = (near.send(data, number) for number in range(2))
+    near.flush()
+    far.receive(first, Landing(8 * MIB, memoryview(bytearray(8 * MIB))))
+    while not told.received:
+        far.flush()
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    far.receive(second, Landing(8 * MIB, memoryview(bytearray(8 * MIB))))
+    far.flush()
+    await told.moved(received=2)
+    assert not told.closed
+    for lane in (near, far):
+        lane.abort()
