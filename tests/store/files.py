@@ -24,6 +24,9 @@ class Scripted(File):
         self._ask("preadv", views, offset)
         return super().preadv(views, offset)
 
+    def preadv_at_once(self, views: Views, offset: int) -> int:
+        raise BlockingIOError
+
     def pwritev(self, views: Views, offset: int) -> int:
         self._ask("pwritev", views, offset)
         return super().pwritev(views, offset)

@@ -34,7 +34,7 @@ from kvwire.store.cleanup import gather_all
 from kvwire.store.images import views_of
 from kvwire.store.namespace import ORDERS, Namespace
 from kvwire.store.threads import Threads
-from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
+from kvwire.store.tiers.base import FAILED, LANDED, Batch, BlockResults, Tier
 from kvwire.store.tiers.slabs import rounded
 
 # Lengths of entries in a tier of slots: so many for images of one size. A slab has
@@ -105,7 +105,7 @@ class CodedTier(Tier):
         entries = batch._replace(images=_entries(batch.images, room, lengths))
         if not self.slotted:
             return await self._write_entries(namespace, entries)
-        results = np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
+        results = np.full(batch.keys.size, FAILED, np.uint8)
         for length in sorted(set(lengths.tolist())):
             which = np.flatnonzero(lengths == length)
             part = entries.selected(which)
@@ -117,8 +117,10 @@ class CodedTier(Tier):
         sizes = np.zeros(batch.keys.size, np.int64)
         asked = batch._replace(sizes=sizes)
         results = await self._read_entries(namespace, asked)
-        coded = (results == BlockResult.LANDED) & (sizes != namespace.image_bytes)
+        coded = (results == LANDED) & (sizes != namespace.image_bytes)
         which = np.flatnonzero(coded)
+        if not which.size:
+            return results
 
         async def decode(part: Ids) -> None:
             at = which[part]
@@ -155,7 +157,7 @@ class CodedTier(Tier):
 
     def _decode(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Decode the entries that images begin with."""
-        results = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
+        results = np.full(batch.keys.size, LANDED, np.uint8)
         assert batch.sizes is not None
         sizes, orders = batch.sizes.tolist(), batch.orders.tolist()
         for at, image in enumerate(_arrays(batch.images)):
@@ -163,7 +165,7 @@ class CodedTier(Tier):
             try:
                 decode_entry(image[: sizes[at]].copy(), form, image, self.lossy)
             except (IntegrityError, ModuleNotFoundError) as exc:
-                results[at], self.error = BlockResult.FAILED, str(exc)
+                results[at], self.error = FAILED, str(exc)
         return results
 
 

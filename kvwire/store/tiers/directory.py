@@ -101,9 +101,16 @@ class File:
         """Return how long it is."""
         return os.fstat(self._fd).st_size
 
-    def read(self, into: Sequence[memoryview], offset: int) -> None:
-        """Fill memory with the bytes from ``offset`` on."""
-        _move(self.preadv, into, offset)
+    def read(
+        self, into: Sequence[memoryview], offset: int, *, at_once: bool = False
+    ) -> None:
+        """Fill memory with the bytes from ``offset`` on.
+
+        Raises:
+            BlockingIOError: The kernel does not have them, and they are to be read
+                ``at_once``.
+        """
+        _move(self.preadv_at_once if at_once else self.preadv, into, offset)
 
     def write(self, source: Sequence[memoryview], offset: int) -> None:
         """Write memory to the bytes from ``offset`` on."""
@@ -134,6 +141,12 @@ class File:
     def preadv(self, views: Views, offset: int) -> int:
         """Read into memory; the number of bytes, 0 at the end of the file."""
         return os.preadv(self._fd, views, offset)
+
+    def preadv_at_once(self, views: Views, offset: int) -> int:
+        """Read what the kernel has in memory, without waiting for a disk."""
+        if not hasattr(os, "RWF_NOWAIT"):
+            raise BlockingIOError
+        return os.preadv(self._fd, views, offset, os.RWF_NOWAIT)
 
     def pwritev(self, views: Views, offset: int) -> int:
         """Write memory; the number of bytes."""

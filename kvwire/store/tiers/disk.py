@@ -18,7 +18,7 @@ import asyncio
 import errno
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import time
@@ -30,6 +30,7 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB
 from kvwire.store.address import TierAddress
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.images import Sums, image_sums, images_in, named_sums, views_of
@@ -38,8 +39,12 @@ from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (
+    DAMAGED,
+    FAILED,
+    LANDED,
+    MISSING,
+    REFUSED,
     Batch,
-    BlockResult,
     BlockResults,
     TenantUse,
     TierStats,
@@ -55,6 +60,8 @@ _SYNCS: Final = ("flush", "put")
 _SERIALS_PER_S: Final = 1_000_000
 # Of a write that has no room for all, beside others who go on reading and writing.
 _ROUNDS: Final = 8
+# To read that little of what the kernel has takes no longer than to wake a thread.
+_AT_ONCE_BYTES: Final = 256 * KIB
 _ERRORS: Final = (OSError, sqlite3.Error)
 
 
@@ -63,6 +70,7 @@ class DiskTier(CodedTier):
 
     durable = True
     slotted = True
+    at_once_bytes = _AT_ONCE_BYTES
 
     def __init__(
         self,
@@ -174,13 +182,13 @@ class DiskTier(CodedTier):
                     f"a block of {nbytes} bytes is more than half of what tenant "
                     f"{namespace.tenant} may have on this disk"
                 )
-            return np.full(batch.keys.size, BlockResult.REFUSED, np.uint8)
+            return np.full(batch.keys.size, REFUSED, np.uint8)
         for _ in range(_ROUNDS):
             results, users = await self._write_some(namespace, batch, nbytes, tenant)
             if not users:
                 break
             await asyncio.wait(users)
-        if any_of(results == BlockResult.REFUSED):
+        if any_of(results == REFUSED):
             self.error = "it has no room for so many blocks, beside what is in use"
         return results
 
@@ -188,7 +196,7 @@ class DiskTier(CodedTier):
         self, namespace: Namespace, batch: Batch, nbytes: int, tenant: int
     ) -> tuple[BlockResults, Sequence[asyncio.Future[None]]]:
         """Write what is lacking and has room; who has slots in use, if that was it."""
-        results = np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
+        results = np.full(batch.keys.size, LANDED, np.uint8)
         held = await self._look(namespace, batch.keys)
         lacking, names = np.flatnonzero(~held), batch.keys[held]
         self.touch(names)
@@ -201,17 +209,17 @@ class DiskTier(CodedTier):
         self._index.unpin(names, mine)
         users = () if slots.size == lacking.size else tuple(self._users)
         first, rest = np.split(lacking, [slots.size])
-        results[rest] = BlockResult.REFUSED
+        results[rest] = REFUSED
         if first.size:
             part = batch.selected(first)
             results[first] = done = await self._write_to(slots, namespace, part)
-            if any_of(done == BlockResult.FAILED):
+            if any_of(done == FAILED):
                 return results, ()
         return results, users
 
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, and compare them with their checksums."""
-        results = np.full(batch.keys.size, BlockResult.MISSING, np.uint8)
+        results = np.full(batch.keys.size, MISSING, np.uint8)
         slots = self._index.find(batch.keys)
         here = np.flatnonzero(slots >= 0)
         if not here.size:
@@ -222,14 +230,21 @@ class DiskTier(CodedTier):
         self._index.pin(part.keys, slots)
         bad = np.zeros(here.size, np.bool_)
         try:
-            with self._in_use():
-                got = await self._threads.run(partial(self._read_slots, part, slots))
+            got = None
+            if part.images.nbytes <= _AT_ONCE_BYTES:
+                with suppress(OSError):
+                    got = self._read_slots(part, slots, at_once=True)
+            if got is None:
+                with self._in_use():
+                    got = await self._threads.run(
+                        partial(self._read_slots, part, slots)
+                    )
             results[here] = got
             batch.tell(here, part)
-            self._trusted[slots[got == BlockResult.LANDED]] = True
+            self._trusted[slots[got == LANDED]] = True
             # One that could not be read may be whole, and be read the next time.
-            self._trusted[slots[got == BlockResult.FAILED]] = False
-            bad = got == BlockResult.DAMAGED
+            self._trusted[slots[got == FAILED]] = False
+            bad = got == DAMAGED
         finally:
             self._index.unpin(part.keys[~bad], slots[~bad])
         if bad.any():
@@ -338,7 +353,7 @@ class DiskTier(CodedTier):
         batch = Batch(keys, self._index.orders(slots), images, sizes)
         results = await self._read_entries(namespace, batch)
         self._counts.count(results, written=False)
-        failed = keys[results == BlockResult.FAILED]
+        failed = keys[results == FAILED]
         slots = self._index.find(failed)
         failed, slots = failed[slots >= 0], slots[slots >= 0]
         self._index.pin(failed, slots)
@@ -384,7 +399,7 @@ class DiskTier(CodedTier):
                 self._written_blocks += slots.size
             else:
                 self._index.give_back(slots)
-        result = BlockResult.LANDED if written else BlockResult.FAILED
+        result = LANDED if written else FAILED
         return np.full(batch.keys.size, result, np.uint8)
 
     @contextmanager
@@ -512,28 +527,37 @@ class DiskTier(CodedTier):
         self._file.sync()
         self._rows.sync()
 
-    def _read_slots(self, batch: Batch, slots: Ids) -> BlockResults:
+    def _read_slots(
+        self, batch: Batch, slots: Ids, *, at_once: bool = False
+    ) -> BlockResults:
         """Read images, and say of each whether it is what was written."""
         batch, fit = batch.stored(self._nbytes[slots])
-        results = np.full(slots.size, BlockResult.LANDED, np.uint8)
-        results[~fit] = BlockResult.DAMAGED
+        results = np.full(slots.size, LANDED, np.uint8)
+        results[~fit] = DAMAGED
         nbytes = batch.images.lengths.astype(np.int64)
         order = np.argsort(slots)
         order = order[fit[order]]
         for run, offset in self._runs(slots[order], nbytes[order]):
             part = order[run]
             try:
-                self._file.read(_padded(batch.images.selected(part)), offset)
+                self._file.read(
+                    _padded(batch.images.selected(part)), offset, at_once=at_once
+                )
             except OSError as exc:
-                results[part] = BlockResult.FAILED
+                if at_once:
+                    raise
+                results[part] = FAILED
                 self._failed("reading", exc)
         whole = _sums_of(batch) == self._sums[slots]
-        results[(results == BlockResult.LANDED) & ~whole] = BlockResult.DAMAGED
+        results[(results == LANDED) & ~whole] = DAMAGED
         return results
 
     def _runs(self, slots: Ids, nbytes: Ids) -> Iterable[tuple[Ids, int]]:
         """Yield slots whose images lie side by side in the file, and their place."""
         offsets = self._slabs.begins[slots]
+        if slots.size == 1:
+            yield np.zeros(1, np.int64), offsets.item()
+            return
         breaks = np.flatnonzero(np.diff(offsets) != rounded(nbytes[:-1])) + 1
         for run in np.split(np.arange(slots.size), breaks) if slots.size else ():
             yield run, int(offsets[run[0]])

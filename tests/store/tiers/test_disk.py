@@ -17,7 +17,7 @@ import pytest
 
 from kvwire import BlockStore, KVSpec, UsageError
 from kvwire.store.address import TierAddress
-from kvwire.store.images import images_in
+from kvwire.store.images import image_sums, images_in
 from kvwire.store.index import Keys, as_keys
 from kvwire.store.namespace import ABSENT, Namespace, namespace_of
 from kvwire.store.tiers.base import Batch, BlockResult
@@ -446,6 +446,28 @@ async def test_a_write_waits_for_slots_that_are_being_read(tmp_path: Path) -> No
     assert (await getting == BlockResult.LANDED).all()
     assert (await writing == BlockResult.LANDED).all()
     assert (await tier.holds(small(range(8, 24))[1].keys)).all()
+    await tier.close()
+
+
+async def test_what_the_kernel_has_is_read_by_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = blocks_of(SPEC, 2)
+    tier = await disk(tmp_path)
+    assert (await tier.write(*small([0, 1])) == BlockResult.LANDED).all()
+    try:
+        tier._file.preadv_at_once([memoryview(bytearray(1))], 0)
+    except OSError:
+        await tier.close()
+        pytest.skip("this file system or kernel has no RWF_NOWAIT")
+    namespace, batch = small([0, 1])
+    into = np.zeros(2 * namespace.image_bytes, np.uint8)
+    reading = Batch(batch.keys, batch.orders, images_in(into, namespace.image_bytes, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._threads, "run", None)
+        results = await tier.read(namespace, reading)
+    assert (results == BlockResult.LANDED).all()
+    assert image_sums(reading.images).tolist() == image_sums(batch.images).tolist()
     await tier.close()
 
 
