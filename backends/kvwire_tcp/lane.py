@@ -116,7 +116,7 @@ class TcpLane(Lane):
         self._open(wire, remote)
 
     def send(self, payload: Payload, token: object) -> bytes:
-        if not self._ending:
+        if not self._ending and (self._socket is None or self._socket.takes_more):
             self._queue.lend(payload, token)
         return b""
 
@@ -264,6 +264,11 @@ class LaneSocket(Duplex):
             self._paused = False
             self._loop.add_reader(self._sock, self._on_readable)
             self._receive_more()
+
+    @property
+    def takes_more(self) -> bool:
+        """Tell whether more may be queued: it has not ended, nor has the peer."""
+        return not self._closing
 
     @property
     def _listens(self) -> bool:

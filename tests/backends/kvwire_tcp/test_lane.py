@@ -95,6 +95,21 @@ async def test_a_lane_that_ends_within_a_payload_is_lost() -> None:
         assert right.arrived == [0]
 
 
+async def test_nothing_is_sent_on_a_lane_that_has_ended_and_could_not_say_so_yet(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with listening() as rig:
+        left, right = await rig.pair()
+        assert isinstance(left.lane, TcpLane)
+        assert left.lane._socket is not None
+        left.lane._socket._end(ConnectionLost("planted"))
+        left.send(5)
+        assert not left.lane._queue.nbytes
+        await rig.closes(left, right)
+        assert "planted" in str(left.closed[0])
+    assert not caplog.records
+
+
 # --- strangers ------------------------------------------------------------------------
 
 
