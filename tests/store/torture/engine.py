@@ -25,7 +25,7 @@ NUMBERS = 160
 
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
-    """Blocks of one kind to put or to get: a range of numbers."""
+    """Blocks of one kind to put, get, delete or pin: a range of numbers."""
 
     verb: str
     kind: int
@@ -39,16 +39,20 @@ class Order(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Which blocks landed, which of these are wrong, and why the others are missing."""
+    """Which blocks landed, which of these are wrong, and why the others are missing.
+
+    Of what moves no blocks, why it has failed.
+    """
 
     landed: list[int]
     wrong: list[int]
     reasons: list[str]
 
 
-def any_order(draw: random.Random) -> Order:
-    """Draw what an engine may be asked."""
-    first, verb = draw.randrange(NUMBERS), draw.choice(("put", "get", "get"))
+def any_order(draw: random.Random, *, alone: bool = False) -> Order:
+    """Draw what an engine may be asked; who is alone has nobody else's blocks."""
+    verbs = ("put", "get", "get", *("delete", "pin", "unpin") * alone)
+    first, verb = draw.randrange(NUMBERS), draw.choice(verbs)
     last = min(NUMBERS, first + draw.randint(1, 60))
     return Order(verb, draw.choice(KINDS), first, last)
 
@@ -60,6 +64,12 @@ async def obey(store: BlockStore, owner: int, order: Order) -> Answer:
     right = contents(order.kind, numbers)
     cache = Cache(order.kind, right.copy())
     hashes, ids = [block.hash for block in order.blocks], list(range(numbers.size))
+    if order.verb in ("delete", "pin", "unpin"):
+        try:
+            await getattr(store, order.verb)(hashes, cache.paged)
+        except OSError as exc:
+            return Answer([], [], [str(exc)])
+        return Answer([], [], [])
     if order.verb == "put":
         outcome = await store.put(hashes, cache.paged, ids)
     else:

@@ -48,11 +48,16 @@ class Engine:
     Attributes:
         owner: Whose blocks it puts and gets.
         sure: What it has to find.
-        tried: What its owner has put, or tried to; shared by engines of one owner.
+        tried: What its owner has put, or tried to, since it was deleted; shared by
+            engines of one owner.
+        alone: Whether nobody else has blocks of its owner, so that it may delete some.
     """
 
-    def __init__(self, owner: int, tiers: list[str], tried: set[Block]) -> None:
+    def __init__(
+        self, owner: int, tiers: list[str], tried: set[Block], *, alone: bool = False
+    ) -> None:
         self.owner = owner
+        self.alone = alone
         self.tried = tried
         self.sure: set[Block] = set()
         self._tiers = tiers
@@ -84,6 +89,8 @@ class Engine:
         assert self.process.stdout is not None
         if order.verb == "put":
             self.tried.update(order.blocks)
+        if order.verb == "delete":
+            self.sure.difference_update(order.blocks)
         try:
             self.process.stdin.write(msgspec.json.encode(order) + b"\n")
             await self.process.stdin.drain()
@@ -99,10 +106,14 @@ class Engine:
         if answer.wrong:
             raise Wrong(f"owner {self.owner}: {order}: wrong bytes: {answer.wrong}")
         landed = {Block(order.kind, number) for number in answer.landed}
+        if order.verb == "delete" and not answer.reasons:
+            self.tried.difference_update(order.blocks)
         if order.verb == "put":
             self.sure |= landed
         elif strange := landed - self.tried:
-            raise Wrong(f"owner {self.owner} has not put {sorted(strange)[:5]}")
+            raise Wrong(
+                f"owner {self.owner} has not put, or deleted, {sorted(strange)[:5]}"
+            )
         return answer
 
 
@@ -197,11 +208,13 @@ class World:
         one, two = where + str(keys["one"]), where + str(keys["two"])
         shared: set[Block] = set()
         own = f"disk:{self._base / 'engine'}?{_DISK}"
+        coded = f"disk:{self._base / 'coded'}?{_DISK}&codec=zstd-planes&evict=s3fifo"
         self._engines += [
             Engine(1, [one], shared),
             Engine(1, [own, one], shared),
             # The storms are of the same tenant, and put anything.
             Engine(2, [two], {Block(k, n) for k in KINDS for n in range(NUMBERS)}),
+            Engine(4, [coded], set(), alone=True),
         ]
         if self._bucket is not None:
             await self._make_bucket()
@@ -222,7 +235,7 @@ class World:
 
     async def _step(self, engine: Engine) -> None:
         """Have an engine do something; what it has to find is there if all is well."""
-        order, sure = any_order(self._draw), set(engine.sure)
+        order, sure = any_order(self._draw, alone=engine.alone), set(engine.sure)
         fine, began = not self._trouble, time.monotonic()
         answer = await engine.ask(order)
         if answer is None:
@@ -327,10 +340,11 @@ class World:
         self.counts["full disks"] += 1
 
     def _limit(self, nbytes: int) -> None:
-        """Let no file of the server, or of the engine with a disk, grow beyond this."""
+        """Let no file of the server, or of engines with a disk, grow beyond this."""
         limits = nbytes, resource.RLIM_INFINITY
         assert self._server is not None
-        for process in (self._server.process, self._engines[1].process):
+        engines = (self._engines[1].process, self._engines[3].process)
+        for process in (self._server.process, *engines):
             if process is not None:
                 with suppress(ProcessLookupError):
                     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
