@@ -32,6 +32,8 @@ _QUESTIONS: Final = 1
 _NUMBER_BYTES: Final = 8
 _HASH_BYTES: Final = 32
 _FORGET: Final = b"forget"
+# Of a tier on a slow disk or in an object store; the engine stands still meanwhile.
+_FORGET_TIMEOUT_S: Final = 300.0
 
 Match = Callable[[list[bytes]], Awaitable[int]]
 """Returns how many leading blocks of a chain a store has."""
@@ -98,15 +100,15 @@ class Lookup:
     def forget(self) -> bool:
         """Have every rank's store forget what it has; return whether all did.
 
-        It takes as long as the tiers do.
+        It takes as long as the tiers do, 300 s at most.
         """
-        return bool(self._ask_all(_FORGET, None).result())
+        return bool(self._ask_all(_FORGET, _FORGET_TIMEOUT_S).result())
 
     def close(self) -> None:
         """End the questions that are open, with nothing."""
         self._engine.close()
 
-    def _ask_all(self, said: bytes, timeout_s: float | None) -> Future[int]:
+    def _ask_all(self, said: bytes, timeout_s: float) -> Future[int]:
         """Ask every rank; the result is the least of their answers, 0 for none."""
 
         async def ask(communicator: Communicator) -> int:
