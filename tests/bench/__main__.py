@@ -20,7 +20,7 @@ from kvwire.limits import MIB
 from tests.bench import cost as costs
 from tests.bench import counts as counting
 from tests.bench import iperf3, store
-from tests.bench.fragments import ALL_PEERS, Beside, joining
+from tests.bench.fragments import ALL_PEERS, Beside, beside_transfers, joining
 from tests.bench.peer import PEERS, interpreters
 
 Pythons = Annotated[
@@ -83,6 +83,28 @@ def fragments(
         round_mib=round_mib,
         rounds=rounds,
         common=replace(common, beside=joining(names, interpreters(peer_python))),
+    )
+
+
+@app.command(name="ops")
+def operations(
+    *,
+    transport: str = "tcp",
+    peer_python: Pythons = (),
+    rounds: report.Rounds = 5,
+    common: report.Common = report.COMMON,
+) -> int:
+    """``kvwire bench ops`` with NIXL beside its transfers, over TCP or shared memory.
+
+    Args:
+        transport: The transport of kvwire; beside ``local`` NIXL has shared memory.
+        peer_python: Interpreters in which NIXL is looked for, before this one.
+        rounds: How often everything is measured.
+        common: Options that every benchmark has.
+    """
+    join = beside_transfers(transport, interpreters(peer_python))
+    return ops.ops(
+        transport=transport, rounds=rounds, common=replace(common, beside=join)
     )
 
 

@@ -64,6 +64,27 @@ def joining(names: Sequence[str], interpreters: Sequence[str]) -> Beside:
     return join
 
 
+def beside_transfers(transport: str, interpreters: Sequence[str]) -> Beside:
+    """Let NIXL take part in transfers of ``kvwire bench ops``, over the same wire."""
+    nixl, setting = PEERS["nixl"], "shm" if transport == "local" else "tcp"
+
+    def join(benchmark: Benchmark) -> Benchmark:
+        found = nixl.interpreter(interpreters)
+        if found is None:
+            return replace(benchmark, missing=[nixl.missing])
+        works = [case.work for case in benchmark.cases]
+        transfers = [work for work in works if work.verb in fragments.VERBS]
+        pool_bytes = max(work.memory_bytes for work in transfers)
+        one = nixl.contender(setting, found, pool_bytes)
+        cases = [
+            replace(case, beside=[one]) if case.work in transfers else case
+            for case in benchmark.cases
+        ]
+        return replace(benchmark, cases=cases)
+
+    return join
+
+
 def verdict(met: bool) -> Text:
     """Met or missed."""
     return Text("met", style="green") if met else Text("missed", style="red")

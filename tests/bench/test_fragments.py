@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +18,23 @@ import pytest
 from kvwire.cli.bench.fragments import fragments, work_of
 from kvwire.cli.bench.operations import LEFT, RIGHT, OpsWork, Pool
 from kvwire.cli.bench.pair import BenchError, Contender
-from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Case
+from kvwire.cli.bench.turns import (
+    GIGABYTES_PER_SECOND,
+    MICROSECONDS,
+    Benchmark,
+    Case,
+)
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from tests.bench import iperf3
 from tests.bench.__main__ import app
-from tests.bench.fragments import ALL_PEERS, CLAIMS, joining, judge
+from tests.bench.fragments import (
+    ALL_PEERS,
+    CLAIMS,
+    beside_transfers,
+    joining,
+    judge,
+)
 from tests.bench.peer import PEERS, interpreters
 from tests.bench.peers.serving import offsets
 from tests.cli.bench.contenders import case, measured, rated
@@ -50,6 +61,27 @@ def test_peers_move_the_same_fragments(name: str) -> None:
     for setting in peer.settings:
         contender = peer.contender(setting, interpreter, POOL_BYTES)
         assert does_every_work(contender)
+
+
+def test_nixl_stands_beside_transfers_of_its_wire() -> None:
+    """And beside no other operation; where nobody has it, that is said."""
+    pull = OpsWork(verb="pull", nbytes=64 * KIB, count=3, layers=2, blocks=2)
+    send = OpsWork(verb="send", nbytes=64 * KIB, count=3)
+    ours = [Contender("kvwire", "somebody")]
+    cases = [
+        Case(name=work.verb, work=work, unit=MICROSECONDS, ours=ours)
+        for work in (pull, send)
+    ]
+    plan = Benchmark(name="ops", cases=cases)
+    found = replace(PEERS["nixl"], module="json")  # which every interpreter has
+    for transport, name in (("tcp", "nixl tcp"), ("local", "nixl shm")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(PEERS, "nixl", found)
+            joined = beside_transfers(transport, [sys.executable])(plan)
+        assert [[b.name for b in c.beside] for c in joined.cases] == [[name], []]
+    nobody = beside_transfers("tcp", ["/no/python"])(plan)
+    assert not nobody.cases[0].beside
+    assert [str(one) for one in nobody.missing] == [str(found.missing)]
 
 
 FORGED_ENGINE = """
