@@ -16,6 +16,12 @@ looks, with pauses that grow while nothing moves: NIXL has no call that waits.
 *An end waits for our own reads.* NIXL cannot cancel one, so what it may still write to
 is given back when it is over, and then only with the agent closed. A peer that stands
 still keeps such memory in quarantine until it goes on or dies.
+
+*An end waits for a peer that may be connecting.* NIXL connects at the first use. If the
+agent that it connects to is closed within these milliseconds, and both are on one host,
+UCX ends the process that connects ("stubs.c: Assertion `0' failed": NIXL 1.5.1). So who
+has told the peer where it is stays until it has heard of it, or for a while. Against a
+peer that is killed there and then nothing helps.
 """
 
 from __future__ import annotations
@@ -55,6 +61,9 @@ _LOOK_S: Final = 20e-6
 _LOOK_S_MAX: Final = 2e-3
 # While the peer has payloads of ours to read, its word is looked at so often.
 _WORD_S: Final = 0.1
+
+# To connect takes 5 to 10 ms where nothing else runs.
+_LINGER_S: Final = 0.5
 
 _PAGE_BYTES: Final = 4096
 # Our word lies at the page's beginning; the peer's is read to here.
@@ -139,6 +148,7 @@ class NixlDriver:
         self._confirming: list[NixlRead] = []
         self._confirmed = 0
         self._taken = 0
+        self._heard = False
         self._word_handle: int | None = None
         self._word_posted = False
         self._word_at = 0.0
@@ -347,7 +357,9 @@ class NixlDriver:
         """Take in what the peer has read of ours."""
         if self._taken >= self._offered:
             return False
-        taken, bye = self._proofs.read_notes(self.agent.notes())
+        notes = self.agent.notes()
+        self._heard |= bool(notes)
+        taken, bye = self._proofs.read_notes(notes)
         if bye and taken < self._offered:
             raise _peer_has_ended()
         if not self._taken < taken <= self._offered:
@@ -391,11 +403,23 @@ class NixlDriver:
                         self._thread.name,
                     )
                 time.sleep(_LOOK_S_MAX)
+        self._linger()
         # What the word is read to is the driver's own: nobody waits for that.
         if self._word_handle is not None:
             with contextlib.suppress(KVWireError):
                 self.agent.release(self._word_handle)
         self.agent.close()
+
+    def _linger(self) -> None:
+        """Wait for a note of a peer that knows the way here: it has connected then."""
+        connects_itself = self._peer is not None and bool(self._peer.metadata)
+        if connects_itself and not self._offered:
+            return  # it has told nobody where it is
+        until = time.monotonic() + _LINGER_S
+        with contextlib.suppress(KVWireError):
+            while not (self._heard or time.monotonic() > until):
+                self._heard = bool(self.agent.notes())
+                time.sleep(_LOOK_S_MAX)
 
     def _is_over(self, handle: int) -> bool:
         try:

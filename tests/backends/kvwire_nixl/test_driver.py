@@ -1,4 +1,4 @@
-"""The driver of a lane, beside an agent whose peer has just ended."""
+"""The driver of a lane, whose peer has just ended or may be about to connect."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from kvwire.errors import ConnectionLost
 from kvwire.types import Role
+from kvwire_nixl import driver as driver_module
 from kvwire_nixl.driver import NixlDriver
 from kvwire_nixl.library import NixlAgent
 from kvwire_nixl.settings import parse
@@ -30,14 +31,8 @@ class AgentOfAPeerGone:
         raise ConnectionLost("nixl: getXferStatus: NIXL_ERR_REMOTE_DISCONNECT")
 
 
-@pytest.mark.parametrize(
-    ("last", "told"), [([THEIRS.note(1), THEIRS.note(BYE)], [1]), ([], [])]
-)
-def test_a_peer_may_end_once_it_has_read_everything(
-    last: list[bytes], told: list[int]
-) -> None:
-    """Its word is being read meanwhile, to see that it lives."""
-    sent: list[int] = []
+def driver_of(agent: object, sent: list[int]) -> NixlDriver:
+    """A driver whose thread has not begun."""
     driver = NixlDriver(
         parse({}),
         NixlBootstrap("1.5.1", "UCX", "a" * 32, 0, b""),
@@ -49,7 +44,19 @@ def test_a_peer_may_end_once_it_has_read_everything(
         sent=sent.append,
         gone=lambda _: None,
     )
-    driver.agent = cast("NixlAgent", AgentOfAPeerGone(last))
+    driver.agent = cast("NixlAgent", agent)
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("last", "told"), [([THEIRS.note(1), THEIRS.note(BYE)], [1]), ([], [])]
+)
+def test_a_peer_may_end_once_it_has_read_everything(
+    last: list[bytes], told: list[int]
+) -> None:
+    """Its word is being read meanwhile, to see that it lives."""
+    sent: list[int] = []
+    driver = driver_of(AgentOfAPeerGone(last), sent)
     driver._offered, driver._word_handle, driver._word_posted = 1, 7, True
     if told:
         assert driver._turn()
@@ -57,3 +64,44 @@ def test_a_peer_may_end_once_it_has_read_everything(
         with pytest.raises(ConnectionLost, match="DISCONNECT"):
             driver._turn()
     assert sent == told
+
+
+class AgentThatIsLookedFor:
+    """An agent whose peer connects between two looks, or never does."""
+
+    def __init__(self, *, connects: bool) -> None:
+        self._connects = connects
+        self.looks = 0
+        self.closed_after: int | None = None
+
+    def notes(self) -> list[bytes]:
+        self.looks += 1
+        return [THEIRS.note(0)] if self._connects and self.looks == 3 else []
+
+    def close(self) -> None:
+        self.closed_after = self.looks
+
+
+@pytest.mark.parametrize("connects", [True, False])
+def test_an_agent_stays_for_a_peer_that_may_be_connecting(
+    connects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX would end the process of the peer; nor does it stay for ever."""
+    if not connects:
+        monkeypatch.setattr(driver_module, "_LINGER_S", 0.01)
+    agent = AgentThatIsLookedFor(connects=connects)
+    driver = driver_of(agent, [])
+    driver._made = True
+    driver._quiesce()
+    assert agent.closed_after is not None
+    assert agent.closed_after == 3 or not connects
+
+
+def test_an_agent_that_nobody_knows_is_closed_at_once() -> None:
+    """A client's is told with its first payload."""
+    agent = AgentThatIsLookedFor(connects=True)
+    driver = driver_of(agent, [])
+    driver._made = True
+    driver.meet(NixlBootstrap("1.5.1", "UCX", "b" * 32, 1, b"the way there"))
+    driver._quiesce()
+    assert agent.closed_after == 0
