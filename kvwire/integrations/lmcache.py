@@ -67,16 +67,14 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         ]
 
         def stored(kept: list[bool]) -> None:
-            # The objects are LMCache's again once it is told.
-            nbytes = sum(itertools.compress(sizes, kept))
-            self._notify_keys_stored(
-                list(itertools.compress(keys, kept)),
-                list(itertools.compress(sizes, kept)),
-            )
+            # The objects are LMCache's again once it is told. Its listeners, which may
+            # raise, come behind that.
+            there = list(itertools.compress(sizes, kept))
             with self._lock:
-                self._stores[number] = L2StoreResult(all(kept), nbytes)
+                self._stores[number] = L2StoreResult(all(kept), sum(there))
             self._stored.notify()
             objects.clear()
+            self._notify_keys_stored(list(itertools.compress(keys, kept)), there)
 
         objects = list(objects)  # kept until nothing reads them
         _when_all(puts, stored)
@@ -119,9 +117,9 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         ]
 
         def loaded(here: list[bool]) -> None:
-            self._notify_keys_accessed(list(itertools.compress(keys, here)))
             self._tell(number, here, self._loaded)
             objects.clear()
+            self._notify_keys_accessed(list(itertools.compress(keys, here)))
 
         objects = list(objects)  # kept until nothing writes to them
         _when_all(gets, loaded)

@@ -125,3 +125,18 @@ def test_a_store_that_failed_is_told(made: Any) -> None:
     assert not made.pop_completed_store_tasks()[number].is_successful()
     assert made.get_usage().total_bytes_used == 0
     assert lookup(made, KEYS[:1]) == [False]
+
+
+def test_a_listener_that_raises_keeps_nobody_waiting(made: Any) -> None:
+    class Raises:
+        def on_l2_keys_stored(self, keys: list[Any], sizes: list[int]) -> None:
+            raise RuntimeError("a listener's own")
+
+        def on_l2_keys_accessed(self, keys: list[Any]) -> None:
+            raise RuntimeError("a listener's own")
+
+    made.register_listener(Raises())
+    assert store(made, KEYS[:1], [1.5]).is_successful()
+    number = made.submit_load_task(KEYS[:1], [thing(0)])
+    wait_for(made.get_load_event_fd())
+    assert bits(made.query_load_result(number), 1) == [True]
