@@ -10,8 +10,6 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -50,17 +48,28 @@ class NotInstalledError(ModuleNotFoundError):
     """Says what needs a package, and the command that installs it."""
 
 
-@contextmanager
-def needed_by(what: str, *, extra: str = "", command: str = "") -> Iterator[None]:
-    """Import optional packages; if one is missing, say what installs it."""
-    try:
-        yield
-    except ModuleNotFoundError as exc:
-        raise NotInstalledError(
-            f"{what} needs {exc.name}, which is not installed: "
-            f"{command or install_command(extra)}",
-            name=exc.name,
-        ) from None
+class needed_by:  # noqa: N801 - a statement's word, as in contextlib
+    """Imports optional packages; if one is missing, says what installs it.
+
+    A generator of ``contextlib`` that raises another error than it was given is in a
+    cycle with the frames of both from Python 3.12 on, and so is the memory they hold.
+    """
+
+    def __init__(self, what: str, *, extra: str = "", command: str = "") -> None:
+        self._what = what
+        self._extra = extra
+        self._command = command
+
+    def __enter__(self) -> None:
+        """Do nothing: what is missing is found within."""
+
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
+        if isinstance(exc, ModuleNotFoundError):
+            raise NotInstalledError(
+                f"{self._what} needs {exc.name}, which is not installed: "
+                f"{self._command or install_command(self._extra)}",
+                name=exc.name,
+            ) from None
 
 
 def _is_source(directory: Path) -> bool:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 
 from kvwire import extras
+from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command, needed_by
+from kvwire.memory.device.ops import working
+from kvwire.types import Device, MemoryKind
 from tests.support.tree import sources
 
+GPU = Device(MemoryKind.CUDA, 0)
 METADATA = """\
 Metadata-Version: 2.4
 Name: kvwire
@@ -188,3 +195,29 @@ def test_no_page_and_no_message_installs_what_no_index_has() -> None:
         if _FROM_AN_INDEX.search(line) and "adr/" not in page.path
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("statement", [needed_by("x", extra="ucx"), working(GPU)])
+def test_an_error_in_the_place_of_another_keeps_no_memory(
+    statement: needed_by | working,
+) -> None:
+    """Nor does it wait for the garbage collector to give it back."""
+
+    class Memory:
+        """Stands for a block that is decoded into."""
+
+    def fill(_: Memory) -> None:
+        with statement:
+            raise ModuleNotFoundError("no such module", name="such")
+
+    def get() -> weakref.ref[Memory]:
+        memory = Memory()
+        with contextlib.suppress(ModuleNotFoundError, BackendUnavailable):
+            fill(memory)
+        return weakref.ref(memory)
+
+    gc.disable()
+    try:
+        assert get()() is None
+    finally:
+        gc.enable()

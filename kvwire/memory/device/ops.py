@@ -17,8 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -185,15 +184,21 @@ def unregister(ops: DeviceOps) -> None:
         _known.pop(ops.device, None)
 
 
-@contextmanager
-def working(device: Device) -> Iterator[None]:
-    """Raise what the library raises of a device that does not work as ours."""
-    try:
-        yield
-    except KVWireError:
-        raise
-    except Exception as exc:
-        raise BackendUnavailable(f"{device} does not work: {exc}") from exc
+class working:  # noqa: N801 - a statement's word, as in contextlib
+    """Raises what the library raises of a device that does not work as ours.
+
+    No generator of ``contextlib``, for the reason at :class:`kvwire.extras.needed_by`.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        """Do nothing: what fails is found within."""
+
+    def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
+        if isinstance(exc, Exception) and not isinstance(exc, KVWireError):
+            raise BackendUnavailable(f"{self._device} does not work: {exc}") from exc
 
 
 def contiguous(address: int, nbytes: int, owner: object, device: Device) -> Fragments:
