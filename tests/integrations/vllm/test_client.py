@@ -82,6 +82,9 @@ async def test_what_an_engine_answers(said: bytes, answer: tuple[int, bytes]) ->
     [
         (b"", "Server disconnected"),
         (b"no HTTP\r\n\r\n", "what it says is no HTTP"),
+        (HEAD.replace(b"200", b"101") + b"\r\n", "no HTTP: status 101"),
+        (HEAD.replace(b"200", b"099") + b"\r\n", "no HTTP: status 99"),
+        (HEAD.replace(b"200", b"600") + b"\r\n", "no HTTP: status 600"),
         (HEAD + b"content-length: 9\r\n\r\nok", "."),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", "."),
         (HEAD + b"\r\nmore than this", "more than 9 bytes"),

@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 _PASSED_HEADERS: Final = ("authorization", "x-request-id", "traceparent", "tracestate")
 # Of an answer's, likewise.
 _KEPT_HEADERS: Final = ("content-type", "x-request-id")
+# Our server takes them in a header, and an engine cannot be sent them.
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _EVENTS: Final = "text/event-stream"
 # What nginx notes where a client has closed the connection; there is no standard one.
 _CLIENT_CLOSED: Final = 499
@@ -272,7 +275,12 @@ async def _read(request: Request, kind: type[T]) -> T:
 
 
 def _passed_on(request: Request) -> dict[str, str]:
-    return {h: request.headers[h] for h in _PASSED_HEADERS if h in request.headers}
+    passed = {h: request.headers[h] for h in _PASSED_HEADERS if h in request.headers}
+    for name, value in passed.items():
+        if _CONTROLS.search(value):
+            why = f"the header {name} has a control character"
+            raise HTTPException(HTTPStatus.BAD_REQUEST, why)
+    return passed
 
 
 async def _unless_gone(
@@ -296,7 +304,7 @@ async def _unless_gone(
         if answer is None:
             # Nobody reads it.
             return Response(status_code=_CLIENT_CLOSED)
-        return _Relayed(answer, stack.pop_all())
+        return _Relayed(answer, stack)
 
 
 async def _disconnected(request: Request) -> None:
@@ -312,13 +320,22 @@ class _Relayed(StreamingResponse):
     """
 
     def __init__(self, answer: EngineResponse, rest: AsyncExitStack) -> None:
-        kept = {h: answer.headers[h] for h in _KEPT_HEADERS if h in answer.headers}
+        # Byte by byte as the engine has sent them: aiohttp reads UTF-8, and Starlette
+        # writes Latin-1.
+        kept = {
+            h: answer.headers[h].encode(errors="surrogateescape").decode("latin-1")
+            for h in _KEPT_HEADERS
+            if h in answer.headers
+        }
         super().__init__(_relay(answer), status_code=answer.status, headers=kept)
-        self._rest = rest
+        self._rest = rest.pop_all()
 
     async def __call__(self, *connection: Any) -> None:
         async with self._rest:
-            await super().__call__(*connection)
+            # One that broke off was logged. The server cuts the connection of an
+            # answer without an end, so the client knows.
+            with contextlib.suppress(EngineFailed):
+                await super().__call__(*connection)
 
 
 async def _relay(answer: EngineResponse) -> AsyncIterator[bytes]:
@@ -328,7 +345,7 @@ async def _relay(answer: EngineResponse) -> AsyncIterator[bytes]:
     except EngineFailed as exc:
         logger.warning("an engine broke off its answer: %s", exc)
         if not answer.headers.get("content-type", "").startswith(_EVENTS):
-            raise  # the connection is cut, so the client knows
+            raise
         why = f"the engine broke off: {exc.why}"
         said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
         # What came before may have been half an event.

@@ -44,6 +44,8 @@ _CONNECT_S: Final = 5.0
 # uvicorn, which vLLM serves with, closes an idle connection after 5 s. A request that
 # is sent at that moment would fail.
 _KEPT_OPEN_S: Final = 2.0
+# What can be passed on: neither another protocol nor what HTTP does not know.
+_STATUSES: Final = range(200, 600)
 # Of a library's words, in ours.
 _QUOTED_CHARS: Final = 200
 _NO_HEADERS: Final[Mapping[str, str]] = {}
@@ -122,6 +124,8 @@ class EngineClient:
             async with _answering(engine):
                 sent = self._request(engine.url + path, headers, body)
                 status, said, parts = await stack.enter_async_context(sent)
+            if status not in _STATUSES:
+                raise EngineFailed(engine, f"what it says is no HTTP: status {status}")
             yield EngineResponse(engine, status, said, _answered(engine, parts))
 
     async def close(self) -> None:

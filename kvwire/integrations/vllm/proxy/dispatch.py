@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
@@ -25,6 +24,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
+
+import msgspec
 
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.metadata import answer as kv_params
@@ -39,6 +40,7 @@ from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.limits import PROXY_EVENT_BYTES_MAX
+from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -161,8 +163,9 @@ class Dispatcher:
                 content = await said.body(PROXY_EVENT_BYTES_MAX)
         if said.is_error:
             raise EngineFailed(engine, _quoted(content), said.status)
-        with contextlib.suppress(ValueError, AttributeError, RecursionError):
-            params = json.loads(content).get("kv_transfer_params")
+        # Python's own would read half of a surrogate pair, which decode cannot be sent.
+        with contextlib.suppress(*DECODE_ERRORS, AttributeError):
+            params = msgspec.json.decode(content).get("kv_transfer_params")
             return params if isinstance(params, dict) else None
         return None
 
@@ -216,8 +219,9 @@ async def _ended(future: asyncio.Future[Any]) -> None:
 def _quoted(body: bytes) -> str:
     """Return an engine's error text: OpenAI's ``error.message``, or the body."""
     text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        text = str(json.loads(text)["error"]["message"])
+    # As above: the client cannot be sent it either.
+    with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError):
+        text = str(msgspec.json.decode(body)["error"]["message"])
     return text[:_QUOTED_CHARS] or "no text"
 
 

@@ -1,0 +1,48 @@
+"""What cannot be passed on as it is, of clients and of engines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm.test_proxy import Engines, Said, answer, app, call, post
+
+
+@pytest.mark.parametrize("value", ["a\x01b", "\x7f"])
+async def test_a_header_that_engines_cannot_be_sent(value: str) -> None:
+    """It is the client's mistake, and no engine is taken for dead."""
+    engines = Engines()
+    application = app(engines)
+    said = await post(application, headers={"x-request-id": value})
+    assert said.status_code == 400
+    assert "x-request-id" in said.json()["error"]["message"]
+    models = await call(
+        application, "GET", "/v1/models", headers={"authorization": value}
+    )
+    assert models.status_code == 400
+    assert not engines.asked
+    assert (await call(application, "GET", "/health")).status_code == 200
+
+
+async def test_a_header_of_an_engine_that_is_not_latin() -> None:
+    """It is passed on byte by byte, and its request is over then."""
+
+    async def says(_: dict[str, Any]) -> Said:
+        status, _headers, parts = answer(200, {})
+        return status, {"content-type": "text/plain", "x-request-id": "€\udcff"}, parts
+
+    application = app(Engines(d1=says, d2=says))
+    said = await post(application)
+    assert dict(said.headers.raw)[b"x-request-id"] == b"\xe2\x82\xac\xff"
+    assert (await call(application, "GET", "/fleet")).json()["requests"] == []
+
+
+async def test_an_error_text_that_clients_cannot_be_sent() -> None:
+    async def says(_: dict[str, Any]) -> Said:
+        return answer(500, {"error": {"message": "\ud800"}})
+
+    said = await post(app(Engines(d1=says, d2=says)))
+    assert said.status_code == 500
+    assert "ud800" in json.loads(said.content)["error"]["message"]
