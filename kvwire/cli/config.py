@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -35,11 +36,12 @@ def show(*, config: Path | None = None, json: bool = False) -> None:
         for key, value in msgspec.structs.asdict(found).items()
     }
     rows["directory"] = (without_password(found.directory), rows["directory"][1])
-    console = Console(soft_wrap=True, highlight=False, markup=False)
     if json:
         document = {k: {"value": v, "from": origin} for k, (v, origin) in rows.items()}
-        console.print(msgspec.json.format(msgspec.json.encode(document)).decode())
+        encoded = msgspec.json.format(msgspec.json.encode(document))
+        sys.stdout.buffer.write(encoded + b"\n")
         return
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     table = Table("key", "value", "from", box=None, pad_edge=False)
     for key, (value, origin) in rows.items():
         shown = msgspec.json.encode(value).decode()

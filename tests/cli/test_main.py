@@ -144,6 +144,42 @@ def test_a_reader_that_has_gone_is_no_news(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (FAILED, "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "closed", "status"),
+    [
+        ("directory ls --json --directory file:/nobody/here", ">&-", 0),
+        ("directory ls --json --directory file:/nobody/here", ">&- 2>&-", 0),
+        ("keygne", "2>&-", CALLED_WRONG),
+        ("directory ls --directory nowhere:", "2>&-", CALLED_WRONG),
+    ],
+)
+def test_output_that_is_closed_is_not_missed(
+    arguments: str, closed: str, status: int
+) -> None:
+    """Nor does what belongs there go elsewhere."""
+    command_line = f'exec "$0" -W error -m kvwire {arguments} {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command_line, sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_a_name_that_the_locale_cannot_write() -> None:
+    environment = {**os.environ, "KVWIRE_NAME": "\u540d", "PYTHONIOENCODING": "ascii"}
+    for option, shown in ("", b'"\\u540d"'), ("--json", '"\u540d"'.encode()):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvwire", "config", "show", *option.split()],
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert shown in done.stdout
+
+
 def test_help_has_no_empty_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """Nor flags that only say what is so without them."""
     for words in ("doctor", "store serve", "top", "bench fragments"):
