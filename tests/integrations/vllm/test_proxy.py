@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -363,19 +364,12 @@ async def test_an_engine_that_dies_while_it_streams() -> None:
 async def test_an_engine_that_dies_within_an_answer_that_is_no_stream() -> None:
     """Half an answer must not look like a whole one: the connection is cut."""
     engines = Engines(d1=breaks_off({"content-type": "application/json"}))
-    messages, sent = [{"type": "http.request", "body": b"{}"}], []
-
-    async def receive() -> dict[str, Any]:
-        if not messages:
-            await asyncio.Event().wait()
-        return messages.pop()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
+    messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    messages.put_nowait({"type": "http.request", "body": b"{}"})
+    send = AsyncMock()
     # Servers cut the connection of an answer that is not complete.
-    await app(engines)(SCOPE, receive, send)
-    assert [message.get("more_body") for message in sent] == [None, True]
+    await app(engines)(SCOPE, messages.get, send)
+    assert [one.args[0].get("more_body") for one in send.mock_calls] == [None, True]
 
 
 async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
