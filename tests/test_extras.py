@@ -16,7 +16,7 @@ import pytest
 from kvwire import extras
 from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command, needed_by
-from kvwire.memory.device.ops import working
+from kvwire.memory.device.ops import device_errors
 from kvwire.types import Device, MemoryKind
 from tests.support.tree import sources
 
@@ -197,9 +197,9 @@ def test_no_page_and_no_message_installs_what_no_index_has() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("statement", [needed_by("x", extra="ucx"), working(GPU)])
+@pytest.mark.parametrize("statement", [needed_by("x", extra="ucx"), device_errors(GPU)])
 def test_an_error_in_the_place_of_another_keeps_no_memory(
-    statement: needed_by | working,
+    statement: needed_by | device_errors,
 ) -> None:
     """Nor does it wait for the garbage collector to give it back."""
 

@@ -18,10 +18,10 @@ is given back when it is over, and then only with the agent closed. A peer that 
 still keeps such memory in quarantine until it goes on or dies.
 
 *An end waits for a peer that may be connecting.* NIXL connects at the first use. If the
-agent that it connects to is closed within these milliseconds, and both are on one host,
-UCX ends the process that connects ("stubs.c: Assertion `0' failed": NIXL 1.5.1). So who
-has told the peer where it is stays until it has heard of it, or for a while. Against a
-peer that is killed there and then nothing helps.
+agent that it connects to is closed meanwhile, and both are on one host, UCX ends the
+process that connects ("stubs.c: Assertion `0' failed": NIXL 1.5.1). So a half that has
+told its peer where it is stays until a note of the peer's is there, or for a while.
+Nothing helps against a peer that is killed at that moment.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LOOK_S_MAX: Final = 2e-3
 # While the peer has payloads of ours to read, its word is looked at so often.
 _WORD_S: Final = 0.1
 
-# To connect takes 5 to 10 ms where nothing else runs.
+# Many times what connecting takes, some 10 ms, since other things may run.
 _LINGER_S: Final = 0.5
 
 _PAGE_BYTES: Final = 4096
@@ -411,7 +411,7 @@ class NixlDriver:
         self.agent.close()
 
     def _linger(self) -> None:
-        """Wait for a note of a peer that knows the way here: it has connected then."""
+        """Wait until a peer that knows the way here has connected: its notes tell."""
         connects_itself = self._peer is not None and bool(self._peer.metadata)
         if connects_itself and not self._offered:
             return  # it has told nobody where it is

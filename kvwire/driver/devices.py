@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
-from kvwire.memory.device.ops import DeviceOps, device_ops, working
+from kvwire.memory.device.ops import DeviceOps, device_errors, device_ops
 from kvwire.types import Device
 
 
@@ -28,7 +28,7 @@ class Devices:
     def copy_engine(self, device: Device) -> CopyEngine:
         """Return what copies from and to the memory of a device. On the loop."""
         if device not in self._copy_engines:
-            with working(device):
+            with device_errors(device):
                 # bounded by the devices of this host
                 self._copy_engines[device] = CopyEngine(
                     device_ops(device),

@@ -22,7 +22,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_PIECE_BYTES
 from kvwire.memory.copy import copy
 from kvwire.memory.device.copy_engine import CopyEngine
-from kvwire.memory.device.ops import DeviceOps, device_ops, working
+from kvwire.memory.device.ops import DeviceOps, device_errors, device_ops
 from kvwire.types import Device
 
 _SLOTS: Final = 2
@@ -62,7 +62,7 @@ class DeviceCopies:
             )
         with self._lock:
             if device not in self._copiers:
-                with working(device):
+                with device_errors(device):
                     self._copiers[device] = _DeviceCopier(ops)
         return ops.record_current() if after is None else after
 

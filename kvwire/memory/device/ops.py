@@ -184,7 +184,7 @@ def unregister(ops: DeviceOps) -> None:
         _known.pop(ops.device, None)
 
 
-class working:  # noqa: N801 - a statement's word, as in contextlib
+class device_errors:  # noqa: N801 - a statement's word, as in contextlib
     """Raises what the library raises of a device that does not work as ours.
 
     No generator of ``contextlib``, for the reason at :class:`kvwire.extras.needed_by`.

@@ -21,7 +21,7 @@ from kvwire.integrations.vllm.worker import WorkerSide
 from tests.integrations.vllm import fakes, steps
 
 # Of a prompt that is sent, on the thread that computes it.
-CALLS = 240
+CALLS = 190
 
 
 def calls(work: Callable[..., object], *arguments: object) -> int:
