@@ -9,7 +9,13 @@ import json
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Mapping,
+)
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -327,8 +333,10 @@ class _Relayed(StreamingResponse):
             for h in _KEPT_HEADERS
             if h in answer.headers
         }
-        super().__init__(_relay(answer), status_code=answer.status, headers=kept)
+        parts = _relay(answer)
+        super().__init__(parts, status_code=answer.status, headers=kept)
         self._rest = rest.pop_all()
+        self._rest.push_async_callback(parts.aclose)
 
     async def __call__(self, *connection: Any) -> None:
         async with self._rest:
@@ -338,7 +346,7 @@ class _Relayed(StreamingResponse):
                 await super().__call__(*connection)
 
 
-async def _relay(answer: EngineResponse) -> AsyncIterator[bytes]:
+async def _relay(answer: EngineResponse) -> AsyncGenerator[bytes]:
     try:
         async for part in answer.parts:
             yield part

@@ -126,7 +126,7 @@ class EngineClient:
                 status, said, parts = await stack.enter_async_context(sent)
             if status not in _STATUSES:
                 raise EngineFailed(engine, f"what it says is no HTTP: status {status}")
-            yield EngineResponse(engine, status, said, _answered(engine, parts))
+            yield EngineResponse(engine, status, said, _Answered(engine, parts))
 
     async def close(self) -> None:
         """Close all connections.
@@ -167,15 +167,16 @@ async def _answering(engine: VllmEngine) -> AsyncIterator[None]:
         raise _failure(engine, exc) from None
 
 
-async def _answered(
-    engine: VllmEngine, parts: AsyncIterator[bytes]
-) -> AsyncIterator[bytes]:
-    while True:
-        async with _answering(engine):
-            part = await anext(parts, None)
-        if part is None:
-            return
-        yield part
+@dataclass(slots=True)
+class _Answered(AsyncIterator[bytes]):
+    """Reads a body; whoever leaves in the middle has nothing to close, or collect."""
+
+    engine: VllmEngine
+    parts: AsyncIterator[bytes]
+
+    async def __anext__(self) -> bytes:
+        async with _answering(self.engine):
+            return await anext(self.parts)
 
 
 def _session() -> aiohttp.ClientSession:

@@ -187,14 +187,18 @@ class Dispatcher:
         if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             why = first + await said.body(PROXY_EVENT_BYTES_MAX)
             raise EngineFailed(engine, _quoted(why), said.status)
-        said.parts = _chained(first, said.parts)
+        said.parts = _Chained(first, said.parts)
         return said
 
 
-async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for part in rest:
-        yield part
+@dataclass(slots=True)
+class _Chained(AsyncIterator[bytes]):
+    first: bytes | None
+    rest: AsyncIterator[bytes]
+
+    async def __anext__(self) -> bytes:
+        first, self.first = self.first, None
+        return await anext(self.rest) if first is None else first
 
 
 async def _first_of(

@@ -21,8 +21,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
@@ -167,10 +167,12 @@ class MovableStream:
             return answer
         self._parts = answer.parts
         if streamed:
-            answer.parts = _written(self._relayed())
+            answer.parts = parts = _written(self._relayed())
+            stack.push_async_callback(parts.aclose)
             return answer
         try:
-            whole = await in_one_piece(self._relayed())
+            async with aclosing(self._relayed()) as events:
+                whole = await in_one_piece(events)
         except EngineFailed as exc:
             why = f"it broke off its answer: {exc.why}"
             raise EngineFailed(exc.engine, why, HTTPStatus.BAD_GATEWAY) from None
@@ -213,7 +215,7 @@ class MovableStream:
 
     # --- the client's task ------------------------------------------------------------
 
-    async def _relayed(self) -> AsyncIterator[Event]:
+    async def _relayed(self) -> AsyncGenerator[Event]:
         while True:
             try:
                 event = await self._next()
@@ -385,12 +387,13 @@ class MovableStream:
             self._order[1].set_result(_ENDED)
 
 
-async def _written(events: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    async for event in events:
-        if isinstance(event, bytes):
-            yield event
-        else:
-            yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+async def _written(events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, bytes):
+                yield event
+            else:
+                yield b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 async def _once(part: bytes) -> AsyncIterator[bytes]:

@@ -1,0 +1,131 @@
+"""What the proxy reads part by part is closed by name, whoever leaves, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE
+from tests.integrations.vllm.test_moving import COUNT, PROMPT, Client, Decoder
+from tests.integrations.vllm.test_proxy import (
+    ASK,
+    D1,
+    D2,
+    EVENTS,
+    SCOPE,
+    Engines,
+    Said,
+    call,
+)
+from tests.integrations.vllm.turns import fleet_in_turns
+
+BODY = json.dumps({**ASK, "stream": True}).encode()
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Names of the proxy's generators that were left to the garbage collector."""
+    names: list[str] = []
+    hooks = sys.get_asyncgen_hooks()
+
+    def note(generator: Any) -> None:
+        if "/vllm/proxy/" in generator.ag_code.co_filename:
+            names.append(generator.ag_code.co_name)
+        elif hooks.finalizer is not None:
+            hooks.finalizer(generator)
+
+    sys.set_asyncgen_hooks(finalizer=note)
+    try:
+        yield names
+        gc.collect()
+    finally:
+        sys.set_asyncgen_hooks(finalizer=hooks.finalizer)
+
+
+async def endless(_: dict[str, Any]) -> Said:
+    async def parts() -> AsyncIterator[bytes]:
+        while True:
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0)
+
+    return 200, EVENTS, parts()
+
+
+@pytest.mark.parametrize("migrate", [False, True])
+@pytest.mark.parametrize("fails", ["read", "write"])
+async def test_a_client_that_leaves_within_a_stream(fails: str, migrate: bool) -> None:
+    """While the next part is read, and while one is written."""
+    network = Engines(d1=endless)
+    application = make_app(
+        fleet_in_turns([], [D1]), order=AT_ONCE, client=network, migrate=migrate
+    )
+    messages = [{"type": "http.request", "body": BODY}]
+    parts = 0
+    left = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        nonlocal parts
+        parts += 1
+        if parts == 5:
+            left.set()
+            if fails == "write":
+                await asyncio.Event().wait()
+
+    with collected() as names:
+        # As uvicorn says it, so Starlette looks itself whether the client is there.
+        await application(SCOPE | {"asgi": {"spec_version": "2.3"}}, receive, send)
+        await asyncio.sleep(0)
+    assert not names
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_stream_that_goes_on_elsewhere(dies: bool) -> None:
+    first = Decoder(3, dies=dies)
+    network = Engines(d1=first, d2=Decoder())
+    fleet = fleet_in_turns([], [D1, D2])
+    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    with collected() as names:
+        client = Client(application)
+        await client.read(3)
+        asked = {"engine": D1.url}
+        moving = asyncio.ensure_future(
+            call(application, "POST", "/migrate", json=asked)
+        )
+        stepping = asyncio.ensure_future(first.step())
+        await client.read()
+        client.right()
+        await asyncio.wait((moving,))
+        stepping.cancel()
+    assert not names
+
+
+async def test_an_answer_in_one_piece_that_is_none() -> None:
+    async def says(_: dict[str, Any]) -> Said:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b'data: {"choices":[{"text":3}]}\n\n'
+            await asyncio.Event().wait()
+
+        return 200, EVENTS, parts()
+
+    network = Engines(d1=says)
+    fleet = fleet_in_turns([], [D1])
+    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    with collected() as names:
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": COUNT}
+        said = await call(application, "POST", "/v1/completions", json=body)
+        assert said.status_code == 502
+    assert not names
