@@ -169,7 +169,7 @@ def test_the_proxy_without_its_packages_has_help_and_one_line() -> None:
     """Nobody installs them to read what it does."""
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"
-        "from kvwire.integrations.vllm.proxy.__main__ import main\n"
+        "from kvwire.integrations.vllm.proxy.command import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     for arguments, status in (["--help"], 0), (["--decode", "http://h:1=h:2"], 1):

@@ -20,9 +20,9 @@ from starlette.applications import Starlette
 from kvwire import UsageError
 from kvwire.integrations.vllm.proxy import app as proxy_app
 from kvwire.integrations.vllm.proxy import dispatch, policy
-from kvwire.integrations.vllm.proxy.__main__ import main
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.client import EngineClient
+from kvwire.integrations.vllm.proxy.command import main
 from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
 from kvwire.integrations.vllm.references import UNSIGNED
 from tests.integrations.vllm.turns import fleet_in_turns

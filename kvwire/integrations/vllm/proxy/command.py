@@ -1,0 +1,132 @@
+"""The command line of the proxy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvwire.directory import Selector, open_directory
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.extras import needed_by
+from kvwire.integrations.vllm.proxy.admission import Admission
+from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
+from kvwire.integrations.vllm.proxy.engines import parse_engine
+from kvwire.integrations.vllm.proxy.fleet import EngineFleet
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
+from kvwire.integrations.vllm.references import References
+from kvwire.limits import PROXY_RUNNING_MAX, PROXY_WAITING_MAX
+from kvwire.security.keys import read_key_file
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the proxy until it is interrupted; the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.decode and not options.directory:
+        parser.error("--decode or --directory is needed: who answers?")
+    if options.running < 1 or options.queue < 0:
+        parser.error("--running is 1 or more, and --queue 0 or more")
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port {options.port}; 0 to 65535, and 0 takes any free one")
+    try:
+        fleet = EngineFleet(
+            map(parse_engine, options.prefill),
+            map(parse_engine, options.decode),
+            route=options.route,
+        )
+        keys = [read_key_file(options.psk_file)] if options.psk_file else []
+        operator = options.operator_key_file
+        operator_key = read_key_file(operator) if operator else b""
+        discovery: Discovery | None = None
+        if options.directory:
+            directory = open_directory(options.directory)
+            allowed, meant = AllowedHosts(options.allow), Selector.parse(options.select)
+            discovery = Discovery(directory, fleet, allowed, meant)
+    except UsageError as exc:
+        parser.error(str(exc))
+    except (BackendUnavailable, ModuleNotFoundError) as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    try:
+        # The help needs none of these.
+        from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
+
+        with needed_by("the proxy", extra="vllm"):
+            import uvicorn  # noqa: PLC0415
+    except ModuleNotFoundError as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    app = make_app(
+        fleet,
+        order=options.order,
+        references=References(keys),
+        admission=Admission(options.running, options.queue),
+        discovery=discovery,
+        operator_key=operator_key,
+        migrate=options.migrate,
+    )
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kvwire.integrations.vllm.proxy",
+        description="Sends each request to a prefill and a decode engine of vLLM.",
+    )
+    engine = (
+        "URL=KV[,KV...][,stages=N]: where it serves, where each rank of it listens, "
+        "and in how many pipeline stages they are"
+    )
+    parser.add_argument("--prefill", action="append", default=[], help=engine)
+    parser.add_argument("--decode", action="append", default=[], help=engine)
+    parser.add_argument(
+        "--directory", default="", help="where engines announce themselves: redis://..."
+    )
+    parser.add_argument(
+        "--select", default="", help="which of its members, such as zone=a"
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        help="a host that the directory may name: 10.0.0.0/8, engine-1, *.fleet.svc; "
+        "without any, this host",
+    )
+    parser.add_argument("--psk-file", help="the engines' key, if they have one")
+    parser.add_argument(
+        "--operator-key-file",
+        help="the key that POST /drain and /migrate ask for; without it, they answer "
+        "this host",
+    )
+    parser.add_argument(
+        "--migrate",
+        action="store_true",
+        help="streams of /v1/completions can go on at another engine: POST /migrate, "
+        "POST /drain, and when an engine dies",
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--order",
+        choices=(AT_ONCE, IN_SEQUENCE),
+        default=AT_ONCE,
+        help="both engines at once, or decode when prefill has answered",
+    )
+    parser.add_argument(
+        "--route",
+        default=LEAST_LOADED,
+        help="which engine: least-loaded, kv-events (where the prompt's blocks are), "
+        "or package.module:Class",
+    )
+    parser.add_argument(
+        "--running", type=int, default=PROXY_RUNNING_MAX, help="requests at once"
+    )
+    parser.add_argument(
+        "--queue",
+        type=int,
+        default=PROXY_WAITING_MAX,
+        help="requests that wait for that; more get 429",
+    )
+    return parser
