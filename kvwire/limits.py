@@ -324,6 +324,9 @@ PROXY_RETRY_AFTER_S_MAX: Final = 60
 PROXY_RETRY_SHARE: Final = 0.2
 PROXY_RETRY_RESERVE: Final = 20.0
 PROXY_RETRY_MAX: Final = 200.0
+# Engines that a request may fail on: it may be why they die, and one more would cost a
+# fleet half as much again.
+PROXY_FAILED_ON_MAX: Final = 2
 # Of a client's request: a prompt of a million tokens has 7 MB, pictures are some more.
 PROXY_BODY_BYTES_MAX: Final = 64 * MIB
 # Ranks of one engine, as records of a directory say.

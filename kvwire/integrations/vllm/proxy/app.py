@@ -375,7 +375,7 @@ async def _refused(_: Request, exc: Exception) -> Response:
             why = f"no decode engine answers: {exc.why}"
             headers = {"retry-after": str(math.ceil(PROBE_S))}
         case EngineFailed(status=int(status)):
-            why = f"the decode engine failed: {exc.why}"
+            why = f"an engine failed: {exc.why}"
     return JSONResponse(_openai_error(status, why), status, headers)
 
 

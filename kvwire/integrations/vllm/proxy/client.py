@@ -61,12 +61,14 @@ class EngineFailed(Exception):
         status: int | None = None,
         *,
         silent: bool = False,
+        reached: bool = True,
     ) -> None:
         super().__init__(f"{engine.url}: {why}" if engine else why)
         self.engine = engine  # which; None if there is none to ask
         self.why = why  # for the client, who need not know where engines are
         self.status = status  # what it answered; None if nothing
         self.silent = silent  # it may be there and says nothing; else it is known to go
+        self.reached = reached  # it has had the request, and may have failed of it
 
     @property
     def down(self) -> bool:
@@ -194,11 +196,11 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     """Say why without an address, which is no business of clients."""
     if isinstance(error, TimeoutError):
         why = f"no connection within {_CONNECT_S:g} s"
-        return EngineFailed(engine, why, silent=True)
+        return EngineFailed(engine, why, silent=True, reached=False)
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno or 0
         why = os.strerror(code) if code > 0 else "nobody has this name"
-        return EngineFailed(engine, why)
+        return EngineFailed(engine, why, reached=False)
     if isinstance(error, aiohttp.ClientResponseError):
         why = f"what it says is no HTTP: {error.message[:_QUOTED_CHARS]}"
         return EngineFailed(engine, why)

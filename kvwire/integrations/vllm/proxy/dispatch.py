@@ -10,7 +10,8 @@ A prefill engine that fails before the answer has begun costs another try; decod
 of the failed one is given up first, so nothing of it waits for KV that will not come. A
 decode engine that cannot be reached, or answers that it is broken, likewise. Once the
 answer has begun it is the client's, and an engine that dies then ends it. Tries beyond
-the first come out of a budget of all requests.
+the first come out of a budget of all requests. A request that two engines have failed
+of, which were well before, is tried no more: it may be why they fail.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.limits import PROXY_EVENT_BYTES_MAX
+from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_FAILED_ON_MAX
 from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -93,6 +94,7 @@ class Dispatcher:
         body = asked.body
         failed: set[VllmEngine] = set()
         dead: set[VllmEngine] = set()
+        failed_on = 0
         last = EngineFailed(None, "there is none that takes requests")
         decode = self._fleet.pick(DECODE, body, dead)
         while decode is not None:
@@ -100,6 +102,8 @@ class Dispatcher:
             if asked.method == "POST" and is_for_two(body):
                 out = {decode, *failed}
                 prefill = self._fleet.pick(PREFILL, body, out, decode.model)
+            now = self._fleet.clock()
+            well = {one for one in (prefill, decode) if one and one.is_up(now)}
             try:
                 async with AsyncExitStack() as attempt:
                     answer = await self.ask_once(prefill, decode, asked, attempt)
@@ -114,6 +118,10 @@ class Dispatcher:
             failing.failed += 1
             if last.down:
                 self._fleet.down(failing)
+                failed_on += last.reached and failing in well
+            if failed_on == PROXY_FAILED_ON_MAX:
+                status = last.status or HTTPStatus.BAD_GATEWAY
+                raise EngineFailed(failing, last.why, status)
             decode = self._fleet.pick(DECODE, body, dead)
             if decode is not None and not self.budget.spend():
                 break

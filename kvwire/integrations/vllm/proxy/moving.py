@@ -44,7 +44,12 @@ from kvwire.integrations.vllm.proxy.whole import (
     in_one_piece,
     reading,
 )
-from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_MOVE_S, PROXY_MOVES_MAX
+from kvwire.limits import (
+    PROXY_EVENT_BYTES_MAX,
+    PROXY_FAILED_ON_MAX,
+    PROXY_MOVE_S,
+    PROXY_MOVES_MAX,
+)
 from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -138,6 +143,7 @@ class MovableStream:
         self._prompt: list[int] = []
         self._tokens: list[int] = []
         self._before = 0
+        self._lost_at = -1
         self._first: dict[str, Any] = {}
         # A parser of thoughts or tools has a state, which tokens do not tell: it can be
         # known from its answer, which is more than content, or none in the beginning.
@@ -321,9 +327,13 @@ class MovableStream:
         logger.warning("%s broke off its answer: %s", here.url, error.why)
         here.failed += 1
         self._moves.fleet.down(here)
+        # Two engines that die at one token may do so because of it.
+        at, self._lost_at = self._lost_at, len(self._tokens)
+        if at == self._lost_at:
+            return False
         tried, budget = {here}, self._moves.dispatcher.budget
         while to := self._moves.fleet.pick(DECODE, body, tried, here.model):
-            if not budget.spend():
+            if len(tried) > PROXY_FAILED_ON_MAX or not budget.spend():
                 return False
             if not await self._switch(to, None):
                 self._moves.counts["recovered"] += 1
