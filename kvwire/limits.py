@@ -316,6 +316,10 @@ PEER_REDIAL_S_MAX: Final = 1.0
 # Requests that have an engine, and that wait for one: 10 KiB each, and what they say.
 PROXY_RUNNING_MAX: Final = 1024
 PROXY_WAITING_MAX: Final = 1024
+# What is under way has so long to end after SIGTERM. Kubernetes kills 30 s after that,
+# unless it is told otherwise.
+PROXY_STOP_S: Final = 25.0
+PROXY_STOP_S_MAX: Final = 86400.0
 # What a client that was sent away is told to wait at most.
 PROXY_RETRY_AFTER_S_MAX: Final = 60
 # Tries beyond each request's first: a fifth of the requests, so that a fleet that fails

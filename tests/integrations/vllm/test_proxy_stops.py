@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
+
+from kvwire.integrations.vllm.proxy.command import main
+from tests.integrations.vllm.serving import Front, front
 
 PROXY = "kvwire.integrations.vllm.proxy"
 DECODE = ("--decode", "http://127.0.0.1:9=127.0.0.1:9", "--port", "0")
@@ -32,3 +45,126 @@ def test_ctrl_c_while_it_starts(module: str) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@dataclass
+class SlowEngine:
+    """Begins an answer, or says nothing, as its prompt says."""
+
+    asked: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    serving: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for task in self.serving:
+                task.cancel()
+            await asyncio.gather(*self.serving)
+
+    async def answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.serving.add(task)
+        with suppress(ConnectionError, asyncio.CancelledError):
+            await self.serve(reader, writer)
+        writer.close()
+
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET /health"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            return
+        _, _, length = head.lower().partition(b"content-length: ")
+        body = await reader.readexactly(int(length.split(b"\r\n")[0]))
+        kind = json.loads(body)["prompt"]
+        self.asked.put_nowait(kind)
+        if kind != "silence":
+            said = "text/event-stream" if kind == "events" else "application/json"
+            head = f"HTTP/1.1 200 OK\r\ncontent-type: {said}\r\n\r\n".encode()
+            writer.write(head + b"data: 1\n\n")
+        while kind == "much":
+            writer.write(b" " * 100_000)
+            await writer.drain()
+        await asyncio.Event().wait()
+
+
+@dataclass
+class Clients:
+    url: str
+    stack: AsyncExitStack
+
+    async def ask(self, path: str, lacks: int = 0, **body: Any) -> asyncio.StreamReader:
+        """Send a request, perhaps without its last bytes."""
+        at = urlsplit(self.url)
+        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+        self.stack.push_async_callback(closed, writer)
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: "
+        writer.write(f"{head}{len(content) + lacks}\r\n\r\n".encode() + content)
+        return reader
+
+    async def generate(self, prompt: str) -> asyncio.StreamReader:
+        return await self.ask("/v1/completions", prompt=prompt)
+
+
+async def test_sigterm_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """Each client is told what can be told, and the log has nothing to be read."""
+    engine = SlowEngine()
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(engine.listening())
+        proxy = front(tmp_path, "--decode", f"{url}=127.0.0.1:9", "--stop-s", "0.5")
+        stack.callback(proxy.kill)
+        proxy.start()
+        await asyncio.to_thread(proxy.wait)
+        assert proxy.running is not None
+        clients = Clients(proxy.url, stack)
+        stream = await clients.generate("events")
+        await stream.readuntil(b"data: 1\n\n")
+        whole = await clients.generate("json")
+        await whole.readuntil(b"data: 1\n\n")
+        waits = await clients.generate("silence")
+        await clients.generate("much")  # nobody reads it
+        await clients.ask("/v1/completions", lacks=7)
+        for _ in range(4):
+            await engine.asked.get()
+        drains = await clients.ask("/drain", engine=url, wait_s=3600)
+        while await asyncio.to_thread(state, proxy) != "draining":
+            pass
+        began = time.monotonic()
+        proxy.running.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            told = await stream.read()
+            assert b"the proxy was stopped" in told
+            assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert (await waits.read()).startswith(b"HTTP/1.1 503")
+            assert not (await whole.read()).endswith(b"\r\n0\r\n\r\n")
+            assert (await drains.read()).startswith(b"HTTP/1.1 503")
+            status = await asyncio.to_thread(proxy.running.wait)
+        assert status == -signal.SIGTERM
+        assert 0.5 <= time.monotonic() - began < 10
+    assert "Traceback" not in proxy.tail()
+
+
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def state(proxy: Front) -> Any:
+    return httpx.get(f"{proxy.url}/fleet").json()["engines"][0]["state"]
+
+
+def test_how_long_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    for s in ("-1", "nan", "inf"):
+        with pytest.raises(SystemExit):
+            main([*DECODE, "--stop-s", s])
+        assert f"--stop-s {s}; 0 to" in capsys.readouterr().err

@@ -41,6 +41,7 @@ from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
+from kvwire.integrations.vllm.proxy.stopping import Ending
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.limits import PROXY_BODY_BYTES_MAX
@@ -70,7 +71,7 @@ _CLIENT_CLOSED: Final = 499
 _DRAIN_WAIT_S_MAX: Final = 3600.0
 
 
-def make_app(
+def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     fleet: EngineFleet,
     *,
     order: str,
@@ -80,6 +81,7 @@ def make_app(
     operator_key: bytes = b"",
     migrate: bool = False,
     client: EngineClient | None = None,
+    ending: Ending | None = None,
 ) -> Starlette:
     """Return the application."""
     client = client or EngineClient()
@@ -98,7 +100,8 @@ def make_app(
     moves = Moves(dispatcher, fleet, state.moves) if migrate else None
     registry = CollectorRegistry()
     registry.register(ProxyCollector(state))
-    front = _Front(dispatcher, state, operator_key, moves, registry)
+    ending = ending or Ending()
+    front = _Front(dispatcher, state, operator_key, moves, registry, ending)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -150,6 +153,7 @@ class _Front:
     operator_key: bytes
     moves: Moves | None
     registry: CollectorRegistry
+    ending: Ending
 
     async def generate(self, request: Request) -> Response:
         try:
@@ -165,11 +169,12 @@ class _Front:
         body.pop("kv_transfer_params", None)
         headers, since = _passed_on(request), self.state.fleet.clock()
         asked = ClientRequest(request.url.path, body, headers, since)
-        return await _unless_gone(request, partial(self._asked, asked))
+        return await _unless_gone(request, partial(self._asked, asked), self.ending)
 
     async def models(self, request: Request) -> Response:
         asked = ClientRequest("/v1/models", {}, _passed_on(request), method="GET")
-        return await _unless_gone(request, partial(self.dispatcher.ask, asked))
+        ask = partial(self.dispatcher.ask, asked)
+        return await _unless_gone(request, ask, self.ending)
 
     async def health(self, _: Request) -> Response:
         if self.state.fleet.lives(DECODE):
@@ -192,9 +197,11 @@ class _Front:
         wanted = await _read(request, _Drain)
         engine = self.state.fleet.drain(wanted.engine, draining=wanted.drain)
         if self.moves is not None and wanted.drain and wanted.move:
-            await self.moves.move(self._at(engine))
+            async with self.ending.limits():
+                await self.moves.move(self._at(engine))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(wanted.wait_s, _DRAIN_WAIT_S_MAX)):
+            wait_s = min(wanted.wait_s, _DRAIN_WAIT_S_MAX)
+            async with self.ending.limits(), asyncio.timeout(wait_s):
                 await engine.idle()
         status = HTTPStatus.ACCEPTED if engine.running else HTTPStatus.OK
         said = {"engine": engine.url, "running": engine.running}
@@ -213,7 +220,8 @@ class _Front:
         elif not (moving := self.moves.named(wanted.request)):
             why = f"no answer under way that can move has the id {wanted.request!r}"
             raise HTTPException(HTTPStatus.NOT_FOUND, why)
-        moved = await self.moves.move(moving, to)
+        async with self.ending.limits():
+            moved = await self.moves.move(moving, to)
         stayed = any(STAYED in one for one in moved)
         status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
         return JSONResponse({"requests": moved}, status_code=status)
@@ -292,6 +300,7 @@ def _passed_on(request: Request) -> dict[str, str]:
 async def _unless_gone(
     request: Request,
     ask: Callable[[AsyncExitStack], Coroutine[Any, Any, EngineResponse]],
+    ending: Ending,
 ) -> Response:
     """Pass on the answer, unless the client goes away before it begins.
 
@@ -301,7 +310,8 @@ async def _unless_gone(
         asking = asyncio.ensure_future(ask(stack))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait((asking, gone), return_when=asyncio.FIRST_COMPLETED)
+            async with ending.limits():
+                await asyncio.wait((asking, gone), return_when=asyncio.FIRST_COMPLETED)
             answer = asking.result() if asking.done() else None
         finally:
             for task in (asking, gone):
@@ -310,7 +320,7 @@ async def _unless_gone(
         if answer is None:
             # Nobody reads it.
             return Response(status_code=_CLIENT_CLOSED)
-        return _Relayed(answer, stack)
+        return _Relayed(answer, stack, ending)
 
 
 async def _disconnected(request: Request) -> None:
@@ -325,7 +335,9 @@ class _Relayed(StreamingResponse):
     A client may leave before the first part of it is asked for.
     """
 
-    def __init__(self, answer: EngineResponse, rest: AsyncExitStack) -> None:
+    def __init__(
+        self, answer: EngineResponse, rest: AsyncExitStack, ending: Ending
+    ) -> None:
         # Byte by byte as the engine has sent them: aiohttp reads UTF-8, and Starlette
         # writes Latin-1.
         kept = {
@@ -333,7 +345,7 @@ class _Relayed(StreamingResponse):
             for h in _KEPT_HEADERS
             if h in answer.headers
         }
-        parts = _relay(answer)
+        parts = _relay(answer, ending)
         super().__init__(parts, status_code=answer.status, headers=kept)
         self._rest = rest.pop_all()
         self._rest.push_async_callback(parts.aclose)
@@ -346,15 +358,19 @@ class _Relayed(StreamingResponse):
                 await super().__call__(*connection)
 
 
-async def _relay(answer: EngineResponse) -> AsyncGenerator[bytes]:
+async def _relay(answer: EngineResponse, ending: Ending) -> AsyncGenerator[bytes]:
     try:
-        async for part in answer.parts:
+        while True:
+            async with ending.limits():
+                part = await anext(answer.parts, None)
+            if part is None:
+                return
             yield part
     except EngineFailed as exc:
-        logger.warning("an engine broke off its answer: %s", exc)
+        logger.warning("an answer broke off: %s", exc)
         if not answer.headers.get("content-type", "").startswith(_EVENTS):
             raise
-        why = f"the engine broke off: {exc.why}"
+        why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
         said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
         # What came before may have been half an event.
         yield b"\n\ndata: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n"

@@ -8,14 +8,18 @@ from collections.abc import Sequence
 
 from kvwire.directory import Selector, open_directory
 from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.admission import Admission
 from kvwire.integrations.vllm.proxy.discovery import AllowedHosts, Discovery
 from kvwire.integrations.vllm.proxy.engines import parse_engine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
 from kvwire.integrations.vllm.references import References
-from kvwire.limits import PROXY_RUNNING_MAX, PROXY_WAITING_MAX
+from kvwire.limits import (
+    PROXY_RUNNING_MAX,
+    PROXY_STOP_S,
+    PROXY_STOP_S_MAX,
+    PROXY_WAITING_MAX,
+)
 from kvwire.security.keys import read_key_file
 
 
@@ -27,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--decode or --directory is needed: who answers?")
     if options.running < 1 or options.queue < 0:
         parser.error("--running is 1 or more, and --queue 0 or more")
+    if not 0 <= options.stop_s <= PROXY_STOP_S_MAX:
+        parser.error(f"--stop-s {options.stop_s:g}; 0 to {PROXY_STOP_S_MAX:g}")
     if not 0 <= options.port < 2**16:
         parser.error(f"--port {options.port}; 0 to 65535, and 0 takes any free one")
     try:
@@ -51,12 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # The help needs none of these.
         from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
-
-        with needed_by("the proxy", extra="vllm"):
-            import uvicorn  # noqa: PLC0415
+        from kvwire.integrations.vllm.proxy.stopping import (  # noqa: PLC0415
+            Ending,
+            ProxyServer,
+        )
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
+    ending = Ending()
     app = make_app(
         fleet,
         order=options.order,
@@ -65,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discovery=discovery,
         operator_key=operator_key,
         migrate=options.migrate,
+        ending=ending,
     )
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    ProxyServer(app, options.host, options.port, ending, options.stop_s).run()
     return 0
 
 
@@ -128,5 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=PROXY_WAITING_MAX,
         help="requests that wait for that; more get 429",
+    )
+    parser.add_argument(
+        "--stop-s",
+        type=float,
+        default=PROXY_STOP_S,
+        help="how many seconds requests have to end after SIGTERM",
     )
     return parser
