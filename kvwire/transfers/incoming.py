@@ -132,7 +132,7 @@ class IncomingState(KVTransfer):
             )
         if not landed:
             raise UsageError(f"layer_event: layer {layer} has not landed yet")
-        return self.communicator.devices.copy_engine(device).landed.native
+        return self.communicator.devices.copy_engine(device).landed
 
     def layer_landed(self, layer: int, group: str | None = None) -> bool:
         """Tell whether a layer is here.

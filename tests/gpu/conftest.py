@@ -7,21 +7,28 @@ import contextlib
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire.memory.device.cupy_ops import CupyOps
-from kvwire.memory.device.ops import DeviceOps
-from kvwire.memory.device.torch_ops import TorchOps
+from kvwire.memory.device.ops import device_ops
+from kvwire.types import Device, MemoryKind
+from tests.gpu.devices import LIBRARIES
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _libraries_are_started() -> None:
-    """Start each library before the first test looks at what is open."""
-    for make in (TorchOps, CupyOps):
-        with contextlib.suppress(BackendUnavailable):
-            _start(make(0))
+    """Start the driver, and each library, before a test looks at what is open."""
+    with contextlib.suppress(BackendUnavailable):
+        stream = device_ops(Device(MemoryKind.CUDA, 0)).stream()
+        stream.record().synchronize()
+        for library in LIBRARIES:
+            with contextlib.suppress(ImportError):
+                _start(library)
 
 
-def _start(ops: DeviceOps) -> None:
-    stream = ops.stream()
-    stream.to_host(stream.buffer(4096), ops.pinned(4096))
-    stream.record().synchronize()
-    stream.close()
+def _start(library: str) -> None:
+    if library == "torch":
+        import torch
+
+        torch.zeros(1).cuda()
+        return
+    import cupy
+
+    cupy.zeros(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +11,8 @@ import pytest
 from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.tensors import tensor_view
-from kvwire.memory.device.cupy_ops import CupyOps
-from kvwire.memory.device.ops import DeviceOps, register, unregister
-from kvwire.memory.device.torch_ops import TorchOps
+from kvwire.memory.device.ops import DeviceOps, device_ops
+from kvwire.types import Device, MemoryKind
 
 LIBRARIES = ("torch", "cupy")
 
@@ -35,17 +34,10 @@ class Gpu:
     def __init__(self, library: str) -> None:
         self.library = library
         try:
-            self.ops: DeviceOps = TorchOps(0) if library == "torch" else CupyOps(0)
+            self.ops: DeviceOps = device_ops(Device(MemoryKind.CUDA, 0))
         except BackendUnavailable as exc:
-            pytest.skip(f"no GPU for {library}: {exc}")
-
-    def __enter__(self) -> Self:
-        # Both libraries drive the same device: the one that is tested takes its place.
-        register(self.ops)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        unregister(self.ops)
+            pytest.skip(f"no GPU: {exc}")
+        pytest.importorskip(library)
 
     def array(self, values: npt.NDArray[Any], dtype: str = "") -> Any:
         """An array on the GPU; ``dtype`` of torch where NumPy has none such."""
@@ -63,7 +55,7 @@ class Gpu:
         """What an array on the GPU holds, bit for bit."""
         if self.library == "cupy":
             host: npt.NDArray[Any] = array.get()
-            return host
+            return host.view(like.dtype)
         import torch
 
         flat: npt.NDArray[Any] = array.view(torch.uint8).cpu().numpy()

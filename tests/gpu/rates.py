@@ -18,14 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 import kvwire
 from kvwire import KVSpec, PagedCache
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import KIB, MIB
 from kvwire.memory.device.copy_engine import CopyEngine
-from kvwire.memory.device.ops import register
-from kvwire.memory.device.torch_ops import TorchOps
+from kvwire.memory.device.ops import DeviceOps, device_ops
+from kvwire.types import Device, MemoryKind
 from tests.gpu.devices import pieces
 
 ROUNDS = 15
@@ -36,12 +37,11 @@ LAYERS, BLOCKS = 16, 512
 def main() -> int:
     """Measure, or say why not."""
     try:
-        ops = TorchOps(0)
+        ops = device_ops(Device(MemoryKind.CUDA, 0))
     except BackendUnavailable as exc:
-        print(f"no GPU for torch: {exc}", file=sys.stderr)
+        print(f"no GPU: {exc}", file=sys.stderr)
         return 1
-    register(ops)
-    print(f"torch {ops.torch.__version__}, CUDA {ops.torch.version.cuda}")
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     for fragment_bytes in (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB):
         ratio = gather_ratio(ops, fragment_bytes)
         print(f"gather and copy, {fragment_bytes // KIB} KiB: {ratio:.2f} of a copy")
@@ -49,9 +49,8 @@ def main() -> int:
     return 0
 
 
-def gather_ratio(ops: TorchOps, fragment_bytes: int) -> float:
+def gather_ratio(ops: DeviceOps, fragment_bytes: int) -> float:
     """The rate of gathered chunks, as a part of that of contiguous ones."""
-    torch = ops.torch
     pool = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
     slot = ops.pinned(CHUNK_BYTES)
     copy_engine = CopyEngine(ops, lambda call: None, CHUNK_BYTES)
@@ -86,8 +85,6 @@ def interleaved(one: Callable[[], None], other: Callable[[], None]) -> list[floa
 
 async def overlap() -> float:
     """Time of a forward pass alone, by that of one whose cache is sent meanwhile."""
-    import torch
-
     spec = KVSpec(
         layers=LAYERS, kv_heads=8, head_dim=128, block_tokens=16, dtype="float16"
     )
@@ -114,8 +111,6 @@ async def overlap() -> float:
 
 def _forward(weights: Any, cache: list[Any], out: Any) -> float:
     """Seconds of the device's own clock for all layers."""
-    import torch
-
     began = torch.cuda.Event(enable_timing=True)
     ended = torch.cuda.Event(enable_timing=True)
     hidden = weights

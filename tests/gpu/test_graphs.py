@@ -37,33 +37,33 @@ def captured(counter: LayerCounter, cache: list[Any], base: Any, step: Any) -> A
 
 
 async def test_two_passes_of_one_graph() -> None:
-    with Gpu("torch") as gpu:
-        import torch
+    gpu = Gpu("torch")
+    import torch
 
-        spec = KVSpec(
-            layers=LAYERS, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16"
-        )
-        cache: list[Any] = [
-            torch.zeros(SHAPE, dtype=torch.float16).cuda() for _ in range(LAYERS)
-        ]
-        base = torch.zeros(1, dtype=torch.int64).cuda()
-        step = torch.zeros(1, dtype=torch.float16).cuda()
-        counter = LayerCounter(LAYERS, gpu.ops.pinned(8))
-        graph = captured(counter, cache, base, step)
-        async with connected("tcp", chunk_bytes=64 * KIB) as pair:
-            for number in (1, 2):
-                target = [np.zeros(SHAPE, np.float16) for _ in range(LAYERS)]
-                inc = pair.right.pull(number, PagedCache(spec, target), range(16))
-                out = pair.near.publish(number, PagedCache(spec, cache), range(16))
-                run = counter.begin()
-                async with out:
-                    for layer in range(LAYERS):
-                        out.ready(layers=layer, after=run.layer(layer))
-                    base.fill_(run.base)
-                    step.fill_(number)
-                    graph.replay()
-                assert (await inc).complete
-                await inc.drained()
-                await out.drained()
-                assert all((layer == number).all() for layer in target)
-        counter.close()
+    spec = KVSpec(
+        layers=LAYERS, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16"
+    )
+    cache: list[Any] = [
+        torch.zeros(SHAPE, dtype=torch.float16).cuda() for _ in range(LAYERS)
+    ]
+    base = torch.zeros(1, dtype=torch.int64).cuda()
+    step = torch.zeros(1, dtype=torch.float16).cuda()
+    counter = LayerCounter(LAYERS, gpu.ops.pinned(8))
+    graph = captured(counter, cache, base, step)
+    async with connected("tcp", chunk_bytes=64 * KIB) as pair:
+        for number in (1, 2):
+            target = [np.zeros(SHAPE, np.float16) for _ in range(LAYERS)]
+            inc = pair.right.pull(number, PagedCache(spec, target), range(16))
+            out = pair.near.publish(number, PagedCache(spec, cache), range(16))
+            run = counter.begin()
+            async with out:
+                for layer in range(LAYERS):
+                    out.ready(layers=layer, after=run.layer(layer))
+                base.fill_(run.base)
+                step.fill_(number)
+                graph.replay()
+            assert (await inc).complete
+            await inc.drained()
+            await out.drained()
+            assert all((layer == number).all() for layer in target)
+    counter.close()

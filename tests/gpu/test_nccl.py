@@ -38,31 +38,30 @@ def lanes(devices: tuple[str, str]) -> list[NcclLane]:
 
 
 async def test_a_payload_between_two_ranks() -> None:
-    with Gpu("torch") as gpu:
-        import torch
+    Gpu("torch")
+    import torch
 
-        two = torch.cuda.device_count() > 1
-        client, server = lanes(("0", "1" if two else "0"))
-        notes = LaneRecorder(), LaneRecorder()
-        await server.join(client.bootstrap, notes[1])
-        await client.join(server.bootstrap, notes[0])
-        values = torch.arange(1 << 20, dtype=torch.int64).cuda(0)
-        target = torch.zeros_like(values).cuda(1 if two else 0)
-        torch.cuda.synchronize()
-        del gpu
-        descriptor = client.send(pieces(values, [0], values.nbytes), 1)
-        server.receive(descriptor, Landing(8 << 20, pieces(target, [0], target.nbytes)))
-        client.flush()
-        server.flush()
-        await until(lambda: notes[1].received or notes[1].closed or notes[0].closed)
-        if not notes[1].received:
-            errors = [str(error) for n in notes for error in n.closed]
-            client.abort()
-            server.abort()
-            await until(lambda: notes[0].closed and notes[1].closed)
-            assert not two, errors
-            pytest.skip(f"NCCL does not take two ranks on one GPU here: {errors}")
-        assert torch.equal(target.cpu(), values.cpu())
+    two = torch.cuda.device_count() > 1
+    client, server = lanes(("0", "1" if two else "0"))
+    notes = LaneRecorder(), LaneRecorder()
+    await server.join(client.bootstrap, notes[1])
+    await client.join(server.bootstrap, notes[0])
+    values = torch.arange(1 << 20, dtype=torch.int64).cuda(0)
+    target = torch.zeros_like(values).cuda(1 if two else 0)
+    torch.cuda.synchronize()
+    descriptor = client.send(pieces(values, [0], values.nbytes), 1)
+    server.receive(descriptor, Landing(8 << 20, pieces(target, [0], target.nbytes)))
+    client.flush()
+    server.flush()
+    await until(lambda: notes[1].received or notes[1].closed or notes[0].closed)
+    if not notes[1].received:
+        errors = [str(error) for n in notes for error in n.closed]
         client.abort()
         server.abort()
         await until(lambda: notes[0].closed and notes[1].closed)
+        assert not two, errors
+        pytest.skip(f"NCCL does not take two ranks on one GPU here: {errors}")
+    assert torch.equal(target.cpu(), values.cpu())
+    client.abort()
+    server.abort()
+    await until(lambda: notes[0].closed and notes[1].closed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,8 @@ _WORDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 @pytest.fixture(params=LIBRARIES)
-def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    with Gpu(request.param) as made:
-        yield made
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    return Gpu(request.param)
 
 
 def contents(layout: str, dtype: str, seed: int) -> list[npt.NDArray[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,9 +20,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with Gpu("torch") as made:
-        yield made
+def gpu() -> Gpu:
+    return Gpu("torch")
 
 
 def tensors() -> dict[str, Any]:

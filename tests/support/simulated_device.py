@@ -206,7 +206,6 @@ class SimulatedEvent(Event):
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
-        self.native = self
         self._fired = threading.Event()
         self._error = ""
 
@@ -244,9 +243,8 @@ class SimulatedStream(Stream):
         return 0
 
     def wait(self, event: object) -> None:
-        own = event.native if isinstance(event, Event) else event
-        assert isinstance(own, SimulatedEvent), "an event of another device"
-        self._work.put(own.passed)
+        assert isinstance(event, SimulatedEvent), "an event of another device"
+        self._work.put(event.passed)
 
     def record(self) -> SimulatedEvent:
         event = SimulatedEvent(self._device)

@@ -41,7 +41,7 @@ class CacheDevice:
 
     def recorded(self) -> object | None:
         """Return an event behind this thread's queued work, if a GPU's."""
-        return None if self._ops is None else self._ops.record_current().native
+        return None if self._ops is None else self._ops.record_current()
 
     @property
     def failed(self) -> str:

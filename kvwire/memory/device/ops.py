@@ -1,7 +1,7 @@
 """What kvwire needs of a device: streams of work, events, pinned host memory, copies.
 
-Two implementations: torch (:mod:`kvwire.memory.device.torch_ops`) and CuPy
-(:mod:`kvwire.memory.device.cupy_ops`). Tests register a third: threads are its streams.
+NVIDIA's driver has it (:mod:`kvwire.memory.device.cuda_ops`). Tests register another
+device, whose streams are threads.
 
 The rules are CUDA's. A stream does its work in order, beside the host; every method of
 a stream only queues. Memory that queued work touches stays alive and unchanged until an
@@ -14,28 +14,19 @@ addresses and lengths are all that is known of it; contiguous memory is one frag
 
 from __future__ import annotations
 
-import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
 from kvwire.errors import BackendUnavailable, KVWireError, UsageError
-from kvwire.extras import install_command
 from kvwire.kv.fragments import Fragments
 from kvwire.types import Device, MemoryKind
 
 
 class Event(ABC):
-    """Marks a point in a stream's work.
-
-    Attributes:
-        native: The library's own event, for streams of that library to wait on.
-    """
-
-    native: object
+    """Marks a point in a stream's work."""
 
     @abstractmethod
     def query(self) -> bool:
@@ -52,7 +43,7 @@ class Stream(ABC):
     @property
     @abstractmethod
     def pointer(self) -> int:
-        """Return the library's own handle, such as a ``cudaStream_t``; 0 for none."""
+        """Return the driver's handle, such as a ``CUstream``; 0 for none."""
 
     @abstractmethod
     def wait(self, event: object) -> None:
@@ -87,41 +78,8 @@ class Stream(ABC):
         """Let go of the stream once its work is done; never blocks."""
 
 
-class CudaStream(Stream):
-    """Holds a stream that is a pointer, which torch and CuPy both take."""
-
-    index: int
-
-    def wait(self, event: object) -> None:
-        """Wait for an event of ours, or of either library.
-
-        Only the library that made it can have a stream wait for it.
-
-        Raises:
-            UsageError: It is none of these.
-        """
-        native: Any = event.native if isinstance(event, Event) else event
-        library = type(native).__module__.partition(".")[0]
-        if library == "torch":
-            import torch  # noqa: PLC0415 - there is an event of it, so it is imported
-
-            stream = torch.cuda.ExternalStream(self.pointer, device=self.index)
-            stream.wait_event(native)
-        elif library == "cupy":
-            import cupy  # noqa: PLC0415 - likewise
-
-            with cupy.cuda.Device(self.index):
-                stream = cupy.cuda.ExternalStream(self.pointer, self.index)
-                stream.wait_event(native)
-        else:
-            raise UsageError(
-                f"an event of type {type(native).__name__}: pass a torch.cuda.Event or "
-                f"a cupy.cuda.Event that was recorded on the producing stream"
-            )
-
-
 class DeviceOps(ABC):
-    """Works with one device through one library."""
+    """Works with one device."""
 
     device: Device
 
@@ -143,21 +101,24 @@ class DeviceOps(ABC):
 
     @abstractmethod
     def owns(self, event: object) -> bool:
-        """Tell whether this library's streams can wait for an event."""
+        """Tell whether an event is one of this device's."""
 
 
 def device_ops(device: Device) -> DeviceOps:
     """Return the ops of a device, made on first use and kept.
 
-    Of torch and CuPy that which the process has imported is taken, torch first: its
-    allocator then knows of our streams.
+    Raises:
+        BackendUnavailable: There is no such device here.
     """
     with _lock:
         found = _known.get(device)
         if found is None:
             if device.kind is not MemoryKind.CUDA:
                 raise UsageError(f"device {device}: there is none, or it was closed")
-            found = _known[device] = _cuda_ops(device.index)
+            # Imported on demand, since it imports this module.
+            from kvwire.memory.device.cuda_ops import CudaOps  # noqa: PLC0415
+
+            found = _known[device] = CudaOps(device.index)
         return found
 
 
@@ -168,8 +129,22 @@ def event_ops(event: object) -> DeviceOps | None:
     for ops in known:
         if ops.owns(event):
             return ops
-    index = _cuda_event_index(event)
-    return None if index is None else device_ops(Device(MemoryKind.CUDA, index))
+    index = library_event_index(event)
+    return None if index is None else device_ops(Device(MemoryKind.CUDA, max(index, 0)))
+
+
+def library_event_index(event: object) -> int | None:
+    """Return the GPU of an event of torch or CuPy.
+
+    -1 if it does not say, since any stream may wait for it; None for what is no event.
+    """
+    if type(event).__module__.partition(".")[0] not in ("torch", "cupy"):
+        return None
+    if not hasattr(event, "synchronize"):
+        return None
+    device = getattr(event, "device", None)
+    index = getattr(device, "index", getattr(event, "device_id", None))
+    return index if isinstance(index, int) else -1
 
 
 def register(ops: DeviceOps) -> None:
@@ -231,37 +206,3 @@ class DeviceArray:
 
 _lock: Final = threading.Lock()
 _known: Final[dict[Device, DeviceOps]] = {}
-
-
-def _cuda_ops(index: int) -> DeviceOps:
-    # Imported on demand, and each of them imports this module.
-    from kvwire.memory.device.cupy_ops import CupyOps  # noqa: PLC0415
-    from kvwire.memory.device.torch_ops import TorchOps  # noqa: PLC0415
-
-    makers: list[tuple[str, Callable[[int], DeviceOps]]] = [
-        ("torch", TorchOps),
-        ("cupy", CupyOps),
-    ]
-    makers.sort(key=lambda maker: maker[0] not in sys.modules)
-    reasons = []
-    for name, maker in makers:
-        try:
-            return maker(index)
-        except BackendUnavailable as exc:
-            reasons.append(f"{name}: {exc}")
-    raise BackendUnavailable(
-        f"nothing here drives cuda:{index} ({'; '.join(reasons)}); "
-        f"{install_command('torch')}, or the extra cuda12 or cuda13 for CuPy"
-    )
-
-
-def _cuda_event_index(event: Any) -> int | None:
-    """Return the GPU of a torch or CuPy event, judged by its type's module."""
-    library = type(event).__module__.partition(".")[0]
-    if not hasattr(event, "synchronize") or library not in ("torch", "cupy"):
-        return None
-    device = getattr(event, "device", None)
-    index = getattr(device, "index", getattr(event, "device_id", None))
-    # An event that does not say it is waited for on the first: CUDA lets a stream wait
-    # for events of any GPU.
-    return index if isinstance(index, int) and index >= 0 else 0

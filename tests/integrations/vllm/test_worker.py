@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -248,6 +249,18 @@ def test_a_request_that_is_aborted_is_reported_and_free_on_both_sides(
         assert eventually(lambda: steps.received(d))
         assert at_decode or set(steps.INTO[1:]) <= d.side.take_errors()
         assert steps.drained(p)
+
+
+def test_a_span_that_nobody_can_take_costs_no_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request of an engine that traces, where OpenTelemetry is not installed."""
+    monkeypatch.setitem(sys.modules, "kvwire.observe.opentelemetry", None)
+    with workers() as (p, d):
+        steps.fetch(d, steps.fetching(steps.addresses([p])))
+        steps.prefill(p, steps.sending(steps.FROM, 10))
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set()
 
 
 def test_nobody_wants_it_any_more() -> None:

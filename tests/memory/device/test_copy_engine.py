@@ -134,7 +134,6 @@ class Gate(Event):
     """Fires when it is told to."""
 
     def __init__(self) -> None:
-        self.native = self
         self._fired = threading.Event()
         self.asleep = threading.Event()
         self.error: Exception | None = None

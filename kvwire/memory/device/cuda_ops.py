@@ -1,0 +1,386 @@
+"""A GPU through NVIDIA's driver: streams, events, pinned memory, gathers by a kernel.
+
+Arrays may be of any library: their memory is known by address, and all libraries of a
+process share the GPU's *primary context*, in which everything here is. What of it has
+run on which GPU, docs/topics/gpu.md says.
+
+A thread may have another context, or another GPU, when it calls; it finds that again
+afterwards. The device as a whole is never waited for, which is why nothing is freed by
+functions that do so: memory of the device is freed in the order of a stream, and pinned
+memory is kept for the next that needs as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB
+from kvwire.memory.device.cuda_driver import CudaDriver, CudaError
+from kvwire.memory.device.ops import (
+    DeviceOps,
+    Event,
+    Stream,
+    contiguous,
+    library_event_index,
+)
+from kvwire.types import Device, MemoryKind
+
+# Flags of cuda.h.
+_STREAM_NON_BLOCKING: Final = 1  # no other stream waits for it
+_EVENT_BLOCKING_SYNC: Final = 1  # who waits for it sleeps
+_EVENT_DISABLE_TIMING: Final = 2
+_HOST_PORTABLE: Final = 1
+
+_KERNEL: Final = "pieces.ptx"
+# One pass of a block of threads moves 4 KiB, as 16 bytes a thread.
+_THREADS: Final = 256
+_PASS_BYTES: Final = 16 * _THREADS
+# Blocks beyond this take more than one piece each.
+_GRID_MAX: Final = 4096
+# Of a table: room for 2,000 pieces, more than a chunk of 4 MiB mostly has.
+_TABLE_BYTES: Final = 32 * KIB
+# A piece is shared by so many blocks at most: few and long ones keep a GPU busy too.
+_SHARES_MAX: Final = 64
+
+
+class CudaOps(DeviceOps):
+    """Implements the operations of a device by its driver.
+
+    Raises:
+        BackendUnavailable: There is no such GPU.
+    """
+
+    def __init__(self, index: int, driver: CudaDriver | None = None) -> None:
+        self.device: Device = Device(MemoryKind.CUDA, index)
+        self.driver: CudaDriver = driver or CudaDriver()
+        try:
+            count = self.driver.number("cuDeviceGetCount")
+            if index >= count:
+                raise BackendUnavailable(
+                    f"the driver finds {count} GPUs, none has number {index}"
+                )
+            number = self.driver.number("cuDeviceGet", index)
+            self.context: CudaContext = CudaContext(
+                self.driver, self.driver.handle("cuDevicePrimaryCtxRetain", number)
+            )
+            with self.context:
+                code = Path(__file__).with_name(_KERNEL).read_bytes()
+                module = self.driver.handle("cuModuleLoadData", code)
+                self.kernel: int = self.driver.handle(
+                    "cuModuleGetFunction", module, b"move_pieces"
+                )
+        except CudaError as exc:
+            raise BackendUnavailable(f"cuda:{index}: {exc}") from None
+        self._lock = threading.Lock()
+        self._free: dict[int, list[mmap.mmap]] = {}
+        # Of events that were let go of. Lists are appended to and popped by any thread.
+        self.event_handles: list[int] = []
+
+    def stream(self) -> CudaStream:
+        return CudaStream(self)
+
+    def record_current(self) -> Event:
+        with self.context:  # to which stream 0 belongs
+            return CudaEvent(self, _current_stream(self.device.index))
+
+    def event_handle(self) -> int:
+        """Return an event that nobody has, which is given back when it is let go of."""
+        with contextlib.suppress(IndexError):
+            return self.event_handles.pop()
+        with self.context:
+            flags = _EVENT_BLOCKING_SYNC | _EVENT_DISABLE_TIMING
+            return self.driver.handle("cuEventCreate", flags)
+
+    def pinned(self, nbytes: int) -> memoryview:
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            pages = free.pop() if free else None
+        if pages is None:
+            pages = self._registered(size, nbytes)
+        shown = (ctypes.c_ubyte * nbytes).from_buffer(pages)
+        # Not unregistered, which would wait for the whole device.
+        weakref.finalize(shown, free.append, pages).atexit = False
+        return memoryview(shown).cast("B")
+
+    def owns(self, event: object) -> bool:
+        if isinstance(event, CudaEvent):
+            return event.ops is self
+        index = library_event_index(event)
+        return index is not None and index in (-1, self.device.index)
+
+    def _registered(self, size: int, nbytes: int) -> mmap.mmap:
+        # Pages of the process, unlike those that the driver allocates: another process
+        # may be allowed to read them (backends/kvwire_local).
+        pages = mmap.mmap(-1, size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        try:
+            with self.context:
+                self.driver("cuMemHostRegister_v2", address, size, _HOST_PORTABLE)
+        except CudaError as exc:
+            raise BackendUnavailable(
+                f"{self.device}: {nbytes} bytes of pinned memory were refused: {exc}"
+            ) from None
+        return pages
+
+
+class CudaContext:
+    """Makes a GPU's context the thread's current one, for the time of a ``with``."""
+
+    def __init__(self, driver: CudaDriver, handle: int) -> None:
+        self._driver = driver
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        self._driver("cuCtxPushCurrent_v2", self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.attempt("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+class CudaEvent(Event):
+    """Holds an event of the driver's, made so that whoever waits for it sleeps.
+
+    torch's and CuPy's streams take it too: ``stream.wait_event(event)``.
+
+    Attributes:
+        ptr: The handle, as CuPy calls it.
+    """
+
+    def __init__(self, ops: CudaOps, stream: int) -> None:
+        """Record it behind all that the stream with this handle has been given."""
+        self.ops: CudaOps = ops
+        self.ptr: int = ops.event_handle()
+        ops.driver("cuEventRecord", self.ptr, stream)
+
+    def query(self) -> bool:
+        return self.ops.driver.is_done("cuEventQuery", self.ptr)
+
+    def synchronize(self) -> None:
+        self.ops.driver("cuEventSynchronize", self.ptr)
+
+    def wait(self, stream: Any) -> None:
+        """Have a stream of torch's wait for it, which is what torch itself calls."""
+        self.ops.driver("cuStreamWaitEvent", stream.cuda_stream, self.ptr, 0)
+
+    def __del__(self) -> None:
+        # Who waits for it waits for what was recorded when he began to.
+        self.ops.event_handles.append(self.ptr)
+
+
+class CudaStream(Stream):
+    """Queues a kernel of ours and copies on a stream of the driver's."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self.ops: CudaOps = ops
+        self._driver = ops.driver
+        self._owned = _OwnedStream(ops)
+        self._handle = self._owned.handle
+        self._owned.enter()
+        # The kernel's table on the device, and where it is copied from, oldest first.
+        self._table = _DeviceMemory(self._owned, _TABLE_BYTES)
+        self._staged: deque[_StagedTable] = deque()
+
+    @property
+    def pointer(self) -> int:
+        return self._handle
+
+    def wait(self, event: object) -> None:
+        """Wait for an event of ours, or of torch or CuPy.
+
+        Raises:
+            UsageError: It is none of these.
+        """
+        # As torch calls it, and as CuPy does.
+        handle = getattr(event, "cuda_event", getattr(event, "ptr", None))
+        if not isinstance(handle, int):
+            raise UsageError(
+                f"an event of type {type(event).__name__}: pass a torch.cuda.Event or "
+                f"a cupy.cuda.Event that was recorded on the producing stream"
+            )
+        if handle:  # torch makes an event when it is recorded
+            with self.ops.context:
+                self._driver("cuStreamWaitEvent", self._handle, handle, 0)
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self.ops, self._handle)
+
+    def buffer(self, nbytes: int) -> Fragments:
+        memory = _DeviceMemory(self._owned, nbytes)
+        return contiguous(memory.address, nbytes, memory, self.ops.device)
+
+    def gather(self, source: Fragments, into: Fragments) -> None:
+        self._move(source, into, gathers=True)
+
+    def scatter(self, source: Fragments, into: Fragments) -> None:
+        self._move(into, source, gathers=False)
+
+    def to_host(self, source: Fragments, into: memoryview) -> None:
+        host = _address(into)
+        with self.ops.context:
+            for address, start, nbytes in _runs(source):
+                self._driver(
+                    "cuMemcpyDtoHAsync_v2", host + start, address, nbytes, self._handle
+                )
+
+    def to_device(self, source: memoryview, into: Fragments) -> None:
+        host = _address(source)
+        with self.ops.context:
+            for address, start, nbytes in _runs(into):
+                self._driver(
+                    "cuMemcpyHtoDAsync_v2", address, host + start, nbytes, self._handle
+                )
+
+    def close(self) -> None:
+        """Do nothing: it is destroyed with its last reference, once its work is done.
+
+        Memory that was made for it is freed in its order, and may live longer.
+        """
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._owned.leave()
+
+    def _move(self, pieces: Fragments, one: Fragments, *, gathers: bool) -> None:
+        count = len(pieces)
+        # Blocks of threads for each piece, as long as there are few pieces.
+        passes = -(-int(pieces.lengths.max()) // _PASS_BYTES)
+        shares = max(min(passes, _GRID_MAX // count, _SHARES_MAX), 1)
+        grid = (min(count, _GRID_MAX), shares, 1)
+        with self.ops.context:
+            self._upload(pieces)
+            numbers = (self._table.address, count, one.addresses.item(0), int(gathers))
+            arguments = (ctypes.c_uint64 * len(numbers))(*numbers)
+            first = ctypes.addressof(arguments)
+            pointers = (ctypes.c_void_p * len(numbers))(
+                *range(first, first + 8 * len(numbers), 8)
+            )
+            self._driver(
+                *("cuLaunchKernel", self.ops.kernel, *grid, _THREADS, 1, 1, 0),
+                *(self._handle, pointers, None),
+            )
+
+    def _upload(self, pieces: Fragments) -> None:
+        """Queue the copy of the pieces' addresses and offsets to the device."""
+        count, nbytes = len(pieces), 8 * (2 * len(pieces) + 1)
+        if nbytes > self._table.nbytes:
+            self._table = _DeviceMemory(self._owned, 2 * nbytes)
+        staged = self._free_table(nbytes)
+        staged.words[:count] = pieces.addresses
+        staged.words[count : 2 * count + 1] = pieces.starts
+        self._driver(
+            *("cuMemcpyHtoDAsync_v2", self._table.address, staged.address, nbytes),
+            self._handle,
+        )
+        staged.copied = self.record()
+        self._staged.append(staged)
+
+    def _free_table(self, nbytes: int) -> _StagedTable:
+        """Return memory of a table whose copy is over; one that is too small goes."""
+        while self._staged and self._staged[0].is_over:
+            table = self._staged.popleft()
+            if table.words.nbytes >= nbytes:
+                return table
+        return _StagedTable(self.ops.pinned(max(2 * nbytes, _TABLE_BYTES)))
+
+
+class _StagedTable:
+    """Holds pinned memory from which tables are copied to the device."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.words = np.frombuffer(memory, np.uint64, len(memory) // 8)
+        self.address = int(self.words.ctypes.data)
+        self.copied: CudaEvent | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether its last copy is."""
+        assert self.copied is not None
+        return self.copied.query()
+
+
+class _OwnedStream:
+    """Owns a stream of the driver's, for as long as anything is freed in its order.
+
+    The garbage collector tells the objects of a cycle that they go in any order. So it
+    is not the last reference that counts here, but who has said that he goes.
+    """
+
+    def __init__(self, ops: CudaOps) -> None:
+        self.ops = ops
+        self._users = 0
+        self._lock = threading.Lock()
+        with ops.context:
+            self.handle = ops.driver.handle("cuStreamCreate", _STREAM_NON_BLOCKING)
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:  # what it was given is still done
+            self.ops.driver.attempt("cuStreamDestroy_v2", self.handle)
+
+
+class _DeviceMemory:
+    """Owns memory of the device, made and freed in the order of a stream."""
+
+    def __init__(self, stream: _OwnedStream, nbytes: int) -> None:
+        self._stream = stream
+        self.address = 0
+        self.nbytes = nbytes
+        made = ctypes.c_uint64()
+        with stream.ops.context:
+            stream.ops.driver(
+                "cuMemAllocAsync", ctypes.byref(made), nbytes, stream.handle
+            )
+        self.address = made.value
+        stream.enter()
+
+    def __del__(self) -> None:
+        if self.address:
+            stream = self._stream
+            stream.ops.driver.attempt("cuMemFreeAsync", self.address, stream.handle)
+            stream.leave()
+
+
+def _current_stream(index: int) -> int:
+    """Return the stream that the thread's library works on; 0 is everybody's own."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_stream(index).cuda_stream)
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None:
+        with cupy.cuda.Device(index):
+            return int(cupy.cuda.get_current_stream().ptr)
+    return 0
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def _runs(fragments: Fragments) -> Iterator[tuple[int, int, int]]:
+    """(address, start, bytes) of each fragment; there are few."""
+    return zip(
+        fragments.addresses.tolist(),
+        fragments.starts.tolist()[:-1],
+        fragments.lengths.tolist(),
+        strict=True,
+    )
