@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 import pytest
 
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable
-from kvwire.extras import install_command
 from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
 from kvwire.types import Device, MemoryKind
@@ -41,7 +39,7 @@ async def test_a_device_that_does_not_work(
         devices.copy_engine(device.device)
 
 
-async def test_a_gpu_without_a_library_says_what_to_install() -> None:
+async def test_a_gpu_that_is_not_there() -> None:
     devices = Devices(asyncio.get_running_loop(), MIB)
-    with pytest.raises(BackendUnavailable, match=re.escape(install_command("torch"))):
+    with pytest.raises(BackendUnavailable, match="driver: libcuda|none has number 99"):
         devices.copy_engine(Device(MemoryKind.CUDA, 99))
