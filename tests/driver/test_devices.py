@@ -41,5 +41,5 @@ async def test_a_device_that_does_not_work(
 
 async def test_a_gpu_that_is_not_there() -> None:
     devices = Devices(asyncio.get_running_loop(), MIB)
-    with pytest.raises(BackendUnavailable, match="driver: libcuda|none has number 99"):
+    with pytest.raises(BackendUnavailable, match=r"driver: libcuda|none has number 99"):
         devices.copy_engine(Device(MemoryKind.CUDA, 99))
