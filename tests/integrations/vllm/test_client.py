@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from kvwire.integrations.vllm.announce import DECODE
 from kvwire.integrations.vllm.proxy.client import EngineClient, EngineFailed
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
+from tests.support.certificates import issue
 from tests.support.servers import free_port
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
@@ -37,8 +40,8 @@ async def engine(said: bytes, *, silent: bool = False) -> AsyncIterator[list[byt
         yield heard
 
 
-def at(port: int | bytes) -> VllmEngine:
-    server = VllmServer(f"http://127.0.0.1:{int(port)}", ())
+def at(port: int | bytes, scheme: str = "http") -> VllmEngine:
+    server = VllmServer(f"{scheme}://127.0.0.1:{int(port)}", ())
     return VllmEngine(server=server, role=DECODE)
 
 
@@ -101,6 +104,23 @@ async def test_nobody_listens() -> None:
     with pytest.raises(EngineFailed) as caught:
         await asked(free_port())
     assert (caught.value.why, caught.value.silent) == ("Connection refused", False)
+
+
+async def test_a_certificate_that_is_not_accepted(tmp_path: Path) -> None:
+    """The errors of TLS have numbers of their own, which are none of the system."""
+    shown = issue(tmp_path, "DNS:elsewhere")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(shown.cert_file, shown.key_file)
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
+    )
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        client = EngineClient()
+        with pytest.raises(EngineFailed, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+            async with client.ask(at(port, "https"), "/"):
+                pass
+        await client.close()
 
 
 async def test_an_answer_that_is_given_up_ends_its_connection() -> None:

@@ -7,12 +7,14 @@ import gc
 import json
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 
 from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from tests.integrations.vllm.test_moving import COUNT, PROMPT, Client, Decoder
 from tests.integrations.vllm.test_proxy import (
@@ -20,10 +22,12 @@ from tests.integrations.vllm.test_proxy import (
     D1,
     D2,
     EVENTS,
+    P1,
     SCOPE,
     Engines,
     Said,
     call,
+    when,
 )
 from tests.integrations.vllm.turns import fleet_in_turns
 
@@ -129,3 +133,29 @@ async def test_an_answer_in_one_piece_that_is_none() -> None:
         said = await call(application, "POST", "/v1/completions", json=body)
         assert said.status_code == 502
     assert not names
+
+
+async def test_a_client_that_leaves_as_its_engine_fails() -> None:
+    """In the same turn of the loop: nobody is told of an error that nobody has seen."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: said.append(context["message"])
+    )
+    asking: asyncio.Task[Any] | None = None
+
+    async def fails(_: dict[str, Any]) -> Said:
+        assert asking is not None
+        asking.cancel()
+        raise aiohttp.ServerDisconnectedError
+
+    fleet = fleet_in_turns([P1], [D1])
+    network = Engines(p1=when(asyncio.Event()), d1=fails)
+    asked = ClientRequest(SCOPE["path"], dict(ASK))
+    async with AsyncExitStack() as stack:
+        dispatcher = Dispatcher(network, fleet, order=AT_ONCE)
+        asking = asyncio.ensure_future(dispatcher.ask(asked, stack))
+        await asyncio.wait((asking,))
+    asking = None
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not said

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.test_proxy import Engines, Said, answer, app, call, post
+from tests.integrations.vllm.test_proxy import (
+    ASK,
+    SCOPE,
+    Engines,
+    Said,
+    answer,
+    app,
+    call,
+    post,
+)
 
 
 @pytest.mark.parametrize("value", ["a\x01b", "\x7f"])
@@ -46,3 +55,12 @@ async def test_an_error_text_that_clients_cannot_be_sent() -> None:
     said = await post(app(Engines(d1=says, d2=says)))
     assert said.status_code == 500
     assert "ud800" in json.loads(said.content)["error"]["message"]
+
+
+async def test_a_header_of_a_client_that_is_not_latin() -> None:
+    """Engines hear the bytes that the client has sent."""
+    engines = Engines()
+    sent = {b"x-request-id": "é€".encode()}
+    said = await call(app(engines), "POST", SCOPE["path"], json=ASK, headers=sent)
+    assert said.status_code == 200
+    assert engines.headers["d1"]["x-request-id"] == "é€"

@@ -572,7 +572,7 @@ def test_what_two_engines_can_share(body: dict[str, Any], shared: bool) -> None:
 
 NO_ENGINES = ["http://a", "a=b:1", "http://a=", "http://a=b", "http://a=b:0"]
 NO_ENGINES += [f"{url}=b:1" for url in ("http://[::1", "http://", "http://a:99999")]
-NO_ENGINES += ["http://a:x=b:1", "http://a?b=b:1"]
+NO_ENGINES += ["http://a:x=b:1", "http://a?b=b:1", "http://user:word@a=b:1"]
 NO_STAGES = [f"http://a=b:1,stages={count}" for count in ("0", "2", "-1", "x", "1,2")]
 
 

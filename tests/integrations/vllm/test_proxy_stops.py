@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +46,25 @@ def test_ctrl_c_while_it_starts(module: str) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_without_an_output(closed: str) -> None:
+    """It comes as far as its port, which has somebody else."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [
+                *("sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-m", PROXY),
+                *(*DECODE, "--port", port),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 3, done.stderr
+    assert ("address already in use" in done.stderr) is ("2>" not in closed)
 
 
 @dataclass
@@ -151,6 +171,24 @@ async def test_sigterm_does_not_wait_for_ever(tmp_path: Path) -> None:
         assert status == -signal.SIGTERM
         assert 0.5 <= time.monotonic() - began < 10
     assert "Traceback" not in proxy.tail()
+
+
+async def test_it_has_descriptors_for_all_requests(tmp_path: Path) -> None:
+    """Shells give a process 1024, which 1024 requests at once do not fit in."""
+    engine = SlowEngine()
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(engine.listening())
+        proxy = front(tmp_path, "--decode", f"{url}=127.0.0.1:9")
+        proxy.command = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *proxy.command]
+        stack.callback(proxy.kill)
+        proxy.start()
+        await asyncio.to_thread(proxy.wait)
+        clients = Clients(proxy.url, stack)
+        async with asyncio.timeout(30):
+            for _ in range(40):
+                stream = await clients.generate("events")
+                told = await stream.readuntil(b"data: 1\n\n")
+                assert told.startswith(b"HTTP/1.1 200")
 
 
 async def closed(writer: asyncio.StreamWriter) -> None:

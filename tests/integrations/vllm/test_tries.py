@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
 from starlette.applications import Starlette
 
+from kvwire.directory.base import ended
 from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.client import Prober
 from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
 from tests.integrations.vllm.test_moving import Client, Decoder
@@ -21,6 +25,7 @@ from tests.integrations.vllm.test_proxy import (
     broken,
     post,
     refused,
+    turns_until,
 )
 from tests.integrations.vllm.turns import fleet_in_turns
 
@@ -93,3 +98,23 @@ async def test_a_stream_that_engines_die_of() -> None:
     assert client.done
     assert client.events[-1]["error"]["code"] == 502
     assert engines.hosts() == ["d0", "d2"]
+
+
+async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
+    """It is this process that has none, so no other engine is asked either."""
+
+    async def none_left(_: dict[str, Any]) -> Said:
+        error = OSError(errno.EMFILE, "")
+        raise aiohttp.ClientConnectorError(Mock(), error)
+
+    engines = Engines(**{f"d{i}": none_left for i in range(6)})
+    fleet = fleet_in_turns([], DECODE)
+    said = await post(make_app(fleet, client=engines, order=AT_ONCE))
+    assert said.status_code == 503
+    assert said.json()["error"]["message"] == "Too many open files"
+    assert len(engines.asked) == 1
+    prober = Prober(fleet, engines)
+    probing = asyncio.ensure_future(prober.run())
+    await turns_until(lambda: len(engines.asked) == 1 + len(DECODE))
+    await ended(probing)
+    assert {one.state(fleet.clock()) for one in fleet.engines} == {"up"}

@@ -294,6 +294,9 @@ def _passed_on(request: Request) -> dict[str, str]:
         if _CONTROLS.search(value):
             why = f"the header {name} has a control character"
             raise HTTPException(HTTPStatus.BAD_REQUEST, why)
+        # As an answer's: Starlette reads Latin-1, and aiohttp writes UTF-8.
+        with contextlib.suppress(UnicodeDecodeError):
+            passed[name] = value.encode("latin-1").decode()
     return passed
 
 
@@ -314,9 +317,8 @@ async def _unless_gone(
                 await asyncio.wait((asking, gone), return_when=asyncio.FIRST_COMPLETED)
             answer = asking.result() if asking.done() else None
         finally:
-            for task in (asking, gone):
-                task.cancel()
-            await asyncio.wait((asking, gone))
+            for task in (gone, asking):
+                await ended(task)
         if answer is None:
             # Nobody reads it.
             return Response(status_code=_CLIENT_CLOSED)
@@ -388,7 +390,7 @@ async def _refused(_: Request, exc: Exception) -> Response:
             headers = {"retry-after": str(exc.retry_after_s)}
         case EngineFailed(status=None):
             status = HTTPStatus.SERVICE_UNAVAILABLE
-            why = f"no decode engine answers: {exc.why}"
+            why = exc.why if exc.ours else f"no decode engine answers: {exc.why}"
             headers = {"retry-after": str(math.ceil(PROBE_S))}
         case EngineFailed(status=int(status)):
             why = f"an engine failed: {exc.why}"

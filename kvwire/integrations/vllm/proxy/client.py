@@ -13,7 +13,9 @@ Whether engines live is asked twice a second::
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
@@ -46,6 +48,8 @@ _CONNECT_S: Final = 5.0
 _KEPT_OPEN_S: Final = 2.0
 # What can be passed on: neither another protocol nor what HTTP does not know.
 _STATUSES: Final = range(200, 600)
+# Of this process, or of its machine; an engine has no part in it.
+_OURS: Final = (errno.EMFILE, errno.ENFILE)
 # Of a library's words, in ours.
 _QUOTED_CHARS: Final = 200
 _NO_HEADERS: Final[Mapping[str, str]] = {}
@@ -62,6 +66,7 @@ class EngineFailed(Exception):
         *,
         silent: bool = False,
         reached: bool = True,
+        ours: bool = False,
     ) -> None:
         super().__init__(f"{engine.url}: {why}" if engine else why)
         self.engine = engine  # which; None if there is none to ask
@@ -69,11 +74,13 @@ class EngineFailed(Exception):
         self.status = status  # what it answered; None if nothing
         self.silent = silent  # it may be there and says nothing; else it is known to go
         self.reached = reached  # it has had the request, and may have failed of it
+        self.ours = ours  # this process has failed, such as for want of descriptors
 
     @property
     def down(self) -> bool:
         """Tell whether others are better off with another engine for a while."""
-        return self.status is None or self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        status = self.status or HTTPStatus.INTERNAL_SERVER_ERROR
+        return not self.ours and status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 @dataclass(slots=True)
@@ -200,7 +207,11 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     if isinstance(error, aiohttp.ClientConnectorError):
         code = error.os_error.errno or 0
         why = os.strerror(code) if code > 0 else "nobody has this name"
-        return EngineFailed(engine, why, reached=False)
+        if isinstance(error.os_error, ssl.SSLError):  # its numbers are of its own
+            why = f"TLS: {error.os_error.reason}"
+            code = 0
+        ours = code in _OURS
+        return EngineFailed(engine, why, reached=False, ours=ours)
     if isinstance(error, aiohttp.ClientResponseError):
         why = f"what it says is no HTTP: {error.message[:_QUOTED_CHARS]}"
         return EngineFailed(engine, why)
@@ -260,7 +271,7 @@ class Prober:
                 await said.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError) as exc:
             if isinstance(exc, EngineFailed) and not exc.silent:
-                engine.refusing = True
+                engine.refusing |= exc.down
                 return
             engine.slow = True
             engine.give_up()

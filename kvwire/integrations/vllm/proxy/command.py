@@ -15,6 +15,7 @@ from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
 from kvwire.integrations.vllm.references import References
 from kvwire.limits import (
+    MEMBERS_MAX,
     PROXY_RUNNING_MAX,
     PROXY_STOP_S,
     PROXY_STOP_S_MAX,
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
+    # A request has its client's connection and two of engines; a client that waits one.
+    _have_descriptors(3 * options.running + options.queue + MEMBERS_MAX)
     ending = Ending()
     app = make_app(
         fleet,
@@ -77,6 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     ProxyServer(app, options.host, options.port, ending, options.stop_s).run()
     return 0
+
+
+def _have_descriptors(count: int) -> None:
+    """Allow this process so many open files, as far as it may: shells give it 1024."""
+    if sys.platform == "win32":
+        return
+    import resource  # noqa: PLC0415 - Windows has none
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import msgspec
 
+from kvwire.directory.base import ended
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.metadata import answer as kv_params
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
@@ -112,6 +113,8 @@ class Dispatcher:
                     return answer
             except EngineFailed as exc:
                 logger.warning("%s", exc)
+                if exc.ours:
+                    raise
                 last = exc
             failing = decode if last.engine is None else last.engine
             (dead if failing is decode else failed).add(failing)  # bounded: engines
@@ -146,7 +149,7 @@ class Dispatcher:
         body = for_prefill(asked.body, to.server, *named)
         computed = asyncio.ensure_future(self._compute(source, asked, body))
         # Its answer comes about when decode's does; it is not cut off for that.
-        attempt.push_async_callback(_ended, computed)
+        attempt.push_async_callback(ended, computed)
         body = for_decode(asked.body, source.server, *named)
         asked.engines = (source.url, to.url)
         if self._order == IN_SEQUENCE:
@@ -157,8 +160,7 @@ class Dispatcher:
         try:
             return await _first_of(answer, computed)
         finally:
-            if not answer.done():
-                await _ended(answer)
+            await ended(answer)
 
     async def _compute(
         self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
@@ -218,14 +220,6 @@ async def _first_of(
         computed.result()
         await asyncio.wait((answer,))
     return answer.result()
-
-
-async def _ended(future: asyncio.Future[Any]) -> None:
-    """Give up what is not done, and do not mind how it ends."""
-    future.cancel()
-    await asyncio.wait((future,))
-    if not future.cancelled():
-        future.exception()
 
 
 def _quoted(body: bytes) -> str:

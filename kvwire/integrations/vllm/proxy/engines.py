@@ -57,7 +57,8 @@ def _is_url(text: str) -> bool:
         where = parts.hostname and parts.port != 0
     except ValueError:
         return False
-    more = parts.query or parts.fragment
+    # Who is asked is told to whoever looks at /fleet, so it has no password.
+    more = parts.query or parts.fragment or parts.username is not None
     return parts.scheme in ("http", "https") and bool(where) and not more
 
 

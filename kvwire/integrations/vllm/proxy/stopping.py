@@ -66,7 +66,9 @@ class ProxyServer(uvicorn.Server):
     """Serves the proxy until a signal, and for so many seconds what is under way."""
 
     def __init__(self, app: Any, host: str, port: int, ending: Ending, stop_s: float):
-        config = uvicorn.Config(app, host=host, port=port, log_level="warning")
+        config = uvicorn.Config(
+            app, host=host, port=port, ws="none", log_level="warning"
+        )
         # Whatever else still waits then is cancelled.
         config.timeout_graceful_shutdown = math.ceil(stop_s + 2 * _UNREAD_S)
         super().__init__(config)
