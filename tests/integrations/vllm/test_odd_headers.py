@@ -64,3 +64,13 @@ async def test_a_header_of_a_client_that_is_not_latin() -> None:
     said = await call(app(engines), "POST", SCOPE["path"], json=ASK, headers=sent)
     assert said.status_code == 200
     assert engines.headers["d1"]["x-request-id"] == "é€"
+
+
+async def test_a_header_of_an_engine_that_servers_do_not_send() -> None:
+    async def says(_: dict[str, Any]) -> Said:
+        status, headers, parts = answer(200, {})
+        return status, {**headers, "x-request-id": "a\x01b"}, parts
+
+    said = await post(app(Engines(d1=says)))
+    assert said.status_code == 200
+    assert "x-request-id" not in said.headers

@@ -63,7 +63,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 _PASSED_HEADERS: Final = ("authorization", "x-request-id", "traceparent", "tracestate")
 # Of an answer's, likewise.
 _KEPT_HEADERS: Final = ("content-type", "x-request-id")
-# Our server takes them in a header, and an engine cannot be sent them.
+# A server or a client of HTTP takes them in a header, and another does not send them.
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _EVENTS: Final = "text/event-stream"
 # What nginx notes where a client has closed the connection; there is no standard one.
@@ -345,7 +345,7 @@ class _Relayed(StreamingResponse):
         kept = {
             h: answer.headers[h].encode(errors="surrogateescape").decode("latin-1")
             for h in _KEPT_HEADERS
-            if h in answer.headers
+            if h in answer.headers and not _CONTROLS.search(answer.headers[h])
         }
         parts = _relay(answer, ending)
         super().__init__(parts, status_code=answer.status, headers=kept)

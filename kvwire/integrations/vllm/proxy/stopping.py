@@ -62,12 +62,23 @@ class Ending:
             wait.reschedule(now)
 
 
+def _protocol() -> Any:
+    """Return what reads requests: httptools where it is, and h11 otherwise."""
+    try:
+        from kvwire.integrations.vllm.proxy.upgrades import (  # noqa: PLC0415
+            PassingByProtocol,
+        )
+    except ModuleNotFoundError:
+        return "h11"
+    return PassingByProtocol
+
+
 class ProxyServer(uvicorn.Server):
     """Serves the proxy until a signal, and for so many seconds what is under way."""
 
     def __init__(self, app: Any, host: str, port: int, ending: Ending, stop_s: float):
         config = uvicorn.Config(
-            app, host=host, port=port, ws="none", log_level="warning"
+            *(app, host, port), http=_protocol(), ws="none", log_level="warning"
         )
         # Whatever else still waits then is cancelled.
         config.timeout_graceful_shutdown = math.ceil(stop_s + 2 * _UNREAD_S)
