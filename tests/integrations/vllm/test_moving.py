@@ -21,6 +21,7 @@ from tests.integrations.vllm.test_proxy import (
     D1,
     D2,
     EVENTS,
+    P1,
     Engines,
     Handler,
     Said,
@@ -416,6 +417,22 @@ async def test_a_client_that_leaves_while_it_moves() -> None:
         first.steps.release()
         await client.read(1)
     assert (await moving)[1]["requests"][0]["stayed"] == "it has ended"
+
+
+async def test_a_stream_moves_to_none_but_decode_engines_that_take_requests() -> None:
+    first = Decoder(3)
+    fleet = fleet_in_turns([P1], [D1, D2])
+    network = Engines(d1=first)
+    application = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
+    client = Client(application)
+    await client.read(3)
+    fleet.drain(D2.url)
+    for engine in (P1, D1, D2):
+        asked = {"request": client.id, "to": engine.url}
+        status, said = await post(application, "/migrate", **asked)
+        assert status == 409
+        assert said["requests"][0]["stayed"] == "no other engine takes it"
+    await client.parts.aclose()
 
 
 async def test_what_cannot_be_moved_is_said() -> None:

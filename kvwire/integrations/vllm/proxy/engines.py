@@ -107,6 +107,11 @@ class VllmEngine:
         """Tell whether it has a role."""
         return self.role in (role, BOTH)
 
+    def takes(self, role: str) -> bool:
+        """Tell whether it has a role, and gets new requests for it."""
+        there = self.listed and self.ready and not self.draining
+        return there and self.does(role)
+
     def is_up(self, now: float) -> bool:
         """Tell whether there is no reason to prefer another one."""
         return not (self.refusing or self.slow) and self.down_until <= now

@@ -198,7 +198,7 @@ class MovableStream:
             return _PARSED
         if to is None:
             to = self._moves.fleet.pick(DECODE, self._asked.body, {here}, here.model)
-        if to is None or to is here or to.model != here.model:
+        if to is None or to is here or to.model != here.model or not to.takes(DECODE):
             return "no other engine takes it"
         self._moving = True
         try:
