@@ -139,6 +139,10 @@ class ActiveConnection:
                 error = DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
                 self.connection.abort(str(error))
                 raise error from None
+            except KVWireError:
+                if answer.done():
+                    answer.exception()  # nobody has seen it if the send has failed
+                raise
             finally:
                 late.cancel()
                 self._answers.pop(request.number, None)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 
 import kvwire
 from kvwire import ConnectionLost
-from kvwire.store.server.client import StoreClient
+from kvwire.store.server.client import ActiveConnection, StoreClient
+from kvwire.store.server.messages import VERSION, Flush, StoreDone, Welcome
+from tests.support.pairs import connected
 
 
 async def test_what_is_asked_while_it_is_down_fails_at_once() -> None:
@@ -44,3 +48,22 @@ async def test_a_cancelled_close_is_cancelled() -> None:
         assert closing.cancelled()
         go.set()
         await line.close()
+
+
+async def test_a_request_that_is_not_sent_leaves_no_error_behind() -> None:
+    """The send fails with the connection, and nobody waits for the answer any more."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, what: reported.append(what)
+    )
+    async with connected("tcp", eager_bytes=0) as pair:
+        active = ActiveConnection(pair.left, Welcome(VERSION), 5.0)
+        asking = asyncio.create_task(active.call(Flush(1), StoreDone))
+        await asyncio.sleep(0)
+        active._end("no answer within 5 s")
+        with pytest.raises(ConnectionLost, match="no answer within 5 s"):
+            await asking
+        del asking
+        gc.collect()
+        await asyncio.sleep(0)
+    assert not reported
