@@ -30,6 +30,7 @@ from kvwire.cli.bench.report import (
     Rounds,
     between_processes,
     require_known,
+    why_unable,
 )
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case, Missing
 from kvwire.limits import KIB, MIB
@@ -88,22 +89,14 @@ def work_of(
 
 def why_not(transport: str) -> str:
     """Say why a backend that is installed cannot take part here; "" if it can."""
-    found = registry.availability(transport)
-    if not found.available:
-        return "; ".join(filter(None, (found.reason, found.remedy)))
+    if why := why_unable(transport):
+        return why
     can = registry.load(transport).capabilities
     if MemoryKind.HOST not in can.memory_kinds:
         return "it moves no host memory, which this benchmark measures"
     if not can.lanes:
         return "it has no lanes, and this benchmark joins two processes over tcp"
     return ""
-
-
-def reaches(transport: str) -> bool:
-    """Tell whether a transport joins two hosts, or cannot run here at all."""
-    return bool(
-        why_not(transport) or not registry.load(transport).capabilities.same_host
-    )
 
 
 def contenders(
@@ -116,23 +109,18 @@ def contenders(
         yield f"to {peer}", contender(name, peer, **options)
         return
     for wire, more, environment, given in _WAYS.get(transport, _OTHER):
+        way = {**options, **given}
         yield (
             wire,
-            Contender(
-                name + more,
-                OpsSide,
-                options={**options, **given},
-                environment=environment,
-            ),
+            Contender(name + more, OpsSide, options=way, environment=environment),
         )
 
 
 def fragments(
-    transports: Sequence[str], works: Sequence[OpsWork], loop: str, peer: str = ""
+    transports: list[str], works: Sequence[OpsWork], loop: str, peer: str = ""
 ) -> Benchmark:
     """Make the benchmark, with those of the transports that can run here."""
-    require_known(transports)
-    reasons = {transport: why_not(transport) for transport in transports}
+    reasons = {transport: why_not(transport) for transport in require_known(transports)}
     team = [
         one
         for transport in transports
@@ -217,7 +205,14 @@ def command(
     """
     transports = transport.split(",")
     if transport == "all":
-        transports = [one for one in between_processes() if not peer or reaches(one)]
+        transports = [
+            name
+            for name in between_processes()
+            # One that cannot run here is named with the reason.
+            if not peer
+            or why_not(name)
+            or not registry.load(name).capabilities.same_host
+        ]
     layouts = {"per-layer": (False,), "cross-layer": (True,), "both": (False, True)}
     works = [
         work_of(one, kib * KIB, cross_layer=cross, round_bytes=round_mib * MIB)
@@ -229,12 +224,6 @@ def command(
     if not works:
         raise kvwire.UsageError("--layout cross-layer is for sizes of up to 64 KiB")
     benchmark = fragments(transports, works, common.loop, peer)
-    failed = common.run(
-        benchmark,
-        transport=list(transports),
-        peer=peer,
-        sizes_kib=list(sizes_kib),
-        rounds=rounds,
-        round_mib=round_mib,
-    )
+    settings = {"sizes_kib": list(sizes_kib), "rounds": rounds, "round_mib": round_mib}
+    failed = common.run(benchmark, transport=transports, peer=peer, **settings)
     return failed or int(transport != "all" and bool(benchmark.missing))

@@ -281,8 +281,7 @@ def command(
         rounds: How often everything is measured; percentiles are of all rounds.
         common: Options of every benchmark.
     """
-    transports = transport.split(",")
-    require_able(transports)
+    transports = require_able(transport.split(","))
     options = {"loop": common.loop, "endpoints": endpoints}
     pairs = [
         Contender(f"kvwire {name}", ManySide, options={"transport": name, **options})
@@ -303,15 +302,8 @@ def command(
     benchmark = Benchmark(
         name="many",
         cases=[
-            Case(
-                name=name,
-                work=work,
-                unit=MILLISECONDS,
-                ours=pairs,
-                group=work.verb,
-                tail=True,
-            )
-            for name, work in works.items()
+            Case(name=n, work=w, unit=MILLISECONDS, ours=pairs, group=w.verb, tail=True)
+            for n, w in works.items()
         ],
         notes=[f"{endpoints} x {endpoints} connections. From the call to the outcome."],
         split=by_size,

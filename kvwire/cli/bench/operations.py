@@ -204,10 +204,16 @@ class OpsSide(BenchSide[OpsWork]):
     _parts: Sequence[Bytes | Fragments]
     _grants: Sequence[kvwire.Grant]
 
-    def __init__(self, options: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, str],
+        communicator: kvwire.Communicator | None = None,
+        connection: kvwire.Connection | None = None,
+    ) -> None:
         super().__init__(options)
-        self.communicators: list[kvwire.Communicator] = []
-        self.connections: list[kvwire.Connection] = []
+        # Those that there are already, of a side that is not to connect.
+        self.communicators = [communicator] if communicator else []
+        self.connections = [connection] if connection else []
         self._addresses: Sequence[str] = ()
         # Of the last transfer: both sides count alike.
         self._number = 0

@@ -44,21 +44,19 @@ def operations() -> dict[str, OpsWork]:
     """Return all but those of a store, by the name of their row."""
     kib64 = 64 * KIB
     works = [
-        OpsWork(verb=verb, nbytes=nbytes, count=COUNT, layers=layers, blocks=blocks)
-        for verb, nbytes, blocks, layers in (
-            (of.PULL, kib64, 1, 16),
-            (of.PULL, 256 * KIB, 2, 16),
-            (of.PUSH, 256 * KIB, 2, 16),
-            (of.PUSH, 4 * MIB, 2, 32),
+        OpsWork(verb=verb, nbytes=nbytes, count=count, layers=layers, blocks=blocks)
+        for verb, nbytes, count, layers, blocks in (
+            (of.PULL, kib64, COUNT, 16, 1),
+            (of.PULL, 256 * KIB, COUNT, 16, 2),
+            (of.PUSH, 256 * KIB, COUNT, 16, 2),
+            (of.PUSH, 4 * MIB, COUNT, 32, 2),
+            (of.READY, 80 * kib64, 1, 80, 1),
+            (of.ROUND_TRIP, 64, 10 * COUNT, 0, 1),
+            (of.SEND, kib64, COUNT, 0, 1),
+            (of.SEND, MIB, COUNT, 0, 1),
+            (of.PUT, kib64, COUNT, 0, 1),
+            (of.GET, kib64, COUNT, 0, 1),
         )
-    ]
-    works += [
-        OpsWork(verb=of.READY, nbytes=80 * kib64, count=1, layers=80),
-        OpsWork(verb=of.ROUND_TRIP, nbytes=64, count=10 * COUNT),
-        OpsWork(verb=of.SEND, nbytes=kib64, count=COUNT),
-        OpsWork(verb=of.SEND, nbytes=MIB, count=COUNT),
-        OpsWork(verb=of.PUT, nbytes=kib64, count=COUNT),
-        OpsWork(verb=of.GET, nbytes=kib64, count=COUNT),
     ]
     return {work.name: work for work in works}
 
@@ -107,14 +105,13 @@ def ops(*, transport: str = "tcp", rounds: Rounds = 5, common: Common = COMMON) 
         common: Options of every benchmark.
     """
     report.require_able([transport])
-    name, loop = f"kvwire {transport}", {"loop": common.loop}
-    ours = Contender(name, OpsSide, options={"transport": transport, **loop})
+    ours = _kvwire(transport, common)
     store = Contender(
-        name,
+        ours.name,
         StoreSide,
         StoreServerSide,
         environment={"KVWIRE_REQUIRE": transport},
-        options={"tier": store_side.SERVER, **loop},
+        options={"tier": store_side.SERVER, "loop": common.loop},
     )
     cases = [
         Case(
@@ -208,26 +205,24 @@ def setup(
         rounds: How often 20 connections are made by everybody.
         common: Options of every benchmark.
     """
-    transports = transport.split(",")
-    report.require_able(transports)
+    transports = report.require_able(transport.split(","))
     work = OpsWork(
         verb=of.SETUP, nbytes=TRANSFER_BYTES, count=CONNECTIONS, layers=_LAYERS
     )
-    cases, streams = [], _streams(common)
-    for name in transports:
-        options = {"transport": name, "loop": common.loop}
-        case = Case(
-            name=name,
-            work=work,
-            unit=MICROSECONDS,
-            ours=[Contender(f"kvwire {name}", OpsSide, options=options)],
-            beside=[streams],
-            tail=True,
-        )
-        cases.append(case)
+    streams = _streams(common)
     benchmark = Benchmark(
         name="setup",
-        cases=cases,
+        cases=[
+            Case(
+                name=name,
+                work=work,
+                unit=MICROSECONDS,
+                ours=[_kvwire(name, common)],
+                beside=[streams],
+                tail=True,
+            )
+            for name in transports
+        ],
         notes=[
             f"A transfer is a pull of one block, {in_bytes(TRANSFER_BYTES)}.",
             "The streams connect and send as many bytes, and nothing else.",
@@ -245,6 +240,11 @@ def by_column(found: CaseResult) -> Findings:
         return found.part(whole, lambda seconds: seconds[at :: len(COLUMNS)])
 
     return [row(at, name) for at, name in enumerate(COLUMNS)]
+
+
+def _kvwire(transport: str, common: Common) -> Contender:
+    options = {"transport": transport, "loop": common.loop}
+    return Contender(f"kvwire {transport}", OpsSide, options=options)
 
 
 def _streams(common: Common) -> Contender:

@@ -14,12 +14,12 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from tempfile import TemporaryFile
 from typing import Any, Final, Self
 
 from kvwire import KVWireError
-from kvwire.cli.bench.side import Work
+from kvwire.cli.bench.side import Work, asked
 
 # Long against every round there is; only something stuck takes as long.
 ANSWER_TIMEOUT_S: Final = 120.0
@@ -91,10 +91,9 @@ class SideProcess:
 
     def ask(self, name: str, **arguments: Any) -> None:
         """Have something begun; :meth:`answer` waits for it."""
-        line = json.dumps({"call": name, "arguments": arguments}) + "\n"
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer will tell
-            self.process.stdin.write(line.encode())
+            self.process.stdin.write(asked(name, arguments) + b"\n")
 
     def answer(self) -> Any:
         """Wait for what was asked, or say what went wrong there."""
@@ -162,12 +161,12 @@ class Pair:
 
     def check(self, work: Work) -> None:
         """Show that random bytes arrive as they were sent; not timed."""
-        said = self._prepare(work)
+        self._prepare(work)
         for side in self.sides:
-            side.call("fill", work=said)
+            side.call("fill", work=work)
         self.move(work)
-        left, *right = (side.call("digest", work=said) for side in self.sides)
-        self.sides[0].call("verify", work=said)
+        left, *right = (side.call("digest", work=work) for side in self.sides)
+        self.sides[0].call("verify", work=work)
         if [left] * len(right) != right:
             raise BenchError(
                 f"{self._contender.name}, {work.verb} of {work.nbytes} bytes: what "
@@ -177,20 +176,19 @@ class Pair:
 
     def round(self, work: Work) -> Sample:
         """Do the work once."""
-        said = self._prepare(work)
+        self._prepare(work)
         before = self._cpu_s()
         seconds, *_ = self.move(work)
         cpu_s = [b - a for a, b in zip(before, self._cpu_s(), strict=True)]
-        self.sides[0].call("verify", work=said)
+        self.sides[0].call("verify", work=work)
         return Sample(seconds, cpu_s)
 
     def move(self, work: Work) -> list[Any]:
         """Do the work once; what the left and the right side say of it."""
-        said = asdict(work)
         left, *right = self.sides
         for side in right:
-            side.ask("serve", work=said)
-        return [left.call("drive", work=said), *(side.answer() for side in right)]
+            side.ask("serve", work=work)
+        return [left.call("drive", work=work), *(side.answer() for side in right)]
 
     def __enter__(self) -> Self:
         return self
@@ -204,12 +202,10 @@ class Pair:
             side.stop()
         self.sides.clear()
 
-    def _prepare(self, work: Work) -> dict[str, Any]:
-        said = asdict(work)
+    def _prepare(self, work: Work) -> None:
         left, *right = self.sides
-        given = right[0].call("prepare", work=said) if right else None
-        left.call("use", work=said, given=given)
-        return said
+        given = right[0].call("prepare", work=work) if right else None
+        left.call("use", work=work, given=given)
 
     def _cpu_s(self) -> list[float]:
         return [float(side.call("cpu")) for side in self.sides]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, TypeVar
@@ -31,7 +30,7 @@ from kvwire import Address, Communicator, Connection, ConnectionClosed
 from kvwire.cli.bench.operations import OpsSide, OpsWork
 from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, BenchError, Contender
 from kvwire.cli.bench.report import Loop
-from kvwire.cli.bench.side import answer, require_same, run
+from kvwire.cli.bench.side import answer, asked, require_same, run
 from kvwire.config import Config
 from kvwire.limits import (
     BENCH_CALL_BYTES_MAX,
@@ -58,13 +57,6 @@ Memory = Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))]
 class PeerSide(OpsSide):
     """Plays the left side, and has a peer be the right one of its connection."""
 
-    @classmethod
-    def of(cls, communicator: Communicator, connection: Connection) -> PeerSide:
-        """Make one of a connection that there is."""
-        side = cls({"transport": ""})
-        side.communicators, side.connections = [communicator], [connection]
-        return side
-
     async def connect(self, address: Any) -> dict[str, Any]:
         facts = await super().connect([self.options["peer"]])
         if not serves(self.connection, PROFILE):
@@ -73,8 +65,7 @@ class PeerSide(OpsSide):
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """Have the peer do something, and wait for its answer."""
-        asked = msgspec.json.encode({"call": name, "arguments": arguments})
-        await self.connection.send(CALL_TAG, asked)
+        await self.connection.send(CALL_TAG, asked(name, arguments))
         buffer = bytearray(BENCH_CALL_BYTES_MAX)
         count = await self.connection.recv(ANSWER_TAG, into=buffer)
         found = msgspec.json.decode(memoryview(buffer)[:count], type=dict[str, Any])
@@ -83,20 +74,20 @@ class PeerSide(OpsSide):
         return found["answer"]
 
     async def use(self, work: OpsWork, given: Any) -> None:
-        await super().use(work, await self.call("prepare", work=asdict(work)))
+        await super().use(work, await self.call("prepare", work=work))
 
     async def fill(self, work: OpsWork) -> None:
         await super().fill(work)
-        await self.call("fill", work=asdict(work))
+        await self.call("fill", work=work)
 
     async def drive(self, work: OpsWork) -> Sequence[float]:
-        serving = self.call("serve", work=asdict(work))
+        serving = self.call("serve", work=work)
         seconds, _ = await asyncio.gather(super().drive(work), serving)
         return seconds
 
     async def digest(self, work: OpsWork) -> str:
         here = await super().digest(work)
-        require_same(here, await self.call("digest", work=asdict(work)))
+        require_same(here, await self.call("digest", work=work))
         return here
 
     async def cpu(self) -> float:
@@ -129,9 +120,7 @@ class ServedSide(OpsSide):
     def __init__(
         self, communicator: Communicator, connection: Connection, memory_bytes_max: int
     ) -> None:
-        super().__init__({"transport": ""})
-        self.communicators: list[Communicator] = [communicator]
-        self.connections: list[Connection] = [connection]
+        super().__init__({}, communicator, connection)
         self._memory_bytes_max = memory_bytes_max
 
     def check(self, work: OpsWork) -> None:

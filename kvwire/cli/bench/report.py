@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +24,6 @@ import kvwire
 from kvwire.backend import registry
 from kvwire.cli.bench.turns import (
     Benchmark,
-    Case,
     CaseResult,
     Findings,
     compare,
@@ -40,8 +39,6 @@ Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
 # At most, and of a file or a pipe; on a narrower screen as far as figures are whole.
 WIDTH: Final = 80
-# Of the columns behind those of contenders, with what is between them.
-_RATIO: Final = 7
 
 
 @Parameter(name="*")
@@ -96,7 +93,7 @@ def between_processes() -> list[str]:
     return [name for name in registry.names() if name != "inproc"]
 
 
-def require_known(transports: Sequence[str]) -> None:
+def require_known(transports: list[str]) -> list[str]:
     """Refuse transports that are not installed, or do not join two processes."""
     known = between_processes()
     for name in transports:
@@ -107,16 +104,22 @@ def require_known(transports: Sequence[str]) -> None:
                 f"{why if name == 'inproc' else 'no such backend is installed'}; "
                 f"there are {', '.join(known)}"
             )
+    return transports
 
 
-def require_able(transports: Sequence[str]) -> None:
+def require_able(transports: list[str]) -> list[str]:
     """Refuse transports that are not known, or cannot run here."""
-    require_known(transports)
-    for name in transports:
-        found = registry.availability(name)
-        if not found.available:
-            why = "; ".join(filter(None, (found.reason, found.remedy)))
+    for name in require_known(transports):
+        if why := why_unable(name):
             raise kvwire.BackendUnavailable(f"--transport {name}: {why}")
+    return transports
+
+
+def why_unable(transport: str) -> str:
+    """Say why a backend that is installed cannot run here; "" if it can."""
+    found = registry.availability(transport)
+    said = "; ".join(filter(None, (found.reason, found.remedy)))
+    return "" if found.available else said
 
 
 # --- the table ------------------------------------------------------------------------
@@ -144,27 +147,22 @@ def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
     for group in dict.fromkeys(f.case.group for f in findings):
         rows = [f for f in findings if f.case.group == group and f.samples]
         title = " ".join(filter(None, ("kvwire bench", benchmark.name, group)))
-        for columns in _columns(rows) if rows else ():
-            parts += [Text(title), _table(rows, columns), Text()]
+        for table in _tables(rows) if rows else ():
+            parts += [Text(title), table, Text()]
     head = "Medians; behind a rate CPU s/GiB of both sides, behind a time its p99."
     return Group(*parts, Text(head))
 
 
-def _columns(rows: Findings) -> list[list[str]]:
-    """Have as many contenders side by side as there is room for."""
-    parts: list[list[str]] = [[]]
-    width = min(WIDTH, Console().width)
-    room = used = width - max((len(_what(row.case)) for row in rows), default=0)
-    if any(row.case.beside for row in rows):
-        used = room = room - _RATIO
-    for name in dict.fromkeys(name for row in rows for name in row.samples):
-        needed = 2 + max(len(name), *(len(_cell(row, name)) for row in rows))
-        if parts[-1] and needed > room:
-            parts.append([])
-            room = used
-        parts[-1].append(name)
-        room -= needed
-    return parts
+def _tables(rows: Findings) -> Iterator[Table]:
+    """Yield tables with as many contenders side by side as there is room for."""
+    names = list(dict.fromkeys(name for row in rows for name in row.samples))
+    room, endless = min(WIDTH, Console().width), Console(width=sys.maxsize)
+    while names:
+        fit = len(names)
+        while endless.measure(_table(rows, names[:fit])).maximum > room and fit > 1:
+            fit -= 1
+        yield _table(rows, names[:fit])
+        names = names[fit:]
 
 
 def _table(rows: Findings, names: Sequence[str]) -> Table:
@@ -175,15 +173,11 @@ def _table(rows: Findings, names: Sequence[str]) -> Table:
     for row, comparison in zip(rows, found, strict=True):
         ratio = comparison.ratio
         table.add_row(
-            _what(row.case),
+            f"{row.case.name}, {row.case.unit.name}",
             *(_cell(row, name) for name in names),
             *["" if ratio is None else short(ratio)] * judged,
         )
     return table
-
-
-def _what(case: Case) -> str:
-    return f"{case.name}, {case.unit.name}"
 
 
 def _cell(row: CaseResult, name: str) -> str:
@@ -267,14 +261,9 @@ def row_of(finding: CaseResult) -> dict[str, Any]:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
     """Show a bar that moves on with each call, which says what is done next."""
-    columns = (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-    )
     # Drawn between the rounds only: a thread that draws would be measured too.
     with Progress(
-        *columns, console=Console(stderr=True), auto_refresh=False, transient=True
+        console=Console(stderr=True), auto_refresh=False, transient=True
     ) as bar:
         task = bar.add_task("", total=total)
 

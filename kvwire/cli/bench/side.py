@@ -202,14 +202,19 @@ def make(role: str, options: Mapping[str, str]) -> BenchSide[Any]:
     return found
 
 
+def asked(name: str, arguments: Mapping[str, Any]) -> bytes:
+    """Write a call, which :func:`answer` reads; a work is one of its arguments."""
+    return msgspec.json.encode({"call": name, "arguments": arguments})
+
+
 async def answer(
     side: BenchSide[Any], line: bytes, calls: frozenset[str] = CALLS
 ) -> bytes:
     """Do what one line says; an exception becomes an answer too."""
     name = ""
     try:
-        asked = msgspec.json.decode(line)
-        name, arguments = asked["call"], asked["arguments"]
+        call = msgspec.json.decode(line)
+        name, arguments = call["call"], call["arguments"]
         if name not in calls:
             raise ValueError(f"there is no call {name!r}")
         if "work" in arguments:

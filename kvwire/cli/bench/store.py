@@ -78,7 +78,7 @@ def benchmark(
         if tier not in TIERS:
             raise UsageError(f"--tiers {tier}: there are {', '.join(TIERS)}")
     if SERVER in tiers:
-        require_able(transports)
+        require_able([*transports])
     # A put of each shape has the sizes of all others.
     puts = [work_of(DISK, PUT, shape, round_bytes) for shape in shapes]
     free, needed = shutil.disk_usage(place).free, sum(w.set_bytes for w in puts) * _ROOM

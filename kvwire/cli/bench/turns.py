@@ -19,7 +19,6 @@ from typing import Any
 from rich.console import RenderableType
 
 from kvwire.cli.bench.pair import BenchError, Contender, Pair
-from kvwire.cli.bench.side import Work
 from kvwire.limits import GIB
 
 
@@ -114,7 +113,6 @@ class Samples:
     def document(self) -> dict[str, Any]:
         """Return all of it; mad is the median absolute deviation from the median."""
         values, middle = self.values, self.median
-        each = self.sides_cpu_s
         return {
             "count": len(values),
             "median": middle,
@@ -123,7 +121,9 @@ class Samples:
             "low": min(values),
             "high": max(values),
             "cpu_s_per_gib": self.cpu_s_per_gib,
-            "sides_cpu_s_per_gib": [s * GIB / self.moved_bytes for s in each],
+            "sides_cpu_s_per_gib": [
+                cpu_s * GIB / self.moved_bytes for cpu_s in self.sides_cpu_s
+            ],
             "rounds": [list(values) for values in self.rounds],
         }
 
@@ -261,7 +261,8 @@ def _take_turn(
         return
     if counts:
         samples = finding.samples.setdefault(name, Samples(work.moved_bytes))
-        samples.rounds.append(_values(sample.seconds, finding.case.unit, work))
+        rate = [work.moved_bytes / sum(sample.seconds)]
+        samples.rounds.append(sample.seconds if finding.case.unit.is_time else rate)
         samples.cpu_s.append(sample.cpu_s)
 
 
@@ -270,7 +271,3 @@ def _start(contender: Contender) -> Pair | BenchError:
         return contender.start()
     except BenchError as exc:
         return exc
-
-
-def _values(seconds: Sequence[float], unit: Unit, work: Work) -> Sequence[float]:
-    return seconds if unit.is_time else [work.moved_bytes / sum(seconds)]

@@ -143,7 +143,7 @@ async def try_out(
             )
             try:
                 if serves(connection, PROFILE):
-                    side = PeerSide.of(communicator, connection)
+                    side = PeerSide({}, communicator, connection)
                     said = await side.call("examine")
                     there = msgspec.convert(said, Examination)
                     trial = await _measured(side, sizes, trial)
@@ -194,7 +194,8 @@ async def _hand_over(
     connection = await communicator.connect(address)
     try:
         said = msgspec.to_builtins(report)
-        await PeerSide.of(communicator, connection).call("take_report", report=said)
+        side = PeerSide({}, communicator, connection)
+        await side.call("take_report", report=said)
     finally:
         await connection.close()
 

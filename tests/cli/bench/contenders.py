@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Final
 import uvloop
 
 from kvwire.cli.bench import pair, turns
-from kvwire.cli.bench.side import Work, answer, make
+from kvwire.cli.bench.side import Work, answer, asked, make
 
 WORK = Work(verb="send", nbytes=1024, count=4)
 Log = list[tuple[str, str]]
@@ -134,8 +133,7 @@ class ThreadSide(pair.SideProcess):
         self._answer: Future[bytes] = Future()
 
     def ask(self, name: str, **arguments: Any) -> None:
-        line = json.dumps({"call": name, "arguments": arguments}).encode()
-        answering = answer(self._side, line)
+        answering = answer(self._side, asked(name, arguments))
         self._answer = asyncio.run_coroutine_threadsafe(answering, self._loop)
 
     def line(self) -> bytes:

@@ -48,7 +48,7 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
 async def test_a_report_that_is_none_is_refused() -> None:
     async with ward() as found:
         connection = await found.prober.connect(found.address)
-        side = PeerSide.of(found.prober, connection)
+        side = PeerSide({}, found.prober, connection)
         with pytest.raises(BenchError, match=r"take_report: ValidationError: .*`str`"):
             await side.call("take_report", report={"address": 1})
         await connection.close()
