@@ -14,9 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Final, Literal
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
 import kvwire
 from kvwire.backend import registry
 from kvwire.cli.bench.bare import MemcpySide
@@ -31,6 +28,7 @@ from kvwire.cli.bench.report import (
     between_processes,
     require_known,
     why_unable,
+    within,
 )
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case, Missing
 from kvwire.limits import KIB, MIB
@@ -62,10 +60,7 @@ _WAYS: Final[Mapping[str, list[_Way]]] = {
     ],
 }
 
-Kibibytes = Annotated[
-    tuple[int, ...],
-    Parameter(validator=Number(gte=4, lte=16_384), consume_multiple=True),
-]
+Kibibytes = Annotated[tuple[int, ...], within(4, 16_384, consume_multiple=True)]
 # A contender and the wire that it uses.
 Member = tuple[str, Contender]
 

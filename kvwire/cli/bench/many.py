@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
-from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -42,6 +40,7 @@ from kvwire.cli.bench.report import (
     Mebibytes,
     Rounds,
     require_able,
+    within,
 )
 from kvwire.cli.bench.side import Work, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
@@ -68,9 +67,9 @@ _STOP: Final = 2
 # Published before they are pulled, so that nobody waits for the other side's loop.
 _AHEAD: Final = 4
 
-Endpoints = Annotated[int, Parameter(validator=Number(gte=1, lte=32))]
-Transfers = Annotated[int, Parameter(validator=Number(gte=10, lte=100_000))]
-Others = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
+Endpoints = Annotated[int, within(1, 32)]
+Transfers = Annotated[int, within(10, 100_000)]
+Others = Annotated[int, within(1, 64)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

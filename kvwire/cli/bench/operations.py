@@ -141,6 +141,11 @@ class Pool:
         return "left side" if self._side == LEFT else "right side"
 
     @property
+    def chosen(self) -> tuple[kvwire.PagedCache, list[int]]:
+        """Return the cache and the blocks that travel, as a transfer is told them."""
+        return self.cache, self.blocks
+
+    @property
     def lent(self) -> Fragments:
         """Return the memory of those that travel, in the same order."""
         size = self._fragments.shape[1]
@@ -250,10 +255,10 @@ class OpsSide(BenchSide[OpsWork]):
 
     async def connect(self, address: Any) -> dict[str, Any]:
         await self._open("left")
-        self._addresses = address
+        self._addresses, transport = address, self.options["transport"]
         for where in address:
             for one in self.communicators:
-                self.connections.append(await self._connect(one, where))
+                self.connections.append(await one.connect(where, transport=transport))
         loop = type(asyncio.get_running_loop()).__module__
         return {
             "kvwire": kvwire.__version__,
@@ -265,12 +270,8 @@ class OpsSide(BenchSide[OpsWork]):
 
     async def one_more(self) -> kvwire.Connection:
         """Left: make a connection."""
-        return await self._connect(self.communicator, self._addresses[0])
-
-    async def _connect(
-        self, communicator: kvwire.Communicator, where: str
-    ) -> kvwire.Connection:
-        return await communicator.connect(where, transport=self.options["transport"])
+        where, transport = self._addresses[0], self.options["transport"]
+        return await self.communicator.connect(where, transport=transport)
 
     async def _open(self, side: str) -> None:
         for _ in range(int(self.options.get("endpoints", 1))):
@@ -408,11 +409,10 @@ class OpsSide(BenchSide[OpsWork]):
         """Begin one operation, by its number among those in flight."""
         match work.verb:
             case "pull" | "setup":
-                blocks = self.pool.cache, self.pool.blocks
-                return over(connection.pull(self.next_id(), *blocks))
+                return over(connection.pull(self.next_id(), *self.pool.chosen))
             case "push":
-                blocks = self.pool.cache, self.pool.blocks
-                return over(mark_all(connection.push(self.next_id(), *blocks)))
+                pushed = connection.push(self.next_id(), *self.pool.chosen)
+                return over(mark_all(pushed))
             case "put":
                 return connection.put(self._parts[0], self._grants[at])
             case "get":
@@ -428,8 +428,7 @@ class OpsSide(BenchSide[OpsWork]):
 
     async def _mark_layers(self, work: OpsWork) -> Sequence[float]:
         """Time each ``ready`` of a layer but the first."""
-        pool, number = self.pool, self.next_id()
-        end = self.connection.push(number, pool.cache, pool.blocks, group_bytes=1)
+        end = self.connection.push(self.next_id(), *self.pool.chosen, group_bytes=1)
         clock, seconds = time.perf_counter, []
         for layer in range(work.layers):
             began = clock()
@@ -463,10 +462,10 @@ class OpsSide(BenchSide[OpsWork]):
                 await end.drained()
 
     def _offer(self, work: OpsWork) -> End:
-        number, pool = self.next_id(), self.pool
+        number, chosen = self.next_id(), self.pool.chosen
         if work.verb in (PUSH, READY):
-            return self.communicator.expect(number, pool.cache, pool.blocks)
-        return mark_all(self.communicator.publish(number, pool.cache, pool.blocks))
+            return self.communicator.expect(number, *chosen)
+        return mark_all(self.communicator.publish(number, *chosen))
 
 
 async def over(end: End) -> None:

@@ -30,8 +30,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Annotated, ClassVar, Final
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.console import RenderableType
 
 import kvwire
@@ -43,6 +41,7 @@ from kvwire.cli.bench.report import (
     Rounds,
     new_table,
     require_able,
+    within,
 )
 from kvwire.cli.bench.side import Work, digest
 from kvwire.cli.bench.turns import MILLISECONDS, Benchmark, Case, CaseResult, Findings
@@ -77,11 +76,8 @@ _MARKS: Final = 2
 # When the first and the last mark was made.
 _SPAN: Final = struct.Struct("<2d")
 
-Kibibytes = Annotated[int, Parameter(validator=Number(gte=64, lte=1_048_576))]
-Layers = Annotated[
-    tuple[int, ...],
-    Parameter(validator=Number(gte=2, lte=4096), consume_multiple=True),
-]
+Kibibytes = Annotated[int, within(64, 1_048_576)]
+Layers = Annotated[tuple[int, ...], within(2, 4096, consume_multiple=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +116,10 @@ class OverlapSide(OpsSide):
             await self._compute(work)
 
     def _count(self, work: OpsWork) -> int:
-        alone = self.options["way"] == ONE_LAYER
-        return ALONE_REPEAT if alone else work.count
+        return ALONE_REPEAT if self.options["way"] == ONE_LAYER else work.count
 
     async def _pull(self, work: OpsWork) -> float:
-        incoming = self.connection.pull(
-            self.next_id(), self.pool.cache, self.pool.blocks
-        )
+        incoming = self.connection.pull(self.next_id(), *self.pool.chosen)
         await self.connection.send(_GO, b"")
         outcome = await incoming
         over = time.monotonic()
@@ -137,9 +130,7 @@ class OverlapSide(OpsSide):
         return float(over - (last if work.verb == EXPOSED else first))
 
     async def _compute(self, work: OverlapWork) -> None:
-        outgoing = self.communicator.publish(
-            self.next_id(), self.pool.cache, self.pool.blocks
-        )
+        outgoing = self.communicator.publish(self.next_id(), *self.pool.chosen)
         # Behind it on the same link: the question for the transfer has been answered.
         await self.connection.recv(_GO)
         way = self.options["way"]
@@ -273,7 +264,6 @@ def command(
         Contender(way, OverlapSide, options={**options, "way": way}) for way in WAYS
     )
     # What is exposed is judged by the efficiency, and the same bytes by their ratio.
-    ways = {EXPOSED: [streamed, whole, alone], BULK: [streamed]}
     benchmark = Benchmark(
         name="overlap",
         cases=[
@@ -281,7 +271,7 @@ def command(
                 name=name,
                 work=work,
                 unit=MILLISECONDS,
-                ours=ways[work.verb],
+                ours=[streamed] if work.verb == BULK else [streamed, whole, alone],
                 beside=[whole] if work.verb == BULK else [],
                 group=GROUPS[work.verb],
             )
@@ -290,10 +280,5 @@ def command(
         below=judged,
         more=lambda found: {"efficiencies": [asdict(e) for e in efficiencies(found)]},
     )
-    return common.run(
-        benchmark,
-        transport=transport,
-        layers=list(layers),
-        layer_kib=layer_kib,
-        rounds=rounds,
-    )
+    settings = {"layers": list(layers), "layer_kib": layer_kib, "rounds": rounds}
+    return common.run(benchmark, transport=transport, **settings)

@@ -21,15 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
-from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 
 import kvwire
 from kvwire import Address, Communicator, Connection, ConnectionClosed
 from kvwire.cli.bench.operations import OpsSide, OpsWork
 from kvwire.cli.bench.pair import ANSWER_TIMEOUT_S, BenchError, Contender
-from kvwire.cli.bench.report import Loop
+from kvwire.cli.bench.report import Loop, within
 from kvwire.cli.bench.side import answer, asked, require_same, run
 from kvwire.config import Config
 from kvwire.limits import (
@@ -51,7 +49,7 @@ PATIENCE_S: Final = 600.0
 # One call, as long as a side of this host has for it: others wait for their turn.
 TURN_S: Final = ANSWER_TIMEOUT_S
 
-Memory = Annotated[int, Parameter(validator=Number(gte=1, lte=65_536))]
+Memory = Annotated[int, within(1, 65_536)]
 
 
 class PeerSide(OpsSide):

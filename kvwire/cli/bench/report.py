@@ -31,9 +31,16 @@ from kvwire.cli.bench.turns import (
     take_turns,
 )
 
+
+def within(low: int, high: int, *, consume_multiple: bool = False) -> Parameter:
+    """Let an option be a number from ``low`` to ``high``, or several."""
+    limits = Number(gte=low, lte=high)
+    return Parameter(validator=limits, consume_multiple=consume_multiple)
+
+
 Loop = Literal["uvloop", "asyncio"]
-Rounds = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000))]
-Mebibytes = Annotated[int, Parameter(validator=Number(gte=1, lte=4096))]
+Rounds = Annotated[int, within(1, 10_000)]
+Mebibytes = Annotated[int, within(1, 4096)]
 # "-" is a file name here, and no option.
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
@@ -119,7 +126,7 @@ def why_unable(transport: str) -> str:
     """Say why a backend that is installed cannot run here; "" if it can."""
     found = registry.availability(transport)
     said = "; ".join(filter(None, (found.reason, found.remedy)))
-    return "" if found.available else said
+    return "" if found.available else said or "it cannot run here"
 
 
 # --- the table ------------------------------------------------------------------------

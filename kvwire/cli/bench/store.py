@@ -9,12 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Final, Literal
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
-
 from kvwire import UsageError
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds, require_able
+from kvwire.cli.bench.report import COMMON, Common, Rounds, require_able, within
 from kvwire.cli.bench.store_side import (
     COLD_GET,
     DISK,
@@ -48,7 +45,7 @@ _ROOM: Final = 2 * SETS + 1
 QUICK_ROUNDS: Final = 2
 QUICK_MIB: Final = 8
 
-Mebibytes = Annotated[int, Parameter(validator=Number(gte=4, lte=4096))]
+Mebibytes = Annotated[int, within(4, 4096)]
 
 
 def contender(tier: str, transport: str, place: Path, loop: str) -> Contender:

@@ -265,7 +265,7 @@ class StoreSide(BlocksSide):
         stock = self.stocks[work.nbytes]
         # Hashes that nobody has used: who gets a block knows its name already.
         names = [secrets.token_bytes(HASH_BYTES) for _ in range(work.set_blocks)]
-        outcome = await stock.store.put(names, stock.have.cache, stock.have.blocks)
+        outcome = await stock.store.put(names, *stock.have.chosen)
         if work.verb == FLUSHED_PUT:
             await stock.store.flush()
         require_complete(outcome)
@@ -281,14 +281,9 @@ class StoreSide(BlocksSide):
         """Get some of the set that was used longer ago, the first block first."""
         if which[0] == 0:
             stock.sets.reverse()
-        names, blocks = stock.sets[-1], stock.want.blocks
-        require_complete(
-            await stock.store.get(
-                [names[at] for at in which],
-                stock.want.cache,
-                [blocks[at] for at in which],
-            )
-        )
+        names = [stock.sets[-1][at] for at in which]
+        blocks = [stock.want.blocks[at] for at in which]
+        require_complete(await stock.store.get(names, stock.want.cache, blocks))
 
     async def match(self, work: StoreWork) -> None:
         """Match a set that is not in the memory in front of a tier."""
@@ -303,8 +298,7 @@ class StoreSide(BlocksSide):
         if work.verb == MATCH:
             return
         if work.verb in PUTS:
-            blocks = stock.want.blocks
-            got = await stock.store.get(stock.sets[-1], stock.want.cache, blocks)
+            got = await stock.store.get(stock.sets[-1], *stock.want.chosen)
             require_complete(got)
         else:
             came = stock.read() - stock.read_blocks
