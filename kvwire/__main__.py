@@ -12,7 +12,7 @@ def run() -> None:
     if heeded:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvwire.cli.main import main  # noqa: PLC0415 - after that
-    from kvwire.output import prepare_output  # noqa: PLC0415
+    from kvwire.observe.output import prepare_output  # noqa: PLC0415
 
     if heeded:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,7 +11,7 @@ def run() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from kvwire.integrations.vllm.proxy.command import main  # noqa: PLC0415
-    from kvwire.output import prepare_output  # noqa: PLC0415
+    from kvwire.observe.output import prepare_output  # noqa: PLC0415
 
     prepare_output()
     sys.exit(main())
