@@ -93,7 +93,7 @@ class SlowEngine:
         self.serving.add(task)
         with suppress(ConnectionError, asyncio.CancelledError):
             await self.serve(reader, writer)
-        writer.close()
+        await closed(writer)
 
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
