@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 from kvwire import Communicator, Connection, Engine, Incoming, Outgoing, PagedCache
@@ -74,13 +73,13 @@ class PromptEnd(Generic[P]):
     def _follow(self, prompt: PromptTransfer) -> None:
         """Have the transfers that this task begins lie below the request's span."""
         if prompt.traceparent:
-            # A span that nobody can take is no reason to lose a transfer.
-            with suppress(ImportError):
+            try:
                 from kvwire.observe.opentelemetry import (  # noqa: PLC0415 - an extra
                     follow,
                 )
-
-                follow(prompt.traceparent)
+            except ImportError:
+                return  # a span that nobody can take is no reason to lose a transfer
+            follow(prompt.traceparent)
 
     async def _abort(self, communicator: Communicator) -> None:
         for part in self._parts:

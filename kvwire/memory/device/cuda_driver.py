@@ -93,9 +93,9 @@ class CudaDriver:
             return bool(result == _SUCCESS)
         raise CudaError(f"{name}: {self._described(result)}")
 
-    def attempt(self, name: str, *arguments: object) -> None:
-        """Call a function that frees something; a device that is broken has no more."""
-        self._functions[name](*arguments)
+    def attempt(self, name: str, *arguments: object) -> bool:
+        """Call a function that a broken device does not do; tell whether it has."""
+        return bool(self._functions[name](*arguments) == _SUCCESS)
 
     def handle(self, name: str, *arguments: object) -> int:
         """Call a function whose first argument is where it puts a handle."""

@@ -88,6 +88,10 @@ class CudaOps(DeviceOps):
         self._free: dict[int, list[mmap.mmap]] = {}
         # Of events that were let go of. Lists are appended to and popped by any thread.
         self.event_handles: list[int] = []
+        # From which kernels' tables are copied, about the oldest first; and those of
+        # which nobody knows when that is over.
+        self.tables: deque[_StagedTable] = deque()
+        self.lost_tables: deque[_StagedTable] = deque()
 
     def stream(self) -> CudaStream:
         return CudaStream(self)
@@ -115,6 +119,17 @@ class CudaOps(DeviceOps):
         # Not unregistered, which would wait for the whole device.
         weakref.finalize(shown, free.append, pages).atexit = False
         return memoryview(shown).cast("B")
+
+    def table(self, nbytes: int) -> _StagedTable:
+        """Return memory of a table whose copy is over, or more; it is the caller's."""
+        for _ in range(len(self.tables)):
+            with contextlib.suppress(IndexError):  # other threads take some too
+                table = self.tables.popleft()
+                if not table.is_over:
+                    self.tables.append(table)
+                elif table.words.nbytes >= nbytes:
+                    return table
+        return _StagedTable(self.pinned(max(2 * nbytes, _TABLE_BYTES)))
 
     def owns(self, event: object) -> bool:
         if isinstance(event, CudaEvent):
@@ -150,6 +165,12 @@ class CudaContext:
     def __exit__(self, *_: object) -> None:
         self._driver.attempt("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
+    def free(self, name: str, *arguments: object) -> None:
+        """Call a function that frees something, from any thread; never raise."""
+        if self._driver.attempt("cuCtxPushCurrent_v2", self._handle):
+            self._driver.attempt(name, *arguments)
+            self.__exit__()
+
 
 class CudaEvent(Event):
     """Holds an event of the driver's, made so that whoever waits for it sleeps.
@@ -163,7 +184,8 @@ class CudaEvent(Event):
     def __init__(self, ops: CudaOps, stream: int) -> None:
         """Record it behind all that the stream with this handle has been given."""
         self.ops: CudaOps = ops
-        self.ptr: int = ops.event_handle()
+        self.ptr: int = 0
+        self.ptr = ops.event_handle()
         ops.driver("cuEventRecord", self.ptr, stream)
 
     def query(self) -> bool:
@@ -178,7 +200,8 @@ class CudaEvent(Event):
 
     def __del__(self) -> None:
         # Who waits for it waits for what was recorded when he began to.
-        self.ops.event_handles.append(self.ptr)
+        if self.ptr:
+            self.ops.event_handles.append(self.ptr)
 
 
 class CudaStream(Stream):
@@ -190,9 +213,8 @@ class CudaStream(Stream):
         self._owned = _OwnedStream(ops)
         self._handle = self._owned.handle
         self._owned.enter()
-        # The kernel's table on the device, and where it is copied from, oldest first.
+        # The kernel's table on the device; what comes next is written behind its use.
         self._table = _DeviceMemory(self._owned, _TABLE_BYTES)
-        self._staged: deque[_StagedTable] = deque()
 
     @property
     def pointer(self) -> int:
@@ -206,7 +228,8 @@ class CudaStream(Stream):
         """
         # As torch calls it, and as CuPy does.
         handle = getattr(event, "cuda_event", getattr(event, "ptr", None))
-        if not isinstance(handle, int):
+        known = isinstance(event, CudaEvent) or library_event_index(event) is not None
+        if not known or not isinstance(handle, int):
             raise UsageError(
                 f"an event of type {type(event).__name__}: pass a torch.cuda.Event or "
                 f"a cupy.cuda.Event that was recorded on the producing stream"
@@ -278,23 +301,18 @@ class CudaStream(Stream):
         count, nbytes = len(pieces), 8 * (2 * len(pieces) + 1)
         if nbytes > self._table.nbytes:
             self._table = _DeviceMemory(self._owned, 2 * nbytes)
-        staged = self._free_table(nbytes)
+        staged, tables = self.ops.table(nbytes), self.ops.lost_tables
         staged.words[:count] = pieces.addresses
         staged.words[count : 2 * count + 1] = pieces.starts
-        self._driver(
-            *("cuMemcpyHtoDAsync_v2", self._table.address, staged.address, nbytes),
-            self._handle,
-        )
-        staged.copied = self.record()
-        self._staged.append(staged)
-
-    def _free_table(self, nbytes: int) -> _StagedTable:
-        """Return memory of a table whose copy is over; one that is too small goes."""
-        while self._staged and self._staged[0].is_over:
-            table = self._staged.popleft()
-            if table.words.nbytes >= nbytes:
-                return table
-        return _StagedTable(self.ops.pinned(max(2 * nbytes, _TABLE_BYTES)))
+        try:
+            self._driver(
+                *("cuMemcpyHtoDAsync_v2", self._table.address, staged.address, nbytes),
+                self._handle,
+            )
+            staged.copied = self.record()
+            tables = self.ops.tables
+        finally:
+            tables.append(staged)  # whatever becomes of the stream
 
 
 class _StagedTable:
@@ -335,7 +353,7 @@ class _OwnedStream:
             self._users -= 1
             is_last = not self._users
         if is_last:  # what it was given is still done
-            self.ops.driver.attempt("cuStreamDestroy_v2", self.handle)
+            self.ops.context.free("cuStreamDestroy_v2", self.handle)
 
 
 class _DeviceMemory:
@@ -356,7 +374,7 @@ class _DeviceMemory:
     def __del__(self) -> None:
         if self.address:
             stream = self._stream
-            stream.ops.driver.attempt("cuMemFreeAsync", self.address, stream.handle)
+            stream.ops.context.free("cuMemFreeAsync", self.address, stream.handle)
             stream.leave()
 
 

@@ -140,8 +140,8 @@ def library_event_index(event: object) -> int | None:
     """
     if type(event).__module__.partition(".")[0] not in ("torch", "cupy"):
         return None
-    if not hasattr(event, "synchronize"):
-        return None
+    if not hasattr(event, "synchronize") or hasattr(event, "wait_event"):
+        return None  # what waits for events is a stream
     device = getattr(event, "device", None)
     index = getattr(device, "index", getattr(event, "device_id", None))
     return index if isinstance(index, int) else -1

@@ -6,6 +6,7 @@ right, not that a GPU does what its driver says: tests/gpu does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 from typing import Any
@@ -34,6 +35,7 @@ class FakeDriver(CudaDriver):
     def __init__(self, gpus: int = 1) -> None:
         self.gpus = gpus
         self.fails = ""
+        self.is_late = False  # nothing that was queued is over
         self.made = 0
         self.contexts = 0
         self.live: set[int] = set()
@@ -47,6 +49,7 @@ class FakeDriver(CudaDriver):
             **dict.fromkeys(_DESTROY, self._destroy),
             **dict.fromkeys(_COPY, self._copy),
             "cuDeviceGetCount": self._count,
+            "cuEventQuery": self._query,
             "cuCtxPushCurrent_v2": self._push,
             "cuCtxPopCurrent_v2": self._pop,
             "cuMemAllocAsync": self._allocate,
@@ -58,6 +61,9 @@ class FakeDriver(CudaDriver):
         if name == self.fails:
             raise CudaError(f"{name}: made to fail (999)")
         super().__call__(name, *arguments)
+
+    def _query(self, _: int) -> int:
+        return 600 if self.is_late else 0
 
     def _nothing(self, *_: object) -> int:
         return 0
@@ -208,7 +214,7 @@ def test_nothing_is_left_and_memory_goes_before_its_stream(*, in_a_cycle: bool) 
     gc.collect()
     del buffer, event
     gc.collect()
-    kept = set(ops.event_handles)
+    kept = {*ops.event_handles, *(t.copied.ptr for t in ops.tables if t.copied)}
     assert (driver.live - kept, driver.memory, driver.contexts) == (before, {}, 0)
 
 
@@ -234,6 +240,40 @@ def test_pinned_memory_is_used_again_when_nobody_has_it() -> None:
     del kept
     gc.collect()
     assert np.frombuffer(ops.pinned(6000), np.uint8).ctypes.data == address
+
+
+@pytest.mark.parametrize("why", ["late", "no event"])
+def test_a_table_is_used_again_when_its_copy_is_over(why: str) -> None:
+    """And not when its stream is gone: what was queued is still done."""
+    driver = FakeDriver()
+    ops = CudaOps(0, driver)
+    memory = np.zeros(64, np.uint8)
+    many = pieces(memory, [(0, 3), (9, 4)])
+    stream = ops.stream()
+    driver.is_late = why == "late"
+    driver.fails = "cuEventRecord" if why == "no event" else ""
+    with contextlib.suppress(CudaError):
+        stream.gather(many, stream.buffer(7))
+    driver.fails = ""
+    del stream
+    gc.collect()
+    other = ops.stream()
+    other.gather(many, other.buffer(7))
+    assert len({t.address for t in (*ops.tables, *ops.lost_tables)}) == 2
+    driver.is_late = False
+    for _ in range(3):
+        other.gather(many, other.buffer(7))
+    assert len({t.address for t in (*ops.tables, *ops.lost_tables)}) == 2
+
+
+def test_a_stream_is_no_event() -> None:
+    """CuPy's has a pointer too, which the driver would take for an event."""
+    ops = CudaOps(0, FakeDriver())
+    methods = {"ptr": 7, "synchronize": None, "wait_event": None}
+    stream = type("Stream", (), {**methods, "__module__": "cupy.cuda.stream"})()
+    assert not ops.owns(stream)
+    with pytest.raises(UsageError, match="an event of type Stream"):
+        ops.stream().wait(stream)
 
 
 def test_pinned_memory_that_is_refused() -> None:
