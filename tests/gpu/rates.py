@@ -1,7 +1,8 @@
 """Rates on a GPU, as ratios of one run: ``python -m tests.gpu.rates``.
 
 * Gather and copy to the host, through the code that staging uses, beside a plain copy
-  of contiguous memory into pinned memory. Aim: 0.8 of it from 16 KiB fragments on.
+  of contiguous memory into pinned memory. Aim: 0.8 of it from 16 KiB fragments on. Then
+  what one takes of the host, and the rate of many that are queued at once.
 * Overlap: matrix products for each layer, alone and while each layer's cache is sent
   over TCP to this process. Efficiency is the first time by the second; aim: 0.95.
 
@@ -30,6 +31,7 @@ from kvwire.types import Device, MemoryKind
 from tests.gpu.devices import pieces
 
 ROUNDS = 15
+_AT_ONCE = 40
 CHUNK_BYTES = 4 * MIB
 LAYERS, BLOCKS = 16, 512
 
@@ -43,14 +45,17 @@ def main() -> int:
         return 1
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     for fragment_bytes in (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB):
-        ratio = gather_ratio(ops, fragment_bytes)
-        print(f"gather and copy, {fragment_bytes // KIB} KiB: {ratio:.2f} of a copy")
+        ratio, host_us, gb_s = gather_rates(ops, fragment_bytes)
+        print(
+            f"gather and copy, {fragment_bytes // KIB} KiB: {ratio:.2f} of a copy; "
+            f"host {host_us:.0f} us, many at once {gb_s:.1f} GB/s"
+        )
     print(f"overlap efficiency: {asyncio.run(overlap()):.3f}")
     return 0
 
 
-def gather_ratio(ops: DeviceOps, fragment_bytes: int) -> float:
-    """The rate of gathered chunks, as a part of that of contiguous ones."""
+def gather_rates(ops: DeviceOps, fragment_bytes: int) -> tuple[float, float, float]:
+    """The rate of gathered chunks to that of contiguous ones; host us; GB/s of many."""
     pool = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda:0")
     slot = ops.pinned(CHUNK_BYTES)
     copy_engine = CopyEngine(ops, lambda call: None, CHUNK_BYTES)
@@ -69,8 +74,17 @@ def gather_ratio(ops: DeviceOps, fragment_bytes: int) -> float:
         stream.record().synchronize()
 
     one, other = interleaved(gathered, copied)
+    host_s = list[float]()
+    began = time.perf_counter()
+    for _ in range(_AT_ONCE):
+        before = time.perf_counter()
+        copy_engine.to_host(scattered, slot, lambda error: None)
+        host_s.append(time.perf_counter() - before)
+    stream.record().synchronize()
+    many_s = time.perf_counter() - began
     copy_engine.close()
-    return other / one
+    host_us = statistics.median(host_s) * 1e6
+    return other / one, host_us, _AT_ONCE * CHUNK_BYTES / many_s / 1e9
 
 
 def interleaved(one: Callable[[], None], other: Callable[[], None]) -> list[float]:

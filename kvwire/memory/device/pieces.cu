@@ -1,8 +1,8 @@
 // Copies many pieces of device memory into one, or one into many.
 //
-// pieces.ptx is made of this file by the nvcc of CUDA 12, and is what a driver loads:
-//     nvcc -ptx -arch=compute_60 pieces.cu
-// and then says `.version 7.0`, which is all it needs: drivers since CUDA 11.0 take it.
+// pieces.ptx is made of this file by NVRTC 12.9, for compute_60, and is what a driver
+// loads; `nvcc -ptx -arch=compute_60 pieces.cu` of CUDA 12 is another way. It was changed to
+// say `.version 7.0`, which is all it needs: drivers since CUDA 11.0 take it.
 
 typedef unsigned long long u64;
 
