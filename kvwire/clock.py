@@ -1,4 +1,4 @@
-"""Deadlines and pauses on the running loop's clock, and turns for other tasks.
+"""Deadlines and pauses on the loop's clock, turns for others, and sure ends.
 
 An operation that fails at once lets the loop run before it raises. Programs try again
 in a loop: ``while True: try: await connection.recv(tag) except RequestError:
@@ -16,7 +16,7 @@ import math
 import numbers
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -96,6 +96,34 @@ async def at_most(
             task.cancel()
     for task in done:
         task.result()
+
+
+async def run_to_completion(work: Awaitable[T]) -> T:
+    """Run something to its end, whether its caller is cancelled meanwhile or not.
+
+    A coroutine gets a task of its own, so no cancellation of the caller reaches it.
+    asyncio cancels a task once. A cancel scope of anyio, so of Starlette and FastAPI,
+    cancels it again at every ``await`` until the scope is left: a clean-up that awaits
+    in the caller's task ends at its first ``await`` there. So each ``__aexit__``, and
+    each ``except BaseException`` that has to await, closes things by way of this.
+
+    Cancel safety: it is finished first; then the cancellation is raised.
+    """
+    future = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    try:
+        if cancelled is not None:
+            future.exception()  # seen: nobody is left to be told
+            raise cancelled
+        return future.result()
+    finally:
+        # An exception holds this frame, and with it what was moved, in a cycle.
+        del future, work, cancelled
 
 
 class Backoff:

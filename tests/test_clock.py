@@ -1,4 +1,4 @@
-"""Deadlines: an instant, or seconds from now."""
+"""Deadlines, pauses, and ends that no cancellation cuts short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire import UsageError, clock
-from kvwire.clock import Backoff
+from kvwire.clock import Backoff, run_to_completion
+from tests.support.scopes import in_scope
 
 
 def now() -> float:
@@ -92,3 +93,52 @@ def test_each_pause_is_within_a_limit_that_doubles(
     for number in range(doublings + 5):
         limit_s = min(first_s * 2**number, last_s)
         assert limit_s / 2 <= backoff.pause_s() <= limit_s
+
+
+async def test_what_is_cancelled_is_finished_first() -> None:
+    go, done = asyncio.Event(), []
+
+    async def work() -> None:
+        await go.wait()
+        done.append(True)
+
+    waiting = asyncio.create_task(run_to_completion(work()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    assert not waiting.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert done
+
+
+async def test_what_is_cancelled_itself_says_so() -> None:
+    inner = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(run_to_completion(inner))
+    await asyncio.sleep(0)
+    inner.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_scope_that_cancels_again_does_not_reach_what_is_finished() -> None:
+    """In the task that is cancelled, the same ends at its first await."""
+    ends: list[str] = []
+
+    async def end(name: str) -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ends.append(name)
+
+    async def use() -> None:
+        try:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await end("plain")
+        finally:
+            await run_to_completion(end("finished"))
+
+    await in_scope(3, use)
+    assert ends == ["finished"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvwire.limits import STORE_GRACE_S
@@ -43,28 +43,6 @@ def error_text(error: BaseException) -> str:
         link.__traceback__ = None
         link = link.__context__
     return text
-
-
-async def run_to_completion(work: Awaitable[T]) -> T:
-    """Run something to its end, whether its caller is cancelled meanwhile or not.
-
-    Cancel safety: it is finished first; then the cancellation is raised.
-    """
-    future = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait((future,))
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    try:
-        if cancelled is not None:
-            future.exception()  # seen: nobody is left to be told
-            raise cancelled
-        return future.result()
-    finally:
-        # An exception holds this frame, and with it what was moved, in a cycle.
-        del future, work, cancelled
 
 
 async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kvwire.clock import yields_before_raising
+from kvwire.clock import run_to_completion, yields_before_raising
 from kvwire.driver.loop_thread import AsyncWith, LoopThread
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.blocks import Bits
 from kvwire.kv.paged import PagedCache, computed_once
-from kvwire.store.cleanup import run_to_completion
 from kvwire.store.index import Keys
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of

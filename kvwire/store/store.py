@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from operator import attrgetter
 from typing import Any, Final, Literal, Self, overload
 
 import msgspec
 
-from kvwire.clock import yields_before_raising
+from kvwire.clock import run_to_completion, yields_before_raising
 from kvwire.driver.loop_thread import LoopThread, Opening
 from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
@@ -33,7 +33,6 @@ from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import run_to_completion
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.index import Index
@@ -96,7 +95,7 @@ class BlockStore(StoreManagement):
         # How whoever serves it to others ends.
         self._servers: set[Callable[[], Awaitable[None]]] = set()
         self._closed = False
-        self._closing = asyncio.Lock()
+        self._closing: asyncio.Task[None] | None = None
         # The tiers below that are not closed yet.
         self._open = list(below)
         # Asked once: a call of the store is too cheap to ask each time.
@@ -350,34 +349,42 @@ class BlockStore(StoreManagement):
 
         Nothing can be begun from the call on. Who serves it is closed first.
 
-        Cancel safety: safe, it may be called again, and goes on where it was.
+        Cancel safety: only the waiting is cancelled: the close goes on by itself, and
+            may be called again to wait for its end.
         """
         self._thread.check("BlockStore.close")
-        async with self._closing:
-            while self._servers:
-                await next(iter(self._servers))()
-            self._closed = True
-            while under_way := (*self._live, *self._calls):
-                await asyncio.wait(under_way)
-            await self._tiers.memory.settle()
-            if self._open:
-                await self._tiers.memory.empty()
-            while self._open:
-                # A tier lets go of what it holds also if its close is cancelled.
-                await self._open.pop(0).close()
-            # First: a thread has what it has copied until it is through with it.
-            self._threads.close()
-            self._tiers.memory.close()
+        # Whoever serves it may begin things until its own close.
+        self._closed |= not self._servers
+        if self._closing is None or self._closing.done():
+            # Once more, for one that has failed or was cancelled with its loop.
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> Self:
         """Return the store itself."""
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close it."""
-        await self.close()
+        """Close it, to the end also if the caller is cancelled again and again."""
+        await run_to_completion(self.close())
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _close(self) -> None:
+        while self._servers:
+            await next(iter(self._servers))()
+        self._closed = True
+        while under_way := (*self._live, *self._calls):
+            await asyncio.wait(under_way)
+        await self._tiers.memory.settle()
+        if self._open:
+            await self._tiers.memory.empty()
+        while self._open:
+            # A tier lets go of what it holds also if its close is cancelled.
+            await self._open.pop(0).close()
+        # First: a thread has what it has copied until it is through with it.
+        self._threads.close()
+        self._tiers.memory.close()
 
     def _move(
         self,
@@ -467,6 +474,10 @@ def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
     )
 
 
+async def _close_to_end(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await run_to_completion(close())
+
+
 class OpeningStore(Opening):
     """Opens a store: await it, or use it as ``async with``."""
 
@@ -509,9 +520,9 @@ class OpeningStore(Opening):
         return self._store
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close it."""
+        """Close it, as the store's own ``async with`` does."""
         assert self._store is not None
-        await self._store.close()
+        await self._store.__aexit__(kind, error, trace)
 
     @yields_before_raising
     async def _open(self) -> BlockStore:
@@ -520,7 +531,7 @@ class OpeningStore(Opening):
         async with AsyncExitStack() as opened:
             for address in self._tiers[1:]:
                 below.append(await open_tier(address, self._tenants))
-                opened.push_async_callback(below[-1].close)
+                opened.push_async_callback(_close_to_end, below[-1].close)
             memory = self._tiers[0]
             populate = memory.choice("populate", ("yes", "no"), "no") == "yes"
             try:
@@ -530,7 +541,7 @@ class OpeningStore(Opening):
                     f"tier {memory.text!r}: this machine has no room for it: {exc}"
                 ) from None
             opened.pop_all()  # they are the store's now
-            opened.push_async_callback(store.close)
+            opened.push_async_exit(store)
             if populate:
                 tier = store._tiers.memory  # noqa: SLF001 - of this file
                 await run_to_completion(asyncio.to_thread(tier.populate))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
+from kvwire.clock import run_to_completion
 from kvwire.limits import MIB
 from kvwire.memory.device.device_copies import DeviceCopies
-from kvwire.store.cleanup import run_to_completion
 
 T = TypeVar("T")
 

@@ -12,35 +12,9 @@ import numpy as np
 import pytest
 
 from kvwire import BlockStore, ConnectionLost
-from kvwire.store.cleanup import error_text, gather_all, run_to_completion
+from kvwire.clock import run_to_completion
+from kvwire.store.cleanup import error_text, gather_all
 from tests.store.caches import Filled, chain
-
-
-async def test_what_is_cancelled_is_finished_first() -> None:
-    go, done = asyncio.Event(), []
-
-    async def work() -> None:
-        await go.wait()
-        done.append(True)
-
-    waiting = asyncio.create_task(run_to_completion(work()))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        waiting.cancel()
-    assert not waiting.done()
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert done
-
-
-async def test_what_is_cancelled_itself_says_so() -> None:
-    inner = asyncio.get_running_loop().create_future()
-    waiting = asyncio.create_task(run_to_completion(inner))
-    await asyncio.sleep(0)
-    inner.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
 
 
 async def test_an_error_is_in_no_cycle() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, UsageError
+from kvwire import BlockStore, ClosedOK, KVSpec, PagedCache, StoreServer, UsageError
 from kvwire.kv import plan as plan_module
 from kvwire.kv.layout import Layout
 from kvwire.store import store as store_module
@@ -17,12 +17,16 @@ from kvwire.store.address import TierAddress
 from kvwire.store.tenants import Tenants
 from kvwire.store.tier_stack import UNSAID
 from kvwire.store.tiers.base import Tier
+from kvwire.testing.conformance.rig import open_descriptors
 from tests.store.caches import SPEC, Filled, chain
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
 from tests.support.pairs import until
+from tests.support.scopes import in_scope
 
 MEMORY = ["memory:256KiB"]
+# By then the use of a store is over.
+MANY_TURNS = 2000
 # Kinds of tiers that are not opened without one.
 _LIBRARIES = {"object": "obstore", "redis": "redis", "mooncake": "mooncake"}
 
@@ -136,15 +140,17 @@ async def test_a_close_that_was_cancelled_is_gone_on_with() -> None:
     closing = asyncio.create_task(store.close())
     await until(lambda: tiers[0].moving)
     closing.cancel()
-    go.set()
     with pytest.raises(asyncio.CancelledError):
         await closing
     assert [tier.closes for tier in tiers] == [0, 0]
-    closing = asyncio.create_task(store.close())
+    go.set()
     await until(lambda: tiers[1].closes)
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
+    tiers[1].closing.set()
     await asyncio.gather(store.close(), store.close())
     assert sum(map(len, tiers[0].written)) == 4
     assert [tier.closes for tier in tiers] == [1, 1]
@@ -245,9 +251,61 @@ async def test_an_open_that_fails_closes_every_tier_that_is_open(
     opening = asyncio.create_task(open_store())
     await until(lambda: tiers[slow].closes)
     opening.cancel()
+    event = tiers[slow].closing
+    assert event is not None
+    event.set()
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert [tier.closes for tier in tiers] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["disk", "kvwire", "server"])
+async def test_a_scope_that_cancels_again_leaves_nothing_open(
+    kind: str, tmp_path: Path
+) -> None:
+    """At whichever turn it begins: while the store opens, is used, or closes."""
+    tiers = {
+        "disk": f"disk:{tmp_path}/disk?size=1MiB",
+        "kvwire": "kvwire://127.0.0.1:9",
+        "server": f"disk:{tmp_path}/disk?size=1MiB",
+    }
+    hashes, source = chain(2), Filled(seed=1)
+
+    async def use() -> None:
+        async with BlockStore.open([*MEMORY, tiers[kind]]) as store:
+            await store.put(hashes, source.cache, [0, 1])
+            if kind == "server":
+                async with StoreServer(store, "127.0.0.1:0"):
+                    await asyncio.sleep(0)
+
+    before, tasks = open_descriptors(), asyncio.all_tasks()
+    cancelled, turns = True, 0
+    while cancelled and turns < MANY_TURNS:
+        cancelled = await in_scope(turns, use)
+        assert asyncio.all_tasks() == tasks
+        turns += 1 + turns // 8
+    # The next one has the directory, its lock and its descriptors for itself.
+    async with BlockStore.open([*MEMORY, tiers[kind]]) as store:
+        await store.put(hashes, source.cache, [0, 1])
+        assert await store.match(hashes) == 2
+    assert open_descriptors() == before
+
+
+async def test_a_close_in_a_scope_goes_on_by_itself(tmp_path: Path) -> None:
+    """Of a store that was opened without a block."""
+    tiers = [*MEMORY, f"disk:{tmp_path}?size=1MiB"]
+    store = await BlockStore.open(tiers)
+
+    async def use() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await store.close()
+
+    assert await in_scope(0, use)
+    await store.close()
+    async with BlockStore.open(tiers):
+        pass
 
 
 async def test_every_close_waits_for_the_end() -> None:

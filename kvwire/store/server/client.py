@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 import kvwire
-from kvwire.clock import Backoff
+from kvwire.clock import Backoff, run_to_completion
 from kvwire.config import Config
 from kvwire.errors import (
     ConnectError,
@@ -89,7 +89,7 @@ async def _connected(address: str, config: Config) -> AsyncIterator[ActiveConnec
             await client.open()
             yield client.now()
         finally:
-            await client.close()
+            await run_to_completion(client.close())
 
 
 class ActiveConnection:

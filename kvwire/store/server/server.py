@@ -26,6 +26,7 @@ from functools import partial
 from typing import Self, Unpack
 
 import kvwire
+from kvwire.clock import run_to_completion
 from kvwire.config import Config, ConfigOptions
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import (
@@ -146,15 +147,15 @@ class StoreServer:
                     role="store", labels=self._labels, address=self._advertise
                 )
         except BaseException:
-            await self._communicator.close()
+            await run_to_completion(self._communicator.close())
             raise
         self._accepting = asyncio.create_task(self._accept())
         store._servers.add(self.close)  # noqa: SLF001
         return self
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        """Close it."""
-        await self.close()
+        """Close it, to the end also if the caller is cancelled again and again."""
+        await run_to_completion(self.close())
 
     async def close(self) -> None:
         """End every connection, and return when nothing of it touches the store.

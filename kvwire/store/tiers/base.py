@@ -38,10 +38,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
+from kvwire.clock import run_to_completion
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import STORE_TIER_BYTES_MAX, STORE_TOUCHES_MAX
-from kvwire.store.cleanup import run_to_completion
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
 from kvwire.store.namespace import ABSENT, Namespace

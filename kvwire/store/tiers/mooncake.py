@@ -27,12 +27,12 @@ from typing import Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.clock import run_to_completion
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.limits import MIB
 from kvwire.store.address import TierAddress
-from kvwire.store.cleanup import run_to_completion
 from kvwire.store.index import Keys, Orders
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.tiers.base import (

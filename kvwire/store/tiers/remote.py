@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 import kvwire
+from kvwire.clock import run_to_completion
 from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
@@ -105,7 +106,7 @@ class RemoteTier(Tier):
         try:
             await tier.dial()
         except BaseException as exc:
-            await communicator.close()
+            await run_to_completion(communicator.close())
             if isinstance(exc, KVWireError):
                 raise UsageError(f"tier {address.text!r}: {exc}") from exc
             raise

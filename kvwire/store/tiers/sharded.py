@@ -28,6 +28,7 @@ import numpy as np
 import xxhash
 
 import kvwire
+from kvwire.clock import run_to_completion
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.directory.base import ended
 from kvwire.directory.registry import open_directory, without_password
@@ -101,7 +102,7 @@ class ShardedTier(Tier):
         try:
             await tier._begin()
         except BaseException:
-            await tier.close()
+            await run_to_completion(tier.close())
             raise
         return tier
 

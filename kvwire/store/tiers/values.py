@@ -16,7 +16,7 @@ from abc import abstractmethod
 from functools import partial
 from typing import ClassVar, Self
 
-from kvwire.clock import Backoff
+from kvwire.clock import Backoff, run_to_completion
 from kvwire.directory.base import ended
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
@@ -79,7 +79,7 @@ class ValueTier(Tier):
         except cls.faults as exc:
             tier._failed(exc)
         except BaseException:
-            await tier.close()
+            await run_to_completion(tier.close())
             raise
         return tier
 
