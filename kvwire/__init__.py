@@ -44,7 +44,15 @@ from kvwire.errors import (
     UsageError,
     VersionMismatch,
 )
-from kvwire.types import Access, Address, Candidate, Grant, PeerInfo, TransportReport
+from kvwire.types import (
+    Access,
+    Address,
+    Candidate,
+    Grant,
+    Instant,
+    PeerInfo,
+    TransportReport,
+)
 
 if TYPE_CHECKING:
     from kvwire.communicator import Communicator, open  # noqa: A004 - the public name
@@ -97,6 +105,7 @@ __all__ = [
     "HandshakeError",
     "HandshakeTimeout",
     "Incoming",
+    "Instant",
     "IntegrityError",
     "Joined",
     "KVSpec",

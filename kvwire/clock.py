@@ -15,41 +15,40 @@ import functools
 import math
 import numbers
 import random
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 from kvwire.errors import UsageError
+from kvwire.types import Deadline, Instant
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_STARTED = time.monotonic()
-"""No instant of this process lies before it."""
 
-
-def absolute(deadline: float | timedelta | None) -> float | None:
+def absolute(deadline: Deadline) -> float | None:
     """Return the deadline as a time of the running loop's clock.
 
-    A deadline is an instant, ``loop.time() + 2``. People also write the 2 alone. A
-    number smaller than the clock was when this process began cannot be an instant of
-    its life, so it is read as seconds from now; a ``timedelta`` always is.
+    Raises:
+        UsageError: It is neither seconds from now nor an instant, or below 0.
     """
     if deadline is None:
         return None
-    now = asyncio.get_running_loop().time()
-    if isinstance(deadline, timedelta):
-        seconds, from_now = deadline.total_seconds(), True
+    now = 0.0
+    if isinstance(deadline, Instant):
+        seconds = _number(deadline.time)
     else:
-        seconds = _number(deadline)
-        from_now = seconds < _STARTED
+        now = asyncio.get_running_loop().time()
+        if isinstance(deadline, timedelta):
+            seconds = deadline.total_seconds()
+        else:
+            seconds = _number(deadline)
     if not math.isfinite(seconds) or seconds < 0:
         raise UsageError(
-            f"deadline={deadline!r}: pass a time of the loop's clock "
-            f"(loop.time() + 2), or a timedelta from now"
+            f"deadline={deadline!r}: pass a number of seconds from now (2.0), a "
+            f"timedelta, or kvwire.Instant(loop.time() + 2)"
         )
-    return now + seconds if from_now else seconds
+    return now + seconds
 
 
 def seconds_of(name: str, value: object) -> float:

@@ -160,8 +160,8 @@ class Connection(_TransferVerbs, AsyncWith):
         Args:
             tag: 0 to 2**64 - 1.
             buffer: Contiguous memory; see :func:`kvwire.memory.buffers.as_payload`.
-            deadline: Seconds from now, a timedelta, or an instant of the loop's clock
-                such as ``loop.time() + 5``; None for as long as it takes.
+            deadline: Seconds from now, a timedelta, or an instant of the loop's clock,
+                ``kvwire.Instant(loop.time() + 5)``; None for as long as it takes.
 
         Raises:
             UsageError: The buffer or tag cannot be used.

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from kvwire.limits import LOG_CHARS_MAX, NAME_CHARS_MAX, REASON_CHARS_MAX
 
@@ -81,6 +81,19 @@ class KVWireError(Exception):
     """Root of every exception that kvwire raises on purpose."""
 
     code: ClassVar[WireCode] = WireCode.OTHER
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Cross to other processes, and be copied, whatever ``__init__`` takes."""
+        fields = dict(vars(self))
+        if isinstance(self, OSError):  # which keeps it outside of its fields
+            fields["errno"] = self.errno
+        return _made_again, (type(self), self.args), fields
+
+
+def _made_again(kind: type[KVWireError], args: tuple[Any, ...]) -> KVWireError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class UsageError(KVWireError, ValueError):

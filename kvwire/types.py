@@ -19,6 +19,7 @@ from typing import (
     NewType,
     TypeAlias,
     TypeVar,
+    final,
 )
 from urllib.parse import urlsplit
 
@@ -28,8 +29,6 @@ from kvwire.limits import GIB, KIB, MIB, REQUEST_BYTES_MAX
 _GRANT: Final = struct.Struct("<4sI16sQQ16sQQ")
 _GRANT_MAGIC: Final = b"kvg1"
 
-Deadline: TypeAlias = float | timedelta | None
-"""An instant of the loop's clock, or, as a timedelta, from now; None for never."""
 RequestId = NewType("RequestId", int)
 """Names one request on a connection; the initiator counts, and never twice the same."""
 BufferId = NewType("BufferId", int)
@@ -40,6 +39,28 @@ Generation = NewType("Generation", int)
 """Counts the uses of a region; a grant of an earlier one is stale."""
 Tag = NewType("Tag", int)
 """Matches a message with its receiver: 0 to 2**64 - 1."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Names a time of the event loop's clock; a plain number means seconds from now.
+
+    An instant can be handed down through several calls, which then share what is left::
+
+        until = kvwire.Instant(loop.time() + 5)
+        await conn.send(1, question, deadline=until)
+        answer = await conn.recv(1, deadline=until)
+
+    Attributes:
+        time: As ``loop.time()`` counts.
+    """
+
+    time: float
+
+
+Deadline: TypeAlias = float | timedelta | Instant | None
+"""Seconds from now, also as a timedelta, or an Instant; None for never."""
 
 
 class Symbol(enum.Enum):

@@ -155,10 +155,15 @@ async def test_nobody_at_the_address_is_an_error_and_an_outcome() -> None:
             await peer.connect()
 
 
-async def test_a_deadline_counts_while_a_peer_is_dialled() -> None:
+@pytest.mark.parametrize("form", ["number", "instant", "timedelta"])
+async def test_a_deadline_counts_while_a_peer_is_dialled(form: str) -> None:
     async with kvwire.open() as comm:
         peer = comm.peer(f"127.0.0.1:{free_port()}")
-        late = timedelta(seconds=0.1)
+        late: Any = {
+            "number": 0.1,
+            "timedelta": timedelta(seconds=0.1),
+            "instant": kvwire.Instant(asyncio.get_running_loop().time() + 0.1),
+        }[form]
         with pytest.raises(kvwire.DeadlineExceeded, match=r"to peer '127.*refused"):
             await peer.send(1, b"x", deadline=late)
         outcome = await peer.pull("a", cache(), [0], deadline=late)

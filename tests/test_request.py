@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from kvwire import DeadlineExceeded, PeerCancelled, RequestCancelled
+from kvwire import DeadlineExceeded, Instant, PeerCancelled, RequestCancelled
 from tests.support.pairs import Pair, until
 
 LARGE = bytes(range(256)) * 1024
@@ -200,15 +200,15 @@ async def test_cancel_after_the_completion_does_nothing(pair: Pair) -> None:
 # --- deadlines and memory -------------------------------------------------------------
 
 
-def instant() -> float:
-    return asyncio.get_running_loop().time() + 0.01
+def instant() -> Instant:
+    return Instant(asyncio.get_running_loop().time() + 0.01)
 
 
 @pytest.mark.parametrize(
     "deadline", [lambda: 0.01, lambda: timedelta(milliseconds=10), instant]
 )
 async def test_a_deadline_fails_the_request_and_not_the_connection(
-    pair: Pair, deadline: Callable[[], float | timedelta]
+    pair: Pair, deadline: Callable[[], float | timedelta | Instant]
 ) -> None:
     waiting = pair.right.recv(1, deadline=deadline())
     announced = pair.left.send(2, LARGE, deadline=deadline())

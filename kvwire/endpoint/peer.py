@@ -38,7 +38,7 @@ from kvwire.errors import (
 from kvwire.limits import PEER_ATTEMPTS_MAX, PEER_REDIAL_S_MAX, REDIAL_S
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.outgoing import OutgoingState
-from kvwire.types import Address, Deadline
+from kvwire.types import Address, Deadline, Instant
 
 if TYPE_CHECKING:
     from kvwire.endpoint.communicator import CommunicatorState
@@ -116,7 +116,7 @@ class PeerState:
         deferred = DeferredRequest(
             self.thread,
             self.connect,
-            partial(_flipped, call, at),
+            partial(_flipped, call, None if at is None else Instant(at)),
             waits_for=lambda: f"peer {self.where!r}: {self._trouble}",
             deadline=at,
             receives=receives,

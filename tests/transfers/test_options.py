@@ -129,7 +129,7 @@ async def test_deadlines_in_every_form(w: World, verb: str, form: str) -> None:
     began = w.d._state.loop.time()
     deadline: Any = {
         "number": 5.0,
-        "instant": began + 5.0,
+        "instant": kvwire.Instant(began + 5.0),
         "timedelta": timedelta(seconds=5),
     }[form]
     end = verbs(w)[verb]("t", w.source.cache, LIST, deadline=deadline)
