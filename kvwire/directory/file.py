@@ -21,6 +21,7 @@ from typing import ClassVar, Final
 from urllib.parse import quote, unquote
 
 from kvwire.directory.base import Batch, Directory
+from kvwire.directory.own_folder import own_folder, user_folder
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
 from kvwire.limits import FILE_INTERVAL_S, MEMBERS_MAX, RECORD_BYTES_MAX
@@ -40,20 +41,28 @@ class FileDirectory(Directory):
             raise UsageError(
                 f'directory {self}: it is a folder of this machine; write "file:/path"'
             )
-        self.folder: Path = Path(path) if path else _own()
+        # A folder that somebody has named may be one that users share.
+        self._is_default = not path
+        self.folder: Path = Path(path) if path else user_folder()
+        self._check()
         self._interval_s = self.seconds("interval_s")
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
-        self._write(self._path(key), value, time.time() + lease_s)
+        with self.failing(UsageError):
+            self._check()
+            self._write(self._path(key), value, time.time() + lease_s)
 
     async def erase(self, key: str) -> None:
-        self._path(key).unlink(missing_ok=True)
+        with self.failing():
+            self._path(key).unlink(missing_ok=True)
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
         seen: dict[str, int] = {}
         first = True
         while True:
-            now_there = self._look()
+            with self.failing(UsageError):
+                self._check()
+                now_there = self._look()
             batch: dict[str, bytes | None] = dict.fromkeys(seen.keys() - now_there)
             for key, changed in now_there.items():
                 if seen.get(key) != changed:
@@ -68,6 +77,17 @@ class FileDirectory(Directory):
                 yield batch
             first = False
             await asyncio.sleep(self._interval_s)
+
+    def _check(self) -> None:
+        """Refuse the folder of no name where somebody else has made it, or may enter.
+
+        Its name is known to everybody, and in ``/tmp`` anybody can make it.
+
+        Raises:
+            UsageError: It is not this user's alone.
+        """
+        if self._is_default:
+            own_folder(self.folder, f"the directory's folder {self.folder}")
 
     def _look(self) -> dict[str, int]:
         """Return when each file that is not over was changed; remove those that are."""
@@ -123,11 +143,3 @@ class FileDirectory(Directory):
 _BESIDE: Final = ".kvwire-"
 # Such a file has the time at which it was made.
 _HALF_WRITTEN_NS: Final = 60 * 10**9
-
-
-def _own() -> Path:
-    """Return the folder that all processes of this user share."""
-    run = os.environ.get("XDG_RUNTIME_DIR")
-    if run:
-        return Path(run) / "kvwire"
-    return Path(tempfile.gettempdir()) / f"kvwire-{os.getuid()}"

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import os
 import signal
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kvwire.directory.own_folder import own_folder
 from kvwire.driver.trace_ring import close_ring, open_ring
 from kvwire.endpoint.snapshot import snapshot_of
 from kvwire.errors import UsageError
@@ -56,7 +56,8 @@ class Inspector:
         """
         config = self._communicator.config
         if config.inspect:
-            path = own_folder(Path(config.inspect)) / (
+            folder = own_folder(Path(config.inspect), f"inspect={config.inspect!r}")
+            path = folder / (
                 f"{os.getpid()}-{self._communicator.incarnation.hex()[:8]}{_ENDING}"
             )
             if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
@@ -140,26 +141,6 @@ class Inspector:
             }
             return msgspec.json.encode(document)
         return b'{"error":"ask for snapshot or trace"}'
-
-
-def own_folder(folder: Path) -> Path:
-    """Return a folder that only this user can enter; make it if there is none.
-
-    Raises:
-        UsageError: It is another's, open to others, or cannot be made.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    except OSError as exc:
-        raise UsageError(f"inspect={str(folder)!r}: {exc.strerror}") from None
-    private = not found.st_mode & 0o077 and found.st_uid == os.geteuid()
-    if not stat.S_ISDIR(found.st_mode) or not private:
-        raise UsageError(
-            f"inspect={str(folder)!r}: it has to be a folder that this user owns and "
-            f"nobody else may enter: chmod 700"
-        )
-    return folder
 
 
 def _dump_all(loop: asyncio.AbstractEventLoop) -> None:

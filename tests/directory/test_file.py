@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+import kvwire
 from kvwire import UsageError
 from kvwire.directory.file import FileDirectory
 from kvwire.limits import RECORD_BYTES_MAX
@@ -108,7 +113,119 @@ def test_a_folder_that_is_none(url: str) -> None:
 def test_a_folder_of_this_users_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert FileDirectory("file:").folder == tmp_path / "kvwire"
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert FileDirectory("file:").folder.name == f"kvwire-{os.getuid()}"
+    beside = tmp_path / f"kvwire-{os.geteuid()}"
+    # Of a login that is over, or of another user, as after `su`.
+    for run in (str(tmp_path / "gone"), "/proc/1/kvwire", "", None):
+        if run is None:
+            monkeypatch.delenv("XDG_RUNTIME_DIR")
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", run)
+        assert FileDirectory("file:").folder == beside
+    assert stat.S_IMODE(beside.stat().st_mode) == 0o700
+
+
+@pytest.fixture
+def default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the folder of no name will be."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    return tmp_path / f"kvwire-{os.geteuid()}"
+
+
+def _anybody_may_enter(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def _is_another_users(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 54_399, -1)
+
+
+def _is_a_link(folder: Path) -> None:
+    (folder.parent / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def _is_a_file(folder: Path) -> None:
+    folder.touch(mode=0o700)
+
+
+SQUATTED = [
+    (_anybody_may_enter, r"others may enter it \(mode 777\): chmod 700"),
+    pytest.param(
+        _is_another_users,
+        "it belongs to user 54399, and this process is user",
+        marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives it away"),
+    ),
+    (_is_a_link, "it is a symbolic link"),
+    (_is_a_file, "File exists"),
+]
+
+
+@pytest.mark.parametrize(("squat", "said"), SQUATTED)
+async def test_a_folder_that_somebody_else_has_made_is_not_believed(
+    default: Path, squat: Callable[[Path], None], said: str
+) -> None:
+    squat(default)
+    with pytest.raises(UsageError, match=said):
+        FileDirectory("file:")
+    async with kvwire.open() as comm:
+        await comm.listen("127.0.0.1:0")
+        with pytest.raises(UsageError, match=said):
+            comm.announce(role="decode")
+        with pytest.raises(UsageError, match=said):
+            comm.peer("role=decode")
+
+
+@pytest.mark.parametrize(("squat", "said"), SQUATTED)
+async def test_a_folder_that_is_squatted_later_is_not_believed(
+    default: Path, squat: Callable[[Path], None], said: str
+) -> None:
+    directory = FileDirectory("file:")
+    os.rmdir(default)  # noqa: PTH106 - nothing waits for it
+    squat(default)
+    with pytest.raises(kvwire.ConnectError, match=said):
+        await directory.members()
+    with pytest.raises(kvwire.ConnectError, match=said):
+        await directory.write(record(1).key, record(1).encode(), 10.0)
+    with suppress(NotADirectoryError):
+        assert not names(default)
+
+
+def test_a_folder_with_a_name_may_be_shared(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert FileDirectory(f"file:{tmp_path}").folder == tmp_path
+
+
+async def test_no_folder_for_temporary_files(
+    default: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose root is read-only: the error has a remedy."""
+
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    async with kvwire.open() as comm:
+        await comm.listen("127.0.0.1:0")
+        with pytest.raises(UsageError, match="set XDG_RUNTIME_DIR or TMPDIR"):
+            comm.announce(role="decode")
+        with pytest.raises(UsageError, match="set XDG_RUNTIME_DIR or TMPDIR"):
+            comm.peer("role=decode")
+
+
+async def test_a_folder_that_cannot_be_used_is_an_error_of_the_tree(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    directory = FileDirectory(f"file:{tmp_path / 'file' / 'fleet'}")
+    with pytest.raises(kvwire.ConnectError, match="Not a directory"):
+        await directory.members()
+    with pytest.raises(kvwire.ConnectError, match="Not a directory"):
+        await directory.write(record(1).key, record(1).encode(), 10.0)
+    with pytest.raises(kvwire.ConnectError, match="Not a directory"):
+        await directory.erase(record(1).key)

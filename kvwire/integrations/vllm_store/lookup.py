@@ -13,9 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Final
 
 from kvwire import Communicator, Connection, Engine
 from kvwire.config import Config
+from kvwire.directory.own_folder import own_folder, temporary_folder
 from kvwire.errors import KVWireError, UsageError
 from kvwire.integrations.vllm.peers import Peers
 
@@ -44,11 +43,8 @@ Forget = Callable[[], Awaitable[bool]]
 
 def address_file(engine_id: str, rank: int) -> Path:
     """Return the file with the address of a rank, in a directory of this user alone."""
-    folder = Path(tempfile.gettempdir()) / f"kvwire-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UsageError(f"{folder} must belong to this user alone (mode 0700)")
+    folder = temporary_folder()
+    own_folder(folder, str(folder))
     return folder / f"{re.sub('[^0-9A-Za-z_.-]', '_', engine_id)}-{rank}.store"
 
 

@@ -1,0 +1,87 @@
+"""Folders that this user alone may enter, for sockets, addresses and records.
+
+Names in ``/tmp`` are everybody's: who makes a folder first decides what is in it. So a
+folder is looked at, without following links, before anything in it is believed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from kvwire.errors import UsageError
+
+
+def own_folder(folder: Path, called: str) -> Path:
+    """Return a folder that only this user can enter; make it if there is none.
+
+    Args:
+        folder: Its path.
+        called: What names it in errors, such as ``inspect='/run/me'``.
+
+    Raises:
+        UsageError: It is another user's, open to others, no folder, or cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as exc:
+        raise UsageError(f"{called}: {exc.strerror}") from None
+    if stat.S_ISLNK(found.st_mode):
+        fault = "it is a symbolic link: name the folder itself"
+    elif not stat.S_ISDIR(found.st_mode):
+        fault = "it is no folder"
+    elif found.st_uid != os.geteuid():
+        fault = (
+            f"it belongs to user {found.st_uid}, and this process is user "
+            f"{os.geteuid()}: remove it, or name another"
+        )
+    elif found.st_mode & 0o077:
+        fault = f"others may enter it (mode {found.st_mode & 0o777:o}): chmod 700"
+    else:
+        return folder
+    raise UsageError(
+        f"{called}: it has to be a folder that this user alone may enter; {fault}"
+    )
+
+
+def user_folder() -> Path:
+    """Return the path of the folder that all processes of this user share.
+
+    It is in ``XDG_RUNTIME_DIR`` if that is this user's, which it is not after ``su``,
+    and otherwise among the temporary files of the host.
+
+    Raises:
+        UsageError: There is no folder for temporary files.
+    """
+    run = os.environ.get("XDG_RUNTIME_DIR")
+    if run and _is_own(run):
+        return Path(run) / "kvwire"
+    return temporary_folder()
+
+
+def temporary_folder() -> Path:
+    """Return the path of this user's folder among the temporary files of the host.
+
+    Raises:
+        UsageError: There is no folder for temporary files.
+    """
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError as exc:
+        raise UsageError(
+            f"processes of one user share a folder for temporary files, and there is "
+            f"none that can be written to: set XDG_RUNTIME_DIR or TMPDIR to one "
+            f"({exc.strerror or exc})"
+        ) from None
+    return Path(temporary) / f"kvwire-{os.geteuid()}"
+
+
+def _is_own(folder: str) -> bool:
+    try:
+        found = os.stat(folder)  # noqa: PTH116 - a path from the environment
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
