@@ -143,7 +143,7 @@ class World:
         """Tell a proxy who answers, as a prober does."""
         for engine in fleet.engines:
             engine.ready = True
-            engine.refusing = self.nodes[engine.url].dead_since is not None
+            engine.gone = self.nodes[engine.url].dead_since is not None
 
     def die(self, count: int) -> None:
         """Let nodes die without a word."""

@@ -134,21 +134,44 @@ def test_a_route_that_is_none(name: str, words: str) -> None:
 # --- the fleet ------------------------------------------------------------------------
 
 
-def test_engines_that_are_down_come_last() -> None:
+def test_engines_that_are_down_are_not_picked() -> None:
     now = 0.0
     fleet = fleet_in_turns([P1, P2], clock=lambda: now)
     one, two = fleet.engines
 
-    def taken(*tried: VllmEngine) -> set[Any]:
-        return {fleet.pick(PREFILL, ASK, tried) for _ in range(4)}
+    def taken(*tried: VllmEngine, down: bool = False) -> set[Any]:
+        return {fleet.pick(PREFILL, ASK, tried, down=down) for _ in range(4)}
 
     fleet.down(one)
     assert taken() == {two}
-    assert taken(two) == {one}
-    assert taken(one, two) == {None}
+    assert taken(two) == {None}
+    assert taken(two, down=True) == {one}
+    assert taken(one, two, down=True) == {None}
     now = DOWN_S
     assert taken() == {one, two}
+    two.slow = True
+    assert taken() == {one}
+    assert taken(one) == {two}
     assert not fleet.lives(DECODE)
+
+
+def test_who_answers() -> None:
+    """A decode engine; a prefill engine before one that is down; one that is down."""
+    fleet = fleet_in_turns([P1], [D1])
+    prefill, decode = fleet.engines
+
+    def answers(*tried: VllmEngine) -> VllmEngine | None:
+        return fleet.pick_to_answer(ASK, tried)
+
+    assert answers() is decode
+    decode.slow = True
+    assert answers() is decode
+    decode.gone = True
+    assert answers() is prefill
+    prefill.gone = True
+    assert answers() is decode
+    assert answers(decode) is prefill
+    assert answers(decode, prefill) is None
 
 
 def test_one_server_in_both_roles() -> None:
@@ -396,6 +419,7 @@ def test_death_is_noticed_within_a_second() -> None:
         await virtual_time.pass_time(client.SILENT_S)
         with pytest.raises(TimeoutError):
             given_up.result()
+        assert states() == ["down"] * 3 + ["up"]
         silent.set()
         network.handlers.clear()
         await virtual_time.pass_time(DOWN_S + 1)

@@ -278,15 +278,6 @@ async def test_without_prefill_engines_decode_computes() -> None:
     assert "kv_transfer_params" not in body
 
 
-async def test_a_prompt_that_prefill_rejects_is_for_decode_to_answer() -> None:
-    async def rejects(_: dict[str, Any]) -> Said:
-        return answer(400, {"error": "too long"})
-
-    engines = Engines(p1=rejects, p2=rejects, d1=rejects, d2=rejects)
-    said = await post(app(engines, policy.IN_SEQUENCE))
-    assert (said.status_code, said.json()) == (400, {"error": "too long"})
-
-
 @pytest.mark.parametrize("failing", [refused, broken])
 async def test_another_decode_engine_takes_over(failing: Handler) -> None:
     """Also where an API server outlives its engine for a moment, and answers 500."""
@@ -310,7 +301,9 @@ async def test_no_decode_engine_answers(
     failing: Handler, status: int, why: str
 ) -> None:
     """An error as OpenAI's clients know them, with what the last engine said."""
-    said = await post(app(Engines(d1=failing, d2=failing)))
+    engines = Engines(d1=failing, d2=failing)
+    fleet = fleet_in_turns([], [D1, D2])
+    said = await post(make_app(fleet, order=policy.AT_ONCE, client=engines))
     assert said.status_code == status
     error = said.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -538,7 +531,7 @@ async def test_models_are_those_of_any_decode_engine() -> None:
     for _ in range(3):  # whoever's turn it is
         assert (await call(application, "GET", "/v1/models")).status_code == 200
     assert "p1" not in engines.hosts()
-    engines.handlers["d1"] = refused
+    engines.handlers |= {"d1": refused, "p1": refused, "p2": refused}
     assert (await call(application, "GET", "/v1/models")).status_code == 503
 
 

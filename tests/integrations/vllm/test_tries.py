@@ -1,9 +1,15 @@
-"""A request that engines may fail of is not tried on all of them."""
+"""What is tried again, and where: on engines that are well, and never on all of them.
+
+What an engine could answer is answered, however many tries others have had.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,16 +19,21 @@ from starlette.applications import Starlette
 
 from kvwire.directory.base import ended
 from kvwire.integrations.vllm.proxy.app import make_app
-from kvwire.integrations.vllm.proxy.client import Prober
-from kvwire.integrations.vllm.proxy.engines import VllmServer
+from kvwire.integrations.vllm.proxy.client import EngineFailed, Prober
+from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
+from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmServer
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
+from kvwire.limits import PROXY_RETRY_RESERVE
 from tests.integrations.vllm.test_moving import Client, Decoder
 from tests.integrations.vllm.test_proxy import (
+    ASK,
     EVENTS,
     Engines,
     Handler,
     Said,
+    answer,
     broken,
+    fine,
     post,
     refused,
     turns_until,
@@ -118,3 +129,190 @@ async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
     await turns_until(lambda: len(engines.asked) == 1 + len(DECODE))
     await ended(probing)
     assert {one.state(fleet.clock()) for one in fleet.engines} == {"up"}
+
+
+# --- who answers when some engines do not ---------------------------------------------
+
+ORDERS = pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
+MANY = 5 * int(PROXY_RETRY_RESERVE)
+
+
+class Pairs(Engines):
+    """Engines of both roles: what prefill has not computed, decode waits for."""
+
+    def __init__(self, **handlers: Handler) -> None:
+        super().__init__(**handlers)
+        self._ready: dict[str, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def _request(
+        self, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
+    ) -> AsyncIterator[Said]:
+        params = (body or {}).get("kv_transfer_params") or {}
+        ready = self._ready.setdefault(params.get("transfer_id", ""), asyncio.Event())
+        async with super()._request(url, headers, body) as said:
+            if params.get("do_remote_decode") and said[0] == 200:
+                ready.set()
+            if params.get("do_remote_prefill") and said[0] == 200:
+                await ready.wait()
+            yield said
+
+
+def dispatcher(
+    engines: Engines,
+    prefill: int,
+    decode: int,
+    order: str = AT_ONCE,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Dispatcher:
+    fleet = fleet_in_turns(PREFILL[:prefill], DECODE[:decode], clock=clock)
+    return Dispatcher(engines, fleet, order=order)
+
+
+async def ask(asking: Dispatcher, **more: Any) -> tuple[int, bytes]:
+    async with AsyncExitStack() as stack:
+        request = ClientRequest("/v1/completions", {**ASK, **more})
+        said = await asking.ask(request, stack)
+        return said.status, await said.body()
+
+
+async def gone(_: dict[str, Any]) -> Said:
+    raise TimeoutError
+
+
+FAILURES = pytest.mark.parametrize("fails", [refused, broken, dies, gone])
+
+
+@ORDERS
+@FAILURES
+async def test_without_prefill_decode_answers_all(fails: Handler, order: str) -> None:
+    """The one prefill engine is down: only the first request asks it."""
+    engines = Pairs(p0=fails)
+    asking = dispatcher(engines, 1, 1, order)
+    assert {(await ask(asking))[0] for _ in range(MANY)} == {200}
+    assert engines.hosts().count("p0") == 1
+    assert asking.budget.spent <= 1
+    assert asking.budget.refused == 0
+
+
+@ORDERS
+@FAILURES
+@pytest.mark.parametrize("who", ["p0", "d0"])
+async def test_a_spent_budget_costs_no_answer(
+    who: str, fails: Handler, order: str
+) -> None:
+    """All are asked at once, so none knows yet that the engine is dead."""
+    begun = asyncio.Event()
+
+    async def late(body: dict[str, Any]) -> Said:
+        await begun.wait()
+        return await fails(body)
+
+    engines = Pairs(**{who: late})
+    asking = dispatcher(engines, 1, 2, order)
+    asked = [asyncio.ensure_future(ask(asking)) for _ in range(MANY)]
+    await turns_until(lambda: engines.hosts().count(who) >= MANY // 2)
+    begun.set()
+    assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+
+@ORDERS
+@FAILURES
+async def test_without_decode_prefill_answers_alone(fails: Handler, order: str) -> None:
+    engines = Pairs(d0=fails)
+    asking = dispatcher(engines, 1, 1, order)
+    for _ in range(MANY):
+        assert await ask(asking) == (200, b'{"tokens": 9}')
+    assert engines.hosts().count("d0") == 1
+    assert engines.params("p0")[-MANY:] == [None] * MANY
+
+
+@pytest.mark.parametrize("seed", range(5))
+@ORDERS
+async def test_engines_of_both_roles_come_and_go(seed: int, order: str) -> None:
+    """One of them is well at any time; which one, nobody knows before it is asked."""
+    chance, now = random.Random(seed), 0.0
+    engines = Pairs()
+    asking = dispatcher(engines, 2, 2, order, lambda: now)
+    hosts = ["p0", "p1", "d0", "d1"]
+    for _ in range(MANY):
+        well = chance.choice(hosts)
+        failing = {host: chance.choice((refused, gone)) for host in hosts}
+        engines.handlers = failing | {well: fine}
+        assert (await ask(asking))[0] == 200
+        now += DOWN_S
+
+
+async def test_a_fleet_of_broken_engines_is_not_asked_again_and_again() -> None:
+    engines = Pairs(**{f"d{i}": broken for i in range(6)})
+    asking = dispatcher(engines, 0, 6)
+    for _ in range(MANY):
+        with pytest.raises(EngineFailed):
+            await ask(asking)
+    assert len(engines.asked) <= MANY + asking.budget.spent
+    assert asking.budget.refused
+
+
+async def test_decode_that_fails_with_prefill_is_not_blamed() -> None:
+    """It may have waited for KV that will not come."""
+    failing = asyncio.Event()
+
+    async def fails(_: dict[str, Any]) -> Said:
+        await failing.wait()
+        return answer(500, {})
+
+    engines = Pairs(p0=fails, d0=fails)
+    asking = dispatcher(engines, 1, 1)
+    asked = asyncio.ensure_future(ask(asking))
+    await turns_until(lambda: len(engines.asked) == 2)
+    failing.set()
+    engines.handlers = {}  # of the next try
+    assert (await asked)[0] == 200
+    assert engines.hosts() == ["p0", "d0", "d0"]
+
+
+# --- answers that are errors ----------------------------------------------------------
+
+REFUSALS = [400, 401, 403, 404, 408, 413, 422, 429, 501]
+
+
+@ORDERS
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream": True}], ids=str)
+@pytest.mark.parametrize("who", ["p0", "d0"])
+@pytest.mark.parametrize("status", REFUSALS)
+async def test_a_refusal_is_an_answer(
+    status: int, who: str, more: dict[str, Any], order: str
+) -> None:
+    """The client has its text; it costs no other client a try, and harms no engine."""
+    said = {"error": {"message": "no such model", "code": status}}
+
+    async def refuses(_: dict[str, Any]) -> Said:
+        return answer(status, said)
+
+    engines = Pairs(**{who: refuses})
+    fleet = fleet_in_turns(PREFILL[:1], DECODE[:1])
+    asking = Dispatcher(engines, fleet, order=order)
+    answers = who == "d0" or "n" not in more
+    for number in range(3):
+        got, body = await ask(asking, **more)
+        assert got == (status if answers else 200)
+        assert (b"no such model" in body) is answers
+        assert engines.hosts().count("d0") <= number + 1
+    assert asking.budget.spent == 0
+    for engine in fleet.engines:
+        assert (engine.failed, engine.state(fleet.clock())) == (0, "up")
+
+
+@ORDERS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [404, 429])
+async def test_a_refusal_of_a_request_that_could_move(
+    status: int, stream: bool, order: str
+) -> None:
+    async def refuses(_: dict[str, Any]) -> Said:
+        return answer(status, {"error": {"message": "why"}})
+
+    engines = Pairs(p0=refuses, d0=refuses)
+    application = front(engines, prefill=PREFILL[:1], order=order, migrate=True)
+    said = await post(application, {**ASK, "stream": stream})
+    assert (said.status_code, said.json()) == (status, {"error": {"message": "why"}})

@@ -7,7 +7,8 @@ Whether engines live is asked twice a second::
     nobody listens        down at once; what it has goes on, as in a graceful stop
     silent for 1 s        slow: others are taken first. An API server that is busy with
                           long prompts is silent for a second or two
-    silent for 10 s       given up: what waits for it is tried elsewhere
+    silent for 10 s       given up: what waits for it is tried elsewhere, and it is down
+                          until it answers
 """
 
 from __future__ import annotations
@@ -79,8 +80,7 @@ class EngineFailed(Exception):
     @property
     def down(self) -> bool:
         """Tell whether others are better off with another engine for a while."""
-        status = self.status or HTTPStatus.INTERNAL_SERVER_ERROR
-        return not self.ours and status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return not self.ours
 
 
 @dataclass(slots=True)
@@ -109,6 +109,15 @@ class EngineResponse:
     def is_error(self) -> bool:
         """Tell whether its status is one of an error."""
         return self.status >= HTTPStatus.BAD_REQUEST
+
+    @property
+    def is_failure(self) -> bool:
+        """Tell whether the engine has failed; any other error is the client's answer.
+
+        501 is what an engine says that its model, or its version, does not do.
+        """
+        of_engine = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return of_engine and self.status != HTTPStatus.NOT_IMPLEMENTED
 
 
 class EngineClient:
@@ -271,12 +280,12 @@ class Prober:
                 await said.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError) as exc:
             if isinstance(exc, EngineFailed) and not exc.silent:
-                engine.refusing |= exc.down
+                engine.gone |= exc.down
                 return
-            engine.slow = True
+            engine.slow = engine.gone = True
             engine.give_up()
             return
-        engine.slow = engine.refusing = False
+        engine.slow = engine.gone = False
         if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._fleet.down(engine)
         else:

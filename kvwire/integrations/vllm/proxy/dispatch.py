@@ -4,14 +4,20 @@
 
     at once       prefill and decode are asked together; decode waits for the KV
     in sequence   decode is asked when prefill has answered
-    neither       every prefill engine failed: decode computes the prompt itself
+    alone         no prefill engine is well: decode computes the prompt itself. Or no
+                  decode engine is: a prefill engine answers
 
 A prefill engine that fails before the answer has begun costs another try; decode's part
 of the failed one is given up first, so nothing of it waits for KV that will not come. A
 decode engine that cannot be reached, or answers that it is broken, likewise. Once the
-answer has begun it is the client's, and an engine that dies then ends it. Tries beyond
-the first come out of a budget of all requests. A request that two engines have failed
-of, which were well before, is tried no more: it may be why they fail.
+answer has begun it is the client's, and an engine that dies then ends it. So is an
+answer of 4xx, of either engine: the request is at fault, and another engine would say
+the same.
+
+Tries beyond the first come out of a budget of all requests. Where it is spent, the next
+try is one engine that is well, alone; only engines that are down are not tried any
+more. A request that two engines have failed of, which were well before, is tried no
+more: it may be why they fail.
 """
 
 from __future__ import annotations
@@ -92,18 +98,18 @@ class Dispatcher:
         Cancel safety: safe; both engines are told that nobody waits.
         """
         self.budget.deposit()
-        body = asked.body
-        failed: set[VllmEngine] = set()
-        dead: set[VllmEngine] = set()
-        failed_on = 0
+        tried: set[VllmEngine] = set()
+        failed_on, alone = 0, False
         last = EngineFailed(None, "there is none that takes requests")
-        decode = self._fleet.pick(DECODE, body, dead)
-        while decode is not None:
-            prefill, asked.engines, asked.decode = None, (decode.url,), decode
-            if asked.method == "POST" and is_for_two(body):
-                out = {decode, *failed}
-                prefill = self._fleet.pick(PREFILL, body, out, decode.model)
+        while (decode := self._fleet.pick_to_answer(asked.body, tried)) is not None:
             now = self._fleet.clock()
+            # One that nobody could reach has had no work with it.
+            if tried and (last.reached or decode.is_down(now)):
+                alone = not self.budget.spend()
+                if alone and decode.is_down(now):
+                    break
+            prefill = None if alone else self._pick_prefill(asked, decode, tried)
+            asked.engines, asked.decode = (decode.url,), decode
             well = {one for one in (prefill, decode) if one and one.is_up(now)}
             try:
                 async with AsyncExitStack() as attempt:
@@ -117,7 +123,7 @@ class Dispatcher:
                     raise
                 last = exc
             failing = decode if last.engine is None else last.engine
-            (dead if failing is decode else failed).add(failing)  # bounded: engines
+            tried.add(failing)  # bounded: engines
             failing.failed += 1
             if last.down:
                 self._fleet.down(failing)
@@ -125,10 +131,18 @@ class Dispatcher:
             if failed_on == PROXY_FAILED_ON_MAX:
                 status = last.status or HTTPStatus.BAD_GATEWAY
                 raise EngineFailed(failing, last.why, status)
-            decode = self._fleet.pick(DECODE, body, dead)
-            if decode is not None and not self.budget.spend():
-                break
         raise last
+
+    def _pick_prefill(
+        self, asked: ClientRequest, decode: VllmEngine, tried: set[VllmEngine]
+    ) -> VllmEngine | None:
+        """Return an engine to compute the prompt, if the one that answers shall not."""
+        if not (decode.does(DECODE) and asked.method == "POST"):
+            return None
+        if not is_for_two(asked.body):
+            return None
+        out = {decode, *tried}
+        return self._fleet.pick(PREFILL, asked.body, out, decode.model)
 
     # --- one try ----------------------------------------------------------------------
 
@@ -154,8 +168,11 @@ class Dispatcher:
         asked.engines = (source.url, to.url)
         if self._order == IN_SEQUENCE:
             asked.waits_for = "the prompt's KV"
+            said, params = await computed
+            if said.is_error:
+                return said
             # It knows best which of its engines has computed the prompt, and where.
-            body |= {"kv_transfer_params": await computed or body["kv_transfer_params"]}
+            body |= {"kv_transfer_params": params or body["kv_transfer_params"]}
         answer = asyncio.ensure_future(self._answer(to, asked, body, attempt))
         try:
             return await _first_of(answer, computed)
@@ -164,20 +181,21 @@ class Dispatcher:
 
     async def _compute(
         self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
-    ) -> Any:
-        """Have a prompt computed; return where its KV is, if the engine says so."""
+    ) -> tuple[EngineResponse, Any]:
+        """Have a prompt computed; return the answer, and where the KV is if it says."""
         with engine.at_work():
             async with self._client.ask(
                 engine, asked.path, asked.headers, body
             ) as said:
                 content = await said.body(PROXY_EVENT_BYTES_MAX)
-        if said.is_error:
+        if said.is_failure:
             raise EngineFailed(engine, _quoted(content), said.status)
+        said.parts = _Chained(content, said.parts)
         # Python's own would read half of a surrogate pair, which decode cannot be sent.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             params = msgspec.json.decode(content).get("kv_transfer_params")
-            return params if isinstance(params, dict) else None
-        return None
+            return said, params if isinstance(params, dict) else None
+        return said, None
 
     async def _answer(
         self,
@@ -194,7 +212,7 @@ class Dispatcher:
         )
         # Headers come before there is a token, so they are no answer yet.
         first = await anext(said.parts, b"")
-        if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if said.is_failure:
             why = first + await said.body(PROXY_EVENT_BYTES_MAX)
             raise EngineFailed(engine, _quoted(why), said.status)
         said.parts = _Chained(first, said.parts)
@@ -212,12 +230,16 @@ class _Chained(AsyncIterator[bytes]):
 
 
 async def _first_of(
-    answer: asyncio.Future[EngineResponse], computed: asyncio.Future[Any]
+    answer: asyncio.Future[EngineResponse],
+    computed: asyncio.Future[tuple[EngineResponse, Any]],
 ) -> EngineResponse:
-    """Return the answer, unless prefill fails before it begins."""
+    """Return the answer, unless prefill fails or refuses before it begins."""
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
-    if not answer.done():
-        computed.result()
+    if computed.done() and (not answer.done() or answer.exception() is not None):
+        # Where both have failed, decode may have failed for want of the KV.
+        said, _ = computed.result()
+        if said.is_error:
+            return said
         await asyncio.wait((answer,))
     return answer.result()
 

@@ -15,9 +15,8 @@ from kvwire.errors import UsageError
 from kvwire.integrations.vllm.announce import BOTH
 from kvwire.types import Address
 
-# An engine that has failed a request gets no other for so long, if there is another. A
-# restart of vLLM takes longer, and a try costs a request no more than a refused
-# connection.
+# An engine that has failed a request gets no other for so long, while another engine
+# can answer. A restart of vLLM takes longer, and /health says whether it listens again.
 DOWN_S: Final = 2.0
 
 
@@ -78,7 +77,7 @@ class VllmEngine:
     listed: bool = True  # the directory, or the command line, has it
     ready: bool = True  # it has answered, or the command line says that it is there
     draining: bool = False  # it gets no new request, because somebody has said so
-    refusing: bool = False  # nobody listens there
+    gone: bool = False  # nobody listens there, or it has been silent for long
     slow: bool = False  # it has been asked for its health, and has not answered in time
     # Until then it gets no request that another can take.
     down_until: float = float("-inf")
@@ -112,15 +111,19 @@ class VllmEngine:
         there = self.listed and self.ready and not self.draining
         return there and self.does(role)
 
+    def is_down(self, now: float) -> bool:
+        """Tell whether it is known to answer nobody."""
+        return self.gone or self.down_until > now
+
     def is_up(self, now: float) -> bool:
         """Tell whether there is no reason to prefer another one."""
-        return not (self.refusing or self.slow) and self.down_until <= now
+        return not (self.slow or self.is_down(now))
 
     def state(self, now: float) -> str:
         """Say in a word how it is."""
         if not self.ready:
             return "starting"
-        if self.refusing or self.down_until > now:
+        if self.is_down(now):
             return "down"
         if self.draining or not self.listed:
             return "draining"

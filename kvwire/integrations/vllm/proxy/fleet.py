@@ -58,8 +58,14 @@ class EngineFleet:
         body: Mapping[str, Any],
         tried: Collection[VllmEngine],
         model: str | None = None,
+        *,
+        down: bool = False,
     ) -> VllmEngine | None:
-        """Return the engine for a request, or None; those that are down come last."""
+        """Return the engine for a request, or None.
+
+        Those that are slow come last, and those that are down are none, unless `down`
+        asks for them.
+        """
         # Each request looks at each engine, and they may be a thousand.
         roles = role, BOTH
         left = [
@@ -74,8 +80,27 @@ class EngineFleet:
                 if engine not in tried and model in (None, engine.model)
             ]
         now = self.clock()
-        choice = [engine for engine in left if engine.is_up(now)] or left
+        choice = [engine for engine in left if engine.is_up(now)]
+        choice = choice or [one for one in left if down or not one.is_down(now)]
         return self._policies[role].choose(choice, body) if choice else None
+
+    def pick_to_answer(
+        self,
+        body: Mapping[str, Any],
+        tried: Collection[VllmEngine],
+        model: str | None = None,
+    ) -> VllmEngine | None:
+        """Return the engine that answers a request, or None.
+
+        A prefill engine can answer alone as well, which is better than no answer. Only
+        if all are down is it one that is: it may be back.
+        """
+        for down in (False, True):
+            for role in (DECODE, PREFILL):
+                engine = self.pick(role, body, tried, model, down=down)
+                if engine is not None:
+                    return engine
+        return None
 
     def lives(self, role: str) -> bool:
         """Tell whether an engine of a role takes requests."""

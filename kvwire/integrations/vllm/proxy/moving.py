@@ -331,9 +331,12 @@ class MovableStream:
         at, self._lost_at = self._lost_at, len(self._tokens)
         if at == self._lost_at:
             return False
-        tried, budget = {here}, self._moves.dispatcher.budget
-        while to := self._moves.fleet.pick(DECODE, body, tried, here.model):
-            if len(tried) > PROXY_FAILED_ON_MAX or not budget.spend():
+        tried, fleet = {here}, self._moves.fleet
+        while to := fleet.pick_to_answer(body, tried, here.model):
+            if len(tried) > PROXY_FAILED_ON_MAX:
+                return False
+            # As for a request: only a try at what is down needs room in the budget.
+            if not self._moves.dispatcher.budget.spend() and to.is_down(fleet.clock()):
                 return False
             if not await self._switch(to, None):
                 self._moves.counts["recovered"] += 1
