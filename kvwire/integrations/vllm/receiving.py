@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from kvwire import Communicator, Engine, Incoming, Outcome, PagedCache
+from kvwire.errors import UsageError
 from kvwire.integrations.vllm.metadata import LoadPrompt
 from kvwire.integrations.vllm.peers import Peers, PromptEnd
 from kvwire.integrations.vllm.topology import RankRoute, lacking
@@ -63,10 +64,6 @@ class PromptReceive(PromptEnd[Incoming]):
     async def _run(self, communicator: Communicator) -> ReceiveResult:
         load = self.load
         parts: list[Incoming] = []
-        own = {
-            name: np.asarray(ids[load.cached[name] :], np.int64)
-            for name, ids in load.blocks.items()
-        }
         try:
             self._follow(load)
             await self._begin(communicator, parts)
@@ -78,7 +75,7 @@ class PromptReceive(PromptEnd[Incoming]):
             self._parts = parts
             for part in parts:
                 await part.drained()
-            return ReceiveResult(own)
+            return self._result(load.blocks)
         with self._lock:
             self._parts, self._begun = parts, True
         if self._reason or load.declined:
@@ -98,29 +95,52 @@ class PromptReceive(PromptEnd[Incoming]):
                 self._route.id,
                 left,
             )
-            return ReceiveResult(own, outcomes)
-        lost = {
-            name: np.unique(np.concatenate([o.missing.ids(name) for o in outcomes]))
-            for name in self._cache.groups
-        }
+            return self._result(load.blocks, outcomes)
+        result = self._result(
+            {
+                name: np.concatenate([one.missing.ids(name) for one in outcomes])
+                for name in load.blocks
+            },
+            outcomes,
+        )
         reasons = [reason for o in outcomes for reason in o.missing.reasons]
-        for name, ids in {} if self._reason or load.declined else lost.items():
+        for name, ids in {} if self._reason else result.missing.items():
             if ids.size:
                 logger.warning(
                     "transfer %s: %d of %d blocks of %r did not arrive: %s",
                     self._route.id,
                     ids.size,
-                    own[name].size,
+                    len(load.blocks[name]) - load.cached[name],
                     name,
                     "; ".join(dict.fromkeys(reasons)),
                 )
-        return ReceiveResult(lost, outcomes)
+        return result
+
+    def _result(
+        self,
+        lost: Mapping[str, Sequence[int] | Ids],
+        outcomes: Sequence[Outcome] = (),
+    ) -> ReceiveResult:
+        """Name what did not arrive, and nothing that was here before.
+
+        Other requests use those blocks too, and vLLM ends or rewinds each request that
+        has a block of a report.
+        """
+        blocks, cached = self.load.blocks, self.load.cached
+        own = {name: ids[cached[name] :] for name, ids in blocks.items()}
+        missing = {name: np.intersect1d(own[name], ids) for name, ids in lost.items()}
+        return ReceiveResult(missing, outcomes)
 
     async def _begin(self, communicator: Communicator, parts: list[Incoming]) -> None:
         load = self.load
         options = load.options
         options["deadline"] = timedelta(seconds=self._timeout_s)
-        if any(load.cached.values()) and load.hashes:
+        if any(load.cached.values()):
+            if not load.hashes:
+                raise UsageError(
+                    "its first blocks are here, other requests use them, and without "
+                    "hashes the peer would write to them"
+                )
             options["have"] = frozenset(
                 named
                 for name, count in load.cached.items()

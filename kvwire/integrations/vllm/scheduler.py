@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -53,6 +53,8 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # Of requests that ask for none; vLLM's may be below 0.
 _USUAL_PRIORITY: Final = PRIORITY_MAX // 2
+# Of a prompt that has no name: what moves is of no use to one that has.
+_NAMELESS: Final[Mapping[str, Any]] = {"content": b"nameless"}
 # All that version 00 of W3C's Trace Context has.
 _TRACEPARENT_CHARS: Final = 55
 
@@ -131,6 +133,9 @@ class SchedulerSide:
         # Something is asked of the prompt's own tokens, so all of it is computed here;
         # releases before 0.31 do not look at that themselves.
         if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        # Nothing names its blocks, so those that are here would be written to as well.
+        if num_computed_tokens and not tokens_say_all(request):
             return 0, False
         count = self._fetched_tokens(request) - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
@@ -247,7 +252,7 @@ class SchedulerSide:
             logger.warning(
                 "request %s: moved without names: %s", request.request_id, exc
             )
-            names = {}
+            names = _NAMELESS
         return {
             "request_id": request.request_id,
             "transfer_id": wanted.transfer_id,
@@ -269,13 +274,13 @@ class SchedulerSide:
             declined=True,
         )
 
-    def _names(self, request: Any, count: int) -> dict[str, Any]:
+    def _names(self, request: Any, count: int) -> Mapping[str, Any]:
         """Name a prompt's first tokens, and the blocks of each group that are moved.
 
         The tokens as a whole, for engines whose blocks have other sizes.
         """
         if not tokens_say_all(request):
-            return {}
+            return _NAMELESS
         tokens = request.prompt_token_ids[:count]
         salt = self._salt + identity_of(request)
         whole = _chain(min(count, KV_BLOCK_TOKENS_MAX), tokens, salt)[-1:]

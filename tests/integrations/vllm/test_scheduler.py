@@ -246,8 +246,20 @@ def test_a_prompt_that_has_no_name_is_moved_without_one(request_: Request) -> No
     scheduler.begun(request_)
     scheduler.allocated(request_, [[7, 8, 9]], 0)
     (send,) = scheduler.step(first_step([7, 8, 9], 10)).sends
-    assert (send.blocks, send.hashes, send.content) == ({"kv": [7, 8, 9]}, {}, b"")
+    assert (send.blocks, send.hashes) == ({"kv": [7, 8, 9]}, {})
     assert scheduler.finished(request_)[0]
+    # And is not taken for one that has, whose blocks others find by their names.
+    scheduler.allocated(Request("q", TOKENS, loads()), [[1, 2, 3]], 10)
+    (load,) = scheduler.step(Output({})).loads
+    assert load.content != send.content != b""
+
+
+def test_a_prompt_without_a_name_whose_beginning_is_here_is_computed() -> None:
+    """Without names of blocks all would be sent, also over those of other requests."""
+    scheduler = side()
+    request = Request("r", TOKENS, loads(), prompt_embeds=object())
+    assert scheduler.matched(request, 0) == (10, True)
+    assert scheduler.matched(request, 4) == (0, False)
 
 
 @pytest.mark.parametrize("params", ["", "do_remote_decode", 7, 1.5, ["x"], [], None])
