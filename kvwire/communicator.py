@@ -150,9 +150,10 @@ class Communicator(AsyncWith):
 
         Args:
             address: ``"host:port"`` or ``"scheme://..."``; port 0 takes any free one.
+                Every address of a host's name is listened on, with the same port.
 
         Returns:
-            The bound address, with the real port.
+            The bound address, with the real port; the first one of a name.
 
         Raises:
             UsageError: The address cannot be used, or needs a trust mode.
@@ -174,7 +175,8 @@ class Communicator(AsyncWith):
         """Connect to a communicator that listens.
 
         Args:
-            address: Where it listens.
+            address: Where it listens. The addresses of a name are dialled in turn, a
+                quarter of a second apart, and the first that answers is used.
             transport: Require one, or one of several in order of preference.
             timeout_s: Until the connection is usable; None for the configured
                 ``handshake_timeout_s``.
@@ -184,8 +186,8 @@ class Communicator(AsyncWith):
             BackendUnavailable: No required transport can run here.
             HandshakeError: The sides do not agree; names the fields.
             ConnectionClosed: The peer ended the connection during the handshake.
-            ConnectError: Nobody listens there, or it cannot be reached. It is an
-                OSError as well.
+            ConnectError: Nobody listens there, it cannot be reached, or this
+                communicator itself listens there. It is an OSError as well.
 
         Cancel safety: safe, a half-made connection is aborted.
         """

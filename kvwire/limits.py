@@ -405,6 +405,9 @@ QUARANTINE_BYTES: Final = 4 * GIB
 # Redialling after a lost connection: the first try at once, then doubling with jitter.
 REDIAL_S: Final = 0.05
 REDIAL_S_MAX: Final = 0.5
+# An address of a name has so long to answer before the next is dialled beside it: the
+# default of RFC 8305, 5.
+DIAL_DELAY_S: Final = 0.25
 # An outcome that there was no memory for is tried again after this.
 NO_MEMORY_S: Final = 0.1
 # How late our own loop may be before we say that we, and not the peer, had stalled.

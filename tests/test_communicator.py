@@ -127,10 +127,10 @@ async def test_nothing_but_the_address_asked_for_is_bound(
 ) -> None:
     """Goal S3, which CVE-2025-47277 is the opposite of."""
     before = bound()
-    async with kvwire.open() as comm:
-        address = await comm.listen(f"{host}:0")
+    async with communicators() as (near, far):
+        address = await far.listen(f"{host}:0")
         assert bound() == before | {in_kernel: address.port}
-        connection = await comm.connect(address)
+        connection = await near.connect(address)
         assert bound() == before | {in_kernel: address.port}
         await connection.close()
     assert bound() == before
@@ -187,10 +187,10 @@ async def test_no_address_of_others_without_a_trust_mode(host: str) -> None:
 
 
 async def test_with_a_key_every_interface_may_be_listened_on(key: str) -> None:
-    async with kvwire.open(trust="psk", psk_file=key) as comm:
-        address = await comm.listen("0.0.0.0:0")
-        connection = await comm.connect(f"127.0.0.1:{address.port}")
-        assert connection.peer.incarnation == comm.incarnation
+    async with communicators(trust="psk", psk_file=key) as (near, far):
+        address = await far.listen("0.0.0.0:0")
+        connection = await near.connect(f"127.0.0.1:{address.port}")
+        assert connection.peer.incarnation == far.incarnation
         await connection.close()
 
 
@@ -223,6 +223,20 @@ async def test_a_scheme_that_nobody_offers() -> None:
 
 
 # --- connecting -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_a_communicator_does_not_dial_itself(scheme: str) -> None:
+    """Its transfers would wait for a peer that is nobody else."""
+    async with kvwire.open() as comm:
+        address = await comm.listen(anywhere(scheme))
+        with pytest.raises(kvwire.ConnectError, match="itself listens there") as caught:
+            await comm.connect(address)
+        assert caught.value.address == str(address)
+        peer = comm.peer(str(address))
+        with pytest.raises(kvwire.ConnectError, match="itself listens there"):
+            await peer.connect()
+        assert not comm.live_connections
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -77,12 +77,12 @@ class TcpBackend(Backend):
     async def listen(
         self, address: Address, accept: Callable[[Link], None]
     ) -> Listener:
-        """Listen on an address; the first one of a name is bound.
+        """Listen on a numeric address.
 
         Cancel safety: safe, nothing stays bound.
         """
         loop = asyncio.get_running_loop()
-        family, sockaddr = await _resolve(loop, address)
+        family, sockaddr = _numeric(address)
 
         def accepted(sock: socket.socket) -> Wire:
             return self._wire(sock, Role.SERVER)
@@ -102,7 +102,7 @@ class TcpBackend(Backend):
         return listener
 
     async def connect(self, address: Address) -> Link:
-        """Connect to an address; the first one of a name is tried.
+        """Connect to a numeric address.
 
         Cancel safety: safe, a half-made connection is closed.
         """
@@ -144,7 +144,7 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
     Cancel safety: safe, a half-made connection is closed.
     """
     loop = asyncio.get_running_loop()
-    family, sockaddr = await _resolve(loop, address)
+    family, sockaddr = _numeric(address)
     with contextlib.ExitStack() as undo:
         sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
         tune(sock, sockaddr[0])
@@ -166,19 +166,19 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
     return sock, address_from(remote)
 
 
-async def _resolve(loop: asyncio.AbstractEventLoop, address: Address) -> _Target:
-    """Return the first address of a host; a numeric one needs no thread."""
+def _numeric(address: Address) -> _Target:
+    """Return the socket address of a numeric host.
+
+    Raises:
+        OSError: It is a name, and kvwire resolves those (RFC 8305), or it is empty,
+            which would be taken for every address of this machine.
+    """
     if not address.host:
-        # getaddrinfo would take it for every address of this machine.
         raise OSError(errno.EADDRNOTAVAIL, f"{address}: no host is named")
-    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    try:
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=numeric
-        )
-    except socket.gaierror:
-        found = await loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )
-    family, _, _, _, sockaddr = found[0]
+    family, _, _, _, sockaddr = socket.getaddrinfo(
+        address.host,
+        address.port,
+        type=socket.SOCK_STREAM,
+        flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+    )[0]
     return family, sockaddr

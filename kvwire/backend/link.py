@@ -326,7 +326,8 @@ class Backend(ABC):
     ) -> Listener:
         """Listen on exactly ``address``; ``accept`` gets each link, not yet started.
 
-        A backend without links leaves it as it is.
+        Its host is numeric where other hosts may reach it: kvwire resolves names. A
+        backend without links leaves this as it is.
 
         Raises:
             OSError: The address cannot be bound.
@@ -339,7 +340,8 @@ class Backend(ABC):
     async def connect(self, address: Address) -> Link:
         """Connect to ``address``; the link is not yet started.
 
-        A backend without links leaves it as it is.
+        Its host is numeric where other hosts may reach it: kvwire resolves names, and
+        dials their addresses in turn. A backend without links leaves this as it is.
 
         Raises:
             OSError: Nobody listens there, or it cannot be reached.

@@ -32,6 +32,7 @@ from kvwire.driver.loop_thread import LoopThread
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.dialling import Dialling, listen_on_all
 from kvwire.endpoint.inspector import Inspector
 from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.observers import Observers, TransferLog, transfers_logger
@@ -59,9 +60,15 @@ from kvwire.errors import (
 from kvwire.limits import CLOSE_SLACK_S, PEERS_MAX, SPAN_BYTES_MAX
 from kvwire.memory.buffers import as_payload
 from kvwire.proto.connection import ConnectionCore
-from kvwire.proto.handshake import Agreement, ClientHandshake, Handshake, Identity
+from kvwire.proto.handshake import (
+    OWN_INCARNATION,
+    Agreement,
+    ClientHandshake,
+    Handshake,
+    Identity,
+)
 from kvwire.proto.regions import RegionRecord, RegionTable
-from kvwire.security.keys import crosses_hosts, load_keys, resolve
+from kvwire.security.keys import load_keys
 from kvwire.security.tls import CredentialFiles
 from kvwire.transfers.event_wait import wait_event
 from kvwire.transfers.incoming import IncomingState
@@ -200,8 +207,7 @@ class CommunicatorState:
             self._reception.accept(link, backend)
 
         try:
-            where = await self._resolved(where, backend)
-            listener = await backend.listen(where, accept)
+            listeners = await listen_on_all(where, backend, self.identity.trust, accept)
         except OSError as exc:
             raise ListenError(
                 f"cannot listen on {where}: {exc.strerror or exc}",
@@ -209,10 +215,11 @@ class CommunicatorState:
                 errno=exc.errno,
             ) from exc
         if self._closed:
-            await listener.close()
+            for listener in listeners:
+                await listener.close()
             raise ClosedOK("the communicator was closed")
-        self._listeners.append(listener)
-        return listener.address
+        self._listeners.extend(listeners)
+        return listeners[0].address
 
     @yields_before_raising
     async def connect(
@@ -261,10 +268,10 @@ class CommunicatorState:
             secrets.token_bytes(NONCE_BYTES),
             _offer(self.identity, config, where.scheme, resumes),
         )
-        opening = None
+        opening, dialling = None, Dialling(where, backend, self.identity.trust)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                where, link = await self._dial(where, backend)
+                where, link = await dialling.link()
                 opening = self.open_link(link, handshake, config, where.scheme)
                 connection = await opening.wait_established()
                 await _lanes_up(connection, config.lanes)
@@ -272,40 +279,19 @@ class CommunicatorState:
             if not limit.expired():
                 raise
             if opening is None:
-                raise ConnectError(
-                    f"cannot connect to {where}: no answer within {timeout_s:g} s",
-                    address=str(where),
-                    errno=errno.ETIMEDOUT,
-                ) from None
+                raise dialling.late(timeout_s) from None
             raise _at(where, opening.timeout(timeout_s)) from None
         except (HandshakeError, ProtocolError, ConnectionLost) as exc:
             self.check_open()
+            if getattr(exc, "fields", ()) == (OWN_INCARNATION,):
+                raise ConnectError(
+                    f"cannot connect to {where}: {exc}",
+                    address=str(where),
+                    errno=errno.ELOOP,
+                ) from exc
             raise _at(where, exc) from None
         connection.dialled = (where, transport)
         return connection
-
-    async def _dial(self, address: Address, backend: Backend) -> tuple[Address, Link]:
-        """Open a link to an address; returns the numeric address too.
-
-        Raises:
-            ConnectError: Nobody listens there, or it cannot be reached.
-
-        Cancel safety: safe, nothing stays open.
-        """
-        try:
-            address = await self._resolved(address, backend)
-            return address, await backend.connect(address)
-        except OSError as exc:
-            raise ConnectError(
-                f"cannot connect to {address}: {exc.strerror or exc}",
-                address=str(address),
-                errno=exc.errno,
-            ) from exc
-
-    async def _resolved(self, address: Address, backend: Backend) -> Address:
-        if crosses_hosts(backend):
-            return await resolve(address, self.identity.trust)
-        return address
 
     @property
     def live_connections(self) -> tuple[ConnectionState, ...]:

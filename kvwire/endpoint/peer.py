@@ -201,7 +201,8 @@ class PeerState:
                 except KVWireError as exc:
                     self._reason = str(exc)
                     logger.info("peer %r: %s", self.where, exc)
-                    if record is None and isinstance(exc, _FINAL):
+                    final = isinstance(exc, _FINAL) or isinstance(exc.__cause__, _FINAL)
+                    if record is None and final:
                         found.set_exception(exc)
                         return
                 else:

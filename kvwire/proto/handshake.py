@@ -61,6 +61,8 @@ from kvwire.wire.handshake_messages import (
 from kvwire.wire.header import FrameType, Header
 
 VERSIONS: Final = (1, 1)
+# The field of the error of a client that has dialled itself.
+OWN_INCARNATION: Final = "incarnation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,6 +360,13 @@ class ClientHandshake(Handshake):
         if differs or not same(accept.mac, keys.server_proof(digest)):
             self.refuse(WireCode.AUTHENTICATION)
             raise _trust_error(identity.trust, accept.trust)
+        if accept.incarnation == identity.incarnation:
+            self.refuse(WireCode.OTHER)
+            raise HandshakeError(
+                "this communicator itself listens there: dial the address of another "
+                "one, and check what that one announces or advertises",
+                fields=(OWN_INCARNATION,),
+            )
         self._accept, self._digest, self._keys = accept, digest, keys
         self._next()
         proof = keys.client_proof(digest + accept.mac)

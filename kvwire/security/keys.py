@@ -104,8 +104,8 @@ def load_keys(config: Config) -> tuple[TrustMode, bytes, dict[bytes, bytes]]:
     return TrustMode.PSK, mine, {key_id(key): key for key in accepted}
 
 
-async def resolve(address: Address, trust: TrustMode) -> Address:
-    """Turn a host name into the one numeric address to use, and check that it may be.
+async def resolve(address: Address, trust: TrustMode) -> list[Address]:
+    """Turn a host name into its numeric addresses, and check that all may be used.
 
     Raises:
         UsageError: The name is malformed, or the address needs a trust mode.
@@ -127,7 +127,7 @@ async def resolve(address: Address, trust: TrustMode) -> Address:
             f'trust is "loopback": use 127.0.0.1, or set trust="psk" and a psk_file '
             f'(`kvwire keygen FILE`), or trust="mtls", on both sides'
         )
-    return Address(address.scheme, numeric[0], address.port)
+    return [Address(address.scheme, text, address.port) for text in numeric]
 
 
 async def _numeric(address: Address) -> list[str]:
@@ -143,7 +143,7 @@ async def _numeric(address: Address) -> list[str]:
         )
     except UnicodeError as exc:
         raise UsageError(f"address {str(address)!r}: {exc}") from None
-    return [numeric_host(sockaddr) for *_, sockaddr in found]
+    return list(dict.fromkeys(numeric_host(sockaddr) for *_, sockaddr in found))
 
 
 def crosses_hosts(backend: Backend) -> bool:

@@ -1,0 +1,207 @@
+"""A name that stands for several addresses: all are bound, and one of them is dialled.
+
+Which address of a name works is not known before it is tried: a host has IPv4 and IPv6,
+a cable is out, a program listens on one of both. So all are dialled in turn, without
+waiting for the last one to give up, and the first that answers is taken (RFC 8305,
+"Happy Eyeballs"). To listen on a name is to listen on each of its addresses, with one
+port, since nobody knows which of them a peer will find first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvwire.backend import Backend, Link, Listener
+from kvwire.errors import ConnectError
+from kvwire.limits import DIAL_DELAY_S
+from kvwire.security.keys import crosses_hosts, resolve
+from kvwire.types import Address, TrustMode
+
+# Free ports that the kernel gives for one address and that are taken at another one.
+_PORTS_TRIED: Final = 8
+# This host has no such address, or does not speak that protocol at all.
+_NOT_OF_THIS_HOST: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+class Dialling:
+    """Opens a link to one of the addresses of a name.
+
+    Args:
+        name: The address as the user gave it.
+        backend: Dials each of its addresses.
+        trust: Which of them may be dialled.
+    """
+
+    def __init__(self, name: Address, backend: Backend, trust: TrustMode) -> None:
+        self._name = name
+        self._backend = backend
+        self._trust = trust
+        self._addresses: list[Address] = []
+        self._failures: dict[Address, OSError] = {}
+
+    async def link(self) -> tuple[Address, Link]:
+        """Return the first link that came up, and to which address it leads.
+
+        Raises:
+            UsageError: The name is malformed, or needs a trust mode.
+            ConnectError: It is unknown, or no address answers; says why for each.
+
+        Cancel safety: safe, half-made links are closed.
+        """
+        try:
+            found = await _addresses(self._name, self._backend, self._trust)
+        except OSError as exc:
+            raise self._error(str(exc.strerror or exc), exc.errno) from exc
+        self._addresses = _interleaved(found)
+        return await self._race()
+
+    async def _race(self) -> tuple[Address, Link]:
+        waiting = list(reversed(self._addresses))
+        attempts: dict[asyncio.Task[Link], Address] = {}
+        pending: set[asyncio.Task[Link]] = set()
+        try:
+            while waiting or pending:
+                if waiting:
+                    where = waiting.pop()
+                    task = asyncio.ensure_future(self._backend.connect(where))
+                    attempts[task] = where
+                    pending.add(task)
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=DIAL_DELAY_S if waiting else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done:
+                    where = attempts[task]
+                    try:
+                        link = task.result()
+                    except OSError as exc:
+                        self._failures[where] = exc
+                    else:
+                        del attempts[task]
+                        return where, link
+            raise self._refused()
+        finally:
+            for task in attempts:
+                task.add_done_callback(_abort_link)
+                task.cancel()
+            if pending:
+                await asyncio.wait(pending)
+
+    def late(self, timeout_s: float) -> ConnectError:
+        """Make the error for a name of which no address has answered in time."""
+        said = self._each(f"no answer within {timeout_s:g} s")
+        return self._error(said, errno.ETIMEDOUT)
+
+    def _refused(self) -> ConnectError:
+        first = next(iter(self._failures.values()))
+        # The reason of all where they agree: "refused" means that nobody is there.
+        same = len({failure.errno for failure in self._failures.values()}) == 1
+        error = self._error(self._each(""), first.errno if same else errno.EHOSTUNREACH)
+        error.__cause__ = first if same else None
+        return error
+
+    def _each(self, silent: str) -> str:
+        """Return what became of each address; ``silent`` of those not heard from."""
+        failures = self._failures
+        reasons = [
+            str(failures[address].strerror or failures[address])
+            if address in failures
+            else silent
+            for address in self._addresses
+        ]
+        if len(reasons) < 2:
+            return reasons[0] if reasons else silent
+        pairs = zip(self._addresses, reasons, strict=True)
+        return "; ".join(f"{address}: {reason}" for address, reason in pairs)
+
+    def _error(self, said: str, number: int | None) -> ConnectError:
+        text = f"cannot connect to {self._name}: {said}"
+        return ConnectError(text, address=str(self._name), errno=number)
+
+
+async def listen_on_all(
+    name: Address,
+    backend: Backend,
+    trust: TrustMode,
+    accept: Callable[[Link], None],
+) -> list[Listener]:
+    """Listen on each address of a name, all with one port.
+
+    What a resolver lists and this host does not have is passed over, if the host has
+    another one of them.
+
+    Raises:
+        UsageError: The name is malformed, or needs a trust mode.
+        OSError: It is unknown, one of its addresses is taken, or none is this host's.
+
+    Cancel safety: safe, nothing stays bound.
+    """
+    addresses = await _addresses(name, backend, trust)
+    for tried in itertools.count(1):
+        listeners: list[Listener] = []
+        try:
+            await _listen_once(addresses, backend, accept, listeners)
+        except BaseException as exc:
+            for listener in listeners:
+                await listener.close()
+            any_port = listeners and not name.port
+            taken = isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE
+            if not (any_port and taken and tried < _PORTS_TRIED):
+                raise
+        else:
+            break
+    return listeners
+
+
+async def _listen_once(
+    addresses: Sequence[Address],
+    backend: Backend,
+    accept: Callable[[Link], None],
+    listeners: list[Listener],
+) -> None:
+    missing: OSError | None = None
+    for address in addresses:
+        where = address
+        if listeners:
+            where = replace(address, port=listeners[0].address.port)
+        try:
+            listener = await backend.listen(where, accept)
+        except OSError as exc:
+            if exc.errno not in _NOT_OF_THIS_HOST:
+                raise
+            missing = exc
+        else:
+            listeners.append(listener)  # bounded: the addresses of one name
+    if not listeners:
+        assert missing is not None, "a name stands for one address at least"
+        raise missing
+
+
+async def _addresses(
+    name: Address, backend: Backend, trust: TrustMode
+) -> list[Address]:
+    if crosses_hosts(backend):
+        return await resolve(name, trust)
+    return [name]
+
+
+def _interleaved(addresses: Sequence[Address]) -> list[Address]:
+    """Put IPv6 and IPv4 in turn, the family of the first one first (RFC 8305, 4)."""
+    first = ":" in addresses[0].host
+    groups: tuple[list[Address], list[Address]] = ([], [])
+    for address in addresses:
+        groups[(":" in address.host) is not first].append(address)
+    pairs = itertools.zip_longest(*groups)
+    return [address for pair in pairs for address in pair if address is not None]
+
+
+def _abort_link(task: asyncio.Task[Link]) -> None:
+    """End a link that came up when another one had been taken."""
+    if not task.cancelled() and task.exception() is None:
+        task.result().abort()

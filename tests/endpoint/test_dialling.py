@@ -1,0 +1,270 @@
+"""A name with several addresses: all are bound, and the first that answers is used."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire import Address, ConnectError, ListenError, UsageError
+from kvwire.backend import Backend, Link
+from kvwire.backend.link import Availability, Capabilities
+from kvwire.config import Config
+from kvwire.endpoint.dialling import Dialling
+from kvwire.limits import DIAL_DELAY_S
+from kvwire.security.keys import write_key_file
+from kvwire.store.server.client import ask_report
+from kvwire.types import TrustMode
+from tests.support.pairs import communicators
+
+LOCAL, LOCAL_6, SILENT = "127.0.0.1", "::1", "127.0.0.2"
+NAME = "decode.test"
+Resolver = Callable[..., None]
+
+
+@pytest.fixture
+async def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+    """Set which addresses the name has."""
+    known: list[str] = []
+
+    async def found(host: str, port: int, **_: Any) -> list[Any]:
+        assert host == NAME
+        return [
+            socket.getaddrinfo(one, port, type=socket.SOCK_STREAM)[0] for one in known
+        ]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+
+    def name_means(*hosts: str) -> None:
+        known[:] = hosts
+
+    return name_means
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port of an address whose backlog is full, so that nothing answers there."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux has all of 127.0.0.0/8")
+    waiting = []
+    with socket.socket() as listening:
+        listening.bind((SILENT, 0))
+        listening.listen(0)
+        for _ in range(4):
+            waiting.append(socket.socket())
+            waiting[-1].setblocking(False)
+            waiting[-1].connect_ex(listening.getsockname())
+        yield listening.getsockname()[1]
+    for sock in waiting:
+        sock.close()
+
+
+@pytest.fixture(params=["loopback", "psk"])
+def trust(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """Each trust mode that needs no certificate."""
+    if request.param == "loopback":
+        return {}
+    write_key_file(tmp_path / "key")
+    return {"trust": "psk", "psk_file": str(tmp_path / "key")}
+
+
+# --- dialling -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [(LOCAL, LOCAL_6), (LOCAL_6, LOCAL)])
+async def test_an_address_that_refuses_is_followed_by_the_next(
+    trust: dict[str, str], resolver: Resolver, hosts: tuple[str, str]
+) -> None:
+    async with communicators(**trust) as (near, far):
+        address = await far.listen(f"{LOCAL}:0")
+        resolver(*hosts)
+        connection = await near.connect(f"{NAME}:{address.port}")
+        assert connection.peer.address == address
+        assert connection.peer.incarnation == far.incarnation
+
+
+async def test_an_address_that_is_silent_is_not_waited_for(
+    trust: dict[str, str], resolver: Resolver, silent: int
+) -> None:
+    async with communicators(**trust) as (near, far):
+        address = await far.listen(f"{LOCAL}:{silent}")
+        resolver(SILENT, LOCAL)
+        connection = await near.connect(f"{NAME}:{silent}")
+        assert connection.peer.address == address
+
+
+async def test_what_became_of_each_address_is_said(
+    resolver: Resolver, silent: int
+) -> None:
+    async with kvwire.open(handshake_timeout_s=2 * DIAL_DELAY_S) as near:
+        resolver(SILENT, LOCAL)
+        with pytest.raises(ConnectError) as caught:
+            await near.connect(f"{NAME}:{silent}")
+        text = str(caught.value)
+        assert f"tcp://{NAME}:{silent}: tcp://{SILENT}:{silent}: no answer" in text
+        assert f"tcp://{LOCAL}:{silent}: Connection refused" in text
+        assert caught.value.errno == errno.ETIMEDOUT
+        assert caught.value.address == f"tcp://{NAME}:{silent}"
+
+
+async def test_a_name_of_which_every_address_refuses(resolver: Resolver) -> None:
+    with socket.create_server((LOCAL, 0)) as unused:
+        port = unused.getsockname()[1]
+    async with kvwire.open() as near:
+        resolver(LOCAL, "127.0.0.1", LOCAL_6)
+        with pytest.raises(ConnectError, match=r"refused; .*refused") as caught:
+            await near.connect(f"{NAME}:{port}")
+        assert caught.value.errno == errno.ECONNREFUSED
+        assert str(caught.value).count(LOCAL) == 1
+        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+
+async def test_a_store_is_asked_at_any_of_its_addresses(resolver: Resolver) -> None:
+    async with (
+        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire.StoreServer(store, f"{LOCAL}:0") as server,
+    ):
+        resolver(LOCAL_6, LOCAL)
+        where = f"{NAME}:{server.address.port}"
+        assert len((await ask_report(where, Config())).tiers) == 1
+        async with kvwire.BlockStore.open([f"kvwire://{where}"]) as client:
+            assert not any(client.report.values())
+
+
+@pytest.mark.parametrize("hosts", [(LOCAL, "192.0.2.7"), ("192.0.2.7", LOCAL)])
+async def test_one_address_that_others_reach_needs_a_trust_mode(
+    resolver: Resolver, hosts: tuple[str, str]
+) -> None:
+    resolver(*hosts)
+    async with kvwire.open() as comm:
+        for verb in (comm.connect, comm.listen):
+            with pytest.raises(UsageError, match=r"192\.0\.2\.7, .*not this host"):
+                await verb(f"{NAME}:7400")
+
+
+async def test_dialling_that_is_cancelled_leaves_nothing(
+    resolver: Resolver, silent: int
+) -> None:
+    """What it leaves the check around every test would find."""
+    async with kvwire.open() as near:
+        resolver(SILENT, SILENT.replace("2", "3"), SILENT.replace("2", "4"))
+        dialling = asyncio.create_task(near.connect(f"{NAME}:{silent}"))
+        await asyncio.sleep(0)
+        dialling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await dialling
+        assert not near.live_connections
+
+
+class Slow(Backend):
+    """A transport of which each address comes up once the next one was dialled."""
+
+    scheme = "slow"
+    capabilities = Capabilities(same_host=True)
+
+    def __init__(self, links: list[Link]) -> None:
+        self.turn = [asyncio.Event() for _ in links]
+        self.links = links
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return Availability(available=True, reason="a test's own")
+
+    async def connect(self, address: Address) -> Link:
+        if address.port:
+            self.turn[address.port - 1].set()
+        await self.turn[address.port].wait()
+        return self.links[address.port]
+
+
+class Ended:
+    """A link that only notes its end."""
+
+    aborted = False
+
+    def abort(self) -> None:
+        """Note it."""
+        self.aborted = True
+
+
+async def test_of_two_that_come_up_at_once_one_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def both(name: Address, *_: object) -> list[Address]:
+        return [Address("slow", LOCAL, 0), Address("slow", LOCAL, 1)]
+
+    monkeypatch.setattr("kvwire.endpoint.dialling._addresses", both)
+    links: list[Any] = [Ended(), Ended()]
+    backend = Slow(links)
+    backend.turn[1].set()
+    dialling = Dialling(Address("slow", NAME, 0), backend, TrustMode.LOOPBACK)
+    _, taken = await dialling.link()
+    await asyncio.sleep(0)
+    assert [one.aborted for one in links] == [one is not taken for one in links]
+
+
+# --- listening ------------------------------------------------------------------------
+
+
+async def test_every_address_of_a_name_is_listened_on(
+    trust: dict[str, str], resolver: Resolver
+) -> None:
+    async with communicators(**trust) as (near, far):
+        resolver(LOCAL_6, LOCAL)
+        address = await far.listen(f"{NAME}:0")
+        assert address.host == LOCAL_6
+        assert address.port
+        for host in (LOCAL, f"[{LOCAL_6}]"):
+            connection = await near.connect(f"{host}:{address.port}")
+            assert connection.peer.incarnation == far.incarnation
+
+
+async def test_addresses_that_this_host_lacks_are_passed_over(
+    tmp_path: Path, resolver: Resolver
+) -> None:
+    write_key_file(tmp_path / "key")
+    async with kvwire.open(trust="psk", psk_file=str(tmp_path / "key")) as comm:
+        resolver("192.0.2.7", LOCAL)
+        assert (await comm.listen(f"{NAME}:0")).host == LOCAL
+        resolver("192.0.2.7")
+        with pytest.raises(ListenError) as caught:
+            await comm.listen(f"{NAME}:0")
+        assert caught.value.errno == errno.EADDRNOTAVAIL
+
+
+async def test_a_name_of_which_one_address_is_taken(resolver: Resolver) -> None:
+    resolver(LOCAL, LOCAL_6)
+    async with communicators() as (near, far):
+        taken = await far.listen(f"[{LOCAL_6}]:0")
+        with pytest.raises(ListenError) as caught:
+            await near.listen(f"{NAME}:{taken.port}")
+        assert caught.value.errno == errno.EADDRINUSE
+        with pytest.raises(ConnectError):  # nothing stayed bound
+            await far.connect(f"{LOCAL}:{taken.port}")
+
+
+async def test_any_port_is_one_that_is_free_at_every_address(
+    resolver: Resolver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver(LOCAL, LOCAL_6)
+    real, refused = socket.socket.bind, list[Any]()
+
+    def bind(sock: socket.socket, address: Any) -> None:
+        if address[0] == LOCAL_6 and not refused:
+            refused.append(address)
+            raise OSError(errno.EADDRINUSE, "taken")
+        real(sock, address)
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    async with communicators() as (near, far):
+        address = await far.listen(f"{NAME}:0")
+        assert refused
+        for host in (LOCAL, f"[{LOCAL_6}]"):
+            await near.connect(f"{host}:{address.port}")
