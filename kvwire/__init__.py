@@ -44,6 +44,7 @@ from kvwire.errors import (
     UsageError,
     VersionMismatch,
 )
+from kvwire.errors import with_remedy as _with_remedy
 from kvwire.types import (
     Access,
     Address,
@@ -185,7 +186,10 @@ if not TYPE_CHECKING:  # which would otherwise believe in every name
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'kvwire' has no attribute {name!r}")
-        found = getattr(importlib.import_module(_HOMES[name]), name)
+        try:
+            found = getattr(importlib.import_module(_HOMES[name]), name)
+        except OSError as exc:  # a file of the package cannot be opened
+            raise UsageError(f"kvwire.{name}: {_with_remedy(exc)}") from exc
         globals()[name] = found
         return found
 

@@ -46,6 +46,7 @@ and :func:`error_from_code` turns it back into the class.
 from __future__ import annotations
 
 import enum
+import errno
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final
 
@@ -318,6 +319,34 @@ def error_from_code(code: int, text: str) -> KVWireError:
     except ValueError:
         return PeerError(f"peer reported code {code}: {text}")
     return cls(text)
+
+
+_PLACE: Final = "make room, or give another place"
+_REMEDIES: Final = {
+    errno.EMFILE: (
+        "this process has as many files open as it may: ulimit -n 65536; docker run "
+        "--ulimit nofile=65536; LimitNOFILE=65536"
+    ),
+    errno.ENFILE: "this machine has as many files open as it may: sysctl fs.file-max",
+    errno.ENOMEM: "ask for less, or give this process more memory",
+    errno.ENOSPC: f"df -h and df -i say what is used up; {_PLACE}",
+    errno.EDQUOT: f"the quota there is used up; {_PLACE}",
+    errno.EACCES: "let this user read and write there, or give another place",
+    errno.EPERM: "let this user read and write there, or give another place",
+    errno.EROFS: "it is mounted read-only; mount it anew, or give another place",
+    errno.EIO: "the disk fails: dmesg says more; give another place",
+    errno.ENODEV: "it is not mounted; mount it, or give another place",
+}
+
+
+def with_remedy(error: BaseException) -> str:
+    """Return the text of what the system refuses, and what to do about it."""
+    said = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+    remedy = _REMEDIES.get(getattr(error, "errno", None) or 0)
+    where = getattr(error, "filename", None)
+    if isinstance(where, str):
+        said = f"{where}: {said}"
+    return f"{said}; {remedy}" if remedy else said
 
 
 def wrong_type(name: str, value: object, wanted: str) -> UsageError:

@@ -26,7 +26,7 @@ from kvwire.clock import run_to_completion, yields_before_raising
 from kvwire.driver.loop_thread import LoopThread, Opening
 from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
-from kvwire.errors import UsageError, nearest
+from kvwire.errors import KVWireError, UsageError, nearest, with_remedy
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
@@ -478,6 +478,13 @@ async def _close_to_end(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
     await run_to_completion(close())
 
 
+def _refused(address: TierAddress, error: OSError) -> KVWireError:
+    """Return what a caller gets where the system refuses what a tier needs."""
+    if isinstance(error, KVWireError):
+        return error
+    return UsageError(f"tier {address.text!r}: {with_remedy(error)}")
+
+
 class OpeningStore(Opening):
     """Opens a store: await it, or use it as ``async with``."""
 
@@ -530,16 +537,21 @@ class OpeningStore(Opening):
         below: list[Tier] = []
         async with AsyncExitStack() as opened:
             for address in self._tiers[1:]:
-                below.append(await open_tier(address, self._tenants))
+                try:
+                    below.append(await open_tier(address, self._tenants))
+                except OSError as exc:
+                    raise _refused(address, exc) from exc
                 opened.push_async_callback(_close_to_end, below[-1].close)
             memory = self._tiers[0]
             populate = memory.choice("populate", ("yes", "no"), "no") == "yes"
             try:
                 store = BlockStore(memory, below, self._write, self._tenants)
-            except (MemoryError, OSError) as exc:
+            except MemoryError as exc:
                 raise UsageError(
                     f"tier {memory.text!r}: this machine has no room for it: {exc}"
                 ) from None
+            except OSError as exc:
+                raise _refused(memory, exc) from exc
             opened.pop_all()  # they are the store's now
             opened.push_async_exit(store)
             if populate:

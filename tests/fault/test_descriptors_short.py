@@ -84,6 +84,43 @@ async def test_a_listener_accepts_again() -> None:
                 break
 
 
+@pytest.mark.parametrize(
+    "tier", ["memory:1MiB", "disk:{path}?size=1MiB", "kvwire://127.0.0.1:9"]
+)
+def test_a_store_says_what_to_do(tier: str, tmp_path: Path) -> None:
+    """In a process that has not imported anything of it before."""
+    program = """
+import asyncio, kvwire
+from tests.fault.test_descriptors_short import descriptors
+
+async def main():
+    with descriptors({left}):
+        try:
+            async with kvwire.BlockStore.open(["memory:1MiB", *{tiers}]):
+                print("opened")
+        except kvwire.UsageError as exc:
+            print("refused", "ulimit -n" in str(exc))
+    async with kvwire.BlockStore.open(["memory:1MiB", *{tiers}]):
+        print("opened")
+
+asyncio.run(main())
+"""
+    below = [] if tier.startswith("memory") else [tier.format(path=tmp_path)]
+    said = set()
+    for left in (0, 2, 8):
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(left=left, tiers=below)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=30,
+            check=False,
+        )
+        said.add(done.stdout)
+        assert done.stdout.split()[-1:] == ["opened"], (left, done.stderr)
+    assert said == {"refused True\nopened\n", "opened\nopened\n"}
+
+
 def test_backends_are_found_when_there_are_descriptors_again() -> None:
     """An empty answer about what is installed is not remembered."""
     program = """

@@ -27,7 +27,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, with_remedy
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
@@ -62,7 +62,12 @@ _SERIALS_PER_S: Final = 1_000_000
 _ROUNDS: Final = 8
 # To read that little of what the kernel has takes no longer than to wake a thread.
 _AT_ONCE_BYTES: Final = 256 * KIB
-_ERRORS: Final = (OSError, sqlite3.Error)
+# Python cannot read all that SQLite quotes of a damaged file.
+_ERRORS: Final = (OSError, sqlite3.Error, UnicodeDecodeError)
+# What SQLite says of the disk; all else it says of a file that is damaged.
+_NOT_DAMAGE: Final = tuple(
+    f"SQLITE_{what}" for what in ("BUSY", "CANTOPEN", "IOERR", "PERM", "READONLY")
+)
 
 
 class DiskTier(CodedTier):
@@ -145,9 +150,7 @@ class DiskTier(CodedTier):
                 text = f"the disk has no room for {nbytes} bytes; give it less: ?size="
                 raise UsageError(f"tier {address.text!r}: {text}") from exc
             if isinstance(exc, _ERRORS):
-                passes = isinstance(exc, OSError | sqlite3.OperationalError)
-                hint = "" if passes else "; delete the directory, or give another one"
-                raise UsageError(f"tier {address.text!r}: {exc}{hint}") from exc
+                raise UsageError(f"tier {address.text!r}: {_why(exc)}") from exc
             raise
         finally:
             threads.close()
@@ -435,8 +438,7 @@ class DiskTier(CodedTier):
         return True
 
     def _failed(self, what: str, error: Exception) -> None:
-        text = getattr(error, "strerror", None) or str(error)
-        self.error: str = f"{what} failed: {text}"
+        self.error: str = f"{what} failed: {with_remedy(error)}"
 
     # --- on a thread ------------------------------------------------------------------
 
@@ -458,7 +460,8 @@ class DiskTier(CodedTier):
         inside &= rows.slots % self._slabs.stride < self._slabs.slab_bytes // sizes
         inside[inside] = once(rows.keys[inside])
         self._stale.update(rows.slots[~inside].tolist())
-        self._adopt(rows.selected(inside), sizes[inside])
+        if inside.any():
+            self._adopt(rows.selected(inside), sizes[inside])
 
     def _adopt(self, rows: DiskRows, sizes: Ids) -> None:
         """Take up rows that fit each other, the newest first."""
@@ -565,6 +568,18 @@ class DiskTier(CodedTier):
 
 def _sums_of(batch: Batch) -> Sums:
     return image_sums(batch.images) ^ named_sums(batch.keys, batch.orders)
+
+
+def _why(error: BaseException) -> str:
+    """Return why a directory cannot be opened, and what to do about it."""
+    if isinstance(error, OSError):
+        return with_remedy(error)
+    if getattr(error, "sqlite_errorname", "").startswith(_NOT_DAMAGE):
+        return (
+            f"its index: {error}; see that the disk works, that this user may write "
+            f"there, and that this process may open more files (ulimit -n)"
+        )
+    return f"its index is damaged: {error}; delete the directory, or give another one"
 
 
 def _is_full(error: BaseException) -> bool:

@@ -68,12 +68,17 @@ _PIN: Final = """
 # To SQLite, a text is more than any number: whoever is between two of them is one.
 _ROWS: Final = """
     SELECT slot, key, image_order, nbytes, checksum, serial FROM blocks
-    WHERE slot >= 0 AND typeof(key) = 'blob' AND typeof(checksum) = 'integer'
+    WHERE typeof(slot) = 'integer' AND slot BETWEEN 0 AND ? AND typeof(key) = 'blob'
+    AND typeof(nbytes) = 'integer' AND typeof(checksum) = 'integer'
     AND length(key) > ? AND length(key) <= ? AND image_order BETWEEN 0 AND ?
     AND nbytes BETWEEN 1 AND ? AND serial BETWEEN 0 AND ?
 """
 _KEY_BYTES: Final = (DIGEST_BYTES, DIGEST_BYTES + STORE_HASH_BYTES_MAX)
-_LIMITS: Final = (*_KEY_BYTES, len(ORDERS) - 1, STORE_SLAB_BYTES_MAX, 2**62)
+_SLOT_MAX: Final = 2**62
+_LIMITS: Final = (
+    *(_SLOT_MAX, *_KEY_BYTES),
+    *(len(ORDERS) - 1, STORE_SLAB_BYTES_MAX, 2**62),
+)
 _SLABS: Final = range(GRAIN_BYTES, STORE_SLAB_BYTES_MAX + 1, GRAIN_BYTES)
 # Rows that are read at once: some of Python's objects for each.
 _AT_ONCE: Final = 64 * 1024
@@ -117,8 +122,8 @@ class DiskIndex:
     """
 
     def __init__(self, path: Path, slab_bytes: int, *, synced: bool) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+        # By the system itself, which says why it cannot be opened; SQLite does not.
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600))
         self._synced = synced
         self._db = sqlite3.connect(
             path, timeout=0, isolation_level=None, check_same_thread=False

@@ -73,6 +73,67 @@ async def test_an_index_that_is_damaged_is_said_at_once(tmp_path: Path) -> None:
         await BlockStore.open(tiers(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE blocks SET slot = slot + 4611686018427387904",
+        "UPDATE blocks SET slot = 9223372036854775807 - slot",
+        "UPDATE blocks SET slot = -1 - slot",
+        "UPDATE blocks SET nbytes = 17179869184",
+        "UPDATE blocks SET serial = -1",
+        "UPDATE blocks SET key = zeroblob(96)",
+        """CREATE TABLE others AS SELECT 'no slot' AS slot, key, image_order, nbytes,
+           checksum, serial FROM blocks; DROP TABLE blocks;
+           ALTER TABLE others RENAME TO blocks""",
+    ],
+)
+async def test_rows_that_make_no_sense_are_no_rows(
+    tmp_path: Path, statement: str
+) -> None:
+    """Where none is left, the tier opens empty, and is one like any other."""
+    source, hashes = await put_before(*tiers(tmp_path))
+    change(tmp_path, statement)
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await landed(store, source, hashes) == []
+        put = await store.put(chain(4, "new"), source.cache, IDS[:4])
+        await store.flush()
+        assert put.complete
+    async with BlockStore.open(tiers(tmp_path)) as store:
+        assert await store.match(chain(4, "new"), source.cache) == 4
+
+
+def _renamed(index: Path) -> None:
+    """Leave a schema that SQLite quotes in its error, and Python cannot decode."""
+    data = index.read_bytes()
+    assert b"TABLE spaces" in data
+    index.write_bytes(data.replace(b"TABLE spaces", b"TABLE\xecspaces"))
+
+
+def _in_its_place(index: Path) -> None:
+    index.unlink()
+    index.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda index: os.truncate(index, 5000), "malformed; delete the directory"),
+        (lambda index: index.write_bytes(b"x" * 9000), "not a database; delete the"),
+        (_renamed, "is damaged: .*; delete the directory, or give another one"),
+        (lambda index: change(index.parent, "DROP TABLE tier"), "no such .*; delete"),
+        (_in_its_place, "index.sqlite: Is a directory"),
+        (lambda index: Path(f"{index}-journal").mkdir(), "see that the disk works"),
+    ],
+)
+async def test_an_index_that_is_none_is_refused_with_a_remedy(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    await put_before(*tiers(tmp_path))
+    damage(tmp_path / "index.sqlite")
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open(tiers(tmp_path))
+
+
 async def test_damage_is_a_reason(tmp_path: Path) -> None:
     source, hashes = await put_before(*tiers(tmp_path), count=4)
     flip(tmp_path, source, 2)
@@ -281,7 +342,7 @@ def flip(path: Path, source: Filled, block: int) -> None:
 
 def change(path: Path, statement: str) -> None:
     with closing(sqlite3.connect(path / "index.sqlite", isolation_level=None)) as db:
-        db.execute(statement)
+        db.executescript(statement)
 
 
 def store_keys(hashes: list[bytes], source: Filled) -> Keys:
