@@ -69,7 +69,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
             redis://host:6379; clients have kvwire://role=store?directory=URL.
         label: What else selectors may ask for: --label pool=a, several times. The label
             `node` names a node whose address changes.
-        advertise: By which address others reach it, if it listens on all of them.
+        advertise: By which host, or HOST:PORT, others reach it, if it listens on all.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:

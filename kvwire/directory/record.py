@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvwire import limits
+from kvwire.directory.dialable import check_dialable
 from kvwire.errors import UsageError, shown, wrong_type
 from kvwire.types import Address
 
@@ -53,7 +54,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = limits.MEMBER_LEASE_S
 
     def __post_init__(self) -> None:
-        Address.parse(self.address)
+        check_dialable(Address.parse(self.address))
         tables = (*self.specs.items(), *self.labels.items())
         texts = (self.name, self.address, self.role, self.model, *self.transports)
         for text in (*texts, *(part for pair in tables for part in pair)):

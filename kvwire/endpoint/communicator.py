@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from kvwire.backend import API_VERSION, Backend, Link, Listener, registry
 from kvwire.backend.selection import (
@@ -22,6 +22,7 @@ from kvwire.backend.selection import (
 from kvwire.clock import at_most, seconds_of, yields_before_raising
 from kvwire.config import Config
 from kvwire.directory import Record
+from kvwire.directory.dialable import check_dialable
 from kvwire.driver.buffers import BufferTable
 from kvwire.driver.codec_threads import CodecThreads
 from kvwire.driver.connection_driver import ConnectionDriver
@@ -84,9 +85,6 @@ from kvwire.wire.handshake_messages import (
 )
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
-
-# As addresses of listeners they mean all of a host's.
-_EVERYWHERE: Final = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 E = TypeVar("E", bound=KVWireError)
 # What runs a link: first the one, then the other.
@@ -327,11 +325,12 @@ class CommunicatorState:
             if not self._listeners:
                 raise UsageError("announce: listen first, or pass address=")
             address = self._listeners[0].address
-            if address.host in _EVERYWHERE:
-                raise UsageError(
-                    f"announce: this side listens on {address}, which is everywhere; "
-                    f"pass address=, by which others reach it"
-                )
+        try:
+            check_dialable(Address.parse(address))
+        except UsageError as exc:
+            raise UsageError(
+                f"announce: {exc}; pass address=, by which others reach it"
+            ) from None
         record = Record(
             name=self.config.name,
             address=str(address),

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvwire
+from kvwire.directory.dialable import check_dialable
 from kvwire.kv.fragments import Fragments
 
 Bytes = npt.NDArray[np.uint8]
@@ -65,10 +66,12 @@ class TensorExchange:
         self._fetching: defaultdict[str, set[asyncio.Task[Any]]] = defaultdict(set)
         self._tags = itertools.count(_ANSWERS)
         try:
-            self.address: str = str(self._engine.listen(listen))  # where it listens
+            bound = self._engine.listen(listen)
+            check_dialable(bound)
         except BaseException:
             self._engine.close()
             raise
+        self.address: str = str(bound)  # by which others reach it
         self._serving = self._engine.start(self._serve)
 
     # --- the side that has ------------------------------------------------------------

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from kvwire import Communicator, Engine
+from kvwire.directory.dialable import check_dialable
 from kvwire.errors import ClosedOK, UsageError, shown
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import NAME_CHARS_MAX, PROXY_RANKS_MAX
@@ -76,11 +77,6 @@ class Announcer:
 
     def start(self, engine: Engine, address: str, cache: PagedCache) -> None:
         """Begin to announce."""
-        if Address.parse(address).host in ("0.0.0.0", "::"):  # noqa: S104 - not bound
-            raise UsageError(
-                f"kv_connector_extra_config: http announces this engine, and nobody "
-                f'can dial {address}: set "advertise" to the host that others dial'
-            )
         self._keeping = engine.start(lambda one: self._keep(one, address, cache))
 
     def close(self) -> None:
@@ -122,8 +118,9 @@ def http_url(text: str) -> str:
     more = (parts.username, parts.password, parts.query, parts.fragment)
     if not host or any(more) or parts.path.strip("/") or parts.scheme not in _PORTS:
         raise UsageError(f"http={shown(text)} is no http://host:port")
-    where = f"[{host}]" if ":" in host else host
-    return f"{parts.scheme}://{where}:{port or _PORTS[parts.scheme]}"
+    address = Address("http", host, port or _PORTS[parts.scheme])
+    check_dialable(address)
+    return f"{parts.scheme}://{str(address).removeprefix('http://')}"
 
 
 _PORTS: Final = {"http": 80, "https": 443}

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvwire.config import FIELDS, Config, Seconds, checked_values
+from kvwire.directory.dialable import check_dialable, read_advertised
 from kvwire.errors import UsageError, nearest
 from kvwire.integrations.vllm.announce import http_url
 from kvwire.limits import MIB
@@ -36,6 +37,7 @@ GROUP_BYTES: Final = 4 * MIB
 
 # vLLM's names of how layers, blocks, heads and tokens follow each other in memory.
 Layout: TypeAlias = Literal["", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+_PORT_MAX: Final = 65_535
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
 
@@ -45,7 +47,9 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         listen: Where its first rank listens; rank r has the port r higher. Port 0 takes
             any free one, for requests whose prefill answers before decode begins.
-        advertise: The host that peers dial, where it is not the one of ``listen``.
+        advertise: The host that peers dial, where it is not the one of ``listen``, such
+            as ``"10.0.0.7"``; with a port, ``"10.0.0.7:17400"``, that is the first
+            rank's, and rank r has the port r higher.
         stream: When prefill sends: each ``"layer"`` when it is written, each
             ``"chunk"`` of a prompt after its forward pass (for engines that run full
             CUDA graphs, where no layer hook is called), or the whole ``"request"``.
@@ -83,27 +87,65 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["", "prefill", "decode", "both"] = ""
 
     def __post_init__(self) -> None:
-        for address in (self.listen, *self.peers):
-            Address.parse(address)
+        listen = Address.parse(self.listen)
+        if not listen.port and self.advertise and self._advertised.port:
+            raise UsageError(
+                f"advertise={self.advertise!r} has a port, and listen={self.listen!r} "
+                f"takes any free one: write the port into both"
+            )
+        try:
+            # What any free port will be is known later.
+            self.advertised(dataclasses.replace(listen, port=listen.port or 1))
+        except UsageError as exc:
+            raise UsageError(
+                f"listen={self.listen!r}, advertise={self.advertise!r}: {exc}; set "
+                f'"advertise" to the host that others dial'
+            ) from None
+        for address in self.peers:
+            check_dialable(Address.parse(address))
         if self.http:
             http_url(self.http)
 
     def beside(self, ranks: int) -> VllmSettings:
         """Return the settings of an engine that listens behind so many ranks."""
-        return msgspec.structs.replace(self, listen=str(self.address(ranks)))
+        advertise = self.advertise
+        if advertise and self._advertised.port:
+            advertise = str(_higher(self._advertised, ranks))
+        return msgspec.structs.replace(
+            self, listen=str(self.address(ranks)), advertise=advertise
+        )
 
     def address(self, rank: int) -> Address:
         """Return where a rank listens."""
         first = Address.parse(self.listen)
-        if not first.port:
-            return first
-        return dataclasses.replace(first, port=first.port + rank)
+        return _higher(first, rank) if first.port else first
 
-    def advertised(self, bound: Address) -> str:
-        """Return what peers are told of a bound address."""
+    def advertised(self, bound: Address, rank: int = 0) -> str:
+        """Return what peers are told of the address that a rank listens on.
+
+        Raises:
+            UsageError: Nobody can dial it.
+        """
         if self.advertise:
-            bound = dataclasses.replace(bound, host=self.advertise)
+            where = self._advertised
+            port = _higher(where, rank).port if where.port else bound.port
+            bound = dataclasses.replace(bound, host=where.host, port=port)
+        check_dialable(bound)
         return str(bound)
+
+    @property
+    def _advertised(self) -> Address:
+        return read_advertised(self.advertise)
+
+
+def _higher(first: Address, ranks: int) -> Address:
+    """Return the address of a rank, of which each has a port."""
+    port = first.port + ranks
+    if port > _PORT_MAX:
+        raise UsageError(
+            f"{first}: rank {ranks} would have port {port}; take lower ones"
+        )
+    return dataclasses.replace(first, port=port)
 
 
 def read_settings(

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from kvwire.config import Config
+from kvwire.directory.dialable import check_dialable
 from kvwire.errors import UsageError
 from kvwire.security.keys import load_keys
 from kvwire.types import Address, is_loopback
@@ -59,6 +60,9 @@ class References:
 
     def check(self, transfer_id: str, remote: Sequence[str], signature: str) -> None:
         """Refuse a reference that may be made up."""
+        addresses = [Address.parse(one) for one in remote]
+        for address in addresses:
+            check_dialable(address)
         # bytes, since a client may send any text
         shown = signature.encode("utf-8", "replace")
         for key in self._keys:
@@ -66,7 +70,7 @@ class References:
             right = hmac.digest(key, said, "sha256").hex().encode()
             if hmac.compare_digest(right, shown):
                 return
-        for address in map(Address.parse, remote):
+        for address in addresses:
             if not self._may_dial(address):
                 raise UsageError(
                     f"kv_transfer_params: {str(address)!r} is none of `peers`, and no "

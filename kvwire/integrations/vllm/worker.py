@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from kvwire import Communicator, Engine
 from kvwire.config import Config
+from kvwire.directory.dialable import warn_of_unknown_name
 from kvwire.errors import BackendUnavailable
 from kvwire.integrations.vllm.announce import Announcer
 from kvwire.integrations.vllm.caches import CacheShape, LayerCaches, layer_caches
@@ -41,6 +42,7 @@ from kvwire.integrations.vllm.sending import (
 )
 from kvwire.integrations.vllm.topology import OwnRank, rank_route
 from kvwire.kv.spec import KVSpec
+from kvwire.types import Address
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -68,8 +70,11 @@ class WorkerSide:
         self._engine = Engine(config)
         self._peers = Peers()
         self.address: str = settings.advertised(
-            self._engine.listen(settings.address(self._rank))
+            self._engine.listen(settings.address(self._rank)), self._rank
         )
+        if settings.advertise:
+            said = Address.parse(self.address)
+            self._engine.start(lambda _: warn_of_unknown_name(said))
         # Known when vLLM registers its caches.
         self._caches: LayerCaches
         self._specs: dict[str, KVSpec] = {}  # of each cache group

@@ -22,12 +22,18 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Self, Unpack
 
 import kvwire
 from kvwire.clock import run_to_completion
 from kvwire.config import Config, ConfigOptions
+from kvwire.directory.dialable import (
+    check_dialable,
+    read_advertised,
+    warn_of_unknown_name,
+)
 from kvwire.errors import ClosedOK, UsageError
 from kvwire.limits import (
     EAGER_BYTES_MAX,
@@ -65,7 +71,8 @@ class StoreServer:
             of a client is ``berths * berth_bytes``, as far as it is used.
         labels: Announces it in the directory of the configuration as a member of the
             role "store", with these labels; None for not at all.
-        advertise: By which address others reach it, if it listens on all of them.
+        advertise: By which address others reach it, if it listens on all of them: a
+            host, and a port if it is not the one that it listens on.
         **arguments: Keys of :class:`kvwire.Config`, such as ``psk_file``.
 
     Attributes:
@@ -105,6 +112,8 @@ class StoreServer:
         tenants = store._tiers.tenants.listed  # noqa: SLF001 - the library's own
         self._where = Address.parse(address)
         self._labels, self._advertise = labels, advertise
+        if advertise is not None:
+            self._advertised(1)
         proofs = _proofs(tenants)
         self._config = _config(config, arguments, tenants, proofs)
         self._served = ServedStore(store, read_only, berths, berth_bytes, proofs)
@@ -143,15 +152,32 @@ class StoreServer:
         try:
             self.address = await self._communicator.listen(self._where)
             if self._labels is not None:
-                self._communicator.announce(
-                    role="store", labels=self._labels, address=self._advertise
-                )
+                await self._announce(self._labels)
         except BaseException:
             await run_to_completion(self._communicator.close())
             raise
         self._accepting = asyncio.create_task(self._accept())
         store._servers.add(self.close)  # noqa: SLF001
         return self
+
+    async def _announce(self, labels: Mapping[str, str]) -> None:
+        where = None
+        if self._advertise is not None:
+            where = self._advertised(self.address.port)
+            await warn_of_unknown_name(where)
+        self._communicator.announce(role="store", labels=labels, address=where)
+
+    def _advertised(self, port: int) -> Address:
+        """Return by which address others reach a server that listens on a port."""
+        where = self._advertise
+        if not isinstance(where, Address):
+            where = read_advertised(str(where))
+        where = replace(where, port=where.port or port)
+        try:
+            check_dialable(where)
+        except UsageError as exc:
+            raise UsageError(f"advertise: {exc}") from None
+        return where
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Close it, to the end also if the caller is cancelled again and again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, closing
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire import UsageError
 from kvwire.directory import Change, ChangeKind, open_directory
 from kvwire.integrations.vllm.announce import Announcer, http_url
 from kvwire.integrations.vllm.config import VllmSettings
@@ -70,19 +69,6 @@ async def test_a_worker_announces_itself_until_it_is_closed(
     finally:
         worker.close()
         await directory.close()
-
-
-def test_an_address_that_nobody_can_dial(tmp_path: Path) -> None:
-    config = kvwire.Config(
-        directory=f"file:{tmp_path}", trust="psk", psk_file=key(tmp_path)
-    )
-    settings = VllmSettings(listen="0.0.0.0:0")
-    announcer = Announcer("http://h:1", "", vllm_config(), 0, "m")
-    with (
-        closing(WorkerSide(settings, config, [SHAPE], announcer)) as worker,
-        pytest.raises(UsageError, match='set "advertise"'),
-    ):
-        worker.register(caches())
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5557", "ipc://x", "nonsense"])

@@ -36,6 +36,8 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"peers": ["a"]}, "no port"),
         ({"http": "h:1"}, "http='h:1'"),
         ({"http": 7}, "http=7"),
+        ({"http": "http://0.0.0.0:8000"}, "nobody can dial http://0.0.0.0:8000"),
+        ({"peers": ["0.0.0.0:7400"]}, "nobody can dial"),
         ({"role": "prefil"}, "did you mean 'prefill'"),
         ({"lease": 5}, "did you mean 'lease_s'"),
         ({"group_byte": 1}, "did you mean 'group_bytes'"),
@@ -62,6 +64,35 @@ def test_ranks_listen_beside_each_other() -> None:
 
 
 def test_what_peers_are_told() -> None:
-    bound = Address("tcp", "0.0.0.0", 7400)
-    assert VllmSettings(advertise="node-7").advertised(bound) == "tcp://node-7:7400"
-    assert VllmSettings().advertised(bound) == "tcp://0.0.0.0:7400"
+    bound = Address("tcp", "0.0.0.0", 7401)
+
+    def told(**extra: str) -> tuple[str, str]:
+        settings, _ = read_settings(
+            {"listen": "0.0.0.0:7400", "trust": "psk", "psk_file": "key", **extra}, {}
+        )
+        return settings.advertised(bound, 1), settings.beside(4).advertised(bound, 1)
+
+    assert told(advertise="node-7") == ("tcp://node-7:7401",) * 2
+    assert told(advertise="node-7:17400") == (
+        "tcp://node-7:17401",
+        "tcp://node-7:17405",
+    )
+    assert told(advertise="fd00::7") == ("tcp://[fd00::7]:7401",) * 2
+    assert VllmSettings().advertised(Address("tcp", "127.0.0.1", 5)) == (
+        "tcp://127.0.0.1:5"
+    )
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:7400", "[::]:7400", "0.0.0.0:0"])
+@pytest.mark.parametrize("advertise", ["", "0.0.0.0", "[::]:9", "224.0.0.1", "a b"])
+def test_what_nobody_can_dial_is_refused_at_start(listen: str, advertise: str) -> None:
+    with pytest.raises(UsageError, match=r'nobody can dial .*set "advertise"|both'):
+        read_settings({"listen": listen, "advertise": advertise}, {})
+
+
+def test_ports_of_ranks_end_at_the_last_one() -> None:
+    settings = VllmSettings(listen="10.0.0.1:65535")
+    with pytest.raises(UsageError, match="rank 1 would have port 65536"):
+        settings.address(1)
+    with pytest.raises(UsageError, match="rank 1 would have port 65536"):
+        settings.beside(1)

@@ -1,0 +1,103 @@
+"""What others are told to dial: checked where it is told and where it is read.
+
+A process listens on all of its interfaces, or behind a translation, and what it tells
+others is then another address. A wrong one shows late and elsewhere: who dials
+``0.0.0.0`` meets itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import socket
+
+from kvwire.errors import UsageError
+from kvwire.types import Address
+
+logger: logging.Logger = logging.getLogger("kvwire.connections")
+
+# Letters of any language, and the underscores of Docker's names.
+_NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
+_PORT_MAX = 65_535
+# A resolver that is well has answered by then; what starts does not wait for another.
+_LOOK_UP_S = 2.0
+
+
+def check_dialable(address: Address) -> None:
+    """Refuse an address that no other process can dial.
+
+    Raises:
+        UsageError: It means every interface, many hosts or none, or has no port.
+    """
+    if address.scheme == "inproc" or address.host.startswith("/"):
+        return
+    why = _why_not(address.host)
+    if not why and not 1 <= address.port <= _PORT_MAX:
+        why = f"its port is {address.port}, and 1 to {_PORT_MAX} can be dialled"
+    if why:
+        raise UsageError(f"nobody can dial {address}: {why}")
+
+
+def read_advertised(text: str) -> Address:
+    """Read ``host``, ``host:port``, an IPv6 address or any of them behind ``tcp://``.
+
+    Returns:
+        The address; its port is 0 where the text has none.
+
+    Raises:
+        UsageError: It is none of these.
+    """
+    rest = text.removeprefix("tcp://")
+    if "://" in rest:
+        return Address.parse(text)
+    bare = rest[1:-1] if rest.startswith("[") and rest.endswith("]") else rest
+    if _ip(bare) is not None or ":" not in rest:
+        return Address("tcp", bare)
+    return Address.parse(f"tcp://{rest}")
+
+
+async def warn_of_unknown_name(address: Address) -> None:
+    """Log that this host does not know a name that others are told to dial.
+
+    It is no error: a name may be known to others alone, or from a little later on.
+
+    Cancel safety: safe.
+    """
+    try:
+        async with asyncio.timeout(_LOOK_UP_S):
+            await asyncio.get_running_loop().getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM
+            )
+    except OSError as exc:
+        logger.warning(
+            "others are told to dial %s, and this host does not find that name: %s",
+            address,
+            exc.strerror or "its resolver does not answer",
+        )
+
+
+def _why_not(host: str) -> str:
+    """Say why nobody can dial a host; "" if somebody may."""
+    ip = _ip(host)
+    if ip is None:
+        last = host.rstrip(".").rpartition(".")[2]
+        if not _NAME.fullmatch(host) or last.isdigit():
+            return f"{host!r} is no address and no name of a host"
+        return ""
+    plain = getattr(ip, "ipv4_mapped", None) or ip
+    if plain.is_unspecified:
+        return "it means every interface of the host that dials it"
+    if plain.is_multicast or str(plain) == "255.255.255.255":
+        return "it means many hosts"
+    if ip.version == 6 and ip.is_link_local and not ip.scope_id:
+        return f"it is of one link; say of which, such as {host}%eth0"
+    return ""
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
