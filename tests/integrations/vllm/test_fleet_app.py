@@ -6,10 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 
 from kvwire.integrations.vllm.proxy.admission import Admission
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from kvwire.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
@@ -31,7 +30,7 @@ from tests.integrations.vllm.turns import fleet_in_turns
 # --- the application ------------------------------------------------------------------
 
 
-def app(network: Engines, **options: Any) -> Starlette:
+def app(network: Engines, **options: Any) -> ProxyApp:
     fleet = options.pop("fleet", None) or fleet_in_turns([P1, P2], [D1, D2])
     return make_app(fleet, order=AT_ONCE, client=network, **options)
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import aiohttp
 import pytest
-from starlette.applications import Starlette
 
 from kvwire.integrations.vllm.proxy import moving
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.moving import immovable_field
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from tests.integrations.vllm.test_proxy import (
@@ -119,7 +118,7 @@ class Decoder:
 
 
 class Client:
-    def __init__(self, application: Starlette, **more: Any) -> None:
+    def __init__(self, application: ProxyApp, **more: Any) -> None:
         self.parts = streamed(application, **{"max_tokens": COUNT} | more)
         self.events: list[dict[str, Any]] = []
         self.done = False
@@ -153,14 +152,14 @@ class Client:
         assert usage == {"prompt_tokens": 3, "completion_tokens": COUNT}
 
 
-def front(**decoders: Handler) -> tuple[Starlette, Engines]:
+def front(**decoders: Handler) -> tuple[ProxyApp, Engines]:
     network = Engines(**decoders)
     fleet = fleet_in_turns([], [D1, D2])
     made = make_app(fleet, order=AT_ONCE, client=network, migrate=True)
     return made, network
 
 
-async def post(application: Starlette, path: str, **asked: Any) -> tuple[int, Any]:
+async def post(application: ProxyApp, path: str, **asked: Any) -> tuple[int, Any]:
     said = await call(application, "POST", path, json=asked)
     return said.status_code, said.json()
 

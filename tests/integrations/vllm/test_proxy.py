@@ -16,12 +16,11 @@ from urllib.parse import urlsplit
 import aiohttp
 import httpx
 import pytest
-from starlette.applications import Starlette
 
 from kvwire import UsageError
 from kvwire.integrations.vllm.proxy import app as proxy_app
 from kvwire.integrations.vllm.proxy import dispatch, policy
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.client import EngineClient
 from kvwire.integrations.vllm.proxy.command import main
 from kvwire.integrations.vllm.proxy.engines import VllmServer, parse_engine
@@ -123,7 +122,7 @@ def breaks_off(headers: dict[str, str], first: bytes = b"data: 1") -> Handler:
 
 
 async def streamed(
-    application: Starlette, *, path: str = SCOPE["path"], **more: Any
+    application: ProxyApp, *, path: str = SCOPE["path"], **more: Any
 ) -> AsyncGenerator[bytes]:
     """The parts of an answer as they are sent; httpx's own transport joins them."""
     parts: asyncio.Queue[bytes] = asyncio.Queue()
@@ -158,12 +157,12 @@ async def turns_until(condition: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-def app(engines: Engines, order: str = policy.AT_ONCE) -> Starlette:
+def app(engines: Engines, order: str = policy.AT_ONCE) -> ProxyApp:
     return make_app(fleet_in_turns([P1, P2], [D1, D2]), order=order, client=engines)
 
 
 async def post(
-    application: Starlette,
+    application: ProxyApp,
     body: Any = None,
     path: str = "completions",
     headers: dict[str, str] | None = None,
@@ -173,7 +172,7 @@ async def post(
 
 
 async def call(
-    application: Starlette,
+    application: ProxyApp,
     method: str,
     path: str,
     client: str = "127.0.0.1",
@@ -433,7 +432,7 @@ async def test_a_client_that_leaves_as_its_answer_begins() -> None:
         await asyncio.sleep(0)
 
     application = app(Engines())
-    # As uvicorn says it, so Starlette looks itself whether the client is there.
+    # As uvicorn says it, so ProxyApp looks itself whether the client is there.
     await application(SCOPE | {"asgi": {"spec_version": "2.3"}}, receive, send)
     page = (await call(application, "GET", "/metrics")).text
     assert "\nkvwire_proxy_running 0.0" in page

@@ -26,7 +26,7 @@ PROXY = "kvwire.integrations.vllm.proxy"
 DECODE = ("--decode", "http://127.0.0.1:9=127.0.0.1:9", "--port", "0")
 
 
-@pytest.mark.parametrize("module", [f"{PROXY}.engines", "uvicorn", "uvicorn.lifespan"])
+@pytest.mark.parametrize("module", [f"{PROXY}.engines", "aiohttp", "aiohttp.web"])
 def test_ctrl_c_while_it_starts(module: str) -> None:
     """The signal ends it, as shells expect it, and nothing is said."""
     code = (

@@ -15,10 +15,9 @@ from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from starlette.applications import Starlette
 
 from kvwire.directory.base import ended
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.client import EngineFailed, Prober
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmServer
@@ -48,7 +47,7 @@ async def dies(_: dict[str, Any]) -> Said:
     raise aiohttp.ServerDisconnectedError
 
 
-def front(engines: Engines, **options: Any) -> Starlette:
+def front(engines: Engines, **options: Any) -> ProxyApp:
     fleet = fleet_in_turns(options.pop("prefill", ()), DECODE)
     options = {"order": AT_ONCE, **options}
     return make_app(fleet, client=engines, **options)

@@ -11,7 +11,8 @@ import pytest
 
 from kvwire.integrations.vllm.proxy.app import make_app
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from kvwire.integrations.vllm.proxy.stopping import Ending, ProxyServer
+from kvwire.integrations.vllm.proxy.server import ProxyServer
+from kvwire.integrations.vllm.proxy.stopping import Ending
 from tests.integrations.vllm.test_proxy import ASK, D1, Engines
 from tests.integrations.vllm.turns import fleet_in_turns
 
@@ -25,14 +26,8 @@ async def proxy(engines: Engines) -> AsyncIterator[int]:
     """Its port."""
     app = make_app(fleet_in_turns([], [D1]), order=AT_ONCE, client=engines)
     server = ProxyServer(app, "127.0.0.1", 0, Ending(), 1.0)
-    # What `serve` does but for signals, which are those of the tests.
-    server.config.load()
-    server.lifespan = server.config.lifespan_class(server.config)
-    await server.startup()
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        await server.shutdown()
+    async with server.serving() as port:
+        yield port
 
 
 def request(offer: bytes, *, chunked: bool) -> bytes:

@@ -1,5 +1,5 @@
 """An OpenAI-compatible front for prefill and decode engines of vLLM.
 
 ``python -m kvwire.integrations.vllm.proxy --help``; docs/howto/vllm.md shows
-it with ``vllm serve``. Needs Starlette, aiohttp and uvicorn, all of which vLLM brings.
+it with ``vllm serve``. Needs aiohttp and prometheus-client, which vLLM brings.
 """

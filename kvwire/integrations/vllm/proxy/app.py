@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import math
 import re
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
-    Mapping,
 )
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -28,6 +26,7 @@ from kvwire.directory.base import ended
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import DECODE
+from kvwire.integrations.vllm.proxy import asgi
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
 from kvwire.integrations.vllm.proxy.client import (
     PROBE_S,
@@ -39,6 +38,13 @@ from kvwire.integrations.vllm.proxy.client import (
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
+from kvwire.integrations.vllm.proxy.exchange import (
+    CLIENT_CLOSED,
+    HttpAnswer,
+    HttpRequest,
+    Refused,
+    as_json,
+)
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
 from kvwire.integrations.vllm.proxy.stopping import Ending
@@ -51,11 +57,6 @@ from kvwire.wire.control import DECODE_ERRORS
 with needed_by("the proxy", extra="vllm"):
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
@@ -66,8 +67,6 @@ _KEPT_HEADERS: Final = ("content-type", "x-request-id")
 # A server or a client of HTTP takes them in a header, and another does not send them.
 _CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _EVENTS: Final = "text/event-stream"
-# What nginx notes where a client has closed the connection; there is no standard one.
-_CLIENT_CLOSED: Final = 499
 _DRAIN_WAIT_S_MAX: Final = 3600.0
 
 
@@ -82,7 +81,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     migrate: bool = False,
     client: EngineClient | None = None,
     ending: Ending | None = None,
-) -> Starlette:
+) -> ProxyApp:
     """Return the application."""
     client = client or EngineClient()
     dispatcher = Dispatcher(client, fleet, order=order, references=references)
@@ -104,7 +103,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     front = _Front(dispatcher, state, operator_key, moves, registry, ending)
 
     @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def run() -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             stack.push_async_callback(fleet.close)
@@ -114,22 +113,63 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
                 stack.push_async_callback(ended, _started(work()))
             yield
 
-    return Starlette(
-        routes=[
-            Route("/v1/completions", front.generate, methods=["POST"]),
-            Route("/v1/chat/completions", front.generate, methods=["POST"]),
-            Route("/v1/models", front.models),
-            Route("/health", front.health),
-            Route("/metrics", front.metrics),
-            Route("/fleet", front.fleet),
-            Route("/drain", front.drain, methods=["POST"]),
-            Route("/migrate", front.migrate, methods=["POST"]),
-        ],
-        exception_handlers=dict.fromkeys(
-            (HTTPException, EngineFailed, UsageError), _refused
-        ),
-        lifespan=lifespan,
-    )
+    return ProxyApp(front, run)
+
+
+class ProxyApp:
+    """Answers requests of HTTP. It is an application of ASGI as well."""
+
+    def __init__(
+        self,
+        front: _Front,
+        run: Callable[[], contextlib.AbstractAsyncContextManager[None]],
+    ) -> None:
+        #: Runs what goes on beside the requests while it is open.
+        self.running = run
+        self._front = front
+        read, write = ("GET", "HEAD"), ("POST",)
+        self._routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
+            "/v1/completions": (write, front.generate),
+            "/v1/chat/completions": (write, front.generate),
+            "/v1/models": (read, front.models),
+            "/health": (read, front.health),
+            "/metrics": (read, front.metrics),
+            "/fleet": (read, front.fleet),
+            "/drain": (write, front.drain),
+            "/migrate": (write, front.migrate),
+        }
+
+    async def __call__(
+        self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+    ) -> None:
+        """Serve a server of ASGI.
+
+        Cancel safety: safe, the request is given up.
+        """
+        await asgi.serve(self, scope, receive, send)
+
+    @asynccontextmanager
+    async def answered(self, asked: HttpRequest) -> AsyncIterator[HttpAnswer]:
+        """Answer a request; what that takes ends with this.
+
+        Cancel safety: safe, engines are told that nobody waits.
+        """
+        async with AsyncExitStack() as stack:
+            try:
+                answer = await self._handler(asked)(asked, stack)
+            except (Refused, QueueFull, EngineFailed, UsageError) as exc:
+                await stack.aclose()
+                answer = _refused(exc)
+            yield answer
+
+    def _handler(self, asked: HttpRequest) -> _Handler:
+        methods, handler = self._routes.get(asked.path, ((), None))
+        if handler is None:
+            raise Refused(HTTPStatus.NOT_FOUND, f"there is no {asked.path}")
+        if asked.method not in methods:
+            why = f"{asked.path} takes {methods[0]}, not {asked.method}"
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, why)
+        return handler
 
 
 def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -155,46 +195,52 @@ class _Front:
     registry: CollectorRegistry
     ending: Ending
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        status = CLIENT_CLOSED
         try:
-            response = await self._generated(request)
-        except (HTTPException, QueueFull, EngineFailed) as exc:
-            response = await _refused(request, exc)
-        self.state.answered[response.status_code] += 1
-        return response
+            answer = await self._generated(asked, stack)
+            status = answer.status
+        except (Refused, QueueFull, EngineFailed) as exc:
+            status = _refused(exc).status
+            raise
+        finally:
+            self.state.answered[status] += 1
+        return answer
 
-    async def _generated(self, request: Request) -> Response:
-        body = await _read(request, dict[str, Any])
+    async def _generated(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        body = await _read(asked, dict[str, Any])
         # Engines hear of each other from us alone.
         body.pop("kv_transfer_params", None)
-        headers, since = _passed_on(request), self.state.fleet.clock()
-        asked = ClientRequest(request.url.path, body, headers, since)
-        return await _unless_gone(request, partial(self._asked, asked), self.ending)
+        headers, since = _passed_on(asked), self.state.fleet.clock()
+        request = ClientRequest(asked.path, body, headers, since)
+        async with self.ending.limits():
+            return self._relayed(await self._asked(request, stack), stack)
 
-    async def models(self, request: Request) -> Response:
-        asked = ClientRequest("/v1/models", {}, _passed_on(request), method="GET")
-        ask = partial(self.dispatcher.ask, asked)
-        return await _unless_gone(request, ask, self.ending)
+    async def models(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        request = ClientRequest(asked.path, {}, _passed_on(asked), method="GET")
+        async with self.ending.limits():
+            return self._relayed(await self.dispatcher.ask(request, stack), stack)
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
         if self.state.fleet.lives(DECODE):
-            return JSONResponse({"status": "ok"})
+            return as_json({"status": "ok"})
         why = "no decode engine lives"
-        return JSONResponse({"status": why}, status_code=HTTPStatus.SERVICE_UNAVAILABLE)
+        return as_json({"status": why}, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
+        headers = {"content-type": CONTENT_TYPE_LATEST}
+        return HttpAnswer(headers=headers, body=generate_latest(self.registry))
 
-    async def fleet(self, _: Request) -> Response:
-        return JSONResponse(fleet_view(self.state))
+    async def fleet(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
+        return as_json(fleet_view(self.state))
 
-    async def drain(self, request: Request) -> Response:
+    async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
         """Send an engine no new request, and what it has elsewhere if that can move.
 
         The answer comes when it has none, or in ``wait_s``.
         """
-        self._check_operator(request)
-        wanted = await _read(request, _Drain)
+        self._check_operator(asked)
+        wanted = await _read(asked, _Drain)
         engine = self.state.fleet.drain(wanted.engine, draining=wanted.drain)
         if self.moves is not None and wanted.drain and wanted.move:
             async with self.ending.limits():
@@ -204,41 +250,40 @@ class _Front:
             async with self.ending.limits(), asyncio.timeout(wait_s):
                 await engine.idle()
         status = HTTPStatus.ACCEPTED if engine.running else HTTPStatus.OK
-        said = {"engine": engine.url, "running": engine.running}
-        return JSONResponse(said, status_code=status)
+        return as_json({"engine": engine.url, "running": engine.running}, status)
 
-    async def migrate(self, request: Request) -> Response:
+    async def migrate(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
         """Have a request, or all of an engine, go on at another one."""
-        self._check_operator(request)
+        self._check_operator(asked)
         if self.moves is None:
             why = "the proxy was started without --migrate"
-            raise HTTPException(HTTPStatus.CONFLICT, why)
-        wanted = await _read(request, _Migrate)
+            raise Refused(HTTPStatus.CONFLICT, why)
+        wanted = await _read(asked, _Migrate)
         to = self.state.fleet.at(wanted.to) if wanted.to else None
         if not wanted.request:
             moving = self._at(self.state.fleet.at(wanted.engine))
         elif not (moving := self.moves.named(wanted.request)):
             why = f"no answer under way that can move has the id {wanted.request!r}"
-            raise HTTPException(HTTPStatus.NOT_FOUND, why)
+            raise Refused(HTTPStatus.NOT_FOUND, why)
         async with self.ending.limits():
             moved = await self.moves.move(moving, to)
         stayed = any(STAYED in one for one in moved)
         status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
-        return JSONResponse({"requests": moved}, status_code=status)
+        return as_json({"requests": moved}, status)
 
     def _at(self, engine: VllmEngine) -> list[ClientRequest]:
         return [asked for asked in self.state.requests if asked.decode is engine]
 
-    def _check_operator(self, request: Request) -> None:
+    def _check_operator(self, asked: HttpRequest) -> None:
         if self.operator_key:
             right = b"Bearer " + self.operator_key.hex().encode()
-            shown = request.headers.get("authorization", "").encode()
+            shown = asked.headers.get("authorization", "").encode()
             allowed = hmac.compare_digest(right, shown)
         else:
-            allowed = request.client is not None and is_loopback(request.client.host)
+            allowed = is_loopback(asked.client)
         if not allowed:
             why = "ask from this host, or with the operator's key"
-            raise HTTPException(HTTPStatus.FORBIDDEN, why)
+            raise Refused(HTTPStatus.FORBIDDEN, why)
 
     async def _asked(
         self, asked: ClientRequest, stack: AsyncExitStack
@@ -251,6 +296,20 @@ class _Front:
         if self.moves is not None:
             return await self.moves.ask(asked, stack)
         return await self.dispatcher.ask(asked, stack)
+
+    def _relayed(self, answer: EngineResponse, stack: AsyncExitStack) -> HttpAnswer:
+        """Return an engine's answer, as far as it is for a client."""
+        kept = {
+            name: answer.headers[name]
+            for name in _KEPT_HEADERS
+            if name in answer.headers and not _CONTROLS.search(answer.headers[name])
+        }
+        parts = _relay(answer, self.ending)
+        stack.push_async_callback(parts.aclose)
+        return HttpAnswer(answer.status, kept, parts)
+
+
+_Handler: TypeAlias = Callable[[HttpRequest, AsyncExitStack], Awaitable[HttpAnswer]]
 
 
 class _Drain(msgspec.Struct):
@@ -269,95 +328,29 @@ class _Migrate(msgspec.Struct):
 T = TypeVar("T")
 
 
-async def _read(request: Request, kind: type[T]) -> T:
+async def _read(asked: HttpRequest, kind: type[T]) -> T:
     content = bytearray()
-    try:
-        async for part in request.stream():
-            content += part
-            if len(content) > PROXY_BODY_BYTES_MAX:
-                why = f"the body has more than {in_bytes(PROXY_BODY_BYTES_MAX)}"
-                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
-    except ClientDisconnect:
-        raise HTTPException(_CLIENT_CLOSED) from None  # nobody reads it
+    async for part in asked.parts:
+        content += part
+        if len(content) > PROXY_BODY_BYTES_MAX:
+            why = f"the body has more than {in_bytes(PROXY_BODY_BYTES_MAX)}"
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
     try:
         # Takes no NaN and no half of a surrogate pair, which Python's own would read
         # and the engines' requests could not be written with.
         return msgspec.json.decode(content, type=kind)
     except DECODE_ERRORS as exc:
         why = f"the body is not JSON as it is wanted: {exc}"
-        raise HTTPException(HTTPStatus.BAD_REQUEST, why) from None
+        raise Refused(HTTPStatus.BAD_REQUEST, why) from None
 
 
-def _passed_on(request: Request) -> dict[str, str]:
-    passed = {h: request.headers[h] for h in _PASSED_HEADERS if h in request.headers}
+def _passed_on(asked: HttpRequest) -> dict[str, str]:
+    passed = {h: asked.headers[h] for h in _PASSED_HEADERS if h in asked.headers}
     for name, value in passed.items():
         if _CONTROLS.search(value):
             why = f"the header {name} has a control character"
-            raise HTTPException(HTTPStatus.BAD_REQUEST, why)
-        # As an answer's: Starlette reads Latin-1, and aiohttp writes UTF-8.
-        with contextlib.suppress(UnicodeDecodeError):
-            passed[name] = value.encode("latin-1").decode()
+            raise Refused(HTTPStatus.BAD_REQUEST, why)
     return passed
-
-
-async def _unless_gone(
-    request: Request,
-    ask: Callable[[AsyncExitStack], Coroutine[Any, Any, EngineResponse]],
-    ending: Ending,
-) -> Response:
-    """Pass on the answer, unless the client goes away before it begins.
-
-    Starlette looks for that only once the answer is on its way.
-    """
-    async with AsyncExitStack() as stack:
-        asking = asyncio.ensure_future(ask(stack))
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            async with ending.limits():
-                await asyncio.wait((asking, gone), return_when=asyncio.FIRST_COMPLETED)
-            answer = asking.result() if asking.done() else None
-        finally:
-            for task in (gone, asking):
-                await ended(task)
-        if answer is None:
-            # Nobody reads it.
-            return Response(status_code=_CLIENT_CLOSED)
-        return _Relayed(answer, stack, ending)
-
-
-async def _disconnected(request: Request) -> None:
-    # The body was read, or is no use, so nothing else is left to be received.
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Relayed(StreamingResponse):
-    """Passes an engine's answer on, and ends what that took, however it goes.
-
-    A client may leave before the first part of it is asked for.
-    """
-
-    def __init__(
-        self, answer: EngineResponse, rest: AsyncExitStack, ending: Ending
-    ) -> None:
-        # Byte by byte as the engine has sent them: aiohttp reads UTF-8, and Starlette
-        # writes Latin-1.
-        kept = {
-            h: answer.headers[h].encode(errors="surrogateescape").decode("latin-1")
-            for h in _KEPT_HEADERS
-            if h in answer.headers and not _CONTROLS.search(answer.headers[h])
-        }
-        parts = _relay(answer, ending)
-        super().__init__(parts, status_code=answer.status, headers=kept)
-        self._rest = rest.pop_all()
-        self._rest.push_async_callback(parts.aclose)
-
-    async def __call__(self, *connection: Any) -> None:
-        async with self._rest:
-            # One that broke off was logged. The server cuts the connection of an
-            # answer without an end, so the client knows.
-            with contextlib.suppress(EngineFailed):
-                await super().__call__(*connection)
 
 
 async def _relay(answer: EngineResponse, ending: Ending) -> AsyncGenerator[bytes]:
@@ -375,26 +368,26 @@ async def _relay(answer: EngineResponse, ending: Ending) -> AsyncGenerator[bytes
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
         said = _openai_error(HTTPStatus.BAD_GATEWAY, why)
         # What came before may have been half an event.
-        yield b"\n\ndata: " + json.dumps(said).encode() + b"\n\ndata: [DONE]\n\n"
+        yield b"\n\ndata: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n"
 
 
-async def _refused(_: Request, exc: Exception) -> Response:
+def _refused(exc: Exception) -> HttpAnswer:
     """Say why there is no answer."""
     status, why = int(HTTPStatus.BAD_REQUEST), str(exc)
-    headers: Mapping[str, str] | None = None
+    headers: dict[str, str] = {}
     match exc:
-        case HTTPException():
-            status, why, headers = exc.status_code, exc.detail, exc.headers
+        case Refused():
+            status = exc.status
         case QueueFull():
             status = HTTPStatus.TOO_MANY_REQUESTS
-            headers = {"retry-after": str(exc.retry_after_s)}
+            headers["retry-after"] = str(exc.retry_after_s)
         case EngineFailed(status=None):
             status = HTTPStatus.SERVICE_UNAVAILABLE
             why = exc.why if exc.ours else f"no decode engine answers: {exc.why}"
-            headers = {"retry-after": str(math.ceil(PROBE_S))}
+            headers["retry-after"] = str(math.ceil(PROBE_S))
         case EngineFailed(status=int(status)):
             why = f"an engine failed: {exc.why}"
-    return JSONResponse(_openai_error(status, why), status, headers)
+    return as_json(_openai_error(status, why), status, headers)
 
 
 def _openai_error(status: int, message: str) -> dict[str, Any]:

@@ -58,10 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # The help needs none of these.
         from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
-        from kvwire.integrations.vllm.proxy.stopping import (  # noqa: PLC0415
-            Ending,
-            ProxyServer,
-        )
+        from kvwire.integrations.vllm.proxy.server import ProxyServer  # noqa: PLC0415
+        from kvwire.integrations.vllm.proxy.stopping import Ending  # noqa: PLC0415
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
@@ -78,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         migrate=options.migrate,
         ending=ending,
     )
-    ProxyServer(app, options.host, options.port, ending, options.stop_s).run()
-    return 0
+    return ProxyServer(app, options.host, options.port, ending, options.stop_s).run()
 
 
 def _have_descriptors(count: int) -> None:

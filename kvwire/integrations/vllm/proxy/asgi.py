@@ -1,0 +1,142 @@
+"""The proxy as an application of ASGI, behind whichever server it was given to.
+
+Its own server, server.py, needs none of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import Any, Protocol, TypeAlias
+
+from kvwire.directory.base import ended
+from kvwire.integrations.vllm.proxy.client import EngineFailed
+from kvwire.integrations.vllm.proxy.exchange import (
+    CLIENT_CLOSED,
+    HttpAnswer,
+    HttpRequest,
+    Refused,
+    text_of,
+)
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Application(Protocol):
+    """Answers requests, and has a life of its own beside them."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Run what goes on beside the requests while this is open."""
+
+    def answered(self, asked: HttpRequest) -> AbstractAsyncContextManager[HttpAnswer]:
+        """Answer a request; what that takes ends with this."""
+
+
+async def serve(app: Application, scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve one request, or the life of the server.
+
+    Cancel safety: safe, the request is given up.
+    """
+    if scope["type"] == "lifespan":
+        await _live(app, receive, send)
+    elif scope["type"] == "http":
+        await _Exchange(app, scope, receive, send).run()
+    else:
+        await send({"type": "websocket.close"})
+
+
+async def _live(app: Application, receive: Receive, send: Send) -> None:
+    await receive()
+    async with app.running():
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+    await send({"type": "lifespan.shutdown.complete"})
+
+
+class _Exchange:
+    """Holds one request, which is given up when its client goes away."""
+
+    def __init__(
+        self, app: Application, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        headers = {name.decode("latin-1"): text_of(v) for name, v in scope["headers"]}
+        client = scope.get("client") or ("",)
+        parts = self._parts()
+        self._asked = HttpRequest(
+            scope["method"], scope["path"], headers, client[0], parts
+        )
+        self._app = app
+        self._receive = receive
+        self._send = send
+        # A client of HTTP/1.0 knows no chunks, and servers send them to it.
+        self._whole = scope.get("http_version") == "1.0"
+        self._read = asyncio.Event()
+        if scope["method"] != "POST":
+            self._read.set()
+        self._begun = False
+
+    async def run(self) -> None:
+        """Answer the request."""
+        answering = asyncio.ensure_future(self._answer())
+        gone = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (gone, answering):
+                await ended(task)
+        if not answering.cancelled():
+            answering.result()
+        elif not self._begun:
+            await self._start(HttpAnswer(CLIENT_CLOSED))
+            await self._part(b"", more=False)
+
+    async def _answer(self) -> None:
+        async with self._app.answered(self._asked) as answer:
+            body = answer.body
+            if self._whole and not isinstance(body, bytes):
+                body = b"".join([part async for part in body])
+            await self._start(answer)
+            if isinstance(body, bytes):
+                await self._part(body, more=False)
+                return
+            # Servers cut the connection of an answer without an end.
+            with suppress(EngineFailed):
+                async for part in body:
+                    await self._part(part, more=True)
+                await self._part(b"", more=False)
+
+    async def _start(self, answer: HttpAnswer) -> None:
+        self._begun = True
+        headers = {**answer.headers}
+        if isinstance(answer.body, bytes):
+            headers["content-length"] = str(len(answer.body))
+        sent = [
+            (name.encode(), value.encode(errors="surrogateescape"))
+            for name, value in headers.items()
+        ]
+        start = {"type": "http.response.start", "status": answer.status}
+        await self._send({**start, "headers": sent})
+
+    async def _part(self, body: bytes, *, more: bool) -> None:
+        part = {"type": "http.response.body", "body": body}
+        await self._send({**part, "more_body": more})
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Refused(CLIENT_CLOSED)
+            if not message.get("more_body"):
+                self._read.set()
+            yield message.get("body", b"")
+            if not message.get("more_body"):
+                return
+
+    async def _gone(self) -> None:
+        # Before that, what is received is the body.
+        await self._read.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass

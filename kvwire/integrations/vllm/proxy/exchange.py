@@ -1,0 +1,68 @@
+"""One request of HTTP and its answer, whichever server has read it.
+
+::
+
+    server.py    the proxy's own server, of aiohttp
+    asgi.py      any server of ASGI, for whom the application is embedded in another one
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+# What nginx notes where a client has closed the connection; there is no standard one.
+CLIENT_CLOSED = 499
+
+
+class Refused(Exception):
+    """Reports a request that is answered with an error of the client's."""
+
+    def __init__(self, status: int, why: str = "") -> None:
+        super().__init__(why)
+        self.status = int(status)  # of HTTP
+        self.why = why  # for the client
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """Holds a request; its body comes part by part."""
+
+    method: str  # of HTTP, such as `POST`
+    path: str  # without a query
+    headers: Mapping[str, str]  # their names in small letters
+    client: str  # the numeric address of who asks; "" if it is not known
+    # The body. It raises :exc:`Refused` where that cannot be read to its end.
+    parts: AsyncIterator[bytes]
+
+
+@dataclass(slots=True)
+class HttpAnswer:
+    """Holds an answer, in one piece or part by part."""
+
+    status: int = HTTPStatus.OK  # of HTTP
+    headers: Mapping[str, str] = field(default_factory=dict)
+    # Parts end with :exc:`EngineFailed` if there is no more of an answer that has more.
+    body: bytes | AsyncIterator[bytes] = b""
+
+
+def as_json(
+    said: Any,
+    status: int = HTTPStatus.OK,
+    headers: Mapping[str, str] | None = None,
+) -> HttpAnswer:
+    """Return an answer in JSON."""
+    kind = {"content-type": "application/json"}
+    return HttpAnswer(status, {**kind, **(headers or {})}, msgspec.json.encode(said))
+
+
+def text_of(header: bytes) -> str:
+    """Return a header as text; most is ASCII, and the rest is mostly UTF-8."""
+    try:
+        return header.decode()
+    except UnicodeDecodeError:
+        return header.decode("latin-1")

@@ -1,0 +1,198 @@
+"""The proxy's server of HTTP/1.1: aiohttp's, which its engines are asked with as well.
+
+::
+
+    SIGTERM           no new connection; requests go on
+    stop_s later      those that wait get 503, and streams an error, as if their engine
+                      had died
+    2 s after that    connections of clients that take nothing, or say nothing, are cut
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
+from typing import Final
+
+from kvwire.extras import needed_by
+from kvwire.integrations.vllm.proxy.asgi import Application
+from kvwire.integrations.vllm.proxy.client import EngineFailed
+from kvwire.integrations.vllm.proxy.exchange import (
+    HttpAnswer,
+    HttpRequest,
+    Refused,
+    text_of,
+)
+from kvwire.integrations.vllm.proxy.stopping import Ending
+
+with needed_by("the proxy", extra="vllm"):
+    from aiohttp import web
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+# What clients send wrongly is answered, and is no news.
+_quiet: logging.Logger = logging.getLogger("kvwire.vllm.http")
+_quiet.setLevel(logging.CRITICAL)
+
+_UNREAD_S: Final = 2.0
+# As uvicorn, for scripts that know it.
+_NO_PORT: Final = 3
+# aiohttp writes which versions of what it is, and Python, otherwise.
+_SERVER: Final = {"server": "kvwire"}
+
+
+class ProxyServer:
+    """Serves the proxy until a signal, and for so many seconds what is under way."""
+
+    def __init__(
+        self, app: Application, host: str, port: int, ending: Ending, stop_s: float
+    ) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        self._ending = ending
+        self._stop_s = stop_s
+        self._server: web.Server | None = None
+
+    def run(self) -> int:
+        """Serve until a signal, which then ends the process; else the status."""
+        signals = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        before = {number: signal.getsignal(number) for number in signals}
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            came = runner.run(self._until_a_signal(signals))
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came is None:
+            return _NO_PORT
+        signal.raise_signal(came)
+        return 0
+
+    async def _until_a_signal(self, signals: Sequence[int]) -> int | None:
+        """Serve until one of them comes; which, or None if the port is taken."""
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[int] = loop.create_future()
+
+        def note(number: int) -> None:
+            if came.done():
+                self._end()  # somebody is in a hurry
+            else:
+                came.set_result(number)
+
+        for number in signals:
+            loop.add_signal_handler(number, note, number)
+        try:
+            async with self.serving():
+                return await came
+        except OSError as exc:
+            print(f"--host {self._host} --port {self._port}: {exc}", file=sys.stderr)
+            return None
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[int]:
+        """Serve while this is open; the port.
+
+        Cancel safety: what is under way is given up.
+        """
+        self._server = web.Server(
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_quiet,
+        )
+        runner = web.ServerRunner(
+            self._server, shutdown_timeout=self._stop_s + 2 * _UNREAD_S
+        )
+        async with self._app.running():
+            await runner.setup()
+            site = web.TCPSite(runner, self._host, self._port)
+            try:
+                await site.start()
+                yield site.port
+            finally:
+                await self._stop(runner)
+
+    async def _stop(self, runner: web.ServerRunner) -> None:
+        loop = asyncio.get_running_loop()
+        timers = (
+            loop.call_later(self._stop_s, self._ending.end),
+            loop.call_later(self._stop_s + _UNREAD_S, self._end),
+        )
+        try:
+            await runner.cleanup()
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+    def _end(self) -> None:
+        """Leave no more time, and cut what is still there."""
+        self._ending.end()
+        for connection in self._server.connections if self._server else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request; it is cancelled when its client goes away."""
+        headers: dict[str, str] = {}
+        for raw, value in request.raw_headers:
+            name = raw.decode("latin-1").lower()
+            text = text_of(value)
+            headers[name] = f"{headers[name]}, {text}" if name in headers else text
+        parts = _parts(request)
+        asked = HttpRequest(
+            request.method, request.path, headers, request.remote or "", parts
+        )
+        try:
+            async with self._app.answered(asked) as answer:
+                return await _send(request, answer)
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception:
+            logger.exception("%s %s failed", request.method, request.path)
+            raise
+
+
+async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamResponse:
+    headers = _SERVER | {
+        # What is no UTF-8 cannot be sent.
+        name: value.encode(errors="surrogateescape").decode(errors="replace")
+        for name, value in answer.headers.items()
+    }
+    if isinstance(answer.body, bytes):
+        return web.Response(body=answer.body, status=answer.status, headers=headers)
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    await response.prepare(request)
+    try:
+        async for part in answer.body:
+            await response.write(part)
+        await response.write_eof()
+    except EngineFailed:
+        # It was logged. The client knows by an answer without an end.
+        if request.transport is not None:
+            request.transport.close()
+    return response
+
+
+async def _parts(request: web.BaseRequest) -> AsyncIterator[bytes]:
+    if request.headers.get("expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    try:
+        async for part in request.content.iter_any():
+            yield part
+    except web.RequestPayloadError as exc:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"the body has no end: {exc}") from None
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop
+    import uvloop  # noqa: PLC0415 - not there on Windows
+
+    return uvloop.new_event_loop
