@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
 from typing import Final
 
-from kvwire.extras import needed_by
+from kvwire.extras import NotInstalledError, install_command, needed_by
 from kvwire.integrations.vllm.proxy.asgi import Application
 from kvwire.integrations.vllm.proxy.client import EngineFailed
 from kvwire.integrations.vllm.proxy.exchange import (
@@ -31,7 +32,16 @@ from kvwire.integrations.vllm.proxy.exchange import (
 from kvwire.integrations.vllm.proxy.stopping import Ending
 
 with needed_by("the proxy", extra="vllm"):
+    import aiohttp
     from aiohttp import web
+
+# An older one takes what follows an offer of another protocol for that protocol's.
+_OLDEST: Final = (3, 14, 2)
+if tuple(map(int, re.findall(r"\d+", aiohttp.__version__)[:3])) < _OLDEST:
+    raise NotInstalledError(
+        f"the proxy needs aiohttp 3.14.2 or newer, and {aiohttp.__version__} is "
+        f"installed: {install_command('vllm')}"
+    )
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 # What clients send wrongly is answered, and is no news.
