@@ -357,7 +357,8 @@ async def test_an_engine_that_dies_while_it_streams() -> None:
 
 async def test_an_engine_that_dies_within_an_answer_that_is_no_stream() -> None:
     """Half an answer must not look like a whole one: the connection is cut."""
-    engines = Engines(d1=breaks_off({"content-type": "application/json"}))
+    headers = {"content-type": "application/json", "content-length": "9"}
+    engines = Engines(d1=breaks_off(headers))
     messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     messages.put_nowait({"type": "http.request", "body": b"{}"})
     send = AsyncMock()

@@ -107,9 +107,10 @@ class SlowEngine:
         kind = json.loads(body)["prompt"]
         self.asked.put_nowait(kind)
         if kind != "silence":
-            said = "text/event-stream" if kind == "events" else "application/json"
-            head = f"HTTP/1.1 200 OK\r\ncontent-type: {said}\r\n\r\n".encode()
-            writer.write(head + b"data: 1\n\n")
+            said = "content-type: text/event-stream"
+            if kind != "events":
+                said = f"content-type: application/json\r\ncontent-length: {10**12}"
+            writer.write(f"HTTP/1.1 200 OK\r\n{said}\r\n\r\ndata: 1\n\n".encode())
         while kind == "much":
             writer.write(b" " * 100_000)
             await writer.drain()

@@ -47,7 +47,11 @@ from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.policy import IN_SEQUENCE
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.limits import PROXY_EVENT_BYTES_MAX, PROXY_FAILED_ON_MAX
+from kvwire.limits import (
+    PROXY_BODY_BYTES_MAX,
+    PROXY_EVENT_BYTES_MAX,
+    PROXY_FAILED_ON_MAX,
+)
 from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -55,6 +59,12 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 # What a client may ask of decoding that makes no sense for one token of prefill.
 _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 _COPIES: Final = ("n", "best_of")
+EVENTS: Final = "text/event-stream"
+# How a stream of events ends; white space may follow.
+_DONE: Final = b"[DONE]"
+_END_BYTES: Final = 64
+# Headers that say where an answer ends.
+_FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500
 
@@ -210,11 +220,11 @@ class Dispatcher:
         said = await attempt.enter_async_context(
             self._client.ask(engine, asked.path, asked.headers, sent)
         )
-        # Headers come before there is a token, so they are no answer yet.
-        first = await anext(said.parts, b"")
         if said.is_failure:
-            why = first + await said.body(PROXY_EVENT_BYTES_MAX)
+            why = await said.body(PROXY_EVENT_BYTES_MAX)
             raise EngineFailed(engine, _quoted(why), said.status)
+        # Headers come before there is a token, so they are no answer yet.
+        first = await _begun(said)
         said.parts = _Chained(first, said.parts)
         return said
 
@@ -227,6 +237,45 @@ class _Chained(AsyncIterator[bytes]):
     async def __anext__(self) -> bytes:
         first, self.first = self.first, None
         return await anext(self.rest) if first is None else first
+
+
+async def _begun(said: EngineResponse) -> bytes:
+    """Return the first part of an answer, and see to it that what is cut has no end.
+
+    HTTP says where an answer ends by its length or by chunks; where it does by neither,
+    an engine that dies looks like one that has said all.
+    """
+    if said.is_error:
+        return await anext(said.parts, b"")
+    if said.headers.get("content-type", "").startswith(EVENTS):
+        said.parts = _Stream(said.engine, said.parts)
+    elif not _FRAMES & {name.lower() for name in said.headers}:
+        content = await said.body(PROXY_BODY_BYTES_MAX)
+        try:
+            msgspec.json.decode(content)
+        except DECODE_ERRORS:
+            raise EngineFailed(said.engine, "its answer has no end") from None
+        return content
+    return await anext(said.parts, b"")
+
+
+@dataclass(slots=True)
+class _Stream(AsyncIterator[bytes]):
+    """Reads a stream of events, which is whole if its last one says so."""
+
+    engine: VllmEngine
+    parts: AsyncIterator[bytes]
+    last: bytes = b""
+
+    async def __anext__(self) -> bytes:
+        try:
+            part = await anext(self.parts)
+        except StopAsyncIteration:
+            if self.last.rstrip().endswith(_DONE):
+                raise
+            raise EngineFailed(self.engine, "its stream has no end") from None
+        self.last = (self.last + part)[-_END_BYTES:]
+        return part
 
 
 async def _first_of(
