@@ -64,7 +64,7 @@ EVENTS: Final = "text/event-stream"
 _DONE: Final = b"[DONE]"
 _END_BYTES: Final = 64
 # Headers that say where an answer ends.
-_FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
+FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500
 
@@ -249,7 +249,7 @@ async def _begun(said: EngineResponse) -> bytes:
         return await anext(said.parts, b"")
     if said.headers.get("content-type", "").startswith(EVENTS):
         said.parts = _Stream(said.engine, said.parts)
-    elif not _FRAMES & {name.lower() for name in said.headers}:
+    elif not FRAMES & {name.lower() for name in said.headers}:
         content = await said.body(PROXY_BODY_BYTES_MAX)
         try:
             msgspec.json.decode(content)

@@ -32,6 +32,7 @@ import msgspec
 from kvwire.integrations.vllm.announce import DECODE
 from kvwire.integrations.vllm.proxy.client import EngineFailed, EngineResponse
 from kvwire.integrations.vllm.proxy.dispatch import (
+    FRAMES,
     ClientRequest,
     Dispatcher,
     is_for_two,
@@ -83,6 +84,8 @@ _DONE: Final = frozenset(
 _ENDED: Final = "it has ended"
 _PARSED: Final = "its engine parses the answer"
 _OF_ANSWER: Final = ("id", "object", "created", "model")
+# Of an answer's usage: how many of the prompt's tokens.
+_OF_PROMPT: Final = frozenset(("cached_tokens", "created_cache_tokens"))
 _QUOTED_CHARS: Final = 500
 _USUAL: Final = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0}
 # One character of UTF-8 is at most so many tokens.
@@ -172,6 +175,12 @@ class MovableStream:
         if answer.status != HTTPStatus.OK:
             return answer
         self._parts = answer.parts
+        # What the client gets is as long as it becomes.
+        answer.headers = {
+            name: value
+            for name, value in answer.headers.items()
+            if name.lower() not in FRAMES
+        }
         if streamed:
             answer.parts = parts = _written(self._relayed())
             stack.push_async_callback(parts.aclose)
@@ -268,23 +277,12 @@ class MovableStream:
             why = f"it reports {said['error']}"[:_QUOTED_CHARS]
             raise EngineFailed(self._asked.decode, why)
         complete = not said.get("choices")
-        shown = self._asked.body.get("return_token_ids")
         for choice in said.get("choices", ()):
-            self._held_ids += choice.get("token_ids") or []
-            # Of a chat it is beside the choices.
-            holder = said if "delta" in choice else choice
-            prompt = holder.pop("prompt_token_ids", None)
-            if not self._prompt and prompt:
-                self._prompt = list(prompt)
-                if shown:
-                    holder["prompt_token_ids"] = prompt
-            if not shown:
-                choice.pop("token_ids", None)
+            self._take_ids(said, choice)
             self._over = self._over or choice.get("finish_reason") is not None
             complete = self._translate(choice) or complete or self._over
         if usage := said.get("usage"):
-            usage["prompt_tokens"] -= self._before
-            usage["completion_tokens"] += self._before
+            self._count(usage)
         self._first = self._first or {k: said[k] for k in _OF_ANSWER if k in said}
         self.id = self._first.get("id", "")
         said |= self._first
@@ -293,12 +291,38 @@ class MovableStream:
         self._held.append(said)
         return []
 
+    def _take_ids(self, said: dict[str, Any], choice: dict[str, Any]) -> None:
+        """Keep the ids of tokens; the client gets them if it has asked for them.
+
+        Otherwise the fields are empty, as its engine writes them.
+        """
+        shown = self._asked.body.get("return_token_ids")
+        self._held_ids += choice.get("token_ids") or []
+        if not shown and "token_ids" in choice:
+            choice["token_ids"] = None
+        # Of a chat it is beside the choices.
+        holder = said if "delta" in choice else choice
+        if prompt := holder.get("prompt_token_ids"):
+            if self._prompt or not shown:
+                holder["prompt_token_ids"] = None
+            self._prompt = self._prompt or list(prompt)
+
+    def _count(self, usage: dict[str, Any]) -> None:
+        """Count as if there were one engine: the answer before a move is no prompt."""
+        usage["prompt_tokens"] -= self._before
+        usage["completion_tokens"] += self._before
+        details = usage.get("prompt_tokens_details") or {}
+        for name in _OF_PROMPT & details.keys():
+            count = details[name]
+            details[name] = count and min(count, usage["prompt_tokens"])
+
     def _translate(self, choice: dict[str, Any]) -> bool:
         """Make a choice one of the client's kind; whether it says anything."""
         if not self._chat:
             return bool(choice.get("text"))
         if "text" in choice:
             choice["delta"] = {"content": choice.pop("text")}
+            choice.pop("prompt_token_ids", None)
         told = {name for name, value in choice["delta"].items() if value}
         self._plain = self._plain or "content" in told
         self._parsed = self._parsed or not told <= {"role", "content"}

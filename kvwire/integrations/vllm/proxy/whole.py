@@ -23,10 +23,35 @@ Event: TypeAlias = dict[str, Any] | bytes
 AS_STREAM: Final = {"stream": True, "stream_options": {"include_usage": True}}
 """What is asked of an engine beside the client's own fields."""
 
-# Characters of texts, and numbers.
-_TEXTS: Final = frozenset(("text", "content", "reasoning", "reasoning_content"))
+# What comes piece by piece: of each piece the characters, or the numbers, are added.
+_TEXTS: Final = frozenset(
+    ("text", "content", "reasoning", "reasoning_content", "refusal", "arguments")
+)
 _PIECES: Final = _TEXTS | {"token_ids"}
 _OBJECTS: Final = {"chat.completion.chunk": "chat.completion"}
+
+# Parts that come piece by piece themselves.
+_NESTED: Final = frozenset(("delta", "function"))
+
+# What an answer of vLLM in one piece has, and its events leave out where it is nothing.
+_ANSWER: Final = dict.fromkeys(
+    (
+        *("service_tier", "system_fingerprint", "kv_transfer_params"),
+        *("ec_transfer_params", "metrics", "usage"),
+    )
+)
+_CHOICE: Final = dict.fromkeys(
+    ("logprobs", "finish_reason", "stop_reason", "token_ids", "routed_experts")
+)
+# In a completion's choice, and beside the choices of a chat.
+_PROMPT: Final = dict.fromkeys(("prompt_logprobs", "prompt_token_ids"))
+_MESSAGE: Final = dict.fromkeys(
+    (
+        *("role", "content", "refusal", "annotations", "audio"),
+        *("function_call", "tool_calls", "reasoning"),
+    )
+)
+_USAGE: Final = dict.fromkeys(("prompt_tokens_details", "completion_tokens_details"))
 
 
 async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
@@ -38,24 +63,35 @@ async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
         EngineFailed: The stream broke off.
     """
     said: dict[str, Any] = {}
-    choice: dict[str, Any] = {"index": 0, "logprobs": None}
+    choice: dict[str, Any] = {}
     async for event in events:
         if isinstance(event, bytes):
             continue  # the end of the stream, or a comment
         with reading():
             for part in event.pop("choices", ()):
-                delta = part.pop("delta", None)
-                if delta is not None:
-                    _merge(choice.setdefault("message", {"role": "assistant"}), delta)
                 _merge(choice, part)
             _merge(said, event)
     if choice.get("finish_reason") is None:
         raise EngineFailed(None, "its answer has no end")
     with reading():
-        for whole in (choice, choice.get("message", {})):
-            whole.update({name: "".join(whole[name]) for name in _TEXTS & whole.keys()})
-        said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
-    return msgspec.json.encode(said | {"choices": [choice]})
+        return msgspec.json.encode(_whole(said, _joined(choice)))
+
+
+def _whole(said: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer that events say in pieces."""
+    said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
+    if said.get("usage"):
+        said["usage"] = _USAGE | said["usage"]
+    chosen = {"index": 0} | _CHOICE
+    if (delta := choice.pop("delta", None)) is None:
+        return _ANSWER | said | {"choices": [chosen | _PROMPT | choice]}
+    calls = list((delta.pop("tool_calls", None) or {}).values())
+    for call in calls:
+        del call["index"]  # their order says it
+    message = _MESSAGE | {"role": "assistant"} | delta | {"tool_calls": calls}
+    return (
+        _ANSWER | _PROMPT | said | {"choices": [chosen | choice | {"message": message}]}
+    )
 
 
 @contextmanager
@@ -71,7 +107,33 @@ def reading(engine: VllmEngine | None = None) -> Iterator[None]:
 def _merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
     """Add to what comes piece by piece; of everything else the last word counts."""
     for name, value in part.items():
-        if name in _PIECES:
-            whole.setdefault(name, []).extend(value or ())  # bounded: max_tokens
-        elif value is not None or name not in whole:
+        # A chat's first event has an empty text beside the role.
+        if value is None or ("role" in part and value == ""):
+            whole.setdefault(name, None)
+        elif name == "tool_calls":
+            calls = whole[name] = whole.get(name) or {}
+            for call in value:
+                # bounded: max_tokens, and so is what follows
+                _merge(calls.setdefault(call["index"], {}), call)
+        elif name in _NESTED:
+            whole[name] = whole.get(name) or {}
+            _merge(whole[name], value)
+        elif name in _PIECES:
+            whole[name] = whole.get(name) or []
+            whole[name].extend(value)
+        else:
             whole[name] = value
+
+
+def _joined(whole: dict[str, Any]) -> dict[str, Any]:
+    """Make texts of their pieces."""
+    for name, value in whole.items():
+        if value is None:
+            continue
+        if name in _TEXTS:
+            whole[name] = "".join(value)
+        elif name == "tool_calls":
+            whole[name] = {index: _joined(call) for index, call in value.items()}
+        elif name in _NESTED:
+            _joined(value)
+    return whole
