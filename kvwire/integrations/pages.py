@@ -17,6 +17,7 @@ from kvwire import BlockStore, Communicator, Engine, KVSpec, PagedCache, StoreRe
 from kvwire.config import Config
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockIds, among
 from kvwire.kv.layout import AxisOrder
+from kvwire.kv.tensors import check_array
 from kvwire.store.store import Write
 
 
@@ -35,7 +36,8 @@ class PageStore:
 
     def pages(self, memory: Any) -> PagedCache:
         """View memory of shape (pages, ...) as pages."""
-        array: npt.NDArray[Any] = np.asarray(memory)
+        array: npt.NDArray[Any] = np.asanyarray(memory)
+        check_array(array, "pages")
         bytes_ = array.reshape(len(array), -1).view(np.uint8)
         spec = KVSpec(
             layers=1,

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from kvwire import limits
 from kvwire.errors import UsageError
+from kvwire.kv.tensors import refuse_masked
 
 DEFAULT_GROUP: Final = "kv"
 """The one group of a cache that has no groups."""
@@ -341,6 +342,7 @@ def _join_group(
 
 
 def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
+    refuse_masked(ids, f"blocks of group {group!r}")
     given = np.asarray(ids)
     if given.size == 0:
         return np.empty(0, np.int64)

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from kvwire import limits
 from kvwire.errors import UsageError
+from kvwire.kv.tensors import refuse_masked
 from kvwire.types import plain
 
 SCHEME: Final = "sha256-chain-1"
@@ -187,6 +188,7 @@ def _token_bytes(tokens: TokenIds) -> bytes:
         with suppress(TypeError, OverflowError):  # it says below what is wrong
             ids = np.frombuffer(array("i", tokens), np.intc)
     if ids.size == 0:
+        refuse_masked(tokens, "block_hashes")
         ids = np.asarray(tokens)
     if ids.size == 0:
         return b""

@@ -64,7 +64,7 @@ def tensor_view(tensor: object, where: str) -> TensorView:
     if isinstance(tensor, TensorView):
         return tensor
     if isinstance(tensor, np.ndarray):
-        return _view_of_array(tensor)
+        return _view_of_array(tensor, where)
     if hasattr(tensor, "data_ptr"):
         return _view_of_torch(tensor, where)
     if hasattr(tensor, "__cuda_array_interface__"):
@@ -99,7 +99,49 @@ _KINDS: Final = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool"}
 _FLOAT8: Final = {10: "float8_e4m3fn", 12: "float8_e5m2"}
 
 
-def _view_of_array(array: np.ndarray[Any, Any]) -> TensorView:
+def check_array(array: np.ndarray[Any, Any], where: str) -> None:
+    """Refuse an array whose values are not what its memory says on this machine.
+
+    Raises:
+        UsageError: It is masked, has fields, or its numbers have the other byte order.
+    """
+    refuse_masked(array, where)
+    _check_elements(array.dtype, where)
+
+
+def refuse_masked(values: object, where: str) -> None:
+    """Refuse an array with a mask, which everything that reads its memory forgets.
+
+    Raises:
+        UsageError: It has one.
+    """
+    if type(values) is np.ndarray or not isinstance(values, np.ndarray):
+        return  # without loading numpy.ma, which is not there before somebody uses it
+    if isinstance(values, np.ma.MaskedArray):
+        raise _masked(where)
+
+
+def _check_elements(dtype: np.dtype[Any], where: str) -> None:
+    if dtype.fields is not None:
+        raise UsageError(
+            f"{where}: dtype is {dtype}, which has fields; elements must be one number"
+        )
+    if not dtype.isnative:
+        raise UsageError(
+            f"{where}: dtype {dtype.str} has the other byte order than this machine, "
+            f'and elements are moved as they are; pass array.astype("{dtype.name}")'
+        )
+
+
+def _masked(where: str) -> UsageError:
+    return UsageError(
+        f"{where}: a masked array, whose mask lies elsewhere; pass a plain one, "
+        f"such as array.filled() or array.compressed()"
+    )
+
+
+def _view_of_array(array: np.ndarray[Any, Any], where: str) -> TensorView:
+    check_array(array, where)
     return TensorView(
         address=array.__array_interface__["data"][0],
         shape=array.shape,
@@ -140,8 +182,10 @@ def _torch_device(device: Any, where: str) -> Device | None:
 def _view_of_cuda_array(array: Any, where: str) -> TensorView:
     described: Mapping[str, Any] = array.__cuda_array_interface__
     if described.get("mask") is not None:
-        raise UsageError(f"{where}: a masked array; only plain memory can be moved")
+        raise _masked(where)
     dtype = np.dtype(described["typestr"])
+    fields = described.get("descr") or [("", dtype.str)]
+    _check_elements(dtype if len(fields) == 1 else np.dtype(fields), where)
     address, read_only = described["data"]
     shape = tuple(int(n) for n in described["shape"])
     strides = described.get("strides")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +41,22 @@ def test_pages_of_another_length_or_name_are_others(store: PageStore) -> None:
     assert store.put(KEYS[:1], store.pages(rows), [1]).result() == [True]
     shorter = store.pages(np.zeros((2, 32), np.uint8))
     assert store.present(KEYS[:1], shorter).result() == [False]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((2, 8), ">f4" if sys.byteorder == "little" else "<f4"),
+        np.ma.array(np.zeros((2, 8), np.float32), mask=True),
+        np.zeros((2, 8), [("a", "u1"), ("b", "u1")]),
+    ],
+    ids=["byte order", "mask", "fields"],
+)
+def test_memory_that_is_not_its_values_makes_no_pages(
+    store: PageStore, rows: Any
+) -> None:
+    with pytest.raises(UsageError, match="pages: .*(order|masked|fields)"):
+        store.pages(rows)
 
 
 def test_they_outlive_the_process(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ TWO = {"full": 10, "window": 4}
         ([True], "not 1-dimensional bool"),
         (5, "not 0-dimensional"),
         ([2**63], "out of range"),
+        (np.ma.array([1, 2], mask=[False, True]), "a masked array, whose mask lies"),
         ({"full": [1]}, "no group 'full'; this cache has kv"),
         ({}, "group 'kv' is missing"),
     ],

@@ -106,10 +106,11 @@ def test_whatever_kv_depends_on_changes_the_hash() -> None:
         ([1, 2**31], "token id 2147483648 is not"),
         ([1.5], "0-dimensional|1-dimensional float64"),
         ([[1, 2]], "2-dimensional int64"),
+        (np.ma.array([1, 2], mask=[False, True]), "block_hashes: a masked array"),
     ],
     ids=str,
 )
-def test_what_is_no_token_is_refused(tokens: list[int], message: str) -> None:
+def test_what_is_no_token_is_refused(tokens: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         HashScheme(1).block_hashes(tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,50 @@ def test_which_gpu_a_cuda_array_is_on() -> None:
 def test_a_masked_cuda_array_is_refused() -> None:
     with pytest.raises(UsageError, match="t: a masked array"):
         tensor_view(CudaArray(mask=object()), "t")
+
+
+OTHER_ORDER = "<f4" if sys.byteorder == "big" else ">f4"
+# Each looks like elements of the spec's type, and its memory holds something else.
+NOT_ITS_VALUES: dict[str, tuple[Any, DType, str]] = {
+    "byte order": (np.zeros(3, OTHER_ORDER), "float32", "the other byte order"),
+    "raw, byte order": (
+        np.zeros(3, OTHER_ORDER.replace("f4", "u2")),
+        "bfloat16",
+        "order",
+    ),
+    "mask": (np.ma.array(np.zeros(3, np.float32), mask=[0, 1, 0]), "float32", "masked"),
+    "fields": (np.zeros(3, [("a", "u1"), ("b", "i1")]), "bfloat16", "has fields"),
+    "fields, byte order": (np.zeros(3, [("a", OTHER_ORDER)]), "float32", "has fields"),
+    "records": (np.rec.array([(1,)], [("a", "<f4")]), "float32", "has fields"),
+    "objects": (np.zeros(3, object), "float32", "dtype is object"),
+    "GPU, byte order": (CudaArray(typestr=OTHER_ORDER), "float32", "other byte order"),
+    "GPU, fields": (
+        CudaArray(typestr="|V2", descr=[("a", "|u1"), ("b", "|i1")]),
+        "bfloat16",
+        "has fields",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_ITS_VALUES.values(), ids=NOT_ITS_VALUES)
+def test_memory_that_is_not_its_values_is_refused(case: tuple[Any, DType, str]) -> None:
+    tensor, dtype, said = case
+    with pytest.raises(UsageError, match=f"^t: .*{said}"):
+        tensor_view(tensor, "t").require_dtype(dtype, "t")
+
+
+@pytest.mark.parametrize("descr", [None, [("", "|V2")]])
+def test_a_plain_description_of_a_cuda_array(descr: Any) -> None:
+    view = tensor_view(CudaArray(typestr="|V2", descr=descr), "t")
+    view.require_dtype("bfloat16", "t")
+    assert view.item_bytes == 2
+
+
+def test_a_cache_of_the_other_byte_order_is_refused() -> None:
+    spec = KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=2, dtype="float32")
+    tensor = np.zeros((2, 2, 2, 1, 4), OTHER_ORDER)
+    with pytest.raises(UsageError, match=r'pass array.astype\("float32"\)'):
+        PagedCache(spec, [tensor])
 
 
 def test_other_memory_is_refused() -> None:
