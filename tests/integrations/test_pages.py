@@ -55,7 +55,7 @@ def test_pages_of_another_length_or_name_are_others(store: PageStore) -> None:
 def test_memory_that_is_not_its_values_makes_no_pages(
     store: PageStore, rows: Any
 ) -> None:
-    with pytest.raises(UsageError, match="pages: .*(order|masked|fields)"):
+    with pytest.raises(UsageError, match=r"pages: .*(order|masked|fields)"):
         store.pages(rows)
 
 
