@@ -97,6 +97,17 @@ async def at_most(
         task.result()
 
 
+def start_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start a task that begins in a later turn of the running loop, never in this one.
+
+    ``loop.create_task`` asks the application's task factory, and that of
+    ``asyncio.eager_task_factory`` (Python 3.12) takes the first step at once: before
+    the caller has noted the task, or has done what the task relies on. Every task of
+    kvwire is started here, so all code can rely on it.
+    """
+    return asyncio.Task(coroutine, loop=asyncio.get_running_loop())
+
+
 async def run_to_completion(work: Awaitable[T]) -> T:
     """Run something to its end, whether its caller is cancelled meanwhile or not.
 

@@ -120,14 +120,14 @@ class LocalLane(Lane):
             self._host.require_same(Host.decode(bootstrap))
             if self._role is Role.SERVER:
                 listener = self._rendezvous.listen()
-                self._rendezvous_task = self._loop.create_task(
-                    self._rendezvous.wait(listener)
+                self._rendezvous_task = asyncio.Task(
+                    self._rendezvous.wait(listener), loop=self._loop
                 )
                 self._rendezvous_task.add_done_callback(lambda _: listener.close())
                 self._rendezvous_task.add_done_callback(self._on_rendezvous)
             else:
-                self._rendezvous_task = self._loop.create_task(
-                    self._rendezvous.connect()
+                self._rendezvous_task = asyncio.Task(
+                    self._rendezvous.connect(), loop=self._loop
                 )
                 self._come_up(await self._rendezvous_task)
                 if self._ended:  # between the end of the meeting and this turn

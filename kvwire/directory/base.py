@@ -27,7 +27,7 @@ from contextlib import aclosing, contextmanager, suppress
 from typing import Any, ClassVar, TypeAlias
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from kvwire.clock import Backoff
+from kvwire.clock import Backoff, start_task
 from kvwire.directory.members import Change, Members
 from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
@@ -181,7 +181,7 @@ class Directory(ABC):
             raise ClosedOK(f"directory {self} is closed")
         old = self._announcements.pop(record.key, None)
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        keeper = asyncio.create_task(self._renew(record, value, old, written))
+        keeper = start_task(self._renew(record, value, old, written))
         self._announcements[record.key] = keeper  # bounded: MEMBERS_MAX, by the caller
         await asyncio.wait({keeper, written}, return_when=asyncio.FIRST_COMPLETED)
         if keeper.done() and not keeper.cancelled():
@@ -198,7 +198,7 @@ class Directory(ABC):
         if keeper is None:
             return
         # In the keeper's place, so that who announces meanwhile waits for its end.
-        eraser = asyncio.create_task(self._withdraw(key, keeper))
+        eraser = start_task(self._withdraw(key, keeper))
         self._announcements[key] = eraser
         await asyncio.wait({eraser})
         if not eraser.cancelled():

@@ -12,6 +12,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from kvwire.backend import Backend, Link
+from kvwire.clock import start_task
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.accept_queue import AcceptQueue
 from kvwire.errors import KVWireError
@@ -65,7 +66,7 @@ class Acceptor:
         )
         self._pending[opening] = None  # bounded: PENDING_HANDSHAKES_MAX
         opening.ended.add_done_callback(lambda _: self._pending.pop(opening, None))
-        task = communicator.loop.create_task(self._welcome(opening))
+        task = start_task(self._welcome(opening))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

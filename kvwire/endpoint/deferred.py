@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Generator
 from time import monotonic
 from typing import Any, Final
 
+from kvwire.clock import start_task
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.request import RequestState
@@ -73,7 +74,7 @@ class DeferredRequest:
     def repost(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""
         if self.task is None:
-            self.task = self.thread.loop.create_task(self._run())
+            self.task = start_task(self._run())
 
     def unpost(self, request: RequestState[Any]) -> None:
         """Serve a request, as RequestOwner says."""

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from hashlib import sha256
 from typing import Final
 
+from kvwire.clock import start_task
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
 from kvwire.directory.base import ended
 from kvwire.kv.paged import PagedCache
@@ -49,7 +50,7 @@ class Membership:
         directory = self._opened()
         self._listeners.append(listener)  # bounded: PEERS_MAX
         if self._watching is None:
-            self._watching = asyncio.create_task(self._watch(directory))
+            self._watching = start_task(self._watch(directory))
             self._watching.add_done_callback(_say_why)
 
     @property
@@ -67,7 +68,7 @@ class Membership:
         directory.check(record)
         if self._announcing is not None:
             self._announcing.cancel()
-        self._announcing = asyncio.create_task(directory.announce(record))
+        self._announcing = start_task(directory.announce(record))
         self._announcing.add_done_callback(_say_why)
 
     async def withdraw(self) -> None:

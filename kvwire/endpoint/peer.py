@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvwire.clock import Backoff, absolute
+from kvwire.clock import Backoff, absolute, start_task
 from kvwire.directory import Change, ChangeKind, Record, Selector
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.endpoint.connection import ConnectionState
@@ -160,7 +160,7 @@ class PeerState:
         if self._found is None:
             self._reason = ""
             self._found = asyncio.get_running_loop().create_future()
-            self._dialling = asyncio.create_task(self._dial(self._found))
+            self._dialling = start_task(self._dial(self._found))
         found, self._waiting = self._found, self._waiting + 1
         patience_s = self.communicator.config.handshake_timeout_s
         try:
@@ -300,7 +300,7 @@ class PeerState:
             self._dialling.cancel()
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self.thread.loop.create_task(coroutine)
+        task = start_task(coroutine)
         self._tasks.add(task)  # bounded: REQUESTS_MAX, each is a transfer of the caller
         task.add_done_callback(self._tasks.discard)
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-from kvwire.clock import Backoff
+from kvwire.clock import Backoff, start_task
 from kvwire.errors import ConnectionClosed, ConnectionLost, KVWireError
 from kvwire.limits import REDIAL_S, REDIAL_S_MAX, STALL_TOLERANCE_S
 from kvwire.proto.state import CloseState
@@ -189,7 +189,7 @@ class Reconnector:
                 await connection.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._communicator.loop.create_task(coroutine)
+        task = start_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, Self, overload
 
 import msgspec
 
-from kvwire.clock import run_to_completion, yields_before_raising
+from kvwire.clock import run_to_completion, start_task, yields_before_raising
 from kvwire.driver.loop_thread import LoopThread, Opening
 from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
@@ -357,7 +357,7 @@ class BlockStore(StoreManagement):
         self._closed |= not self._servers
         if self._closing is None or self._closing.done():
             # Once more, for one that has failed or was cancelled with its loop.
-            self._closing = asyncio.create_task(self._close())
+            self._closing = start_task(self._close())
         await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> Self:
@@ -415,7 +415,7 @@ class BlockStore(StoreManagement):
 
     def _begin(self, work: Operation) -> asyncio.Task[Any]:
         """Start to move blocks; a close waits for it."""
-        task = asyncio.get_running_loop().create_task(work.run())
+        task = start_task(work.run())
         self._follow(work, task)
         return task
 

@@ -36,7 +36,11 @@ class ApiServer:
     async def answer(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        except asyncio.IncompleteReadError:  # its client was closed before it asked
+            writer.close()
+            return
         target = urlsplit(head[0].split()[1])
         query = parse_qs(target.query)
         fields = dict(line.lower().split(": ", 1) for line in head[1:] if line)

@@ -89,7 +89,7 @@ NOT_ITS_VALUES: dict[str, tuple[Any, DType, str]] = {
         "bfloat16",
         "order",
     ),
-    "mask": (np.ma.array(np.zeros(3, np.float32), mask=[0, 1, 0]), "float32", "masked"),
+    "mask": (np.ma.array(np.zeros(3, np.float32), mask=True), "float32", "masked"),
     "fields": (np.zeros(3, [("a", "u1"), ("b", "i1")]), "bfloat16", "has fields"),
     "fields, byte order": (np.zeros(3, [("a", OTHER_ORDER)]), "float32", "has fields"),
     "records": (np.rec.array([(1,)], [("a", "<f4")]), "float32", "has fields"),

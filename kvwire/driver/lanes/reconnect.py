@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from kvwire.clock import Backoff
+from kvwire.clock import Backoff, start_task
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import RERAISE_S, RERAISE_S_MAX
 
@@ -50,7 +50,7 @@ class LaneReconnector:
         if self._loop.time() - self._up_at >= RERAISE_S_MAX:
             self._backoff.reset()
         if self._task is None and self._lacks():
-            self._task = self._loop.create_task(self._run())
+            self._task = start_task(self._run())
             self._task.add_done_callback(self._done)
 
     def cancel(self) -> None:

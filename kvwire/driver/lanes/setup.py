@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvwire.backend.lane import LaneContext, LaneHandler
+from kvwire.clock import start_task
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet, LaneState
@@ -173,7 +174,7 @@ class LaneSetup:
         self._lanes.add(endpoint)
         self._run()
         # In a task of its own, which the end of the connection cancels.
-        self._joining = loop.create_task(self._join(endpoint, bootstrap))
+        self._joining = start_task(self._join(endpoint, bootstrap))
         try:
             async with asyncio.timeout(timeout_s):
                 await self._joining
@@ -216,7 +217,7 @@ class LaneSetup:
 
     def asked(self, event: LaneAsked) -> None:
         """Join with the client's endpoint, in a task of its own."""
-        task = asyncio.get_running_loop().create_task(self._answer(event))
+        task = start_task(self._answer(event))
         self._tasks.add(task)  # bounded: LANES_MAX
         task.add_done_callback(self._answered)
 

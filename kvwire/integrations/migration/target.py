@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvwire.clock import start_task
 from kvwire.communicator import Communicator
 from kvwire.connection import Connection
 from kvwire.errors import ConnectionClosed, UsageError, shown
@@ -97,7 +98,7 @@ class MigrationTarget:
         tasks: set[asyncio.Task[None]] = set()
 
         def run(move: bytes, message: Message) -> None:
-            task = asyncio.create_task(self._act(connection, arriving, move, message))
+            task = start_task(self._act(connection, arriving, move, message))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 import kvwire
-from kvwire.clock import Backoff, run_to_completion
+from kvwire.clock import Backoff, run_to_completion, start_task
 from kvwire.config import Config
 from kvwire.errors import (
     ConnectError,
@@ -229,7 +229,7 @@ class StoreClient:
             first = await self._dial()
         except (ConnectError, ConnectionClosed, HandshakeTimeout, RequestError) as exc:
             self._went_down(exc)
-        self._keeping = asyncio.create_task(self._keep(first))
+        self._keeping = start_task(self._keep(first))
 
     async def close(self) -> None:
         """End the connection, and dial no more.

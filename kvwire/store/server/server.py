@@ -27,7 +27,7 @@ from functools import partial
 from typing import Self, Unpack
 
 import kvwire
-from kvwire.clock import run_to_completion
+from kvwire.clock import run_to_completion, start_task
 from kvwire.config import Config, ConfigOptions
 from kvwire.directory.dialable import (
     check_dialable,
@@ -156,7 +156,7 @@ class StoreServer:
         except BaseException:
             await run_to_completion(self._communicator.close())
             raise
-        self._accepting = asyncio.create_task(self._accept())
+        self._accepting = start_task(self._accept())
         store._servers.add(self.close)  # noqa: SLF001
         return self
 
@@ -218,7 +218,7 @@ class StoreServer:
                 connection = await self._communicator.accept()
                 # bounded: connections_max of the communicator
                 session = ClientSession(self._served, connection)
-                task = asyncio.create_task(session.run())
+                task = start_task(session.run())
                 self._served.clients[session] = task
                 task.add_done_callback(partial(self._gone, session))
         except ClosedOK:

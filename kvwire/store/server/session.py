@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvwire.clock import start_task
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import (
     ConnectionClosed,
@@ -163,7 +164,7 @@ class ClientSession:
         )
         if answer is None:
             return
-        task = asyncio.create_task(self._finish(answer))
+        task = start_task(self._finish(answer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 

@@ -30,6 +30,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.clock import start_task
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
@@ -285,7 +286,7 @@ class MemoryTier:
         if self._lacks_headroom(nbytes) and (
             self._clearing is None or self._clearing.done()
         ):
-            self._clearing = asyncio.create_task(self._clear(nbytes))
+            self._clearing = start_task(self._clear(nbytes))
 
     async def _clear(self, nbytes: int) -> None:
         step = max(1, self._headroom_bytes // 4 // nbytes)

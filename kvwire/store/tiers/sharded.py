@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 
 import kvwire
-from kvwire.clock import run_to_completion
+from kvwire.clock import run_to_completion, start_task
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.directory.base import ended
 from kvwire.directory.registry import open_directory, without_password
@@ -244,7 +244,7 @@ class ShardedTier(Tier):
         self._follow()
         if self._nodes:
             await asyncio.wait([node.opening for node in self._nodes.values()])
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = start_task(self._watch())
 
     async def _watch(self) -> None:
         async with aclosing(self._directory.watch(self._selector)) as changes:
@@ -264,7 +264,7 @@ class ShardedTier(Tier):
         for node in list(self._nodes.values()):
             if wanted.get(node.name) != node.address:
                 del self._nodes[node.name]
-                task = asyncio.create_task(_leave(node))
+                task = start_task(_leave(node))
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
         for name, address in wanted.items():
@@ -274,7 +274,7 @@ class ShardedTier(Tier):
                 logger.warning("%s: more than %d nodes", self.name, STORE_NODES_MAX)
                 return
             tier = RemoteTier(name, self._communicator, address, self._timeout_s)
-            opening = asyncio.create_task(_open(tier))
+            opening = start_task(_open(tier))
             self._nodes[name] = _Node(name, address, seed_of(name), tier, opening)
 
 

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from functools import partial
 from typing import ClassVar, Self
 
-from kvwire.clock import Backoff, run_to_completion
+from kvwire.clock import Backoff, run_to_completion, start_task
 from kvwire.directory.base import ended
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
@@ -149,7 +149,7 @@ class ValueTier(Tier):
             if now - self._failed_at > STORE_REDIAL_S_MAX:
                 self._backoff.reset()
             self._failed_at = now
-            self._healing = asyncio.create_task(self._heal())
+            self._healing = start_task(self._heal())
 
     # --- inside -----------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ def deserialisers(source: Source) -> Iterator[Finding]:
             yield Finding(source.path, line, match[0], "runs data")
 
 
+# --- tasks that an application's task factory would start at once --------------------
+
+_STARTS = re.compile(r"(?:\basyncio|loop(?:\(\))?)\.create_task\(")
+
+
 # --- ties to one machine or one package registry --------------------------------------
 
 _MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|Users|home)/[\w.][\w.-]*")
@@ -89,6 +94,22 @@ CHECKS = (
             "tests/fuzz/guard.py::pickle.f": "it names the audit event of what must "
             "not happen",
         },
+    ),
+    Check(
+        name="tasks begin later",
+        over=("kvwire/", "backends/"),
+        suffixes=(".py",),
+        find=_matches(
+            _STARTS,
+            "clock.start_task(...) begins later under eager task factories too "
+            "(asyncio.Task(..., loop=...) in a backend)",
+        ),
+        bad=[
+            ("kvwire/a.py", "task = asyncio.create_task(work())"),
+            ("kvwire/a.py", "asyncio.get_running_loop().create_task(work())"),
+            ("kvwire/a.py", "self._loop.create_task(work())"),
+        ],
+        good=[("kvwire/a.py", "group.create_task(work())\nstart_task(work())")],
     ),
     Check(
         name="no path of one machine",

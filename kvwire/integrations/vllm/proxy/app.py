@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
+from kvwire.clock import start_task
 from kvwire.directory.base import ended
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
@@ -174,7 +175,7 @@ class ProxyApp:
 
 def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Start what goes on for ever; its end is an error of a plug-in."""
-    task = asyncio.create_task(work)
+    task = start_task(work)
 
     def say_why(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

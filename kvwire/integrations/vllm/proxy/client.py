@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from kvwire.clock import start_task
 from kvwire.directory.base import ended
 from kvwire.extras import needed_by
 from kvwire.limits import PROXY_HEALTH_BYTES_MAX
@@ -267,7 +268,7 @@ class Prober:
         for engine in engines:
             began, task = self._asked.get(engine, (now, None))
             if task is None or (task.done() and now - began >= PROBE_S):
-                self._asked[engine] = now, asyncio.create_task(self._ask(engine))
+                self._asked[engine] = now, start_task(self._ask(engine))
             elif not task.done() and now - began > SLOW_S:
                 engine.slow = True
 

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from kvwire.clock import start_task
 from kvwire.directory.base import ended
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
@@ -136,7 +137,7 @@ class ByKvEvents(Policy):
         for gone in [one for one in self._known if not one.listed]:
             self._known.pop(gone)[1].cancel()
         blocks = EngineBlocks()
-        self._known[engine] = blocks, asyncio.create_task(self._listen(engine, blocks))
+        self._known[engine] = blocks, start_task(self._listen(engine, blocks))
         return blocks
 
     async def _listen(self, engine: VllmEngine, blocks: EngineBlocks) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from kvwire.clock import start_task
 from kvwire.limits import HEADER_BYTES, KIB, LANE_WAKEUP_BYTES, MIB
 from kvwire.testing.conformance.check import Group, require
 from kvwire.testing.conformance.content import CUTS, Head, poison
@@ -253,7 +254,7 @@ async def _connected(rig: LinkRig, far: Far) -> AsyncIterator[LinkSide]:
         with asyncio.Runner(loop_factory=type(rig.loop)) as runner:
             runner.run(live())
 
-    thread = asyncio.create_task(asyncio.to_thread(main))
+    thread = start_task(asyncio.to_thread(main))
     try:
         await rig.until(lambda: listening.done() or thread.done(), "it listens")
         if thread.done():
