@@ -75,8 +75,13 @@ async def test_retries_beyond_the_budget() -> None:
     assert "kvwire_proxy_retries_refused_total 0.0" not in text
 
 
-async def test_health_is_that_of_decode_engines() -> None:
+async def test_health_is_that_of_the_engines() -> None:
+    """A prefill engine can answer alone."""
     application = app(Engines(d1=refused, d2=refused))
+    assert (await post(application)).status_code == 200
+    assert (await call(application, "GET", "/health")).status_code == 200
+    dead = Engines(p1=refused, p2=refused, d1=refused, d2=refused)
+    application = app(dead)
     assert (await call(application, "GET", "/health")).status_code == 200
     await post(application)
     assert (await call(application, "GET", "/health")).status_code == 503
@@ -85,7 +90,7 @@ async def test_health_is_that_of_decode_engines() -> None:
     said = await post(nobody)
     assert said.status_code == 503
     assert (await call(nobody, "GET", "/v1/models")).status_code == 503
-    assert "there is none that takes requests" in said.json()["error"]["message"]
+    assert said.json()["error"]["message"] == "no engine takes requests"
 
 
 async def test_draining_an_engine() -> None:

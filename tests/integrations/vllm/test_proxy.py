@@ -292,8 +292,8 @@ async def dead(_: dict[str, Any]) -> Said:
 @pytest.mark.parametrize(
     ("failing", "status", "why"),
     [
-        (refused, 503, "no decode engine answers: Connection refused"),
-        (dead, 500, "an engine failed: EngineDeadError"),
+        (refused, 503, "no engine has answered: decode: Connection refused"),
+        (dead, 500, "no engine has answered: decode: EngineDeadError"),
     ],
 )
 async def test_no_decode_engine_answers(

@@ -242,6 +242,17 @@ async def test_engines_of_both_roles_come_and_go(seed: int, order: str) -> None:
         now += DOWN_S
 
 
+async def test_an_error_names_all_that_have_failed() -> None:
+    engines = Pairs(p0=refused, d0=refused, d1=gone)
+    with pytest.raises(EngineFailed) as caught:
+        await ask(dispatcher(engines, 1, 2))
+    said = caught.value.why
+    assert said.startswith("no engine has answered: ")
+    assert "prefill: Connection refused" in said
+    assert "decode: Connection refused" in said
+    assert "decode: no connection within 5 s" in said
+
+
 async def test_a_fleet_of_broken_engines_is_not_asked_again_and_again() -> None:
     engines = Pairs(**{f"d{i}": broken for i in range(6)})
     asking = dispatcher(engines, 0, 6)

@@ -26,7 +26,6 @@ from kvwire.clock import start_task
 from kvwire.directory.base import ended
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.integrations.vllm.announce import DECODE
 from kvwire.integrations.vllm.proxy import asgi
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
 from kvwire.integrations.vllm.proxy.client import (
@@ -223,9 +222,9 @@ class _Front:
             return self._relayed(await self.dispatcher.ask(request, stack), stack)
 
     async def health(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
-        if self.state.fleet.lives(DECODE):
+        if self.state.fleet.lives():
             return as_json({"status": "ok"})
-        why = "no decode engine lives"
+        why = "no engine lives"
         return as_json({"status": why}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def metrics(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
@@ -374,7 +373,8 @@ async def _relay(answer: EngineResponse, ending: Ending) -> AsyncGenerator[bytes
 
 def _refused(exc: Exception) -> HttpAnswer:
     """Say why there is no answer."""
-    status, why = int(HTTPStatus.BAD_REQUEST), str(exc)
+    status = int(HTTPStatus.BAD_REQUEST)
+    why = exc.why if isinstance(exc, EngineFailed) else str(exc)
     headers: dict[str, str] = {}
     match exc:
         case Refused():
@@ -384,10 +384,9 @@ def _refused(exc: Exception) -> HttpAnswer:
             headers["retry-after"] = str(exc.retry_after_s)
         case EngineFailed(status=None):
             status = HTTPStatus.SERVICE_UNAVAILABLE
-            why = exc.why if exc.ours else f"no decode engine answers: {exc.why}"
             headers["retry-after"] = str(math.ceil(PROBE_S))
         case EngineFailed(status=int(status)):
-            why = f"an engine failed: {exc.why}"
+            pass
     return as_json(_openai_error(status, why), status, headers)
 
 

@@ -110,7 +110,9 @@ class Dispatcher:
         self.budget.deposit()
         tried: set[VllmEngine] = set()
         failed_on, alone = 0, False
-        last = EngineFailed(None, "there is none that takes requests")
+        last = EngineFailed(None, "no engine takes requests")
+        # By role, since clients need not know where engines are.
+        whys: dict[str, None] = {}
         while (decode := self._fleet.pick_to_answer(asked.body, tried)) is not None:
             now = self._fleet.clock()
             # One that nobody could reach has had no work with it.
@@ -133,14 +135,17 @@ class Dispatcher:
                     raise
                 last = exc
             failing = decode if last.engine is None else last.engine
-            tried.add(failing)  # bounded: engines
+            tried.add(failing)  # bounded: engines, and so is the next
+            whys[f"{failing.role}: {last.why}"] = None
             failing.failed += 1
             if last.down:
                 self._fleet.down(failing)
                 failed_on += last.reached and failing in well
             if failed_on == PROXY_FAILED_ON_MAX:
-                status = last.status or HTTPStatus.BAD_GATEWAY
-                raise EngineFailed(failing, last.why, status)
+                last.status = last.status or HTTPStatus.BAD_GATEWAY
+                break
+        if whys:
+            last.why = f"no engine has answered: {'; '.join(whys)}"
         raise last
 
     def _pick_prefill(

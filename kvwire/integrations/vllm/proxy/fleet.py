@@ -102,10 +102,10 @@ class EngineFleet:
                     return engine
         return None
 
-    def lives(self, role: str) -> bool:
-        """Tell whether an engine of a role takes requests."""
+    def lives(self) -> bool:
+        """Tell whether an engine takes requests: each can answer alone."""
         now = self.clock()
-        return any(e.does(role) and e.state(now) in _TAKING for e in self.engines)
+        return any(engine.state(now) in _TAKING for engine in self.engines)
 
     def down(self, engine: VllmEngine) -> None:
         """Note that an engine has failed a request in a way that others would see."""

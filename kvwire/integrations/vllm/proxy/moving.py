@@ -189,7 +189,7 @@ class MovableStream:
             async with aclosing(self._relayed()) as events:
                 whole = await in_one_piece(events)
         except EngineFailed as exc:
-            why = f"it broke off its answer: {exc.why}"
+            why = f"an engine broke off its answer: {exc.why}"
             raise EngineFailed(exc.engine, why, HTTPStatus.BAD_GATEWAY) from None
         answer.headers = {**answer.headers, "content-type": "application/json"}
         answer.parts = _once(whole)
