@@ -6,6 +6,8 @@ never come from the environment or the command line: only the path of a file doe
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 import reprlib
@@ -29,8 +31,10 @@ import msgspec
 from msgspec import Meta
 
 from kvwire import limits
-from kvwire.errors import UsageError, nearest
-from kvwire.types import plain, read_bytes
+from kvwire.errors import UsageError, nearest, without_password
+from kvwire.types import local_path, plain, read_bytes
+
+logger: logging.Logger = logging.getLogger("kvwire.config")
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
 # In `tls_peers`: everybody whom a CA of `tls_ca_file` has signed.
@@ -224,6 +228,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         origins = dict.fromkeys(changed, _ARGUMENTS)
         return _build(msgspec.structs.asdict(self) | changed, origins)
 
+    def __repr__(self) -> str:
+        """Return what differs from the defaults, without the directory's password."""
+        defaults = msgspec.structs.asdict(Config())
+        given = msgspec.structs.asdict(self)
+        given["directory"] = without_password(self.directory)
+        changed = [f"{k}={v!r}" for k, v in given.items() if v != defaults[k]]
+        return f"Config({', '.join(changed)})"
+
     def __post_init__(self) -> None:
         if self.trust == "psk" and not self.psk_file:
             raise UsageError(
@@ -321,7 +333,7 @@ def _layers(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open(local_path(os.fspath(path)), "rb") as file:  # noqa: PTH123
             return tomllib.load(file)
     except OSError as exc:
         raise UsageError(f"config file {path}: {exc.strerror}") from None
@@ -332,13 +344,56 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _from_environment(
     environment: Mapping[str, str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    of_services = _of_services(environment)
+    if of_services:
+        _log_services(of_services)
     for variable, text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in of_services:
             continue
         origin = f"environment variable {variable}"
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         _checked_keys({key: text}, origin)
         yield origin, {key: _from_text(key, text)}
+
+
+# What Kubernetes and Docker's links add to an environment for a service that is named
+# `kvwire...`. `KVWIRE_PORT` is such a variable only with such a value, and the last two
+# only beside it: they could be keys that somebody misspelt.
+_SERVICE = re.compile(
+    r"KVWIRE.*(_SERVICE_HOST|_SERVICE_PORT(_.+)?"
+    r"|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR)|_(PORT|ADDR)_(START|END))?)"
+)
+_SERVICE_PORT = re.compile(r"(KVWIRE.*)_PORT")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.+", re.IGNORECASE)
+_LINK_NAME = re.compile(r"/.+/.+")
+
+
+def _of_services(environment: Mapping[str, str]) -> frozenset[str]:
+    """Return the variables that describe a service named like this library."""
+    ports = {
+        found[1]: variable
+        for variable, text in environment.items()
+        if (found := _SERVICE_PORT.fullmatch(variable)) and _SERVICE_URL.fullmatch(text)
+    }
+    linked = {
+        variable
+        for variable, text in environment.items()
+        for service in ports
+        if variable.startswith(f"{service}_ENV_")
+        or (variable == f"{service}_NAME" and _LINK_NAME.fullmatch(text))
+    }
+    by_name = filter(_SERVICE.fullmatch, environment)
+    return frozenset([*by_name, *ports.values(), *linked])
+
+
+@functools.cache  # one line in each process
+def _log_services(variables: frozenset[str]) -> None:
+    logger.warning(
+        "passed over %d environment variables that describe a service named kvwire..., "
+        "such as %s; a pod has none of them with `enableServiceLinks: false`",
+        len(variables),
+        min(variables),
+    )
 
 
 def _from_text(key: str, text: str) -> Any:
@@ -373,6 +428,7 @@ def _checked_keys(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return dict(values)
 
 
+_PATHS = frozenset({"inspect", *(k for k in FIELDS if k.endswith(("_file", "_files")))})
 _YES = ("true", "yes", "on", "1", "y", "t")
 _NO = ("false", "no", "off", "0", "n", "f")
 
@@ -380,8 +436,11 @@ _NO = ("false", "no", "off", "0", "n", "f")
 def _read_value(key: str, value: Any) -> Any:
     """Read what a key may be written as: ``"4MiB"``, ``"yes"``, a ``Path``."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        several = [_plain(each) for each in value]
+        return [_path(each) for each in several] if key in _PATHS else several
     value = _plain(value)
+    if key in _PATHS:
+        value = _path(value)
     if not isinstance(value, str):
         if get_origin(_KINDS[key]) is Mapping and not isinstance(value, Mapping):
             raise UsageError(f"{reprlib.repr(value)}: {_TABLES[key]}")
@@ -395,6 +454,10 @@ def _read_value(key: str, value: Any) -> Any:
     if get_origin(_KINDS[key]) is Sequence:
         raise UsageError(f"{value!r}: a list is needed, such as [{value!r}]")
     return value
+
+
+def _path(value: Any) -> Any:
+    return local_path(value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> Any:
@@ -441,6 +504,8 @@ def checked_values(
         if get_origin(hint) is Literal:
             said += f"; {nearest(values[key], filter(None, get_args(hint)))}"
         origin = origins.get(key, usual_origin)
-        raise UsageError(
-            f"{origin}: {key}={reprlib.repr(values[key])}: {said}"
-        ) from None
+        raise UsageError(f"{origin}: {key}={_shown(values[key])}: {said}") from None
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(without_password(value) if isinstance(value, str) else value)

@@ -47,8 +47,10 @@ from __future__ import annotations
 
 import enum
 import errno
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final
+from urllib.parse import quote
 
 from kvwire.limits import LOG_CHARS_MAX, NAME_CHARS_MAX, REASON_CHARS_MAX
 
@@ -288,6 +290,35 @@ def shown(text: str, chars_max: int = LOG_CHARS_MAX) -> str:
     if len(quoted) <= chars_max:
         return quoted
     return quoted[: chars_max - 3] + "..."
+
+
+# All between the first `//` and the last `@`, also in a URL that is percent-encoded
+# within another. Nothing is parsed: a `#` in a password misleads a parser.
+_CREDENTIALS: Final = re.compile(
+    r"(?P<start>(?<!/)//(?!/)|%2f%2f)(?P<secret>.*)(?P<end>@|%40)",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def without_password(url: str) -> str:
+    """Return a URL as errors, logs and reports may show it: without its credentials."""
+    return _CREDENTIALS.sub(r"\g<start>...\g<end>", url)
+
+
+def check_credentials(url: str) -> None:
+    """Refuse a URL whose user name or password would end its host early.
+
+    Raises:
+        UsageError: A ``/``, ``?``, ``#``, ``[`` or ``]`` stands before the last ``@``.
+    """
+    found = _CREDENTIALS.search(url)
+    bad = set(found["secret"]) & set("/?#[]") if found else None
+    if bad:
+        signs = ", ".join(f"{sign} as {quote(sign, safe='')}" for sign in sorted(bad))
+        raise UsageError(
+            f"{without_password(url)!r}: the user name or password has a character "
+            f"that means something else in a URL; write {signs}"
+        )
 
 
 def printable(text: str) -> str:

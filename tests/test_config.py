@@ -230,3 +230,86 @@ def test_peers_in_the_environment() -> None:
         for key, value in _TLS.items()
     }
     assert Config.load(environment=environment).tls_peers == ("a", "spiffe://b")
+
+
+# --- what others put into an environment ----------------------------------------------
+
+
+def _service(name: str, protocol: str = "tcp") -> dict[str, str]:
+    """Return what Kubernetes adds to each pod of a namespace for a service."""
+    prefix = name.upper().replace("-", "_")
+    port = f"{prefix}_PORT_7500_{protocol.upper()}"
+    return {
+        f"{prefix}_SERVICE_HOST": "10.96.3.7",
+        f"{prefix}_SERVICE_PORT": "7500",
+        f"{prefix}_SERVICE_PORT_KVWIRE_API": "7500",
+        f"{prefix}_PORT": f"{protocol}://10.96.3.7:7500",
+        port: f"{protocol}://10.96.3.7:7500",
+        f"{port}_PROTO": protocol,
+        f"{port}_PORT": "7500",
+        f"{port}_ADDR": "10.96.3.7",
+    }
+
+
+@pytest.mark.parametrize("name", ["kvwire", "kvwire-store", "kvwire-lanes", "kvwire2"])
+@pytest.mark.parametrize("protocol", ["tcp", "udp", "sctp"])
+def test_variables_of_a_service_are_passed_over_with_one_line(
+    caplog: pytest.LogCaptureFixture, name: str, protocol: str
+) -> None:
+    environment = _service(name, protocol) | {"KVWIRE_LANES": "3"}
+    # One line in each process: another test may have had the same variables.
+    environment[f"{name.upper().replace('-', '_')}_PORT_1_TCP"] = "tcp://10.0.0.1:1"
+    assert Config.load(environment=environment).lanes == 3
+    assert Config.load(environment=environment).lanes == 3
+    assert [record.name for record in caplog.records] == ["kvwire.config"]
+    assert "enableServiceLinks: false" in caplog.text
+
+
+def test_variables_of_a_link_of_docker_are_passed_over() -> None:
+    environment = _service("kvwire") | {
+        "KVWIRE_NAME": "/prefill/kvwire",
+        "KVWIRE_ENV_PYTHON_VERSION": "3.12",
+    }
+    assert Config.load(environment=environment).name == ""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"KVWIRE_PORT": "7500"},
+        {"KVWIRE_ENV_LANES": "4"},
+        {"KVWIRE_SERVICE": "a"},
+        _service("kvwire") | {"KVWIRE_LANE": "4"},
+    ],
+)
+def test_a_misspelt_variable_is_still_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="there is no key"):
+        Config.load(environment=environment)
+
+
+def test_a_name_of_a_path_is_a_name_where_there_is_no_link() -> None:
+    assert Config.load(environment={"KVWIRE_NAME": "/a/b"}).name == "/a/b"
+
+
+# --- what is shown, and where files are -----------------------------------------------
+
+
+def test_a_shown_configuration_has_what_was_changed_and_no_password() -> None:
+    config = load(directory="redis://me:hun#ter2@host:1", lanes=2)
+    assert repr(config) == "Config(lanes=2, directory='redis://...@host:1')"
+    with pytest.raises(UsageError) as caught:
+        load(directory="redis://me:hunter2@host:1" + "x" * 2000)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_paths_are_read_as_a_shell_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    written(tmp_path, 'trust = "psk"\npsk_file = "~/key"\ninspect = "$HOME/run"\n')
+    config = Config.load("~/kvwire.toml", psk_accept_files=["${HOME}/old", Path("~/k")])
+    assert config.psk_file == f"{tmp_path}/key"
+    assert config.inspect == f"{tmp_path}/run"
+    assert config.psk_accept_files == (f"{tmp_path}/old", f"{tmp_path}/k")
+    with pytest.raises(UsageError, match=r"psk_file=.*KV_NO_SUCH"):
+        load(psk_file="$KV_NO_SUCH/key", trust="psk")

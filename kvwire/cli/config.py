@@ -12,7 +12,8 @@ from rich.table import Table
 
 from kvwire.backend.selection import check_transports
 from kvwire.config import load_with_origins
-from kvwire.directory.registry import open_directory, without_password
+from kvwire.directory.registry import open_directory
+from kvwire.errors import without_password
 
 app: App = App(name="config")
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvwire import Config
 from kvwire.directory import Directory, Record, open_directory
-from kvwire.directory.registry import without_password
+from kvwire.errors import without_password
 
 app: App = App(name="directory")
 

@@ -31,7 +31,14 @@ from kvwire.clock import Backoff, start_task
 from kvwire.directory.members import Change, Members
 from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
-from kvwire.errors import ClosedOK, ConnectError, UsageError, nearest, shown
+from kvwire.errors import (
+    ClosedOK,
+    ConnectError,
+    UsageError,
+    check_credentials,
+    nearest,
+    shown,
+)
 from kvwire.limits import (
     CANCEL_AGAIN_S,
     DIRECTORY_RETRY_S,
@@ -65,6 +72,7 @@ class Directory(ABC):
     read_only: ClassVar[str] = ""
 
     def __init__(self, url: str) -> None:
+        check_credentials(url)
         try:
             self.url: SplitResult = urlsplit(url)
             self.url.port  # noqa: B018 - it is read here

@@ -25,6 +25,7 @@ from kvwire.directory.own_folder import own_folder, user_folder
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
 from kvwire.limits import FILE_INTERVAL_S, MEMBERS_MAX, RECORD_BYTES_MAX
+from kvwire.types import local_path
 
 _ENDING: Final = ".json"
 
@@ -43,7 +44,7 @@ class FileDirectory(Directory):
             )
         # A folder that somebody has named may be one that users share.
         self._is_default = not path
-        self.folder: Path = Path(path) if path else user_folder()
+        self.folder: Path = Path(local_path(path)) if path else user_folder()
         self._check()
         self._interval_s = self.seconds("interval_s")
 

@@ -8,24 +8,12 @@ from __future__ import annotations
 
 from importlib import metadata
 from typing import Final
-from urllib.parse import urlsplit
 
 from kvwire.directory.base import Directory
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.extras import NotInstalledError
 
 GROUP: Final = "kvwire.directories"
-
-
-def without_password(url: str) -> str:
-    """Return a URL as it may be shown."""
-    try:
-        netloc = urlsplit(url).netloc
-    except ValueError:  # it is no URL, so nobody knows where its password is
-        scheme, colon, _ = url.partition(":")
-        return f"{scheme}{colon}..."
-    secret, at, host = netloc.rpartition("@")
-    return url.replace(f"{secret}@{host}", f"...@{host}", 1) if at else url
 
 
 def open_directory(url: str) -> Directory:

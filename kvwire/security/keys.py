@@ -21,7 +21,7 @@ from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import check_psk, key_id
-from kvwire.types import Address, TrustMode, is_loopback, numeric_host
+from kvwire.types import Address, TrustMode, is_loopback, local_path, numeric_host
 
 # A key file holds the key in hexadecimal; two digits a byte, and a line end.
 _KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2
@@ -50,6 +50,7 @@ def read_key_file(path: str) -> bytes:
     Raises:
         UsageError: It cannot be read, others can read it, or it holds no key.
     """
+    path = local_path(path)
     text = read_file("psk_file", path, _KEY_FILE_BYTES_MAX + 1, private=True)
     try:
         key = bytes.fromhex(text.decode("ascii").strip())

@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from kvwire.directory.registry import without_password
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError, check_credentials, shown, without_password
 from kvwire.limits import (
     STORE_SLAB_BYTES,
     STORE_SLAB_BYTES_MAX,
@@ -16,7 +15,7 @@ from kvwire.limits import (
     STORE_TIER_BYTES_MAX,
 )
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from kvwire.types import read_bytes
+from kvwire.types import local_path, read_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +32,26 @@ class TierAddress:
         """Read a tier."""
         if not isinstance(text, str) or ":" not in text:
             raise UsageError(
-                f"tier {text!r}: write memory:8GiB, or disk:path?size=100GiB"
+                f"tier {shown(str(text))}: write memory:8GiB, or disk:path?size=100GiB"
             )
         scheme, _, rest = text.partition(":")
+        if scheme != "kvwire":  # it has the URL of a directory among its options
+            check_credentials(text)
         place, _, query = rest.partition("?")
         pairs = parse_qsl(query, keep_blank_values=True)
-        options = dict(pairs)
+        options = {
+            name: local_path(value) if name.endswith("_file") else value
+            for name, value in pairs
+        }
         if len(options) != len(pairs):
-            raise UsageError(f"tier {text!r}: an option is there twice")
-        try:
-            return cls(without_password(text), scheme, place, options)
-        except ValueError as exc:
-            raise UsageError(f"tier: {exc}") from None
+            raise UsageError(
+                f"tier {without_password(text)!r}: an option is there twice"
+            )
+        if scheme == "disk":
+            place = local_path(place)
+        elif scheme == "object" and place.startswith("file://"):
+            place = f"file://{local_path(place.removeprefix('file://'))}"
+        return cls(without_password(text), scheme, place, options)
 
     def require(self, *known: str) -> None:
         """Refuse options that this kind of tier does not have."""

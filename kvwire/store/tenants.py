@@ -26,6 +26,7 @@ from kvwire.limits import (
     STORE_TTL_S_MAX,
 )
 from kvwire.store.address import TierAddress
+from kvwire.types import local_path
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _QUOTAS: Final = ("memory", "disk")
@@ -81,7 +82,7 @@ class Tenant:
             quotas,
             address.number("ttl", 0.0, STORE_TTL_S_MAX),
             address.size_option("pinned", 0),
-            options.get("key", ""),
+            local_path(options.get("key", "")),
             options.get("identity", ""),
         )
 

@@ -12,7 +12,7 @@ import pytest
 from kvwire import BackendUnavailable, UsageError
 from kvwire.directory import open_directory
 from kvwire.directory.file import FileDirectory
-from kvwire.directory.registry import without_password
+from kvwire.errors import without_password
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
@@ -118,8 +118,23 @@ _LIBRARIES: Final = {"redis": "redis", "nats": "nats", "k8s": "httpx"}
         ("redis://host:1/2?prefix=a", "redis://host:1/2?prefix=a"),
         ("redis://user:p%40ss@host:1/2", "redis://...@host:1/2"),
         ("redis://:a@b@host", "redis://...@host"),
-        ("redis://:a@b@[host", "redis:..."),
+        ("redis://:a@b@[host", "redis://...@[host"),
+        ("redis://user:a#b?c/d@host:1/2", "redis://...@host:1/2"),
+        ("redis://host/?email=a@b", "redis://...@b"),
+        ("file:///home/a@b", "file:///home/a@b"),
+        ("kvwire://role=a?directory=redis://:x@y", "kvwire://...@y"),
+        ("kvwire://a?directory=redis%3A%2F%2F%3Ax%40y", "kvwire://...%40y"),
     ],
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert without_password(url) == shown
+
+
+@pytest.mark.parametrize("sign", "/?#[]")
+@pytest.mark.parametrize("scheme", ["redis", "nats", "file"])
+def test_a_password_that_would_end_the_host_is_refused_with_the_remedy(
+    scheme: str, sign: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{sign} as %")) as caught:
+        open_directory(f"{scheme}://user:hunt{sign}er@127.0.0.1:1")
+    assert "hunt" not in str(caught.value)

@@ -60,3 +60,26 @@ def test_a_number_that_is_not_there_is_the_usual_one() -> None:
     address = TierAddress.parse("kvwire://a:1?timeout=0.5")
     assert address.number("timeout", 10, 60) == 0.5
     assert address.number("requests", 10, 60) == 10
+
+
+@pytest.mark.parametrize("text", ["disk:{}?size=1MiB", "object:file://{}"])
+@pytest.mark.parametrize("folder", ["~/kv", "$HOME/kv", "${HOME}/kv"])
+def test_paths_are_read_as_a_shell_reads_them(
+    monkeypatch: pytest.MonkeyPatch, text: str, folder: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    place = TierAddress.parse(text.format(folder)).place
+    assert place.removeprefix("file://") == "/home/me/kv"
+
+
+@pytest.mark.parametrize("folder", ["$KV_NO_SUCH/kv", "~nobody-of-this-name/kv"])
+def test_a_path_that_a_shell_could_not_read_is_refused(folder: str) -> None:
+    with pytest.raises(UsageError, match="write"):
+        TierAddress.parse(f"disk:{folder}?size=1MiB")
+
+
+@pytest.mark.parametrize("password", ["a#b", "a?b", "a/b", "a[b"])
+def test_a_password_with_signs_of_a_url_is_refused_and_not_shown(password: str) -> None:
+    with pytest.raises(UsageError, match="means something else in a URL") as caught:
+        TierAddress.parse(f"redis://user:{password}@host:1/0?timeout=1")
+    assert password not in str(caught.value)

@@ -31,8 +31,8 @@ import kvwire
 from kvwire.clock import run_to_completion, start_task
 from kvwire.directory import Change, ChangeKind, Directory, Record, Selector
 from kvwire.directory.base import ended
-from kvwire.directory.registry import open_directory, without_password
-from kvwire.errors import KVWireError, UsageError
+from kvwire.directory.registry import open_directory
+from kvwire.errors import KVWireError, UsageError, without_password
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.limits import STORE_NODE_TIMEOUT_S, STORE_NODES_MAX, STORE_TIMEOUT_S_MAX
 from kvwire.store.address import TierAddress
