@@ -11,12 +11,13 @@ from typing import Annotated, Final
 import msgspec
 from cyclopts import Parameter
 from cyclopts.types import PositiveFloat
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from kvwire import KVWireError, Snapshot
+from kvwire.cli.console import console
 from kvwire.errors import printable
 from kvwire.observe.inspect import snapshots, sockets, traces
 from kvwire.observe.trace import document
@@ -53,7 +54,7 @@ def top(
         sys.stdout.flush()
         return
     if once:
-        Console(highlight=False).print(screen(found, (), silent))
+        console().print(screen(found, (), silent))
         return
     with Live(screen(found, (), silent), screen=True, auto_refresh=False) as live:
         while True:

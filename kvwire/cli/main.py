@@ -33,11 +33,16 @@ app: App = App(
     name="kvwire",
     help="Awaitable transport for LLM KV cache.",
     version=kvwire.__version__,
+    version_flags=["--version", "-V"],
     # Ours to turn into an exit status.
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", show_default=_default),
 )
 app.command(keygen)
+app.register_install_completion_command(
+    "--install-completion",
+    help="Install completion of commands and options for this shell.",
+)
 app.command(
     "kvwire.cli.bench.command:app",
     name="bench",
@@ -92,7 +97,9 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
     Returns:
         The exit status.
     """
-    tokens = None if arguments is None else list(arguments)
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    if tokens[:1] == ["help"]:  # as git and others have it
+        tokens = [*tokens[1:], "--help"]
     try:
         # A command that has an exit status of its own returns it.
         status = (command or app)(

@@ -17,6 +17,7 @@ from rich.console import Console
 import kvwire
 from kvwire import Config, KVWireError, UsageError
 from kvwire.directory import Selector
+from kvwire.errors import without_password
 from kvwire.limits import STORE_BERTH_BYTES
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import StatsReport, TenantRow, TierRow
@@ -181,7 +182,8 @@ async def _serve(
 
                 monitored = stack.enter_context(MetricsServer(store, metrics))
                 also = f"; metrics at {monitored.url}"
-            served = f"{', '.join(tiers)} on {server.address}"
+            shown = map(without_password, tiers)
+            served = f"{', '.join(shown)} on {server.address}"
             console.print(f"serving {served}{also}; Ctrl-C ends")
             await stop.wait()
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import socket
 import stat
+import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
 from kvwire import Config, KVWireError, Snapshot, UsageError
+from kvwire.errors import shown
 from kvwire.limits import INSPECT_ANSWER_BYTES_MAX
 from kvwire.wire.control import DECODE_ERRORS
 
 # A loop that is busy answers late; one that does not turn never does.
 _PATIENCE_S: Final = 5.0
+_AT_ONCE: Final = 16
 T = TypeVar("T")
 
 
@@ -67,24 +71,62 @@ def _ask_all(
     paths: list[Path], what: Literal["snapshot", "trace"], kind: type[T]
 ) -> tuple[list[T], list[str]]:
     answers, silent = [], []
-    for path in paths:
-        try:
-            answers.append(_ask(path, what, kind))
-        except ConnectionRefusedError:
-            continue  # its process was killed
-        except (OSError, KVWireError, *DECODE_ERRORS) as exc:
-            silent.append(f"{path.name}: {str(exc) or type(exc).__name__}")
+    # All at once: several that do not answer cost the patience for one.
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        for found in threads.map(lambda path: _answer(path, what, kind), paths):
+            if isinstance(found, str):
+                silent.append(found)
+            elif found is not None:
+                answers.append(found)
     return answers, silent
+
+
+def _answer(path: Path, what: str, kind: type[T]) -> T | str | None:
+    """Return what a process answers, why it does not, or None if it was killed."""
+    try:
+        return _ask(path, what, kind)
+    except ConnectionRefusedError:
+        return None
+    except (OSError, KVWireError, *DECODE_ERRORS) as exc:
+        return f"{path.name}: {str(exc) or type(exc).__name__}"
 
 
 def _ask(path: Path, what: str, kind: type[T]) -> T:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_PATIENCE_S)
         client.connect(str(path))
-        client.sendall(what.encode() + b"\n")
-        with client.makefile("rb") as reader:
-            answer = reader.readline(INSPECT_ANSWER_BYTES_MAX)
+        try:
+            client.sendall(what.encode() + b"\n")
+            with client.makefile("rb") as reader:
+                answer = reader.readline(INSPECT_ANSWER_BYTES_MAX)
+        except TimeoutError:
+            raise KVWireError(_why_silent(_pid_of_peer(client))) from None
     if not answer.endswith(b"\n"):
         raise KVWireError("no whole answer")
     found: Any = msgspec.json.decode(answer, type=kind)
     return found  # type: ignore[no-any-return]
+
+
+def _pid_of_peer(client: socket.socket) -> int:
+    """Return the process that listens at the other end; 0 where nobody can say."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return 0
+    credentials = struct.Struct("3i")  # pid, uid, gid
+    found = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    pid: int = credentials.unpack(found)[0]
+    return pid
+
+
+def _why_silent(pid: int) -> str:
+    late = f"no answer within {_PATIENCE_S:g} s"
+    process = Path("/proc", str(pid))
+    try:
+        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").strip()
+        # The state follows the name, which may have spaces and parentheses itself.
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return late
+    named = f"pid {pid}, {shown(command.decode(errors='replace'))}"
+    if state in "tT":
+        return f"{named}, is stopped; `kill -CONT {pid}` lets it go on"
+    return f"{named}: {late}; its event loop is busy or blocked"

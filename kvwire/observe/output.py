@@ -5,10 +5,17 @@ from __future__ import annotations
 import io
 import os
 import sys
+from typing import Final
+
+# Less than this has no room for a table of options; terminals without a size say 0.
+_COLUMNS_MIN: Final = 20
 
 
 def prepare_output() -> None:
-    """Make the output take whatever is printed."""
+    """Make the output take every character, on lines of a width that can be printed."""
+    columns = os.environ.get("COLUMNS", "")
+    if not columns.isdecimal() or int(columns) < _COLUMNS_MIN:
+        os.environ.pop("COLUMNS", None)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, as by `>&-`
             unread = os.open(os.devnull, os.O_WRONLY)

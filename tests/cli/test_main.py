@@ -217,3 +217,58 @@ def raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert command.app is app
     monkeypatch.setattr(command, "app", call)
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "7", "-3", "wide"])
+@pytest.mark.parametrize("command", ["store serve --help", "--help", "config show"])
+def test_a_width_that_has_no_room_is_not_believed(columns: str, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvwire", *command.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "COLUMNS": columns},
+    )
+    assert max(map(len, done.stdout.splitlines())) > 20
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["top", "--once"]])
+def test_lines_that_are_piped_are_not_wrapped(
+    command: list[str], tmp_path: Path
+) -> None:
+    name = "a" * 100
+    with kvwire.Engine(name=name, inspect=str(tmp_path / "run")):
+        env = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+        done = subprocess.run(
+            [sys.executable, "-m", "kvwire", *command],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**env, "KVWIRE_INSPECT": str(tmp_path / "run")},
+        )
+    assert max(map(len, done.stdout.splitlines())) > 100
+
+
+def test_help_and_version_are_found_where_people_look(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["help", "store", "serve"]) == 0
+    asked = capsys.readouterr().out
+    assert main(["store", "serve", "--help"]) == 0
+    assert capsys.readouterr().out == asked
+    assert main(["help"]) == 0
+    assert "doctor" in capsys.readouterr().out
+    assert main(["-V"]) == 0
+    assert capsys.readouterr().out == f"{kvwire.__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    to = tmp_path / "completion"
+    command = ["--install-completion", "--shell", shell, "--output", str(to)]
+    assert main(command) == 0
+    assert "doctor" in to.read_text()

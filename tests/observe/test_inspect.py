@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 import kvwire
+from kvwire.observe import inspect
 from kvwire.observe.inspect import snapshots, sockets, traces
 
 
@@ -81,3 +87,44 @@ def test_no_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         sockets(None)
     with pytest.raises(kvwire.UsageError, match="No such file"):
         sockets(tmp_path / "none")
+
+
+def test_processes_that_are_stopped_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "_PATIENCE_S", 0.5)
+    code = (
+        "import kvwire, sys; e = kvwire.Engine(inspect=sys.argv[1]); print(flush=True)"
+    )
+    command = [sys.executable, "-c", code + "; sys.stdin.read()", str(tmp_path / "run")]
+    with contextlib.ExitStack() as stack:
+        pids = []
+        for _ in range(3):
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            process.stdout.readline()
+            pids.append(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+        found, silent = snapshots(sockets(tmp_path / "run"))
+        assert found == []
+        assert len(silent) == len(pids)
+        for pid in pids:
+            assert any(f"pid {pid}, " in one for one in silent)
+        assert all("is stopped; `kill -CONT" in one for one in silent)
+
+
+def test_a_process_whose_loop_is_busy_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "_PATIENCE_S", 0.1)
+    path = tmp_path / "busy.sock"
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.bind(str(path))
+        busy.listen()
+        (said,) = snapshots([path])[1]
+    assert f"pid {os.getpid()}, " in said
+    assert "busy or blocked" in said

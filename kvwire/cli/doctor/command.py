@@ -11,11 +11,11 @@ from typing import Annotated, Final
 import msgspec
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
-from rich.console import Console
 
 import kvwire
 from kvwire import Address, Config, UsageError
 from kvwire.cli.bench.peer import attend_at
+from kvwire.cli.console import console
 from kvwire.cli.doctor.checks import HostFiles
 from kvwire.cli.doctor.examination import Examination, examine
 from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport, examine_peer
@@ -71,16 +71,17 @@ def _show(found: Examination | PeerReport, json: bool) -> None:
         document = msgspec.json.format(msgspec.json.encode(found))
         sys.stdout.buffer.write(document + b"\n")
         return
-    console = Console(highlight=False, markup=False)
-    console.width = min(console.width, COLUMNS_MAX)
+    screen = console()
+    if screen.is_terminal:
+        screen.width = min(screen.width, COLUMNS_MAX)
     if isinstance(found, PeerReport):
-        console.print(written(found))
+        screen.print(written(found))
     else:
-        console.print(fitting(found, console))
+        screen.print(fitting(found, screen))
 
 
 def _progress(line: str) -> None:
-    Console(stderr=True, highlight=False, markup=False).print(f"trying: {line}")
+    console(stderr=True).print(f"trying: {line}")
 
 
 async def _listen(

@@ -1,0 +1,22 @@
+"""The consoles that commands print on."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+from rich.console import Console
+
+# A line of a table in a file or a pipe: as long as it has to be.
+_PIPED_COLUMNS: Final = 10_000
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that wraps lines for a terminal, and never for a pipe or a file.
+
+    ``COLUMNS`` in the environment is the width in any case.
+    """
+    made = Console(stderr=stderr, highlight=False, markup=False)
+    if not made.file.isatty() and "COLUMNS" not in os.environ:
+        made.width = _PIPED_COLUMNS
+    return made
