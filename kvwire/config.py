@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    Final,
     Literal,
     TypeAlias,
     TypedDict,
@@ -32,7 +33,7 @@ from msgspec import Meta
 
 from kvwire import limits
 from kvwire.errors import UsageError, nearest, without_password
-from kvwire.types import local_path, plain, read_bytes
+from kvwire.types import plain, read_bytes
 
 logger: logging.Logger = logging.getLogger("kvwire.config")
 
@@ -472,6 +473,31 @@ def _build(given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
         except UsageError as exc:
             raise UsageError(f"{origins.get(key, 'config')}: {key}={exc}") from None
     return checked_values(values, Config, origins)
+
+
+def local_path(text: str) -> str:
+    """Return a path as a shell would read it: ``~`` and ``$HOME`` become folders.
+
+    Raises:
+        UsageError: There is no such user or environment variable.
+    """
+    for name in filter(None, (n for pair in _VARIABLE.findall(text) for n in pair)):
+        if name not in os.environ:
+            raise UsageError(
+                f"path {text!r}: there is no environment variable {name}; set it, or "
+                f"write the path in full"
+            )
+    path = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111 - no Path yet
+    if path.startswith("~"):
+        raise UsageError(
+            f"path {text!r}: no home folder is known for {path.partition('/')[0]}; "
+            f"write ./{path} for a folder of that name"
+        )
+    return path
+
+
+# As os.path.expandvars finds variables; it leaves a path as it is where one is not set.
+_VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import ipaddress
 import operator
-import os
 import re
 import struct
 from collections.abc import Iterator
@@ -392,31 +391,6 @@ def whole(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
-
-
-def local_path(text: str) -> str:
-    """Return a path as a shell would read it: ``~`` and ``$HOME`` become folders.
-
-    Raises:
-        UsageError: There is no such user or environment variable.
-    """
-    for name in filter(None, (n for pair in _VARIABLE.findall(text) for n in pair)):
-        if name not in os.environ:
-            raise UsageError(
-                f"path {text!r}: there is no environment variable {name}; set it, or "
-                f"write the path in full"
-            )
-    path = os.path.expanduser(os.path.expandvars(text))  # noqa: PTH111 - no Path yet
-    if path.startswith("~"):
-        raise UsageError(
-            f"path {text!r}: no home folder is known for {path.partition('/')[0]}; "
-            f"write ./{path} for a folder of that name"
-        )
-    return path
-
-
-# As os.path.expandvars finds variables; it leaves a path as it is where one is not set.
-_VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 
 
 def plain(value: T) -> T | int:

@@ -17,11 +17,11 @@ import stat
 from pathlib import Path
 
 from kvwire.backend import Backend
-from kvwire.config import Config
+from kvwire.config import Config, local_path
 from kvwire.errors import UsageError
 from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.proto.auth import check_psk, key_id
-from kvwire.types import Address, TrustMode, is_loopback, local_path, numeric_host
+from kvwire.types import Address, TrustMode, is_loopback, numeric_host
 
 # A key file holds the key in hexadecimal; two digits a byte, and a line end.
 _KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from kvwire.config import local_path
 from kvwire.errors import UsageError, check_credentials, shown, without_password
 from kvwire.limits import (
     STORE_SLAB_BYTES,
@@ -15,7 +16,7 @@ from kvwire.limits import (
     STORE_TIER_BYTES_MAX,
 )
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from kvwire.types import local_path, read_bytes
+from kvwire.types import read_bytes
 
 
 @dataclass(frozen=True, slots=True)

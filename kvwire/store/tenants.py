@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.config import local_path
 from kvwire.errors import UsageError, shown
 from kvwire.limits import (
     NAME_CHARS_MAX,
@@ -26,7 +27,6 @@ from kvwire.limits import (
     STORE_TTL_S_MAX,
 )
 from kvwire.store.address import TierAddress
-from kvwire.types import local_path
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _QUOTAS: Final = ("memory", "disk")
