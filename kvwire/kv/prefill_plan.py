@@ -227,6 +227,7 @@ class _Blocks(Generic[Id]):
         }
         self._valid = self._table(0)
         self._owner = self._table(_NOBODY)
+        self._until = self._table(0)  # tokens of the owner
         self._position = self._table(0)
         self._claimants: list[_Request[Id]] = []
         for request in requests:
@@ -278,8 +279,7 @@ class _Blocks(Generic[Id]):
         at, _ = self._find(group, request.lists[group])
         owners = self._owner[group][at]
         shared = (owners >= 0) & (self._position[group][at] == np.arange(at.size))
-        ends = np.array([0, *(owner.num_tokens for owner in self._claimants)])
-        until = np.where(shared, ends[np.maximum(owners, _NOBODY) + 1], 0)
+        until = np.where(shared, self._until[group][at], 0)
         tokens = np.arange(request.num_tokens)
         block = tokens // request.block_tokens[group]
         theirs = lost & (tokens < until[block])
@@ -299,6 +299,7 @@ class _Blocks(Generic[Id]):
         if mine.any():
             claimed = distinct(block[mine])
             self._owner[group][at[claimed]] = len(self._claimants)
+            self._until[group][at[claimed]] = request.num_tokens
             self._position[group][at[claimed]] = claimed
             self._claimants.append(request)
         return _runs(mine), owner
@@ -326,9 +327,12 @@ class _Blocks(Generic[Id]):
 
     def _find(self, name: str, ids: Ids) -> tuple[Ids, Bits]:
         """Return where a request's blocks are, and which of ``ids`` they are."""
-        table = self._ids[name]
-        known: Bits = among(ids, table)
-        return np.searchsorted(table, ids[known]), known
+        table = self._ids[name]  # ascending; sorting it for each request takes too long
+        at = np.searchsorted(table, ids)
+        if not table.size:
+            return at, np.zeros(ids.size, np.bool_)
+        known: Bits = table.take(at, mode="clip") == ids
+        return at[known], known
 
 
 def _runs(tokens: Bits) -> tuple[TokenRange, ...]:
