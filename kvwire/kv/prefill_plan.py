@@ -330,7 +330,7 @@ class _Blocks(Generic[Id]):
         table = self._ids[name]  # ascending; sorting it for each request takes too long
         at = np.searchsorted(table, ids)
         if not table.size:
-            return at, np.zeros(ids.size, np.bool_)
+            return at[:0], np.zeros(ids.size, np.bool_)
         known: Bits = table.take(at, mode="clip") == ids
         return at[known], known
 

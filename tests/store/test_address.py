@@ -67,9 +67,9 @@ def test_a_number_that_is_not_there_is_the_usual_one() -> None:
 def test_paths_are_read_as_a_shell_reads_them(
     monkeypatch: pytest.MonkeyPatch, text: str, folder: str
 ) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/srv/me")
     place = TierAddress.parse(text.format(folder)).place
-    assert place.removeprefix("file://") == "/home/me/kv"
+    assert place.removeprefix("file://") == "/srv/me/kv"
 
 
 @pytest.mark.parametrize("folder", ["$KV_NO_SUCH/kv", "~nobody-of-this-name/kv"])
