@@ -121,7 +121,7 @@ _LIBRARIES: Final = {"redis": "redis", "nats": "nats", "k8s": "httpx"}
         ("redis://:a@b@[host", "redis://...@[host"),
         ("redis://user:a#b?c/d@host:1/2", "redis://...@host:1/2"),
         ("redis://host/?email=a@b", "redis://...@b"),
-        ("file:///home/a@b", "file:///home/a@b"),
+        ("file:///srv/a@b", "file:///srv/a@b"),
         ("kvwire://role=a?directory=redis://:x@y", "kvwire://...@y"),
         ("kvwire://a?directory=redis%3A%2F%2F%3Ax%40y", "kvwire://...%40y"),
     ],
