@@ -64,7 +64,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         codec: Encodes what moves between engines, with loss: ``"fp8"``, ``"int8"`` or
             ``"int4"``; "" for no codec. The same on both.
         load_timeout_s: After this what has not arrived is computed instead, or fails,
-            as vLLM's ``kv_load_failure_policy`` says.
+            as vLLM's ``kv_load_failure_policy`` says; longer than a prompt ever waits
+            at prefill.
         fence_s: How long a preemption waits for links to let go of its blocks before
             the links are dropped; transfers of other requests then resume.
         http: Where this engine serves HTTP, as others reach it. With it the engine

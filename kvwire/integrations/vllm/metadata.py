@@ -107,7 +107,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     sends: bool = msgspec.field(default=False, name="do_remote_decode")
     # Its KV comes from another engine.
     loads: bool = msgspec.field(default=False, name="do_remote_prefill")
-    computed: bool = False  # that engine has made this reference itself, in its answer
+    # That engine has answered, so what it has is published; else it may have others to
+    # do first, and whoever has asked both knows whether it lives.
+    computed: bool = False
     transfer_id: _Text = ""  # what both engines call the transfer; "" if none was given
     # Addresses of the other engine's ranks, in rank order, stage by stage.
     remote: Annotated[tuple[_Text, ...], Meta(max_length=_REMOTES_MAX)] = ()
@@ -185,14 +187,18 @@ def scheduled_requests(
 
 
 def answer(
-    transfer_id: str, remote: tuple[str, ...], stages: int = 1
+    transfer_id: str,
+    remote: tuple[str, ...],
+    stages: int = 1,
+    *,
+    computed: bool = True,
 ) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` by which decode finds what prefill computed."""
+    """Return the ``kv_transfer_params`` by which decode finds what prefill computes."""
     more = {"stages": stages} if stages > 1 else {}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "computed": True,
+        "computed": computed,
         "transfer_id": transfer_id,
         "remote": list(remote),
         **more,

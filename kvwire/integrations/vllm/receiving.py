@@ -23,7 +23,8 @@ from kvwire.store.cleanup import error_text
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # What prefill has answered for is published already; if not, it never will be: it was
-# fetched before, or is another process now.
+# fetched before, or is another process now. What it has yet to answer for may wait
+# there behind many others, so that has `load_timeout_s`.
 _PUBLISHED_WITHIN_S: Final = 5.0
 
 

@@ -57,7 +57,8 @@ async def complete(request: Request) -> Response:
     tokens = tokens_of(body["prompt"], body["max_tokens"])
     if (body.get("kv_transfer_params") or {}).get("do_remote_decode"):
         await asyncio.sleep(TOKEN_S)
-        return JSONResponse({"tokens": tokens})
+        where = {"do_remote_prefill": True}
+        return JSONResponse({"tokens": tokens, "kv_transfer_params": where})
     if not body.get("stream"):
         await asyncio.sleep(TOKEN_S * len(tokens))
         return JSONResponse({"tokens": tokens})

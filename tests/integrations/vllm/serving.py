@@ -86,10 +86,11 @@ class Engine(Process):
     def generate(self, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
         return complete(self.url, prompt, tokens, **more)
 
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
+
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
-        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        return metric_of(self.metrics(), name)
 
     @property
     def idle(self) -> bool:
@@ -107,6 +108,7 @@ def engine(
     ranks: int = 1,
     stages: int = 1,
     beside: Sequence[dict[str, Any]] = (),
+    policy: str = "recompute",
 ) -> Engine:
     kv_port = free_port()
     workers = ranks * stages
@@ -121,6 +123,7 @@ def engine(
             "kv_connector": "MultiConnector",
             "kv_connector_extra_config": children,
         }
+    config["kv_load_failure_policy"] = policy
     said = [
         *("--max-model-len", "4352", "--max-num-batched-tokens", "1024"),
         # Other sums of another batch change no token in this type.
@@ -177,6 +180,12 @@ def server(
         command += ["--kv-transfer-config", json.dumps(said)]
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return Engine(command, log, url, environment | {"HF_HUB_OFFLINE": "1"})
+
+
+def metric_of(text: str, name: str, label: str = "") -> float:
+    """The sum of a metric over its labels, or of those with one."""
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
 
 
 class Front(Process):

@@ -85,7 +85,17 @@ def answer(status: int, body: Any) -> Said:
 
 
 async def fine(body: dict[str, Any]) -> Said:
-    return answer(200, {"tokens": body.get("max_tokens")})
+    said = {"tokens": body.get("max_tokens")}
+    asked = body.get("kv_transfer_params") or {}
+    if asked.get("do_remote_decode"):
+        where = {"do_remote_prefill": True, "transfer_id": asked["transfer_id"]}
+        said["kv_transfer_params"] = where
+    return answer(200, said)
+
+
+async def waits(_: dict[str, Any]) -> Said:
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def when(event: asyncio.Event, then: Handler = fine) -> Handler:
@@ -249,6 +259,58 @@ async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
 
     engines = Engines(p1=when(decode_asked), d1=decode)
     assert (await post(app(engines))).status_code == 200
+
+
+async def test_at_once_nothing_says_that_prefill_has_computed_the_prompt() -> None:
+    """It may have others to do first, and decode waits as long as that takes."""
+    engines = Engines()
+    assert (await post(app(engines))).status_code == 200
+    assert engines.params("d1")[0]["computed"] is False
+
+
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_prompt_that_prefill_computes_and_does_not_send(
+    order: str, path: str
+) -> None:
+    """Decode is not left waiting for it; nobody has failed, so nobody is down."""
+    given_up = asyncio.Event()
+
+    async def keeps(_: dict[str, Any]) -> Said:
+        return answer(200, {"tokens": 1, "kv_transfer_params": None})
+
+    async def waits_for_kv(body: dict[str, Any]) -> Said:
+        if "kv_transfer_params" not in body:
+            return await fine(body)
+        try:
+            return await waits(body)
+        finally:
+            given_up.set()
+
+    engines = Engines(p1=keeps, d1=waits_for_kv)
+    application = app(engines, order)
+    assert (await post(application, path=path)).json() == {"tokens": 9}
+    assert engines.hosts()[-1] == "d1"
+    assert given_up.is_set() is (order == policy.AT_ONCE)
+    for engine in (await call(application, "GET", "/fleet")).json()["engines"]:
+        assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"text": "\xff"}'])
+async def test_an_answer_of_prefill_that_cannot_be_read(content: bytes) -> None:
+    """It has computed the prompt, and what was agreed before holds."""
+
+    async def garbage(_: dict[str, Any]) -> Said:
+        async def parts() -> AsyncIterator[bytes]:
+            yield content
+
+        return 200, {"content-type": "application/json"}, parts()
+
+    engines = Engines(p1=garbage)
+    assert (await post(app(engines, policy.IN_SEQUENCE))).status_code == 200
+    (asked,) = engines.params("d1")
+    assert asked["computed"] is True
+    assert asked["remote"] == ["p1:1"]
 
 
 @pytest.mark.parametrize("failing", [refused, broken])

@@ -65,6 +65,8 @@ _DONE: Final = b"[DONE]"
 _END_BYTES: Final = 64
 # Headers that say where an answer ends.
 FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
+# Where a prompt's KV is if prefill sends none of it.
+_NOT_SENT: Final[dict[str, Any]] = {}
 # Of an engine's error, in ours.
 _QUOTED_CHARS: Final = 500
 
@@ -181,23 +183,49 @@ class Dispatcher:
         attempt.push_async_callback(ended, computed)
         body = for_decode(asked.body, source.server, *named)
         asked.engines = (source.url, to.url)
+        params: Any = None
         if self._order == IN_SEQUENCE:
             asked.waits_for = "the prompt's KV"
             said, params = await computed
             if said.is_error:
                 return said
             # It knows best which of its engines has computed the prompt, and where.
-            body |= {"kv_transfer_params": params or body["kv_transfer_params"]}
-        answer = asyncio.ensure_future(self._answer(to, asked, body, attempt))
-        try:
-            return await _first_of(answer, computed)
-        finally:
-            await ended(answer)
+            where = params or body["kv_transfer_params"] | {"computed": True}
+            body["kv_transfer_params"] = where
+        found = None
+        if params != _NOT_SENT:
+            found = await self._fetched(to, asked, body, computed, attempt)
+        if found is None:
+            logger.warning("%s has sent no KV of a prompt that it computed", source.url)
+            found = await self._answer(to, asked, asked.body, attempt)
+        return found
+
+    async def _fetched(
+        self,
+        engine: VllmEngine,
+        asked: ClientRequest,
+        body: dict[str, Any],
+        computed: asyncio.Future[tuple[EngineResponse, Any]],
+        attempt: AsyncExitStack,
+    ) -> EngineResponse | None:
+        """Return the answer of an engine that fetches KV; see :func:`_first_of`."""
+        async with AsyncExitStack() as waiting:
+            answer = asyncio.ensure_future(self._answer(engine, asked, body, waiting))
+            try:
+                found = await _first_of(answer, computed)
+            finally:
+                await ended(answer)
+            if found is not None and found.engine is engine:
+                attempt.push_async_exit(waiting.pop_all())
+            return found
 
     async def _compute(
         self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
     ) -> tuple[EngineResponse, Any]:
-        """Have a prompt computed; return the answer, and where the KV is if it says."""
+        """Have a prompt computed; return the answer, and where the KV is.
+
+        None for where if the answer cannot be read.
+        """
         with engine.at_work():
             async with self._client.ask(
                 engine, asked.path, asked.headers, body
@@ -209,7 +237,7 @@ class Dispatcher:
         # Python's own would read half of a surrogate pair, which decode cannot be sent.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             params = msgspec.json.decode(content).get("kv_transfer_params")
-            return said, params if isinstance(params, dict) else None
+            return said, params if isinstance(params, dict) else _NOT_SENT
         return said, None
 
     async def _answer(
@@ -286,14 +314,20 @@ class _Stream(AsyncIterator[bytes]):
 async def _first_of(
     answer: asyncio.Future[EngineResponse],
     computed: asyncio.Future[tuple[EngineResponse, Any]],
-) -> EngineResponse:
-    """Return the answer, unless prefill fails or refuses before it begins."""
+) -> EngineResponse | None:
+    """Return the answer, unless prefill fails or refuses before it begins.
+
+    As long as prefill has not answered decode waits, whatever else prefill has to do.
+    None if it answers that nothing of the prompt is sent: decode would wait in vain.
+    """
     await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
     if computed.done() and (not answer.done() or answer.exception() is not None):
         # Where both have failed, decode may have failed for want of the KV.
-        said, _ = computed.result()
+        said, params = computed.result()
         if said.is_error:
             return said
+        if params == _NOT_SENT:
+            return None
         await asyncio.wait((answer,))
     return answer.result()
 
@@ -337,7 +371,7 @@ def for_prefill(
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
         asked["max_completion_tokens"] = 1
-    params = kv_params(transfer_id, decode.remote, decode.stages)
+    params = kv_params(transfer_id, decode.remote, decode.stages, computed=False)
     params |= {"do_remote_decode": True, "do_remote_prefill": False}
     return asked | {"kv_transfer_params": references.signed(params)}
 
@@ -346,6 +380,7 @@ def for_decode(
     body: dict[str, Any], prefill: VllmServer, transfer_id: str, references: References
 ) -> dict[str, Any]:
     """Return the decode engine's request: everything, with the KV elsewhere."""
-    params = kv_params(transfer_id, prefill.remote, prefill.stages)
+    # It has yet to be computed, maybe behind many others.
+    params = kv_params(transfer_id, prefill.remote, prefill.stages, computed=False)
     params = references.signed(params)
     return body | {"kv_transfer_params": params}
