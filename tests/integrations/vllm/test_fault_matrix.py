@@ -11,6 +11,9 @@ import pytest
 from tests.integrations.vllm.faults.__main__ import bad, table
 from tests.integrations.vllm.faults.answers import Outcome, Reference, judged
 from tests.integrations.vllm.faults.arena import Tally
+from tests.integrations.vllm.faults.bystanders import rewound
+from tests.integrations.vllm.faults.cases import COMPUTED_ONCE
+from tests.integrations.vllm.serving import metric_of
 
 
 def answer(*tokens: int, best: tuple[float, float] = (9.0, 5.0)) -> Any:
@@ -41,15 +44,39 @@ def test_an_answer_is_judged_by_its_first_other_token(
 @pytest.mark.parametrize(
     ("tally", "never"),
     [
-        (Tally(Counter({"right": 9, "near tie": 1, "client left": 3})), False),
+        (Tally(Counter({"right": 9, "near tie": 1, "client left": 3}), again=5), False),
         (Tally(Counter({"right": 9, "wrong": 1})), True),
         (Tally(Counter({"hang": 1})), True),
         (Tally(crashes=1), True),
         (Tally(leaked=1), True),
+        (Tally(harmed=1), True),
+        (Tally(rewound=1), True),
     ],
 )
 def test_what_never_may_happen(tally: Tally, never: bool) -> None:
-    assert bad(tally) is never
+    assert bad("cut", tally) is never
+
+
+@pytest.mark.parametrize("case", COMPUTED_ONCE)
+def test_nothing_is_computed_twice_for_want_of_patience(case: str) -> None:
+    assert bad(case, Tally(again=1))
+    assert not bad(case, Tally())
+
+
+def test_who_was_set_back_for_others() -> None:
+    """As the log of an engine has it, in which each line says when and where."""
+    lost = "WARNING 11-27 [receiving.py:109] transfer ab: 2 of 3 blocks of 'kv' did not"
+    none = "WARNING 11-27 [receiving.py:81] transfer cd was not begun: refused"
+    back = "[scheduler.py] Recovered from KV load failure: %d request(s) rescheduled"
+    assert rewound("\n".join((lost, none, back % 2))) == 0
+    assert rewound("\n".join((lost, none, back % 1, back % 3))) == 2
+    assert rewound("Failing 1 request(s) due to KV load failure") == 1
+
+
+def test_a_metric_by_one_of_its_labels() -> None:
+    text = 'a_total{of="x"} 3.0\na_total{of="y"} 4.0\nb_total{of="x"} 5.0\n'
+    assert metric_of(text, "a_total") == 7
+    assert metric_of(text, "a_total", 'of="x"') == 3
 
 
 def test_the_table() -> None:

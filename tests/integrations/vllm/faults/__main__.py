@@ -1,8 +1,9 @@
 """kvwire and NixlConnector on the same engines, while things go wrong.
 
-``make fault-matrix`` has each connector's two engines on hosts of their own, which are
+``make fault-matrix`` has each connector's engines on hosts of their own, which are
 network namespaces (root, ``ip`` and ``tc``), asks them, and harms them meanwhile. Every
-answer is compared with that of one engine alone.
+answer is compared with that of one engine alone. kvwire's are asked once more through
+its proxy, with prompts that all begin alike, beside requests of bystanders.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 from tests.integrations.vllm.faults.answers import Outcome
-from tests.integrations.vllm.faults.arena import Arena, Tally, arena
-from tests.integrations.vllm.faults.cases import CASES
+from tests.integrations.vllm.faults.arena import SETTINGS, Arena, Tally, arena
+from tests.integrations.vllm.faults.cases import CASES, COMPUTED_ONCE
 from tests.integrations.vllm.faults.contenders import CONTENDERS
 
 Rows = dict[str, dict[str, Tally]]
+
+# Columns of the table, and what of a tally is in each.
+_COUNTS: Final = {
+    "deaths": "crashes",
+    "leaked": "leaked",
+    "bystanders harmed": "harmed",
+    "rewound": "rewound",
+    "computed by decode": "again",
+}
 
 
 def main() -> int:
@@ -30,28 +41,39 @@ def main() -> int:
     began = time.monotonic()
     for kind in options.models.split(","):
         for name in options.connectors.split(","):
-            rows = found.setdefault(kind, {}).setdefault(name, {})
-            with arena(CONTENDERS[name], kind) as place:
-                _run(place, chosen, rows, options)
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1, default=vars))
+            for setting in map(SETTINGS.__getitem__, options.settings.split(",")):
+                if setting.shared and name != "kvwire":
+                    continue  # it is kvwire's proxy that asks
+                rows = found.setdefault(kind, {}).setdefault(name + setting.name, {})
+                with arena(CONTENDERS[name], setting, kind) as place:
+                    _run(place, chosen, rows, options)
+                if options.json:
+                    options.json.write_text(json.dumps(found, indent=1, default=vars))
     for kind, by_name in found.items():
         print(f"\n{kind}, {time.monotonic() - began:.0f} s\n\n{table(by_name)}")
-    ours = [t for by in found.values() for t in by.get("kvwire", {}).values()]
-    return int(any(map(bad, ours)))
+    ours = [
+        (case, tally)
+        for by_name in found.values()
+        for name, rows in by_name.items()
+        if name.startswith("kvwire")
+        for case, tally in rows.items()
+    ]
+    return int(any(bad(case, tally) for case, tally in ours))
 
 
-def bad(tally: Tally) -> bool:
+def bad(case: str, tally: Tally) -> bool:
     """Whether something happened that never may."""
     never = (Outcome.WRONG, Outcome.HANG)
     counts = sum(tally.outcomes[one.value] for one in never)
-    return bool(counts or tally.crashes or tally.leaked)
+    twice = tally.again if case in COMPUTED_ONCE else 0
+    others = tally.harmed or tally.rewound
+    return bool(counts or tally.crashes or tally.leaked or others or twice)
 
 
 def table(rows: Rows) -> str:
     """Faults by connectors, as Markdown."""
     columns = [one.value for one in Outcome]
-    heads = ["fault", "connector", "requests", *columns, "deaths", "leaked", "slowest"]
+    heads = ["fault", "connector", "requests", *columns, *_COUNTS, "slowest"]
     lines = [heads, ["---"] * len(heads)]
     for case in next(iter(rows.values())):
         for name, by_case in rows.items():
@@ -59,7 +81,8 @@ def table(rows: Rows) -> str:
                 continue
             tally = by_case[case]
             counts = [tally.outcomes[column] for column in columns]
-            numbers = [tally.outcomes.total(), *counts, tally.crashes, tally.leaked]
+            counts += [getattr(tally, name) for name in _COUNTS.values()]
+            numbers = [tally.outcomes.total(), *counts]
             slowest = f"{tally.slowest_s:.1f} s"
             lines.append([case, name, *map(str, numbers), slowest])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -79,8 +102,8 @@ def _run(
                 break
             place.tally = rows[case]
             began = time.monotonic()
-            CASES[case](place, options.batch)
-            place.settle()
+            with place.watched():
+                CASES[case](place, options.batch)
             took_s = time.monotonic() - began
             print(f"{place.contender.name}: {case}: {took_s:.0f} s", rows[case])
             sys.stdout.flush()
@@ -94,6 +117,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="for a connector")
     parser.add_argument("--models", default="gqa,gemma")
     parser.add_argument("--connectors", default=",".join(CONTENDERS))
+    parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--only", action="append", help="faults, by parts of names")
     parser.add_argument("--json", type=Path, help="where the counts go")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Two engines on two hosts, a wire between them that can be broken, and who asks them.
+"""Engines on two hosts, a wire between them that can be broken, and who asks them.
 
 The hosts are network namespaces, so that a cut hits whatever a connector opens.
 """
@@ -23,10 +23,20 @@ import httpx
 from kvwire.integrations.vllm.references import References
 from kvwire.security.keys import read_key_file
 from tests.bench.vllm_wire import Host, two_hosts
+from tests.integrations.vllm.faults import bystanders
 from tests.integrations.vllm.faults.answers import Outcome, Reference, judged
 from tests.integrations.vllm.models import make_model
 from tests.integrations.vllm.pairs import running
-from tests.integrations.vllm.serving import Engine, complete, prompt, server
+from tests.integrations.vllm.serving import (
+    Engine,
+    Front,
+    Process,
+    complete,
+    front,
+    metric_of,
+    prompt,
+    server,
+)
 from tests.support.servers import free_port
 
 LEASE_S: Final = 6
@@ -40,6 +50,11 @@ BLOCKS: Final = 640
 
 LENGTHS: Final = (40, 130, 300, 520, 700)
 _PROMPTS: Final = 30
+BLOCK_TOKENS: Final = 32
+# What all prompts begin with; and so many prompts that one is not in a cache any more
+# when it comes again.
+_SYSTEM_TOKENS: Final = 8 * BLOCK_TOKENS
+_PROMPTS_SHARED: Final = 120
 _NORMAL, _SLOW = "1gbit", "32mbit"
 # Tokens of an answer as numbers, since a word of two tokens would be one.
 _NAMED: Final = {"return_tokens_as_token_ids": True}
@@ -60,26 +75,52 @@ class Contender:
     environment: Mapping[str, str] = field(default_factory=dict)  # of its engines
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the engines are set up, and asked."""
+
+    name: str  # in the table, behind the connector's
+    prefills: int = 1  # engines that prefill; the first one is harmed
+    # All prompts begin alike, both engines keep what they had, and a proxy asks them at
+    # once; else neither keeps anything, and they are asked in sequence.
+    shared: bool = False
+
+
+SETTINGS: Final = {
+    "plain": Setting(""),
+    "shared-1": Setting(", shared prompt, 1 prefill", shared=True),
+    "shared-2": Setting(", shared prompt, 2 prefill", prefills=2, shared=True),
+}
+
+
 @dataclass
 class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)  # how many of each
     slowest_s: float = 0.0  # the longest that one took
     crashes: int = 0  # engines that ended, or had to be, without being killed
     leaked: int = 0  # blocks that were in use when nobody used them
+    harmed: int = 0  # bystanders' requests that failed, or were answered wrongly
+    rewound: int = 0  # requests that vLLM set back though all of theirs was there
+    again: int = 0  # tokens of prompts that decode has computed
 
 
 class Arena:
-    """Two engines of a contender that are asked, and harmed."""
+    """Engines of a contender that are asked, and harmed."""
 
     def __init__(
         self,
         contender: Contender,
+        setting: Setting,
         hosts: tuple[Host, Host],
-        engines: tuple[Engine, Engine],
+        engines: Sequence[Engine],
+        proxy: Front | None = None,
     ) -> None:
         self.contender = contender
-        self.prefill, self.decode = engines
+        self.setting = setting
+        *self.prefills, self.decode = engines
+        self.prefill = self.prefills[0]  # that is harmed
         self.tally = Tally()  # where outcomes are counted
+        self._proxy = proxy
         self._hosts = hosts
         key = hosts[0].trust["psk_file"]
         self.signer = References([read_key_file(key)])
@@ -88,8 +129,13 @@ class Arena:
             timeout=HANG_S,
             limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
         )
+        self.bystanders: list[Reference] = []  # what nothing is done to
         self._known: list[Reference] = []
-        self._leaked = (0, 0)
+        self._system = prompt(_SYSTEM_TOKENS, seed=97) if setting.shared else []
+        self._rate = 0.0
+        self._leaked = 0
+        self._computed = 0
+        self._log = bystanders.DecodeLog(self.decode.log)
         self._lock = threading.Lock()
         self.killing = False  # decode is killed, so that errors are no connector's
         self._decode_is_up = threading.Event()
@@ -99,35 +145,69 @@ class Arena:
 
     def learn(self) -> None:
         """Have one engine alone say what is right."""
-        for number in range(_PROMPTS):
+        for number in range(_PROMPTS_SHARED if self._system else _PROMPTS):
             ids = prompt(LENGTHS[number % len(LENGTHS)], seed=number)
-            said = self._post(self.prefill, ids, None, logprobs=2, **_NAMED)
-            self._known.append(Reference.of(ids, said))
+            self._known.append(self._learned(ids, TOKENS))
+        if self._system:
+            own = [self._learned(ids, bystanders.TOKENS) for ids in bystanders.PROMPTS]
+            self.bystanders = own
+            for known in own:  # so that decode has them
+                self.post(self.decode, known.ids, None, 1)
+        self._computed = self._locally()
+
+    def _learned(self, ids: Sequence[int], tokens: int) -> Reference:
+        """Have one engine alone answer a prompt, behind what all begin with."""
+        ids = [*self._system, *ids]
+        said = self.post(self.prefill, ids, None, tokens, logprobs=2, **_NAMED)
+        return Reference.of(ids, said)
+
+    def rate(self) -> float:
+        """Return how many long prompts the prefill engines compute in a second."""
+        if not self._rate:
+            asked = [self.known_long(number) for number in range(2 * TOGETHER)]
+            began = time.monotonic()
+
+            def one(number: int) -> None:
+                engine = self.prefills[number % len(self.prefills)]
+                self.post(engine, asked[number].ids, None, 1)
+
+            self.together(len(asked), one)
+            self._rate = len(asked) / (time.monotonic() - began)
+        return self._rate
+
+    def known_long(self, number: int) -> Reference:
+        """Return one of the longest prompts."""
+        return self.known(number * len(LENGTHS) + len(LENGTHS) - 1)
 
     def known(self, number: int) -> Reference:
         return self._known[number % len(self._known)]
 
     def alone(self, number: int) -> None:
         """Have prefill compute and answer a prompt."""
-        self._post(self.prefill, self.known(number).ids, None)
+        self.post(self.prefill, self.known(number).ids, None)
 
     def prefilled(self, known: Reference) -> Params | None:
         """Have a prompt computed; what decode is told, or None without an engine."""
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         try:
-            said = self._post(self.prefill, known.ids, asked, 1)
+            said = self.post(self.prefill, known.ids, asked, 1)
         except httpx.HTTPError:
             return None
         params: Params | None = said["kv_transfer_params"]
         return params
 
     def decoded(
-        self, known: Reference, params: Params | None, patience_s: float = HANG_S
+        self,
+        known: Reference,
+        params: Params | None,
+        patience_s: float = HANG_S,
+        at: Process | None = None,
     ) -> None:
         """Have a prompt answered, note what came of it."""
         began = time.monotonic()
         try:
-            said = self._post(self.decode, known.ids, params, timeout=patience_s)
+            who = at or self.decode
+            said = self.post(who, known.ids, params, timeout=patience_s)
             outcome = judged(known, said)
         except httpx.TimeoutException:
             outcome = Outcome.HANG if patience_s == HANG_S else Outcome.LEFT
@@ -141,10 +221,13 @@ class Arena:
 
     def through(self, number: int) -> None:
         """Ask both, as a router does; decode alone where prefill does not answer."""
-        known = self.known(number)
-        params = self.prefilled(known)
+        self.routed(self.known(number))
+
+    def routed(self, known: Reference) -> None:
+        """Ask for one prompt in the way of the setting."""
+        params = None if self._proxy else self.prefilled(known)
         self._decode_is_up.wait()
-        self.decoded(known, params)
+        self.decoded(known, params, at=self._proxy)
 
     def together(
         self,
@@ -166,9 +249,21 @@ class Arena:
         if harming is not None:
             harming.join()
 
-    def _post(
+    def arriving(self, count: int, ask: Callable[[int], object], rate: float) -> None:
+        """Ask so many times at a rate, however many are under way."""
+        with ThreadPoolExecutor(count) as pool:
+            began = time.monotonic()
+            asked = []
+            for number in range(count):
+                early_s = began + number / rate - time.monotonic()
+                threading.Event().wait(max(0.0, early_s))
+                asked.append(pool.submit(ask, number))
+            for one in asked:
+                one.result()
+
+    def post(
         self,
-        engine: Engine,
+        engine: Process,
         ids: Sequence[int],
         params: Params | None,
         tokens: int = TOKENS,
@@ -216,26 +311,54 @@ class Arena:
     @contextmanager
     def slow(self) -> Iterator[None]:
         """Let 4 MB/s pass, until the end of the block."""
-        self._rate(_SLOW)
+        self._limit(_SLOW)
         try:
             yield
         finally:
-            self._rate(_NORMAL)
+            self._limit(_NORMAL)
 
-    def settle(self) -> None:
-        """See what is left behind, and have both engines well again."""
-        engines = (self.prefill, self.decode)
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have bystanders, if there are any, and count what became of all."""
+        with bystanders.Bystanders(self) as others:
+            yield
+        self.tally.harmed += others.harmed
+        self._computed += others.computed
+        computed = self._locally()
+        # It counts from 0 again when it was restarted.
+        new = computed >= self._computed
+        self.tally.again += computed - self._computed if new else computed
+        self._settle()
+        self.tally.rewound += self._log.rewound()
+        self._computed = self._locally()
+
+    def await_decode(self) -> None:
+        """Return when decode is not being restarted."""
+        self._decode_is_up.wait()
+
+    def _locally(self) -> int:
+        """Return how many tokens of prompts decode has computed, and not fetched."""
+        if not _idle(self.decode):
+            return 0
+        text = self.decode.metrics()
+        lost = metric_of(text, "vllm:kvwire_missing_blocks_sum") * BLOCK_TOKENS
+        source = "vllm:prompt_tokens_by_source_total", 'source="local_compute"'
+        return round(lost + metric_of(text, *source))
+
+    def _settle(self) -> None:
+        """See what is left behind, and have all engines well again."""
+        engines = (*self.prefills, self.decode)
         dead = [engine for engine in engines if not self._well(engine)]
         for engine in dead:
             self.tally.crashes += 1
             self.restart(engine)
         if dead:
-            self._leaked = (0, 0)
+            self._leaked = 0
         end = time.monotonic() + SETTLES_WITHIN_S
         while not all(map(_idle, engines)) and time.monotonic() < end:
             threading.Event().wait(0.2)
-        leaked = (_used(self.prefill), _used(self.decode))
-        self.tally.leaked += max(0, sum(leaked) - sum(self._leaked))
+        leaked = sum(map(_used, engines))
+        self.tally.leaked += max(0, leaked - self._leaked)
         self._leaked = leaked
 
     def _well(self, engine: Engine) -> bool:
@@ -243,7 +366,7 @@ class Arena:
         if engine.running.poll() is not None:
             return False
         try:
-            said = self._post(engine, self.known(0).ids, None)
+            said = self.post(engine, self.known(0).ids, None)
         except httpx.HTTPError:
             return False
         return judged(self.known(0), said) is not Outcome.WRONG
@@ -255,7 +378,7 @@ class Arena:
             words += ("nud", more[2])
         subprocess.run([*self._hosts[way].prefix, *words], check=True)
 
-    def _rate(self, rate: str) -> None:
+    def _limit(self, rate: str) -> None:
         for host in self._hosts:
             words = ("tc", "qdisc", "replace", "dev", "wire", "root", "tbf", "rate")
             limits = ("burst", "256k", "limit", "8mb")
@@ -263,20 +386,28 @@ class Arena:
 
 
 @contextmanager
-def arena(contender: Contender, kind: str) -> Iterator[Arena]:
-    """Two engines of a model that serve, until the end of the block."""
+def arena(contender: Contender, setting: Setting, kind: str) -> Iterator[Arena]:
+    """Engines of a model that serve, until the end of the block."""
     with ExitStack() as stack:
         folder = _folder(contender, kind)
         model = make_model(kind, folder)
         hosts = stack.enter_context(two_hosts(_NORMAL, folder))
-        engines = tuple(
-            _engine(contender, model, folder, name, host)
-            for name, host in zip(("prefill", "decode"), hosts, strict=True)
-        )
-        stack.enter_context(running(*engines))
-        made = Arena(contender, hosts, (engines[0], engines[1]))
+        places = [(f"prefill-{n}", hosts[0]) for n in range(setting.prefills)]
+        engines = [
+            _engine(contender, setting, model, folder, name, host)
+            for name, host in (*places, ("decode", hosts[1]))
+        ]
+        proxy = _proxy(hosts[0], folder, engines) if setting.shared else None
+        stack.enter_context(running(*engines, *filter(None, (proxy,))))
+        made = Arena(contender, setting, hosts, engines, proxy)
         made.learn()
         yield made
+
+
+def _proxy(host: Host, folder: Path, engines: Sequence[Engine]) -> Front:
+    *prefills, decode = [f"{one.url}={one.kv}" for one in engines]
+    said = ["--psk-file", host.trust["psk_file"], "--decode", decode]
+    return front(folder, *said, *(f"--prefill={one}" for one in prefills))
 
 
 def _folder(contender: Contender, kind: str) -> Path:
@@ -287,7 +418,12 @@ def _folder(contender: Contender, kind: str) -> Path:
 
 
 def _engine(
-    contender: Contender, model: Path, folder: Path, name: str, host: Host
+    contender: Contender,
+    setting: Setting,
+    model: Path,
+    folder: Path,
+    name: str,
+    host: Host,
 ) -> Engine:
     port, kv = free_port(), free_port()
     log = folder / f"{name}.log"
@@ -305,8 +441,10 @@ def _engine(
         log,
         f"http://{host.http}:{port}",
         contender.config(host, f"{host.kv}:{kv}"),
-        *("--max-model-len", "1024", "--dtype", "float32", "--block-size", "32"),
-        *("--num-gpu-blocks-override", str(BLOCKS), "--no-enable-prefix-caching"),
+        *("--max-model-len", "1024", "--dtype", "float32"),
+        *("--block-size", str(BLOCK_TOKENS)),
+        *("--num-gpu-blocks-override", str(BLOCKS)),
+        f"--{'' if setting.shared else 'no-'}enable-prefix-caching",
         *("--logprobs-mode", "raw_logits", "--distributed-executor-backend", "uni"),
         "--disable-uvicorn-access-log",
         prefix=host.prefix,

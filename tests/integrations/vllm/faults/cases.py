@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -23,6 +24,13 @@ LONG_S: Final = LEASE_S + 4.0
 # References that nobody has used yet: their blocks fill half of an engine.
 HELD: Final = 20
 _PATIENCE_S: Final = (0.05, 0.2, 0.6)
+
+# At its end prefill has as many seconds of work to do.
+CROWDED_S: Final = 10.0
+CROWDED: Final = "twice what prefill can"
+NO_FAULT: Final = "no fault"
+COMPUTED_ONCE: Final = (NO_FAULT, CROWDED)
+"""Faults in which decode has nothing of a prompt to compute."""
 
 Case = Callable[[Arena, int], None]
 
@@ -84,6 +92,16 @@ def slow(arena: Arena, count: int) -> None:
         arena.together(count, arena.through)
 
 
+def crowded(arena: Arena, count: int) -> None:
+    """Long prompts, twice as fast as prefill can compute them.
+
+    For so long that decode waits for more than it does for what was published once.
+    """
+    rate = 2 * arena.rate()
+    count = max(count, math.ceil(rate * CROWDED_S))
+    arena.arriving(count, lambda number: arena.routed(arena.known_long(number)), rate)
+
+
 def forged(forge_of: Callable[[Contender], Forge]) -> Case:
     """Change every second reference; the others are harmed or not."""
 
@@ -130,7 +148,7 @@ def stopped(arena: Arena) -> None:
 
 
 CASES: Final[dict[str, Case]] = {
-    "no fault": lambda arena, count: arena.together(count, arena.through),
+    NO_FAULT: lambda arena, count: arena.together(count, arena.through),
     "unknown id": forged(lambda contender: contender.unknown),
     "out of range": forged(lambda contender: contender.out_of_range),
     "consumed reference": consumed,
@@ -138,6 +156,7 @@ CASES: Final[dict[str, Case]] = {
     "lease over": old,
     "clients leave while KV flies": abort,
     "slow wire": slow,
+    CROWDED: crowded,
     "network cut, 2 s": during(lambda arena: arena.cut(0, 1), SHORT_S),
     "network cut, 10 s": during(lambda arena: arena.cut(0, 1), LONG_S),
     # Only what decode sends arrives.
