@@ -45,16 +45,17 @@ HANG_S: Final = 60.0
 SETTLES_WITHIN_S: Final = LEASE_S + 20.0
 TOGETHER: Final = 12
 TOKENS: Final = 8
+BLOCK_TOKENS: Final = 32
 BLOCKS: Final = 640
-"""Of 32 tokens, in each engine: few, so that they are soon used again."""
+"""Blocks in each engine: few, so that they are soon used again."""
 
 LENGTHS: Final = (40, 130, 300, 520, 700)
 _PROMPTS: Final = 30
-BLOCK_TOKENS: Final = 32
-# What all prompts begin with; and so many prompts that one is not in a cache any more
-# when it comes again.
+# What all prompts begin with; and so many prompts, and so few blocks, that none is in a
+# cache any more when it comes again.
 _SYSTEM_TOKENS: Final = 8 * BLOCK_TOKENS
 _PROMPTS_SHARED: Final = 120
+_BLOCKS_SHARED: Final = BLOCKS // 2
 _NORMAL, _SLOW = "1gbit", "32mbit"
 # Tokens of an answer as numbers, since a word of two tokens would be one.
 _NAMED: Final = {"return_tokens_as_token_ids": True}
@@ -84,6 +85,11 @@ class Setting:
     # All prompts begin alike, both engines keep what they had, and a proxy asks them at
     # once; else neither keeps anything, and they are asked in sequence.
     shared: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Return how many blocks each engine has."""
+        return _BLOCKS_SHARED if self.shared else BLOCKS
 
 
 SETTINGS: Final = {
@@ -133,6 +139,7 @@ class Arena:
         self._known: list[Reference] = []
         self._system = prompt(_SYSTEM_TOKENS, seed=97) if setting.shared else []
         self._rate = 0.0
+        self._asked = 0  # so that each fault goes on with other prompts
         self._leaked = 0
         self._computed = 0
         self._log = bystanders.DecodeLog(self.decode.log)
@@ -177,10 +184,10 @@ class Arena:
 
     def known_long(self, number: int) -> Reference:
         """Return one of the longest prompts."""
-        return self.known(number * len(LENGTHS) + len(LENGTHS) - 1)
+        return self._known[(number * len(LENGTHS) - 1) % len(self._known)]
 
     def known(self, number: int) -> Reference:
-        return self._known[number % len(self._known)]
+        return self._known[(self._asked + number) % len(self._known)]
 
     def alone(self, number: int) -> None:
         """Have prefill compute and answer a prompt."""
@@ -248,6 +255,7 @@ class Arena:
                 pass
         if harming is not None:
             harming.join()
+        self._asked += count
 
     def arriving(self, count: int, ask: Callable[[int], object], rate: float) -> None:
         """Ask so many times at a rate, however many are under way."""
@@ -338,9 +346,10 @@ class Arena:
 
     def _locally(self) -> int:
         """Return how many tokens of prompts decode has computed, and not fetched."""
-        if not _idle(self.decode):
-            return 0
-        text = self.decode.metrics()
+        try:
+            text = self.decode.metrics()
+        except httpx.HTTPError:
+            return 0  # it has ended
         lost = metric_of(text, "vllm:kvwire_missing_blocks_sum") * BLOCK_TOKENS
         source = "vllm:prompt_tokens_by_source_total", 'source="local_compute"'
         return round(lost + metric_of(text, *source))
@@ -357,7 +366,7 @@ class Arena:
         end = time.monotonic() + SETTLES_WITHIN_S
         while not all(map(_idle, engines)) and time.monotonic() < end:
             threading.Event().wait(0.2)
-        leaked = sum(map(_used, engines))
+        leaked = round(sum(map(_used, engines)) * self.setting.blocks)
         self.tally.leaked += max(0, leaked - self._leaked)
         self._leaked = leaked
 
@@ -443,10 +452,10 @@ def _engine(
         contender.config(host, f"{host.kv}:{kv}"),
         *("--max-model-len", "1024", "--dtype", "float32"),
         *("--block-size", str(BLOCK_TOKENS)),
-        *("--num-gpu-blocks-override", str(BLOCKS)),
+        *("--num-gpu-blocks-override", str(setting.blocks)),
         f"--{'' if setting.shared else 'no-'}enable-prefix-caching",
         *("--logprobs-mode", "raw_logits", "--distributed-executor-backend", "uni"),
-        "--disable-uvicorn-access-log",
+        *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
         prefix=host.prefix,
         **environment,
     )
@@ -461,8 +470,8 @@ def _idle(engine: Engine) -> bool:
         return False
 
 
-def _used(engine: Engine) -> int:
+def _used(engine: Engine) -> float:
     try:
-        return round(engine.metric("vllm:kv_cache_usage_perc") * BLOCKS)
+        return engine.metric("vllm:kv_cache_usage_perc")
     except httpx.HTTPError:
-        return 0
+        return 0.0
