@@ -261,6 +261,8 @@ STORE_OBJECTS_KNOWN: Final = 256 * 1024
 # three times whether its blocks are there.
 STORE_OBJECT_ABSENT_S: Final = 2.0
 # Blocks that were used here, of which the server has not heard yet: the rest is lost.
+# A tier that fails again so soon after it was well is no other line of the log.
+STORE_LOG_AGAIN_S: Final = 60.0
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 
 # --- migration ------------------------------------------------------------------------

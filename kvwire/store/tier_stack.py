@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any, Final
 
@@ -243,32 +244,46 @@ class TierStack:
     async def flush(self) -> None:
         """Return when what was put survives a power cut, where anything does.
 
+        What a tier has not taken when it was put is brought there now.
+
+        Raises:
+            OSError: Blocks are in memory only, and how many, or a tier has failed.
+
         Cancel safety: safe, it may be called again.
         """
-        if not self.through:
-            await self.memory.write_down()
-        await gather_all(*(tier.flush() for tier in self.below))
+        left = await self.memory.write_down(every=not self.through)
+        flushed = gather_all(*(tier.flush() for tier in self.below))
+        if not left:
+            await flushed
+            return
+        with suppress(OSError):  # which is said with the blocks
+            await flushed
+        said = (f"{tier.name}: {tier.error or UNSAID}" for tier in self.keepers)
+        blocks = "1 block is" if left == 1 else f"{left} blocks are"
+        raise OSError(f"{blocks} in memory only: {'; '.join(said)}")
 
     async def _demote(self, named: IndexedSlots) -> str:
         """Bring blocks of memory to a tier below that takes them, if none has them."""
         index = self.memory.index
         lacking = ~self.memory.below[named.slots]
-        for tier in self.below:
+        tiers = self.keepers if self.through else self.below
+        for tier in tiers:
             if not tier.asks:
                 lacking[:] = True
                 break
         if index.shares.expire:
             # The age of a block on a disk begins anew with a restart.
             lacking &= ~index.late(named.slots)
-        for tier in self.below:
+        for tier in tiers:
             if any_of(lacking):
                 lacking[lacking] = ~await tier.holds(named.keys[lacking])
+        self.memory.untaken[named.slots] = lacking
         if not any_of(lacking):
             return ""
-        takers = [tier for tier in self.below if tier.taking]
+        takers = [tier for tier in tiers if tier.taking]
         if not takers:
-            return "; ".join(f"{tier.name}: {tier.error}" for tier in self.below)
-        taken = True
+            return "; ".join(f"{tier.name}: {tier.error}" for tier in tiers)
+        all_taken = True
         keys, slots = named.keys[lacking], named.slots[lacking]
         digests = list(map(_digest, keys.tolist()))
         for digest in set(digests):
@@ -279,16 +294,19 @@ class TierStack:
             images = self.memory.images(slots[mine], namespace.image_bytes)
             born = self.memory.index.born(slots[mine])
             batch = Batch(keys[mine], orders, images, born=born)
-            taken &= await _taken(takers, namespace, batch)
+            taken = await _taken(takers, namespace, batch)
+            self.memory.untaken[slots[mine]] = ~taken
+            all_taken &= all_of(taken)
         said = (f"{tier.name}: {tier.error or UNSAID}" for tier in takers)
-        return "" if taken else "; ".join(said)
+        return "" if all_taken else "; ".join(said)
 
 
-async def _taken(takers: Iterable[Tier], namespace: Namespace, batch: Batch) -> bool:
+async def _taken(takers: Iterable[Tier], namespace: Namespace, batch: Batch) -> Bits:
     """Write blocks to one tier, and what it does not take to the next."""
+    taken = np.zeros(batch.keys.size, np.bool_)
     for tier in takers:
-        left = await tier.write(namespace, batch) != LANDED
-        if not any_of(left):
-            return True
-        batch = batch.selected(left)
-    return False
+        left = np.flatnonzero(~taken)
+        taken[left] = await tier.write(namespace, batch.selected(left)) == LANDED
+        if all_of(taken):
+            break
+    return taken

@@ -220,6 +220,26 @@ async def test_a_flush_does_not_wait_for_what_is_put_meanwhile() -> None:
         await second
 
 
+@pytest.mark.parametrize("write", ["through", "back"])
+async def test_a_flush_is_not_over_while_blocks_are_in_memory_only(write: Any) -> None:
+    """What a tier would not take when it was put, a flush brings there."""
+    tier, source = FakeTier("below"), Filled(seed=1)
+    async with store_on(tier, write=write) as store:
+        await store.put(chain(2, "a"), source.cache, [0, 1])
+        tier.refusing, tier.error = True, "it is away"
+        put = await store.put(chain(3, "b"), source.cache, [2, 3, 4])
+        assert put.complete is (write == "back")
+        left = 3 if write == "through" else 5
+        with pytest.raises(OSError, match=f"^{left} blocks are in .* below: it is aw"):
+            await store.flush()
+        await store.delete(chain(3, "b")[1:], source.cache)
+        with pytest.raises(OSError, match=r"^1 block is|^3 blocks are"):
+            await store.flush()
+        tier.refusing, tier.error = False, ""
+        await store.flush()
+        assert len(tier.orders) == 3
+
+
 async def test_a_put_says_why_also_if_no_tier_does() -> None:
     tier = FakeTier()
     tier.refusing = True

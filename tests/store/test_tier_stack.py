@@ -274,7 +274,7 @@ async def test_what_a_tier_has_not_taken_goes_to_the_next_one() -> None:
     async with hierarchy(full, last, through=False) as tiers:
         tiers.namespaces[NAMESPACE.digest] = NAMESPACE
         await fill(tiers, keys)
-        await tiers.memory.write_down()
+        await tiers.memory.write_down(every=True)
         assert len(full.orders) == 1
         assert full.orders.keys() | last.orders.keys() == set(keys.tolist())
 

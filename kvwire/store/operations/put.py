@@ -165,6 +165,7 @@ class PutOperation(Operation):
         batch = Batch(keys[first], orders, images, born=born)
         failed = await self.tiers.write_through(request.namespace, batch) != LANDED
         memory.below[slots[first]] = ~failed
+        memory.untaken[slots[first]] = failed
         if any_of(failed):
             names = set(batch.keys[failed].tolist())
             lost = np.fromiter(map(names.__contains__, keys.tolist()), np.bool_)

@@ -9,7 +9,6 @@ client then dials again, after pauses that grow.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -54,8 +53,6 @@ from kvwire.store.server.messages import (
     decode_reply,
     encode,
 )
-
-logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:
@@ -290,8 +287,6 @@ class StoreClient:
         return ActiveConnection(connection, welcome, self._timeout_s)
 
     def _went_down(self, error: Exception) -> None:
-        if self.active is not None:
-            logger.warning("store server %s: %s", self._address, error)
         self.active = None
         self.error = error_text(error)
         self._changed()

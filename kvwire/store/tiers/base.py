@@ -29,8 +29,11 @@ What a tier promises:
 from __future__ import annotations
 
 import enum
+import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
+from time import monotonic
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -39,12 +42,15 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from kvwire.clock import run_to_completion
+from kvwire.errors import sayable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import STORE_TIER_BYTES_MAX, STORE_TOUCHES_MAX
+from kvwire.limits import STORE_LOG_AGAIN_S, STORE_TIER_BYTES_MAX, STORE_TOUCHES_MAX
 from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
 from kvwire.store.namespace import ABSENT, Namespace
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
 class BlockResult(enum.IntEnum):
@@ -241,7 +247,8 @@ class Tier(ABC):
     Attributes:
         name: How the caller named it, for reports and reasons.
         durable: Whether what it has taken is found again after a restart.
-        error: Why it takes no blocks, or what failed last; empty if all is well.
+        error: Why it takes no blocks, or what failed last; empty if all is well. Its
+            beginning and its end are lines of the log.
         unavailable_reason: Why ``find`` cannot say what is there; empty while it can.
         asks: Whether ``find`` and ``holds`` are a round trip, at the moment.
         at_once_bytes: Up to so many bytes of images it copies in one turn of the loop,
@@ -250,7 +257,6 @@ class Tier(ABC):
     """
 
     durable: bool = False
-    error: str = ""
     unavailable_reason: str = ""
     asks: bool = False
     at_once_bytes: int = 0
@@ -259,6 +265,28 @@ class Tier(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self._counts = TierStats()
+        self._error = ""
+        # Whether the log has the beginning of the trouble, and when it had its end.
+        self._logged = False
+        self._ended_at = -math.inf
+
+    @property
+    def error(self) -> str:
+        return self._error
+
+    @error.setter
+    def error(self, text: str) -> None:
+        self._error = text
+        if not text and self._logged:
+            self._logged, self._ended_at = False, monotonic()
+            logger.warning("tier %s: all is well again", sayable(self.name))
+        elif text and not self._logged and self._is_news():
+            self._logged = True
+            logger.warning("tier %s: %s", sayable(self.name), sayable(text))
+
+    def _is_news(self) -> bool:
+        """Tell whether it was well for a while: no line for each call of some."""
+        return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
 
     @property
     def taking(self) -> bool:

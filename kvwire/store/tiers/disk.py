@@ -438,7 +438,7 @@ class DiskTier(CodedTier):
         return True
 
     def _failed(self, what: str, error: Exception) -> None:
-        self.error: str = f"{what} failed: {with_remedy(error)}"
+        self.error = f"{what} failed: {with_remedy(error)}"
 
     # --- on a thread ------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class MemoryTier:
         self.counts: TierStats = TierStats(size_bytes=len(slabs) * slabs.slab_bytes)
         # By slot: whether a tier below had the block when it came.
         self.below: Bits = np.zeros(slabs.slots, np.bool_)
+        # By slot: whether a tier below was to have the block, and none has taken it.
+        self.untaken: Bits = np.zeros(slabs.slots, np.bool_)
         self._arena, self._bytes = _allocate(self.counts.size_bytes)
         # Of the type of what it is added to; see `images`.
         self._base = np.int64(self._bytes.ctypes.data)
@@ -131,7 +133,7 @@ class MemoryTier:
                 await changed.wait()
         if self._ahead:
             self._keep_headroom(nbytes)
-        self.below[slots] = False
+        self.below[slots] = self.untaken[slots] = False
         return slots
 
     def give_back(self, slots: Ids) -> None:
@@ -196,25 +198,33 @@ class MemoryTier:
         if self._clearing is not None:
             await asyncio.wait((self._clearing,))
 
-    async def write_down(self) -> None:
-        """Bring everything to the tiers below that lack it; it stays here as well.
+    async def write_down(self, *, every: bool) -> int:
+        """Bring blocks to the tiers below that lack them; they stay here as well.
+
+        Args:
+            every: All that are here, and not only those that none of them would take.
+
+        Returns:
+            How many of them no tier below has taken.
 
         Cancel safety: what is being written is finished first.
         """
-        every = self.index.named().keys
+        if self._demote is None:
+            return 0
+        left, here = 0, self.index.named()
+        wanted = here.keys if every else here.keys[self.untaken[here.slots]]
         step = max(1, STORE_BATCH_BYTES // max(self.index.sizes, default=1))
-        for first in range(0, every.size if self._demote else 0, step):
-            keys = every[first : first + step]
+        for first in range(0, wanted.size, step):
+            keys = wanted[first : first + step]
             slots = self.index.find(keys)
             named = IndexedSlots(keys[slots >= 0], slots[slots >= 0])
             self.index.pin(*named)
             try:
-                assert self._demote is not None
-                error = await self._demote(named)
+                await self._demote(named)
+                left += int(np.count_nonzero(self.untaken[named.slots]))
             finally:
                 self.unpin(*named)
-            if error:
-                raise OSError(f"some blocks are in memory only: {error}")
+        return left
 
     async def empty(self) -> None:
         """Evict everything, so that the tiers below have it; nothing is in use.

@@ -9,19 +9,23 @@ objects, large ones by several ranges at once, and compares them with their chec
 What is not what its name says is missing, and is written again by the next put of it.
 
 A store that cannot be reached is not asked again until a pause is over, which grows
-with each failure. Meanwhile everything is answered at once, with the reason.
+with each failure. Meanwhile everything is answered at once, with the reason. Before it
+is asked for the first time, and after each failure, somebody looks whether it sends its
+callers to another host: there no block goes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -29,7 +33,6 @@ from kvwire.clock import Backoff
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.limits import (
-    REASON_CHARS_MAX,
     STORE_OBJECT_ABSENT_S,
     STORE_OBJECT_PART_BYTES,
     STORE_OBJECT_PARTS,
@@ -47,6 +50,13 @@ from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults
 from kvwire.store.tiers.coded import CodedTier
+from kvwire.store.tiers.object_answers import (
+    is_named,
+    is_no_object,
+    is_past_the_end,
+    sent_elsewhere,
+    words_of,
+)
 from kvwire.store.tiers.object_format import (
     HEAD_BYTES,
     ObjectHead,
@@ -78,6 +88,11 @@ class ObjectTier(CodedTier):
             "timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
         )
         self._bucket = bucket_of(address, self._timeout_s)
+        # Who is asked whether it sends its callers elsewhere; empty once it was.
+        self._unproved = self._url = url_of(address)
+        self._proving = asyncio.Lock()
+        # Whether what failed last was a write, which no read shows to be well again.
+        self._write_failed = False
         import obstore  # noqa: PLC0415 - an extra
 
         self._obstore = obstore
@@ -201,6 +216,7 @@ class ObjectTier(CodedTier):
                     max_concurrency=STORE_OBJECT_PARTS,
                 ),
                 limit_s,
+                writes=True,
             )
             if not isinstance(done, BlockResult):
                 results[at] = BlockResult.LANDED
@@ -291,19 +307,20 @@ class ObjectTier(CodedTier):
             ask = self._obstore.get_range_async
             try:
                 return await ask(self._bucket, path, start=begin, length=nbytes)
-            except self._obstore.exceptions.GenericError:
-                # Behind its end an object has no range; of a store that fails, so does
-                # this.
-                meta = await self._obstore.head_async(self._bucket, path)
-                if meta["size"] > begin:
-                    raise
-                return b""
+            except self._obstore.exceptions.GenericError as exc:
+                if is_past_the_end(exc):
+                    return b""
+                raise
 
         found = await self._ask(fetch)
         return found if isinstance(found, BlockResult) else memoryview(found)
 
     async def _ask(
-        self, call: Callable[[], Awaitable[T]], limit_s: float | None = None
+        self,
+        call: Callable[[], Awaitable[T]],
+        limit_s: float | None = None,
+        *,
+        writes: bool = False,
     ) -> T | BlockResult:
         """Make one request; MISSING if there is no such object, FAILED otherwise."""
         async with self._room:
@@ -311,16 +328,35 @@ class ObjectTier(CodedTier):
                 return BlockResult.FAILED
             try:
                 async with asyncio.timeout(limit_s or self._timeout_s):
+                    if self._unproved:
+                        await self._prove()
                     found = await call()
-            except FileNotFoundError:
-                return BlockResult.MISSING
-            except (OSError, self._obstore.exceptions.BaseError) as exc:
-                self._became_unavailable(exc)
+            except BaseException as exc:  # of what obstore raises one kind is no less
+                if not writes and is_no_object(exc):
+                    return BlockResult.MISSING
+                known = isinstance(exc, OSError | self._obstore.exceptions.BaseError)
+                if not known and not _is_panic(exc):
+                    raise
+                self._became_unavailable(exc, writes=writes)
                 return BlockResult.FAILED
         if not self._resting():  # it may be an answer from before a failure
             self._backoff.reset()
-            self.unavailable_reason: str = ""
+            self.unavailable_reason = ""
+            if writes or not self._write_failed:
+                self.error, self._write_failed = "", False
         return found
+
+    async def _prove(self) -> None:
+        """See that the store is where it is asked, and not elsewhere."""
+        async with self._proving:
+            if self._unproved:
+                look = partial(sent_elsewhere, self._unproved, self._timeout_s)
+                if where := await self._threads.run(look):
+                    raise OSError(
+                        f"it sends its callers to {where}, and no block goes to "
+                        f"another host than was named; give ?endpoint={where}"
+                    )
+                self._unproved = ""
 
     async def _each(
         self, work: Callable[[Any], Awaitable[None]], positions: Iterable[Any]
@@ -337,10 +373,14 @@ class ObjectTier(CodedTier):
     def _resting(self) -> bool:
         return asyncio.get_running_loop().time() < self._unavailable_until
 
-    def _became_unavailable(self, error: Exception) -> None:
+    def _became_unavailable(self, error: BaseException, *, writes: bool) -> None:
         """Report a failed request, and leave the store alone for a while."""
-        first = str(error).partition("\n")[0] or f"no answer in {self._timeout_s:g} s"
-        self.error = self.unavailable_reason = first[:REASON_CHARS_MAX]
+        words = words_of(error) or f"no answer in {self._timeout_s:g} s"
+        # What the store has named is not forgotten for one that it had no name for.
+        if is_named(error) or not self.unavailable_reason:
+            self.error = self.unavailable_reason = words
+        self._write_failed |= writes
+        self._unproved = self._url
         if not self._resting():
             now = asyncio.get_running_loop().time()
             self._unavailable_until = now + self._backoff.pause_s()
@@ -372,7 +412,7 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
     with needed_by("a tier in an object store", extra="store"):
         from obstore.exceptions import BaseError  # noqa: PLC0415 - an extra
         from obstore.store import from_url  # noqa: PLC0415
-    settings = {k: v for k, v in address.options.items() if k not in _OWN}
+    settings = _settings(address)
     for name in settings:
         if any(word in name.lower() for word in _SECRETS):
             raise UsageError(
@@ -392,9 +432,17 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
             client_options={
                 "timeout": timedelta(seconds=timeout_s),
                 # Who writes http:// means it: a server of one's own, without TLS.
-                "allow_http": settings.get("endpoint", "").startswith("http://"),
+                "allow_http": _endpoint(settings).startswith("http://"),
             },
-            retry_config={"retry_timeout": timedelta(seconds=timeout_s)},
+            # It ends before the tier gives up, and so says what it was told last.
+            retry_config={
+                "retry_timeout": timedelta(seconds=0.7 * timeout_s),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=min(0.1, timeout_s / 16)),
+                    "max_backoff": timedelta(seconds=timeout_s / 8),
+                    "base": 2,
+                },
+            },
         )
     except BaseException as exc:
         # obstore panics at options that it knows for another part of itself.
@@ -402,6 +450,30 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
             raise
         text = str(exc).partition("\n")[0]
         raise UsageError(f"tier {address.text!r}: {text}") from None
+
+
+def url_of(address: TierAddress) -> str:
+    """Return where the bucket of a server of one's own is; "" for every other store.
+
+    Amazon, Google and Microsoft send nobody to another host with a block in hand.
+    """
+    where, endpoint = urlsplit(address.place), _endpoint(_settings(address))
+    if where.scheme not in ("s3", "s3a") or not endpoint:
+        return ""
+    return f"{endpoint.rstrip('/')}/{where.netloc}/"
+
+
+def _settings(address: TierAddress) -> dict[str, str]:
+    return {k: v for k, v in address.options.items() if k not in _OWN}
+
+
+def _endpoint(settings: Mapping[str, str]) -> str:
+    """Return the endpoint that is named in the address, or in the environment."""
+    names = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
+    given = {name.lower(): value for name, value in settings.items()}
+    named = [given[name] for name in names if name in given]
+    named += [os.environ.get(name.upper(), "") for name in names[:2]]
+    return next(filter(None, named), "")
 
 
 def _is_panic(error: BaseException) -> bool:

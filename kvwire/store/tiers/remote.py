@@ -345,7 +345,9 @@ class RemoteTier(Tier):
         if results.size != batch.keys.size:
             raise _lie(active, f"{results.size} results of {batch.keys.size} blocks")
         if done.reason and any_of((results == FAILED) | (results == REFUSED)):
-            self.error: str = done.reason
+            self.error = done.reason
+        elif self.error and not active.welcome.read_only:
+            self.error = ""
         return results
 
 

@@ -106,8 +106,8 @@ class ShardedTier(Tier):
             raise
         return tier
 
-    @property
-    def error(self) -> str:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def error(self) -> str:
         if not self._nodes:
             return (
                 "no store server has announced itself; kvwire store serve --directory"
@@ -288,7 +288,6 @@ async def _open(tier: RemoteTier) -> None:
     except KVWireError as exc:
         # A record may say anything; it costs its reader this attempt.
         tier.error = tier.unavailable_reason = error_text(exc)
-        logger.warning("store server %s: %s", tier.name, tier.error)
 
 
 async def _leave(node: _Node) -> None:

@@ -137,7 +137,7 @@ class ValueTier(Tier):
         return self._prefix + path_of(key)
 
     def _note(self, error: str) -> None:
-        self.error: str = error[:REASON_CHARS_MAX]
+        self.error = error[:REASON_CHARS_MAX]
 
     def _failed(self, error: BaseException, server: str = "") -> None:
         """Pass a server over until it was asked again who is there."""
@@ -167,5 +167,6 @@ class ValueTier(Tier):
             try:
                 if await self._is_back():
                     self._failing.clear()
+                    self._note("")
             except Exception as exc:  # noqa: BLE001 - or nobody would ever ask again
                 self._note(error_text(exc))

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvwire.limits import STORE_LOG_AGAIN_S
 from kvwire.store.images import images_in
 from kvwire.store.index import as_keys
+from kvwire.store.tiers import base
 from kvwire.store.tiers.base import Batch, BlockResult, TierStats
+from tests.store.fakes import FakeTier
+from tests.support.logs import warned
 
 
 @given(st.integers(1, 12), st.data())
@@ -33,6 +38,25 @@ def test_a_selection_keeps_key_order_and_image_together(
         begins = part.images.addresses - np.uint64(memory.ctypes.data)
         assert (begins // 8).tolist() == places
         assert part.images.owner is memory
+
+
+def test_trouble_is_one_line_when_it_begins_and_one_when_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(base, "monotonic", lambda: now)
+    tier = FakeTier("below")
+    for text in ("", "full", "full", "fails", ""):
+        tier.error = text
+    assert warned(caplog) == ["tier below: full", "tier below: all is well again"]
+    caplog.clear()
+    for text in ("full", "", "full", "", "full"):
+        tier.error = text
+    assert warned(caplog) == [], "it comes and goes with each call"
+    now += STORE_LOG_AGAIN_S + 1
+    for text in ("full", ""):
+        tier.error = text
+    assert warned(caplog) == ["tier below: full", "tier below: all is well again"]
 
 
 @given(st.lists(st.sampled_from(BlockResult)), st.booleans())

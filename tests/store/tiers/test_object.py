@@ -358,6 +358,7 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
         requests = Requests(tier)
 
         async def fail(_: str) -> None:
+            await asyncio.sleep(0)
             raise obstore.exceptions.GenericError("no route to it\nand more")
 
         requests.before = fail
@@ -423,6 +424,7 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     async with BlockStore.open([tier]) as store:
         put = await store.put(chain(1), Filled(seed=1).cache, [0])
         assert "127.0.0.1:1" in put.missing["kv", 0]
+        assert "Connection refused" in put.missing["kv", 0]
         assert tier_of(store, ObjectTier).unavailable_reason
 
 

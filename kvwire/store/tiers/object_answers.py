@@ -1,0 +1,116 @@
+"""What an object store answers when something is wrong: its name for it, in few words.
+
+obstore puts the whole answer into the text of its error. S3, GCS and Azure name what is
+wrong in a ``<Code>``; a file system has no status and no code.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from contextlib import closing
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Final
+from urllib.parse import urljoin, urlsplit
+
+from kvwire.errors import printable
+from kvwire.limits import REASON_CHARS_MAX
+
+_CODE: Final = re.compile(r"<Code>\s*(\w{1,64})\s*</Code>")
+_MESSAGE: Final = re.compile(r"<Message>\s*(.{1,1000}?)\s*</Message>", re.DOTALL)
+_STATUS: Final = re.compile(r"status code: (\d{3}[\w -]*)")
+# What obstore asked, and how often; the tier's name says of whom.
+_REQUEST: Final = re.compile(r"^.*Error performing .{1,2000}? - (?=\w)")
+_CAUSE: Final = re.compile(r'message: "([^"]{1,200})"')
+# What obstore writes behind its text for those who debug it.
+_DEBUG: Final = "\n\nDebug source:"
+# Of one object. Every other answer of 404 is about a bucket, a container or a path that
+# leads to no object store at all.
+_NO_OBJECT: Final = frozenset({"NoSuchKey", "BlobNotFound"})
+_KEYS: Final = "the credentials in this process's environment"
+_REMEDIES: Final[Mapping[str, str]] = {
+    "AccessDenied": "allow to get, put, delete and list there",
+    "AuthorizationHeaderMalformed": "give the bucket's own ?region=",
+    "ContainerNotFound": "make it first",
+    "ExpiredToken": f"renew {_KEYS}, and start it again",
+    "InvalidAccessKeyId": f"see {_KEYS}",
+    "NoSuchBucket": "make it first, kvwire does not",
+    "PermanentRedirect": "give the bucket's own ?region= and ?endpoint=",
+    "RequestTimeTooSkewed": "set this machine's clock",
+    "SignatureDoesNotMatch": f"see {_KEYS}",
+}
+_REDIRECTS: Final = (
+    HTTPStatus.MOVED_PERMANENTLY,
+    HTTPStatus.FOUND,
+    HTTPStatus.SEE_OTHER,
+    HTTPStatus.TEMPORARY_REDIRECT,
+    HTTPStatus.PERMANENT_REDIRECT,
+)
+
+
+def is_no_object(error: BaseException) -> bool:
+    """Tell whether an error says that one object is not there, and no more than that.
+
+    Where a bucket is missing, every object of it is; whoever takes that for an empty
+    one goes on for ever without a word.
+    """
+    if not isinstance(error, FileNotFoundError):
+        return False
+    text = str(error)
+    code = _CODE.search(text)
+    return code[1] in _NO_OBJECT if code else _STATUS.search(text) is None
+
+
+def is_past_the_end(error: BaseException) -> bool:
+    """Tell whether an error says that a range begins behind the end of an object."""
+    text = str(error)
+    status = _STATUS.search(text)
+    return status[1].startswith("416") if status else "StartTooLarge" in text
+
+
+def is_named(error: BaseException) -> bool:
+    """Tell whether the store itself has named what is wrong."""
+    return _CODE.search(str(error)) is not None
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error in few words: the store's name for it, and what to do."""
+    text = str(error).partition(_DEBUG)[0]
+    code, status = _CODE.search(text), _STATUS.search(text)
+    if code is not None:
+        message = _MESSAGE.search(text)
+        said = code[1] + (f": {html.unescape(message[1])}" if message else "")
+        remedy = _REMEDIES.get(code[1], "")
+        room = REASON_CHARS_MAX - len(remedy) - 2
+        said = printable(said[:room]) if said[:room].isprintable() else code[1]
+        return f"{said.rstrip('.')}; {remedy}" if remedy else said
+    if status is not None:
+        return f"it answers {status[1].strip()}, and names no reason"
+    first = _REQUEST.sub("", text.partition("\n")[0])
+    causes = _CAUSE.findall(str(error))
+    if causes and causes[-1] not in first:
+        first += f": {causes[-1]}"
+    return printable(first[:REASON_CHARS_MAX])
+
+
+def sent_elsewhere(url: str, timeout_s: float) -> str:
+    """Return the other host that a server sends its callers to; "" if it does not.
+
+    obstore goes wherever it is sent, and takes the blocks along. So a server is asked
+    first, without credentials, by somebody who does not. On a thread.
+    """
+    here = urlsplit(url)
+    kind = HTTPSConnection if here.scheme == "https" else HTTPConnection
+    try:
+        with closing(kind(here.netloc, timeout=timeout_s)) as asking:
+            asking.request("HEAD", here.path or "/")
+            answer = asking.getresponse()
+            where = urljoin(url, answer.getheader("Location") or "")
+    except (OSError, HTTPException, ValueError):
+        return ""  # who asks it for an object is told more
+    there = urlsplit(where)
+    if answer.status not in _REDIRECTS or here[:2] == there[:2]:
+        return ""
+    return printable(f"{there.scheme}://{there.netloc}")
