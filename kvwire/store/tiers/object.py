@@ -347,7 +347,7 @@ class ObjectTier(CodedTier):
         return found
 
     async def _prove(self) -> None:
-        """See that the store is where it is asked, and not elsewhere."""
+        """Check that the store is where it is asked, and not elsewhere."""
         async with self._proving:
             if self._unproved:
                 look = partial(sent_elsewhere, self._unproved, self._timeout_s)
