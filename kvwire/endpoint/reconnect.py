@@ -14,7 +14,12 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.clock import Backoff, start_task
-from kvwire.errors import ConnectionClosed, ConnectionLost, KVWireError
+from kvwire.errors import (
+    ConnectionClosed,
+    ConnectionLost,
+    KVWireError,
+    PeerUnresponsive,
+)
 from kvwire.limits import REDIAL_S, REDIAL_S_MAX, STALL_TOLERANCE_S
 from kvwire.proto.state import CloseState
 
@@ -50,7 +55,8 @@ class Reconnector:
 
     def lost(self, connection: ConnectionState, error: ConnectionClosed) -> None:
         """Recover a connection that has ended without having been closed."""
-        self._run(self._recover(connection, error))
+        heard = connection.core.hears_us(self._communicator.loop.time())
+        self._run(self._recover(connection, gone=heard and _was_reset(error)))
 
     def taken_over(self, connection: ConnectionState, resumes: bytes) -> None:
         """Replace the connection that a peer that has come back says it has lost."""
@@ -79,9 +85,8 @@ class Reconnector:
                 self._communicator.registry.connection_lost(old)
         self._communicator.registry.reattach(connection)
 
-    async def _recover(
-        self, connection: ConnectionState, error: ConnectionClosed
-    ) -> None:
+    async def _recover(self, connection: ConnectionState, *, gone: bool) -> None:
+        """Let a link be replaced; ``gone`` if its end looks like that of a process."""
         communicator, registry = self._communicator, self._communicator.registry
         origin = connection.peer.origin
         await connection.wait_closed()
@@ -95,7 +100,7 @@ class Reconnector:
             registry.interrupted(origin) or (connection.dialled and registry.unmet)
         ):
             return  # nothing waits for this peer, so that nothing is kept of it
-        if not connection.dialled and _was_reset(error):
+        if not connection.dialled and gone:
             await self._await_return(connection)
         elif connection.dialled and origin not in self._redialling:
             self._redialling.add(origin)
@@ -195,7 +200,9 @@ class Reconnector:
 
 
 def _was_reset(error: ConnectionClosed) -> bool:
-    """Tell whether a connection was ended, and not merely silent."""
+    """Tell whether a connection was ended, and not merely silent on either side."""
     cause = error.__cause__
-    silent = isinstance(cause, OSError) and cause.errno in _SILENCE
+    silent = isinstance(cause, PeerUnresponsive) or (
+        isinstance(cause, OSError) and cause.errno in _SILENCE
+    )
     return isinstance(error, ConnectionLost) and not silent

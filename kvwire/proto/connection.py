@@ -73,6 +73,8 @@ _MESSAGE = int(FrameType.MESSAGE)
 _DATA = int(FrameType.DATA)
 _MARKED_DATA = int(FrameType.MARKED_DATA)
 _DELIVERING = (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED)
+# CLOSE is sent once, and the others have sent it.
+_MAY_CLOSE = (CloseState.OPEN, *_DELIVERING)
 # What each message needs: a member of an enum takes several times as long to look up.
 _OPEN = CloseState.OPEN
 _NOWHERE = ChunkPlace.NOWHERE
@@ -183,6 +185,10 @@ class ConnectionCore:
     def silence_s(self, now: float) -> float:
         """Return how long nothing was heard of the peer."""
         return self._liveness.silence_s(now)
+
+    def hears_us(self, now: float) -> bool:
+        """Tell whether the peer hears this side, as far as its answers show."""
+        return self._liveness.hears(now)
 
     # --- the link ---------------------------------------------------------------------
 
@@ -329,12 +335,15 @@ class ConnectionCore:
         verdict = self._liveness.look(now)
         if verdict is LivenessVerdict.DEAD:
             silence_s = self._liveness.silence_s(now)
+            if self.phase in _MAY_CLOSE:
+                self.transfers.say_last_words()
+                self.outbox.send(FrameType.CLOSE, Close(code=WireCode.UNRESPONSIVE))
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
         frames_sent = self.outbox.framing.sent
         asks = verdict is LivenessVerdict.PING and self._keepalive.is_idle(frames_sent)
         if self._keepalive.is_due(now, frames_sent) or asks:
-            self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping()))
+            self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping(now)))
         self._settle()
 
     # --- the application --------------------------------------------------------------
@@ -472,6 +481,9 @@ class ConnectionCore:
     def _peer_closed(self, body: Close) -> None:
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):
             raise UnexpectedFrame("KVW-CL-01", "a second CLOSE")
+        if body.code == WireCode.UNRESPONSIVE:
+            self._end(self._unheard())
+            return
         self._turn(CloseInput.PEER_CLOSED)
         self.messages.peer_closed()
         code = "" if body.code == WireCode.GOING_AWAY else f" (code {body.code})"
@@ -483,6 +495,12 @@ class ConnectionCore:
                 self._abandon(request, closed, None)
         if self.closed:
             self._end(closed, graceful=True)
+
+    def _unheard(self) -> ConnectionLost:
+        """Return the error of a connection that the peer has given up."""
+        lost = ConnectionLost("the peer lives, and has heard nothing from this side")
+        lost.__cause__ = PeerUnresponsive("nothing came to the peer")
+        return lost
 
     def _settle(self, now: float | None = None) -> None:
         """Say what is due, and end when nothing is left to deliver."""

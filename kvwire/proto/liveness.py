@@ -5,6 +5,10 @@ then one more per interval; after ``misses`` intervals without a byte the peer i
 PONG is sent by the loop that runs the application, so it proves that this loop turns.
 Pings are numbered from 1, and each is answered once, in their order.
 
+A peer that hears nothing may be heard all the same: a network can fail in one direction
+alone. A side that takes its peer for dead says so, which may get through. Where it does
+not, a PING that has waited for an interval shows the same.
+
 Our own stalls are forgiven: if our timer fires late by more than a tolerance, we were
 the ones who did not listen, and the peer's silence is counted from that much later. A
 loop blocked for seconds by a GPU synchronisation must not kill healthy peers. What they
@@ -43,6 +47,7 @@ class Liveness:
 
     __slots__ = (
         "_answered",
+        "_asked_at",
         "_interval_s",
         "_last_look",
         "_misses",
@@ -62,6 +67,8 @@ class Liveness:
         self._pings_left_at = now
         self._sent = 0
         self._answered = 0
+        # When the oldest PING without an answer went out, or later.
+        self._asked_at = now
         self.due: float = now + interval_s
 
     def heard(self, now: float) -> None:
@@ -71,6 +78,12 @@ class Liveness:
     def silence_s(self, now: float) -> float:
         """Return how long the peer has been silent."""
         return now - self.heard_at
+
+    def hears(self, now: float) -> bool:
+        """Tell whether the peer hears us, as far as its answers show."""
+        if self._sent == self._answered:
+            return True
+        return now - self._asked_at < self._interval_s
 
     def look(self, now: float) -> LivenessVerdict:
         """Judge the silence; call it when ``due`` has come."""
@@ -92,8 +105,10 @@ class Liveness:
             return LivenessVerdict.PING
         return LivenessVerdict.DEAD
 
-    def ping(self) -> int:
-        """Return the number of our next PING."""
+    def ping(self, now: float) -> int:
+        """Return the number of our next PING, which goes out now."""
+        if self._sent == self._answered:
+            self._asked_at = now
         self._sent += 1
         return self._sent & _NUMBER_MASK
 
@@ -105,6 +120,7 @@ class Liveness:
                 "KVW-LV-01", f"PONG {number}; of {self._sent} pings, {due} is due"
             )
         self._answered = due
+        self._asked_at = self.heard_at
 
     def ping_received(self, now: float) -> None:
         """Handle PING; too many of them are an attack or a bug.

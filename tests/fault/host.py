@@ -2,7 +2,9 @@
 
 ``python -m tests.fault.host listen|connect ADDRESS KEY TRANSPORT``. Each line that it
 reads is done and answered with one line: ``get`` moves bytes and compares them,
-``dial`` connects again, ``end`` waits for the end of the connection.
+``dial`` connects again, ``end`` waits for the end of the connection, ``pull`` begins a
+transfer that the listener publishes, of which one layer is there, and ``outcome`` waits
+for its end. The listener marks the other layers after a line of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from kvwire import Communicator, Connection, ConnectionClosed, KVWireError
 
 NBYTES = 4 << 20
 _TAG = 1
+_BLOCKS = 16
 
 
 def content() -> np.ndarray:
@@ -29,8 +32,36 @@ async def serve(comm: Communicator, address: str) -> None:
     """Grant the bytes to whoever connects, until nobody is there to tell it."""
     print(await comm.listen(address), flush=True)
     region = comm.register(content(), "read")
-    async for connection in comm.connections():
-        await connection.send(_TAG, region.grant(connection).to_bytes())
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(publish(comm))
+        async for connection in comm.connections():
+            await connection.send(_TAG, region.grant(connection).to_bytes())
+
+
+def kv_cache(value: int) -> kvwire.PagedCache:
+    """A cache of four layers that are filled with a number."""
+    spec = kvwire.KVSpec(
+        layers=4, kv_heads=2, head_dim=64, block_tokens=16, dtype="float16"
+    )
+    shape = (_BLOCKS, 2, 16, 2, 64)
+    layers = [np.full(shape, value, np.float16) for _ in range(spec.layers)]
+    return kvwire.PagedCache(spec, layers)
+
+
+async def publish(comm: Communicator) -> None:
+    """Publish a cache, the first layer at once and the others when it is told to."""
+    out = comm.publish("t", kv_cache(7), range(_BLOCKS))
+    out.ready(layers=0)
+
+    async def mark() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        with contextlib.suppress(KVWireError):
+            out.ready(layers=slice(1, 4))
+            out.finish()
+
+    marking = asyncio.create_task(mark())
+    print((await out).state, flush=True)
+    await marking
 
 
 async def fetch(connection: Connection, grant: kvwire.Grant) -> str:
@@ -46,6 +77,7 @@ async def obey(comm: Communicator, address: str, transports: list[str]) -> None:
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     connection: Connection | None = None
+    pulled: kvwire.Incoming | None = None
     while line := (await lines.readline()).decode().strip():
         try:
             if line == "dial":
@@ -54,6 +86,14 @@ async def obey(comm: Communicator, address: str, transports: list[str]) -> None:
                 )
                 grant = kvwire.Grant.from_bytes(bytes(await connection.recv(_TAG)))
                 answer = f"{connection.transport} | {connection.transport_report}"
+            elif line == "pull":
+                assert connection is not None
+                pulled = connection.pull("t", kv_cache(0), range(_BLOCKS))
+                await pulled.layer(0)
+                answer = "one layer is here"
+            elif line == "outcome":
+                assert pulled is not None
+                answer = (await pulled).state
             elif line == "get":
                 assert connection is not None
                 answer = await fetch(connection, grant)
@@ -72,9 +112,7 @@ async def obey(comm: Communicator, address: str, transports: list[str]) -> None:
 async def main(role: str, address: str, key: str, transports: str) -> None:
     """Be one side until stdin ends, or for ever."""
     # Two hosts share no memory, but two namespaces do, as UCX finds out.
-    config = kvwire.Config(
-        trust="psk", psk_file=key, resume=False, backends={"ucx": {"TLS": "tcp"}}
-    )
+    config = kvwire.Config(trust="psk", psk_file=key, backends={"ucx": {"TLS": "tcp"}})
     async with kvwire.open(config, name=role) as comm:
         if role == "listen":
             await serve(comm, address)

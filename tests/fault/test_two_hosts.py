@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.backend import registry
-from kvwire.limits import PING_INTERVAL_S, PING_MISSES
+from kvwire.limits import PING_INTERVAL_S, PING_MISSES, RESTART_GRACE_S
 from kvwire.security.keys import write_key_file
 from tests.support.depth import parameters
 
@@ -50,6 +50,16 @@ class Wire:
         """Heal the wire, or cut it."""
         state = "up" if whole else "down"
         _ip("-n", self.left, "link", "set", "wire", state)
+
+    def one_way(self, *, whole: bool) -> None:
+        """Lose what goes from the left to the right, and nothing else; or heal that."""
+        neighbour = ("neighbour", "replace", "10.213.7.2", "dev", "wire")
+        if whole:
+            _ip("-n", self.left, *neighbour, "nud", "stale")
+            _ip("-n", self.left, "neighbour", "flush", "dev", "wire")
+        else:
+            nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
+            _ip("-n", self.left, *neighbour, *nobody)
 
 
 def _ip(*arguments: str) -> None:
@@ -118,8 +128,10 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def hosts(wire: Wire, key: Path, transports: str) -> AsyncIterator[Host]:
-    """A listener on the left, and on the right who is told what to do."""
+async def hosts(
+    wire: Wire, key: Path, transports: str
+) -> AsyncIterator[tuple[Host, Host]]:
+    """A listener on the left, and on the right who connects; each takes lines."""
     environment = {k: v for k, v in os.environ.items() if k != "KVWIRE_PREFER"}
     processes = []
     try:
@@ -135,7 +147,8 @@ async def hosts(wire: Wire, key: Path, transports: str) -> AsyncIterator[Host]:
             processes.append(process)
             if role == "listen":
                 assert str(_PORT) in await Host(process).says()
-        yield Host(processes[1])
+        left, right = map(Host, processes)
+        yield left, right
     finally:
         for process in processes:
             process.kill()
@@ -150,7 +163,7 @@ async def test_a_cut_is_known_and_the_next_connection_works(
     if not found.available:
         pytest.skip(f"{transport}: {found.reason}")
     write_key_file(tmp_path / "key")
-    async with hosts(wire, tmp_path / "key", transport) as right:
+    async with hosts(wire, tmp_path / "key", transport) as (_, right):
         taken = await right.dials()
         assert taken.startswith(transport or "tcp")
         if not transport:
@@ -165,3 +178,22 @@ async def test_a_cut_is_known_and_the_next_connection_works(
         wire.up(whole=True)
         assert (await right.dials()).startswith(transport or "tcp")
         assert await right.do("get") == "equal"
+
+
+async def test_an_outage_of_one_direction_loses_no_transfer(
+    wire: Wire, tmp_path: Path
+) -> None:
+    """The right gives up what it does not hear; the left hears its reset."""
+    write_key_file(tmp_path / "key")
+    async with hosts(wire, tmp_path / "key", "tcp") as (left, right):
+        await right.dials()
+        assert await right.do("pull") == "one layer is here"
+        wire.one_way(whole=False)
+        ended = await right.do("end")
+        assert float(ended.split()[1]) <= KNOWN_WITHIN_S
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2 * RESTART_GRACE_S):
+                await left.says()
+        wire.one_way(whole=True)
+        assert await left.do("the rest") == "complete"
+        assert await right.do("outcome") == "complete"

@@ -26,7 +26,7 @@ TAG = 7
 LARGE = b"large" * 30_000
 
 
-def in_phase(phase: CloseState) -> ConnectionPair:
+def in_phase(phase: CloseState, close_timeout_s: float = 5.0) -> ConnectionPair:
     """A pair whose server is in a phase, with nothing on its way."""
     pair = ConnectionPair()
     if phase in (CloseState.FLUSHING, CloseState.CLOSE_RECEIVED):
@@ -35,7 +35,7 @@ def in_phase(phase: CloseState) -> ConnectionPair:
         pair.server.get(pair.client.grant(pair.client.expose(100)))
         pair.run()
     if phase in (CloseState.FLUSHING, CloseState.CLOSE_SENT):
-        pair.server.close()
+        pair.server.close(close_timeout_s)
     elif phase is CloseState.CLOSE_RECEIVED:
         pair.client.forge(FrameType.CLOSE, Close(1))
         pair.deliver(pair.client)
@@ -127,6 +127,31 @@ def test_a_silent_peer_is_dead_within_its_patience() -> None:
         expect_error(end, request, errors.PeerUnresponsive)
     end.tick()
     assert len([e for e in end.events if e is end.ended]) == 1
+
+
+@pytest.mark.parametrize("phase", [p for p in CloseState if p is not CloseState.CLOSED])
+def test_whoever_gives_up_a_silent_peer_says_so(phase: CloseState) -> None:
+    """With the one CLOSE that a side has; then it is too late for that."""
+    end = in_phase(phase, close_timeout_s=1e9).server
+    while not end.core.closed:
+        end.now = end.core.next_tick
+        end.tick()
+    assert isinstance(end.core.error, errors.PeerUnresponsive)
+    said = [f.header.type for f in on_the_wire(end) if f.header.type == FrameType.CLOSE]
+    assert len(said) == (phase is not CloseState.CLOSE_SENT)
+
+
+def test_a_peer_that_has_heard_nothing_lives_and_its_connection_is_lost() -> None:
+    pair = ConnectionPair()
+    end, begun = pair.server, pair.server.recv(TAG)
+    assert end.core.hears_us(end.now)
+    pair.client.forge(FrameType.CLOSE, Close(errors.WireCode.UNRESPONSIVE))
+    pair.deliver(pair.client)
+    assert isinstance(end.core.error, errors.ConnectionLost)
+    assert isinstance(end.core.error.__cause__, errors.PeerUnresponsive)
+    expect_error(end, begun, errors.ConnectionLost)
+    assert end.ended is not None
+    assert not end.ended.graceful
 
 
 def test_a_deadline_ends_its_requests() -> None:

@@ -76,13 +76,13 @@ def test_stalls_delay_the_verdict_and_do_not_prevent_it() -> None:
 def test_each_ping_is_answered_once_in_order() -> None:
     """Numbers begin at 1, and wrap with their 32 bits."""
     liveness = watch()
-    assert [liveness.ping(), liveness.ping()] == [1, 2]
+    assert [liveness.ping(100.0), liveness.ping(100.0)] == [1, 2]
     liveness.pong_received(Ping(1))
     liveness.pong_received(Ping(2))
     liveness._sent = liveness._answered = 2**32 - 1
-    assert liveness.ping() == 0
+    assert liveness.ping(100.0) == 0
     liveness.pong_received(Ping(0))
-    assert liveness.ping() == 1
+    assert liveness.ping(100.0) == 1
 
 
 @pytest.mark.rule("KVW-LV-01", "breaks")
@@ -90,13 +90,30 @@ def test_an_answer_to_no_ping() -> None:
     """Never asked, asked later, or answered before."""
     for answers in [[0], [2], [3], [1, 1], [1, 0], [1, 2, 3], [1, 2, 2], [2**32 - 1]]:
         liveness = watch()
-        assert [liveness.ping(), liveness.ping()] == [1, 2]
+        assert [liveness.ping(100.0), liveness.ping(100.0)] == [1, 2]
         *good, wrong = answers
         for number in good:
             liveness.pong_received(Ping(number))
         with pytest.raises(UnexpectedFrame) as caught:
             liveness.pong_received(Ping(wrong))
         assert caught.value.rule == "KVW-LV-01"
+
+
+def test_a_peer_that_answers_nothing_for_an_interval_hears_nothing() -> None:
+    liveness = watch()
+    assert liveness.hears(1e9), "it was asked nothing"
+    liveness.ping(101.0)
+    liveness.ping(101.0 + PING_INTERVAL_S / 2)
+    assert liveness.hears(100.9 + PING_INTERVAL_S)
+    assert not liveness.hears(101.0 + PING_INTERVAL_S)
+    liveness.heard(102.0)
+    liveness.pong_received(Ping(1))
+    assert liveness.hears(101.9 + PING_INTERVAL_S)
+    assert not liveness.hears(102.0 + PING_INTERVAL_S)
+    liveness.pong_received(Ping(2))
+    assert liveness.hears(1e9)
+    liveness.ping(200.0)
+    assert liveness.hears(201.0)
 
 
 @pytest.mark.rule("KVW-LV-02", "breaks")
