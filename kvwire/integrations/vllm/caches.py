@@ -13,10 +13,15 @@ Elements are moved as they are. A cache of fp8 is one of bytes, as vLLM allocate
 
 Cache groups
 ------------
-Layers of one kind share block ids and a :class:`CacheShape`. vLLM's groups lie over
-each other in memory: a block id belongs to one group at a time. What decode reads of a
-group when so many tokens have been computed is :meth:`CacheShape.needed`, and only that
-moves: the last window, the last chunk, the last state.
+vLLM has a block table for each kind of layer, and the tables lie over each other in
+memory: a block id belongs to one table at a time. What decode reads of a table when so
+many tokens have been computed is :meth:`CacheShape.needed`, and only that moves: the
+last window, the last chunk, the last state.
+
+Layers of one table may differ in heads and head size, as those of a draft model do from
+the model's. They are cache groups of their own, each with a :class:`CacheShape`. Only a
+worker sees them: vLLM describes a table to its scheduler by one of its layers. So what
+the scheduler's side says of blocks, it says by table.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class CacheShape:
     model_layers: int | None = None
     fingerprint: str = ""  # names the weights
     name: str = DEFAULT_GROUP  # what both engines call the group
-    table: int = 0  # which of vLLM's block tables has its blocks
+    table: int = 0  # the number of the block table in vLLM that has its blocks
     # vLLM's names of its layers; none for all that there are.
     layers: tuple[str, ...] = ()
     window: int = 0  # tokens that a layer with a sliding window sees; 0 without one
@@ -73,8 +78,15 @@ class CacheShape:
         return bool(self.window or self.chunk or self.state)
 
     @property
+    def profile(self) -> str:
+        """Return what both engines must have alike."""
+        if self.state:
+            return self.kind
+        return f"{self.kind}, {self.total_kv_heads} x {self.head_dim}"
+
+    @property
     def kind(self) -> str:
-        """Name what both engines must have alike."""
+        """Name which of a prompt's blocks are read."""
         if self.state:
             return f"state of {self.head_dim} bytes on {self.ranks} ranks"
         # Where a part moves, both engines have to cut it off at the same token.
@@ -151,12 +163,26 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
             f"{'; '.join(shape.kind for shape in kinds)}: KvwireConnector supports "
             f"pipeline stages of models whose layers are all of one kind"
         )
+    _check_tables(kinds)
     if len(kinds) == 1:
         return tuple(_of_stage(shape, vllm_config) for shape in kinds)
     return tuple(
         dataclasses.replace(shape, name=f"{index} {shape.kind}", layers=tuple(layers))
         for index, (shape, layers) in enumerate(kinds.items())
     )
+
+
+def _check_tables(shapes: Iterable[CacheShape]) -> None:
+    """Refuse a block table of whose blocks some layers read others than the rest."""
+    tables: dict[int, CacheShape] = {}
+    for shape in shapes:
+        first = tables.setdefault(shape.table, shape)
+        if first.kind != shape.kind and not (first.state and shape.state):
+            raise UsageError(
+                f"block table {shape.table} of vLLM has layers of two kinds "
+                f"({first.kind}; {shape.kind}): KvwireConnector moves the same blocks "
+                f"for all layers of a table"
+            )
 
 
 def layer_specs(kv_cache_config: Any) -> Iterator[tuple[int, str, Any]]:
@@ -247,23 +273,40 @@ def _shape(spec: Any, vllm_config: Any) -> CacheShape:
             )
     if kind in _UNSUPPORTED:
         raise UsageError(f"KV cache of kind {kind}: {_UNSUPPORTED[kind]}")
-    model = vllm_config.model_config
-    mla = bool(getattr(model, "use_mla", False)) and spec.num_kv_heads == 1
-    total = 1 if mla else model.get_total_num_kv_heads()
-    if spec.num_kv_heads != max(1, total // ranks):
-        total = spec.num_kv_heads * ranks  # layers of another kind, split evenly
+    mla = any("MLA" in base.__name__ for base in type(spec).__mro__)
+    values = getattr(spec, "head_size_v", None)
+    if not mla and values not in (None, spec.head_size):
+        raise UsageError(
+            f"KV cache of keys of {spec.head_size} and values of {values} elements: "
+            f"KvwireConnector moves keys and values of one size"
+        )
     # A full layer's spec may have a window too: it keeps every block all the same.
     full = "FullAttention" in kind or "MLAAttention" in kind
     return CacheShape(
         block_tokens=spec.block_size,
         kv_heads=spec.num_kv_heads,
-        total_kv_heads=total,
+        total_kv_heads=1 if mla else _total_heads(spec, vllm_config),
         head_dim=spec.head_size,
         mla=mla,
         ranks=ranks,
         window=0 if full else getattr(spec, "sliding_window", None) or 0,
         chunk=0 if full else getattr(spec, "attention_chunk_size", None) or 0,
     )
+
+
+def _total_heads(spec: Any, vllm_config: Any) -> int:
+    """Return how many KV heads a layer has on all ranks together.
+
+    Ranks with a head each may have copies of fewer heads. Their number is the model's,
+    or its draft model's; where it may be of either, each rank counts as one of its own,
+    and only engines of as many ranks have the same.
+    """
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    said = getattr(vllm_config, "speculative_config", None)
+    models = [vllm_config.model_config, getattr(said, "draft_model_config", None)]
+    known = {model.get_total_num_kv_heads() for model in models if model is not None}
+    fitting = {heads for heads in known if spec.num_kv_heads == max(1, heads // ranks)}
+    return fitting.pop() if len(fitting) == 1 else int(spec.num_kv_heads * ranks)
 
 
 _UNSUPPORTED: Final = {

@@ -47,7 +47,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         shapes = cache_shapes(vllm_config, kv_cache_config)
-        groups = "; ".join(shape.kind for shape in shapes)
+        groups = "; ".join(shape.profile for shape in shapes)
         settings, config = read_settings(
             transfer.kv_connector_extra_config,
             {

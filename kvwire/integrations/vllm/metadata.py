@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
@@ -21,18 +21,21 @@ from kvwire.types import Address
 _REMOTES_MAX: Final = 1024
 
 Blocks = dict[str, list[int]]
-"""Block ids of each cache group, in token order."""
+"""Block ids in token order, by block table; where a worker has translated them, by cache
+group."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptTransfer:
     """Tells a worker of a prompt whose KV moves between two engines."""
 
+    _BY_TABLE: ClassVar[tuple[str, ...]] = ("listed", "blocks", "hashes")
+
     request_id: str  # vLLM's name of the request
     transfer_id: str  # what both engines call the transfer
-    # Tokens of each group's whole list of blocks.
+    # Tokens of each table's whole list of blocks.
     listed: dict[str, int] = field(default_factory=dict)
-    # Of each group, as far as they are known.
+    # Of each table, as far as they are known.
     blocks: Blocks = field(default_factory=dict)
     # Of the blocks that the whole lists have.
     hashes: dict[str, list[bytes]] = field(default_factory=dict)
@@ -42,6 +45,15 @@ class PromptTransfer:
     content: bytes = b""  # names the tokens
     priority: int = 0  # 0 to 255; what is higher goes first
     traceparent: str = ""  # names the client's span, as W3C has it; "" for none
+
+    def of_groups(self, tables: Mapping[str, str]) -> Self:
+        """Return the same for a worker, whose groups have a block table each."""
+        said = {
+            name: {group: one[table] for group, table in tables.items() if table in one}
+            for name in self._BY_TABLE
+            for one in (getattr(self, name),)
+        }
+        return replace(self, **said)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -73,6 +85,8 @@ class ComputedTokens:
 @dataclass(slots=True, kw_only=True)
 class LoadPrompt(PromptTransfer):
     """Tells a worker of a prompt whose KV comes from another engine."""
+
+    _BY_TABLE: ClassVar[tuple[str, ...]] = (*PromptTransfer._BY_TABLE, "cached")  # noqa: SLF001
 
     # How many leading blocks of each list are here already.
     cached: dict[str, int] = field(default_factory=dict)

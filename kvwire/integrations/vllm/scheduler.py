@@ -45,7 +45,6 @@ from kvwire.integrations.vllm.metadata import (
 )
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.topology import check_ranks
-from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.hashing import HashScheme
 from kvwire.limits import KV_BLOCK_TOKENS_MAX, PRIORITY_MAX
 
@@ -66,7 +65,7 @@ class _Prompt:
     send: SendPrompt  # what the workers are told of it
     # The request's blocks, by vLLM's tables.
     tables: list[list[int]] = field(default_factory=list)
-    # How many of each group the workers have heard of.
+    # How many of each table the workers have heard of.
     named: dict[str, int] = field(default_factory=dict)
     written: int = 0  # tokens computed when the scheduled steps are over
     begun: bool = False  # the workers know of it
@@ -91,6 +90,8 @@ class SchedulerSide:
         self._settings = settings
         self._references = references
         self._shapes = tuple(shapes)
+        # Layers of one block table read the same blocks: one shape stands for them.
+        self._tables = {str(shape.table): shape for shape in shapes}
         self._partial = any(shape.partial for shape in shapes)
         self._salt = salt
         self._addresses: tuple[str, ...] = ()
@@ -233,12 +234,12 @@ class SchedulerSide:
         load = LoadPrompt(
             computed=wanted.computed, **self._moved(request, wanted, tokens)
         )
-        for shape in self._shapes:
+        for name, shape in self._tables.items():
             needed = shape.needed(tokens)
             blocks = tables[shape.table][needed.start : needed.stop]
-            load.blocks[shape.name] = list(blocks)
+            load.blocks[name] = list(blocks)
             here = (tokens - external) // shape.block_tokens - needed.start
-            load.cached[shape.name] = min(max(0, here), len(needed))
+            load.cached[name] = min(max(0, here), len(needed))
         return load
 
     def _moved(
@@ -256,7 +257,10 @@ class SchedulerSide:
         return {
             "request_id": request.request_id,
             "transfer_id": wanted.transfer_id,
-            "listed": {one.name: one.listed_tokens(tokens) for one in self._shapes},
+            "listed": {
+                name: shape.listed_tokens(tokens)
+                for name, shape in self._tables.items()
+            },
             "remote": wanted.remote,
             "stages": wanted.stages,
             "priority": _priority(request),
@@ -275,7 +279,7 @@ class SchedulerSide:
         )
 
     def _names(self, request: Any, count: int) -> Mapping[str, Any]:
-        """Name a prompt's first tokens, and the blocks of each group that are moved.
+        """Name a prompt's first tokens, and the blocks of each table that are moved.
 
         The tokens as a whole, for engines whose blocks have other sizes.
         """
@@ -284,20 +288,22 @@ class SchedulerSide:
         tokens = request.prompt_token_ids[:count]
         salt = self._salt + identity_of(request)
         whole = _chain(min(count, KV_BLOCK_TOKENS_MAX), tokens, salt)[-1:]
-        sizes = {shape.block_tokens for shape in self._shapes if not shape.state}
+        sizes = {
+            shape.block_tokens for shape in self._tables.values() if not shape.state
+        }
         chains = {size: _chain(size, tokens, salt) for size in sizes}
         hashes: dict[str, list[bytes]] = {}
-        for shape in self._shapes:
+        for name, shape in self._tables.items():
             needed = shape.needed(count)
             # A state is of all tokens, and its block may be for more than a chain's.
             found = whole
             if not shape.state:
                 found = chains[shape.block_tokens][needed.start : needed.stop]
-            if shape.name != DEFAULT_GROUP:
-                # Told from another group's blocks of the same tokens.
-                name = shape.name.encode()
-                found = [hashlib.sha256(one + name).digest() for one in found]
-            hashes[shape.name] = found
+            if len(self._tables) > 1:
+                # Told from another table's blocks of the same tokens.
+                table = name.encode()
+                found = [hashlib.sha256(one + table).digest() for one in found]
+            hashes[name] = found
         return {"content": whole[0], "hashes": hashes}
 
     def _scheduled(self, step: WorkerStep, one: ScheduledRequest) -> None:
@@ -324,12 +330,12 @@ class SchedulerSide:
     def _new_blocks(self, prompt: _Prompt) -> Blocks:
         """Return the blocks that the workers have not heard of, of those that move."""
         found: Blocks = {}
-        for shape in self._shapes:
+        for name, shape in self._tables.items():
             needed = shape.needed(prompt.send.tokens)
-            named = prompt.named.get(shape.name, 0)
+            named = prompt.named.get(name, 0)
             table = prompt.tables[shape.table] if prompt.tables else []
-            found[shape.name] = table[needed.start + named : needed.stop]
-            prompt.named[shape.name] = named + len(found[shape.name])
+            found[name] = table[needed.start + named : needed.stop]
+            prompt.named[name] = named + len(found[name])
         return found
 
     def _preempted(self, request_id: str) -> None:

@@ -65,8 +65,8 @@ class WorkerSide:
         self._announcer = announcer
         self._shapes = tuple(shapes)
         self._rank = shapes[0].index
-        # vLLM names blocks that failed only where it has a single table of them.
-        self._tables = len({shape.table for shape in shapes})
+        # The block table of each cache group, as the scheduler's side names it.
+        self._tables = {shape.name: str(shape.table) for shape in shapes}
         self._engine = Engine(config)
         self._peers = Peers()
         self.address: str = settings.advertised(
@@ -229,7 +229,7 @@ class WorkerSide:
             return
         self._departures[send.request_id] = PromptSend(
             self._engine,
-            send,
+            send.of_groups(self._tables),
             self._caches.cache,
             route,
             self._settings.codec,
@@ -237,7 +237,9 @@ class WorkerSide:
 
     def _extend(self, departure: PromptSend, written: ComputedTokens) -> PromptBlocks:
         """Name a prompt's new blocks; what this step completes."""
-        departure.extend(written.blocks)
+        if new := written.blocks:
+            tables = self._tables.items()
+            departure.extend({name: new[one] for name, one in tables if one in new})
         last = written.stop >= departure.tokens
         if not last:
             departure.renew()
@@ -257,7 +259,7 @@ class WorkerSide:
         route = rank_route(load, self._own)
         arrival = PromptReceive(
             self._engine,
-            load,
+            load.of_groups(self._tables),
             self._caches.cache,
             self._peers,
             route,
@@ -277,7 +279,8 @@ class WorkerSide:
     def _note_missing(self, request_id: str, arrival: PromptReceive) -> None:
         arrived = arrival.done.result()
         missing = sum(ids.size for ids in arrived.missing.values())
-        if self._tables > 1 and missing:
+        # vLLM names blocks that failed only where it has a single table of them.
+        if missing and len(set(self._tables.values())) > 1:
             self._failed.add(request_id)
         elif missing:
             self._errors.update(*(ids.tolist() for ids in arrived.missing.values()))

@@ -89,7 +89,6 @@ class Output:
 
 def vllm_configs(
     *groups: object,
-    mla: bool = False,
     dtype: str = "auto",
     scales: bool = False,
     kv_heads: int = 8,
@@ -102,7 +101,6 @@ def vllm_configs(
     sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0}
     said = SimpleNamespace(
         model_config=SimpleNamespace(
-            use_mla=mla,
             get_total_num_kv_heads=lambda: kv_heads,
             get_total_num_hidden_layers=lambda: 11,
             get_layers_start_end_indices=lambda _: layers,

@@ -31,9 +31,9 @@ def sending(
         request_id="p",
         transfer_id="t",
         tokens=len(TOKENS),
-        listed={"kv": len(TOKENS)},
-        blocks={"kv": blocks},
-        hashes={"kv": HASHES},
+        listed={"0": len(TOKENS)},
+        blocks={"0": blocks},
+        hashes={"0": HASHES},
         remote=remote,
         stages=stages,
         traceparent=SPAN,
@@ -43,17 +43,17 @@ def sending(
 
 def written(blocks: list[int], stop: int) -> ComputedTokens:
     """A step's part of the prompt: more blocks, and tokens up to one."""
-    return ComputedTokens(request_id="p", blocks={"kv": blocks}, stop=stop)
+    return ComputedTokens(request_id="p", blocks={"0": blocks}, stop=stop)
 
 
 def fetching(remote: tuple[str, ...], cached: int = 0, **more: Any) -> WorkerStep:
     load = LoadPrompt(
         request_id="d",
         transfer_id="t",
-        listed={"kv": len(TOKENS)},
-        blocks={"kv": INTO},
-        cached={"kv": cached},
-        hashes={"kv": HASHES},
+        listed={"0": len(TOKENS)},
+        blocks={"0": INTO},
+        cached={"0": cached},
+        hashes={"0": HASHES},
         remote=remote,
         **{"traceparent": SPAN, **more},
     )

@@ -108,8 +108,8 @@ config = partial(vllm_configs, tensor_parallel_size=4)
 
 def test_what_vllm_says_about_its_caches() -> None:
     assert cache_shapes(*config(spec())) == (SHAPE,)
-    latent = spec(num_kv_heads=1, head_size=576)
-    found = cache_shapes(*config(latent, mla=True, tensor_parallel_size=1))
+    latent = spec("MLAAttentionSpec", num_kv_heads=1, head_size=576)
+    found = cache_shapes(*config(latent, tensor_parallel_size=1))
     assert found == (LATENT,)
 
 

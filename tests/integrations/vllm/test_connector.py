@@ -150,7 +150,7 @@ def test_the_axes_of_mla_are_known() -> None:
     )
     *sizes, nbytes = compute_layer_kv_cache_shape_bytes(spec, 9)
     sizes.append(nbytes // 2)
-    found = find_layout(sizes, *cache_shapes(*configs(spec, mla=True, kv_heads=1)))
+    found = find_layout(sizes, *cache_shapes(*configs(spec, kv_heads=1)))
     assert found == "block head token dim"
 
 

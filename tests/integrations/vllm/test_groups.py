@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,25 @@ import pytest
 
 import kvwire
 from kvwire import UsageError
-from kvwire.integrations.vllm.caches import layer_caches
+from kvwire.integrations.vllm.caches import cache_shapes, layer_caches
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import ComputedTokens, WorkerStep
+from kvwire.integrations.vllm.references import References
+from kvwire.integrations.vllm.scheduler import SchedulerSide
 from kvwire.integrations.vllm.worker import WorkerSide
 from tests.integrations.vllm import steps
-from tests.integrations.vllm.fakes import BLOCKS, SHAPE
+from tests.integrations.vllm.fakes import (
+    BLOCKS,
+    SHAPE,
+    New,
+    Output,
+    Request,
+    chunk,
+    vllm_configs,
+)
 from tests.support.waiting import eventually
 
+LOST = {"do_remote_prefill": True, "transfer_id": "t", "remote": ["127.0.0.1:9"]}
 PAGE = 2 * SHAPE.block_tokens * SHAPE.kv_heads * SHAPE.head_dim  # floats of a block
 TOKENS = 10
 FULL = replace(SHAPE, name="0 full", layers=("f.0", "f.1"))
@@ -38,11 +50,16 @@ STATE = replace(
 SHAPES = (FULL, WINDOW, STATE)
 FROM = {"0 full": [3, 1, 4], "1 window": [7, 8], "2 state": [11]}
 INTO = {"0 full": [9, 2, 6], "1 window": [5, 13], "2 state": [12]}
-LISTED = {shape.name: shape.listed_tokens(TOKENS) for shape in SHAPES}
+LISTED = {str(shape.table): shape.listed_tokens(TOKENS) for shape in SHAPES}
 HASHES = {
-    name: [b"%d %s" % (at, name.encode()) for at in range(len(ids))]
+    name[0]: [b"%d %s" % (at, name.encode()) for at in range(len(ids))]
     for name, ids in FROM.items()
 }
+
+
+def of_tables(said: dict[str, Any]) -> dict[str, Any]:
+    """As the scheduler's side says it: by block table, each of one group here."""
+    return {name[0]: value for name, value in said.items()}
 
 
 class Hybrid:
@@ -87,15 +104,15 @@ def pair(**settings: Any) -> Iterator[tuple[Hybrid, Hybrid]]:
 def sending(blocks: dict[str, list[int]], stop: int, remote: str = "") -> WorkerStep:
     step = steps.sending([], stop, (remote,) if remote else ())
     (send,) = step.sends
-    send.listed, send.blocks, send.hashes = LISTED, blocks, HASHES
+    send.listed, send.blocks, send.hashes = LISTED, of_tables(blocks), HASHES
     return step
 
 
 def fetch(worker: Hybrid, remote: str, cached: dict[str, int] | None = None) -> None:
     step = steps.fetching((remote,))
     (load,) = step.loads
-    load.listed, load.blocks, load.hashes = LISTED, INTO, HASHES
-    load.cached = dict.fromkeys(INTO, 0) | (cached or {})
+    load.listed, load.blocks, load.hashes = LISTED, of_tables(INTO), HASHES
+    load.cached = dict.fromkeys(HASHES, 0) | of_tables(cached or {})
     worker.side.begin_step(step)
     worker.side.start_loads()
 
@@ -116,7 +133,7 @@ def test_each_group_arrives_in_its_own_blocks(stream: str) -> None:
             p.side.layer_written(name)
         p.side.step_written()
         more = {"0 full": [1, 4], "1 window": [7, 8], "2 state": []}
-        rest = ComputedTokens(request_id="p", blocks=more, stop=TOKENS)
+        rest = ComputedTokens(request_id="p", blocks=of_tables(more), stop=TOKENS)
         p.side.begin_step(WorkerStep(written=[rest]))
         for name in ("f.0", "w.2", "w.3", "f.1"):
             p.side.layer_written(name)
@@ -172,3 +189,89 @@ def test_states_that_lie_otherwise(parts: list[Any], said: str) -> None:
 def test_a_layer_that_is_not_there() -> None:
     with pytest.raises(UsageError, match=r"no KV cache of layer 'f\.1'"):
         layer_caches({"f.0": np.zeros((4, 4, 4, 16), np.float32)}, [FULL])
+
+
+@dataclass(frozen=True)
+class FullAttention:
+    """vLLM's spec of a layer."""
+
+    num_kv_heads: int
+    head_size: int
+    block_size: int = 4
+
+
+class Engine:
+    """Both sides, of the configs that vLLM gives to its scheduler and to a worker.
+
+    One table for layers of two shapes, as a model's and its draft model's. A scheduler
+    knows one of them.
+    """
+
+    HEADS = {"model.0": (4, 8), "model.1": (4, 8), "draft.2": (2, 16)}
+
+    def __init__(self) -> None:
+        specs = {
+            name: FullAttention(num_kv_heads=heads, head_size=size)
+            for name, (heads, size) in self.HEADS.items()
+        }
+        said, caches = vllm_configs(next(iter(specs.values())))
+        _, of_worker = vllm_configs(SimpleNamespace(kv_cache_specs=specs))
+        known = References(this_host=True)
+        self.scheduler = SchedulerSide(
+            VllmSettings(), cache_shapes(said, caches), known
+        )
+        shapes = cache_shapes(said, of_worker)
+        self.profile = [shape.profile for shape in shapes]
+        self.worker = WorkerSide(VllmSettings(), kvwire.Config.load(), shapes)
+        self.memory = {
+            name: np.zeros((BLOCKS, heads, 4, 2 * size), np.float32)
+            for name, (heads, size) in self.HEADS.items()
+        }
+        self.worker.register(self.memory)
+        self.scheduler.hear_addresses({(0, 0): self.worker.address})
+
+
+def test_layers_of_several_shapes_in_one_table() -> None:
+    """Sent and fetched as both sides of an engine name their blocks."""
+    p, d = Engine(), Engine()
+    assert p.profile == ["full, 4 x 8", "full, 2 x 16"]
+    try:
+        tokens = list(range(100, 110))
+        for name, memory in p.memory.items():
+            memory[:] = np.random.default_rng(len(name)).random(memory.shape)
+        sent = Request("p", tokens, {"do_remote_decode": True, "transfer_id": "t"})
+        p.scheduler.allocated(sent, [[3, 1, 4]], 0)
+        step = p.scheduler.step(Output({"p": 6}, [New("p", ([3, 1],))]))
+        p.worker.begin_step(step)
+        p.worker.step_written()
+        step = p.scheduler.step(chunk("p", [4], 6, 4))
+        p.worker.begin_step(step)
+        p.worker.step_written()
+        _, params = p.scheduler.finished(sent)
+        wanted = Request("d", tokens, params)
+        assert d.scheduler.matched(wanted, 4) == (6, True)
+        d.scheduler.allocated(wanted, [[9, 2, 6]], 6)
+        d.worker.begin_step(d.scheduler.step(Output({})))
+        d.worker.start_loads()
+        assert eventually(lambda: d.worker.finished(()) == (set(), {"d"}))
+        assert not d.worker.take_errors()
+        for name, memory in d.memory.items():
+            assert np.array_equal(memory[[2, 6]], p.memory[name][[1, 4]])
+            assert not np.delete(memory, [2, 6], axis=0).any()
+    finally:
+        p.worker.close()
+        d.worker.close()
+
+
+def test_what_is_lost_of_one_table_is_named_once() -> None:
+    d = Engine()
+    try:
+        wanted = Request("d", list(range(10)), LOST)
+        d.scheduler.allocated(wanted, [[9, 2, 6]], 10)
+        d.worker.begin_step(d.scheduler.step(Output({})))
+        d.worker.start_loads()
+        assert eventually(lambda: d.worker.finished(()) == (set(), {"d"}))
+        assert d.worker.take_errors() == {9, 2, 6}
+        assert not d.worker.take_failed()
+    finally:
+        d.worker.close()

@@ -64,8 +64,8 @@ def test_a_prompt_in_one_step(blocks: list[int]) -> None:
     scheduler, request = prefilling(blocks)
     step = scheduler.step(first_step(blocks, 10))
     (send,) = step.sends
-    assert (send.blocks, send.tokens) == ({"kv": [7, 8, 9]}, 10)
-    assert len(send.hashes["kv"]) == 3
+    assert (send.blocks, send.tokens) == ({"0": [7, 8, 9]}, 10)
+    assert len(send.hashes["0"]) == 3
     assert step.written == [ComputedTokens(request_id="r", blocks={}, stop=10)]
     assert scheduler.finished(request) == (
         True,
@@ -105,9 +105,9 @@ def test_a_prompt_in_chunks() -> None:
     scheduler, _ = prefilling([7])
     assert scheduler.step(first_step([7], 3)).written[0].stop == 3
     step = scheduler.step(chunk("r", [8], 3, 5))
-    assert step.written == [ComputedTokens(request_id="r", blocks={"kv": [8]}, stop=8)]
+    assert step.written == [ComputedTokens(request_id="r", blocks={"0": [8]}, stop=8)]
     step = scheduler.step(chunk("r", [9], 8, 2))
-    assert step.written == [ComputedTokens(request_id="r", blocks={"kv": [9]}, stop=10)]
+    assert step.written == [ComputedTokens(request_id="r", blocks={"0": [9]}, stop=10)]
     # What is generated afterwards is not the prompt's.
     assert scheduler.step(chunk("r", [10], 10, 1)).written == []
 
@@ -116,7 +116,7 @@ def test_as_a_whole_it_is_sent_when_it_is_whole() -> None:
     scheduler, _ = prefilling([7], stream="request")
     assert scheduler.step(first_step([7], 4)).sends == []
     step = scheduler.step(chunk("r", [8, 9], 4, 6))
-    assert [send.blocks["kv"] for send in step.sends] == [[7, 8, 9]]
+    assert [send.blocks["0"] for send in step.sends] == [[7, 8, 9]]
     assert step.written[0].stop == 10
 
 
@@ -162,7 +162,7 @@ def test_a_prompt_preempted_before_it_was_sent_starts_over() -> None:
     scheduler.step(first_step([7], 4))
     scheduler.step(Output({}, preempted_req_ids={"r"}))
     step = scheduler.step(chunk("r", [1, 2, 3], 0, 10))
-    assert [send.blocks["kv"] for send in step.sends] == [[1, 2, 3]]
+    assert [send.blocks["0"] for send in step.sends] == [[1, 2, 3]]
 
 
 def test_a_prompt_that_is_fetched() -> None:
@@ -171,8 +171,8 @@ def test_a_prompt_that_is_fetched() -> None:
     assert scheduler.matched(request, 4) == (6, True)
     scheduler.allocated(request, [[5, 6, 7, 8]], 6)
     (load,) = scheduler.step(Output({})).loads
-    assert (load.blocks, load.cached) == ({"kv": [5, 6, 7]}, {"kv": 1})
-    assert load.listed == {"kv": 10}
+    assert (load.blocks, load.cached) == ({"0": [5, 6, 7]}, {"0": 1})
+    assert load.listed == {"0": 10}
     assert load.remote == ("tcp://a:1",)
     # It comes back with more blocks, or after a preemption: nothing to fetch.
     assert scheduler.matched(request, 0) == (0, False)
@@ -193,8 +193,8 @@ def test_both_engines_name_a_prompt_and_its_blocks_alike(count: int) -> None:
     send: SendPrompt = producer.step(first_step(blocks, count)).sends[0]
     same, unlike = consumer.step(Output({})).loads
     assert (same.hashes, same.content) == (send.hashes, send.content)
-    assert unlike.hashes["kv"][:-1] == send.hashes["kv"][:-1]
-    assert unlike.hashes["kv"][-1] != send.hashes["kv"][-1]
+    assert unlike.hashes["0"][:-1] == send.hashes["0"][:-1]
+    assert unlike.hashes["0"][-1] != send.hashes["0"][-1]
     assert unlike.content != send.content
 
 
@@ -226,7 +226,7 @@ def test_one_prompt_is_not_taken_for_another(one: Request, other: Request) -> No
         tokens = len(request.prompt_token_ids)
         scheduler.allocated(request, [[1, 2, 3]], tokens)
     first, second = scheduler.step(Output({})).loads
-    assert all(one.hashes["kv"] for one in (first, second))
+    assert all(one.hashes["0"] for one in (first, second))
     assert first.hashes != second.hashes
 
 
@@ -246,7 +246,7 @@ def test_a_prompt_that_has_no_name_is_moved_without_one(request_: Request) -> No
     scheduler.begun(request_)
     scheduler.allocated(request_, [[7, 8, 9]], 0)
     (send,) = scheduler.step(first_step([7, 8, 9], 10)).sends
-    assert (send.blocks, send.hashes) == ({"kv": [7, 8, 9]}, {})
+    assert (send.blocks, send.hashes) == ({"0": [7, 8, 9]}, {})
     assert scheduler.finished(request_)[0]
     # And is not taken for one that has, whose blocks others find by their names.
     scheduler.allocated(Request("q", TOKENS, loads()), [[1, 2, 3]], 10)
@@ -352,11 +352,11 @@ def test_of_each_group_only_what_decode_reads_is_sent() -> None:
     first = Output({"r": 4}, [New("r", ([7], [4], [2]))])
     (send,) = scheduler.step(first).sends
     assert send.tokens == 9
-    assert send.listed == {"0 full": 9, "1 window": 5, "2 state": 1}
-    assert send.blocks == {"0 full": [7], "1 window": [], "2 state": [2]}
+    assert send.listed == {"0": 9, "1": 5, "2": 1}
+    assert send.blocks == {"0": [7], "1": [], "2": [2]}
     cached = Cached(["r"], [([8, 9], [5, 6], [])], [4])
     (more,) = scheduler.step(Output({"r": 5}, [], cached)).written
-    assert more.blocks == {"0 full": [8, 9], "1 window": [5, 6], "2 state": []}
+    assert more.blocks == {"0": [8, 9], "1": [5, 6], "2": []}
     assert more.stop == 9
 
 
@@ -366,15 +366,15 @@ def test_of_each_group_only_what_decode_reads_is_fetched() -> None:
     assert scheduler.matched(request, 8) == (1, True)
     scheduler.allocated(request, [[7, 8, 9, 1], [0, 5, 6], [2]], 1)
     (load,) = scheduler.step(Output({})).loads
-    assert load.blocks == {"0 full": [7, 8, 9], "1 window": [5, 6], "2 state": [2]}
-    assert load.cached == {"0 full": 2, "1 window": 1, "2 state": 0}
+    assert load.blocks == {"0": [7, 8, 9], "1": [5, 6], "2": [2]}
+    assert load.cached == {"0": 2, "1": 1, "2": 0}
     assert {name: len(ids) for name, ids in load.hashes.items()} == {
-        "0 full": 3,
-        "1 window": 2,
-        "2 state": 1,
+        "0": 3,
+        "1": 2,
+        "2": 1,
     }
     # Or a group that has a block would say so for another that has not.
-    assert not set(load.hashes["0 full"]) & set(load.hashes["1 window"])
+    assert not set(load.hashes["0"]) & set(load.hashes["1"])
 
 
 @pytest.mark.parametrize("state", [STATE, replace(STATE, block_tokens=131_072)])
@@ -394,7 +394,7 @@ def test_the_two_engines_name_a_state_by_all_tokens_before_it(
         fetches.allocated(fetched, blocks, 9)
         (load,) = fetches.step(Output({})).loads
         assert (load.hashes == send.hashes) is same
-        assert (load.hashes["2 state"] == send.hashes["2 state"]) is same
+        assert (load.hashes["2"] == send.hashes["2"]) is same
 
 
 JSON = st.recursive(

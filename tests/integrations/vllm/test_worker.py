@@ -163,10 +163,10 @@ def test_blocks_of_other_sizes(there: int, here: int) -> None:
                 steps.fetching(steps.addresses([p])),
                 steps.sending(blocks, 10, steps.addresses([d])),
             )
-            load.loads[0].blocks = {"kv": into}
-            load.loads[0].hashes = {"kv": [b"%d" % at for at in into]}
+            load.loads[0].blocks = {"0": into}
+            load.loads[0].hashes = {"0": [b"%d" % at for at in into]}
             load.loads[0].content = content
-            send.sends[0].hashes = {"kv": [b"%d" % at for at in blocks]}
+            send.sends[0].hashes = {"0": [b"%d" % at for at in blocks]}
             send.sends[0].content = b"one"
             steps.fetch(d, load)
             p.side.begin_step(send)
@@ -309,7 +309,7 @@ def test_another_prompt_is_refused() -> None:
     with workers() as (p, d):
         steps.prefill(p, steps.sending(steps.FROM, 10))
         step = steps.fetching(steps.addresses([p]))
-        step.loads[0].hashes = {"kv": steps.HASHES[::-1]}
+        step.loads[0].hashes = {"0": steps.HASHES[::-1]}
         steps.fetch(d, step)
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == set(steps.INTO)
