@@ -6,9 +6,10 @@ is below it, from threads without an event loop. To a store a page is a block of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,11 @@ from kvwire.kv.layout import AxisOrder
 from kvwire.kv.tensors import check_array
 from kvwire.store.store import Write
 
+logger: logging.Logger = logging.getLogger("kvwire.store")
+
+# What a store has to say of one engine is said by then.
+_REASONS_MAX: Final = 100
+
 
 class PageStore:
     """Keeps pages under keys; from any thread."""
@@ -29,6 +35,7 @@ class PageStore:
     ) -> None:
         self._name = name
         self._closed = False
+        self._unsaved = Unsaved()
         self._engine, self._store = open_store("pages", tiers, write)
 
     def __repr__(self) -> str:
@@ -51,6 +58,10 @@ class PageStore:
         )
         return PagedCache(spec, [bytes_], AxisOrder("block dim"))
 
+    def require_room(self, pages: PagedCache) -> None:
+        """Refuse pages for which some tier has no room; see :class:`BlockStore`."""
+        require_room(self._engine, self._store, pages)
+
     def present(self, keys: Sequence[bytes], pages: PagedCache) -> Future[list[bool]]:
         """Tell which pages are here, of the length of these."""
         return self._engine.start(lambda _: self._store.present(keys, pages))
@@ -59,13 +70,15 @@ class PageStore:
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
     ) -> Future[list[bool]]:
         """Keep pages; tells which are kept when nothing reads the caller's any more."""
-        return self._engine.start(lambda _: _landed(self._store.put, keys, pages, ids))
+        put = self._store.put
+        return self._engine.start(lambda _: self._landed(put, keys, pages, ids))
 
     def get(
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
     ) -> Future[list[bool]]:
         """Fill pages; tells which are whole when nothing writes to them any more."""
-        return self._engine.start(lambda _: _landed(self._store.get, keys, pages, ids))
+        get = self._store.get
+        return self._engine.start(lambda _: self._landed(get, keys, pages, ids))
 
     def delete_all(self, pages: PagedCache) -> Future[None]:
         """Forget every page of the length of these, in all tiers."""
@@ -78,6 +91,33 @@ class PageStore:
         self._closed = True
         self._engine.start(lambda _: self._store.close()).result()
         self._engine.close()
+
+    async def _landed(
+        self, move: Callable[..., StoreRequest], *what: Any
+    ) -> list[bool]:
+        request = move(*what)
+        outcome = await request
+        await request.drained()
+        if move == self._store.put:
+            self._unsaved.note(request)
+        ids = outcome.lists[DEFAULT_GROUP]
+        found: list[bool] = among(ids, outcome.landed.ids()).tolist()
+        return found
+
+
+class Unsaved:
+    """Logs why blocks are not saved, each reason once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def note(self, request: StoreRequest) -> None:
+        """Look at a put that is over."""
+        outcome = request.outcome
+        for reason in outcome.missing.reasons if outcome else ():
+            if reason not in self._said and len(self._said) < _REASONS_MAX:
+                self._said.add(reason)
+                logger.warning("blocks are not saved: %s", reason)
 
 
 def open_store(
@@ -96,10 +136,10 @@ def open_store(
         raise
 
 
-async def _landed(move: Callable[..., StoreRequest], *what: Any) -> list[bool]:
-    request = move(*what)
-    outcome = await request
-    await request.drained()
-    ids = outcome.lists[DEFAULT_GROUP]
-    found: list[bool] = among(ids, outcome.landed.ids()).tolist()
-    return found
+def require_room(engine: Engine, store: BlockStore, cache: PagedCache) -> None:
+    """Refuse a cache of whose blocks one has no room in some tier of a store."""
+
+    async def check(_: Communicator) -> None:
+        store.require_room(cache)
+
+    engine.start(check).result()

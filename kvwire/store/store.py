@@ -304,6 +304,29 @@ class BlockStore(StoreManagement):
             GetOperation, hashes, cache, blocks, hash_tokens, tenant, after
         )
 
+    def require_room(self, cache: PagedCache, *, tenant: str = "") -> None:
+        """Check that each tier has room for a block of a cache, before there is one.
+
+        A put of blocks that are too large keeps none of them, and says so of each put.
+        A tier that cannot be reached is taken to have room; with a codec a disk may.
+
+        Args:
+            cache: The cache whose blocks are to be put.
+            tenant: Whose they are.
+
+        Raises:
+            UsageError: A block does not fit; names the tier and both sizes.
+            ClosedOK: The store is closed.
+        """
+        self._check("BlockStore.require_room", cache)
+        number = self._tiers.tenants.number(tenant) if tenant else 0
+        for namespace in self._namespaces(cache, None, tenant).values():
+            memory = self._tiers.memory.too_large(namespace.image_bytes, number)
+            below = {one.name: one.too_large(namespace) for one in self._tiers.below}
+            for name, why in {self._name: memory, **below}.items():
+                if why:
+                    raise UsageError(f"tier {name!r}: {why}")
+
     # --- the store --------------------------------------------------------------------
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,20 @@ def test_they_outlive_the_process(tmp_path: Path) -> None:
         assert store.present(KEYS[:2], pages).result() == [there] * 2
         store.put(KEYS[:2], pages, [0, 1]).result()
         store.close()
+
+
+def test_what_has_no_room_is_refused_or_said_once(
+    store: PageStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some engines say how large a page is before there is one, and some do not."""
+    pages = store.pages(np.zeros((2, 2 << 20), np.uint8))
+    with pytest.raises(UsageError, match="a block of 2097152 bytes has no room"):
+        store.require_room(pages)
+    with caplog.at_level(logging.WARNING, "kvwire"):
+        for _ in range(2):
+            assert store.put(KEYS[:1], pages, [0]).result() == [False]
+    (said,) = caplog.messages
+    assert "blocks are not saved: a block of 2097152 bytes" in said
 
 
 def test_a_second_end_is_none(store: PageStore) -> None:

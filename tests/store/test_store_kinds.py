@@ -149,3 +149,38 @@ async def test_a_block_that_fits_nowhere_is_a_reason(tmp_path: Path) -> None:
         assert "in memory only" in reason
         assert "?slab=" in store.report[tiers[1]]
         assert (await store.get(chain(1), Filled(1, kind).cache, [0])).complete
+
+
+async def test_what_fits_nowhere_is_known_before_there_is_a_block(
+    tmp_path: Path,
+) -> None:
+    large, small = Filled(1, spec(layers=64, head_dim=64)).cache, Filled(1).cache
+    disk = f"disk:{tmp_path}?size=1MiB"
+    for tiers, refusing, said in (
+        (
+            ["memory:512KiB?slab=64KiB"],
+            0,
+            "131072 bytes has no room in a slab of 65536",
+        ),
+        (["memory:1MiB?slab=256KiB", disk], 1, "131072 bytes has no room in a slab of"),
+        (["memory:1MiB?slab=256KiB"], None, ""),
+    ):
+        async with BlockStore.open(tiers) as store:
+            store.require_room(small)
+            if refusing is None:
+                store.require_room(large)
+                continue
+            with pytest.raises(UsageError, match=said) as refused:
+                store.require_room(large)
+            assert repr(tiers[refusing]) in str(refused.value)
+
+
+async def test_a_codec_may_make_room(tmp_path: Path) -> None:
+    large = Filled(1, spec(layers=64, head_dim=64)).cache
+    tiers = [
+        "memory:1MiB?slab=256KiB",
+        f"disk:{tmp_path}?size=1MiB&slab=96KiB&codec=int4",
+    ]
+    async with BlockStore.open(tiers) as store:
+        store.require_room(large)
+        assert (await store.put(chain(1), large, [0])).complete

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvwire import Communicator, PagedCache, StoreRequest
+from kvwire import Communicator, PagedCache
 from kvwire.errors import KVWireError
-from kvwire.integrations.pages import open_store
+from kvwire.integrations.pages import Unsaved, open_store, require_room
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches
 from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
@@ -47,12 +47,13 @@ class StoreWorker:
         self._loads: dict[str, Future[list[int]]] = {}
         self._leaving: set[str] = set()
         self._errors: set[int] = set()
-        self._said: set[str] = set()
+        self._unsaved = Unsaved()
         self._closed = False
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Take the caches of this worker."""
         self._cache = layer_caches(tensors, [self._shape]).cache
+        require_room(self._engine, self._store, self._cache)
         self._recorded()  # before vLLM captures graphs: then none may allocate
         logger.info("rank %d: %r in %s", self._shape.rank, self._store, self._cache)
 
@@ -168,17 +169,9 @@ class StoreWorker:
         async def run(_: Communicator) -> None:
             request = self._store.put(named.hashes, cache, named.ids, after=after)
             await request.drained()
-            self._note(request)
+            self._unsaved.note(request)
 
         return self._engine.start(run)
-
-    def _note(self, request: StoreRequest) -> None:
-        """Say, once for each reason, why blocks were not saved."""
-        outcome = request.outcome
-        for reason in outcome.missing.reasons if outcome else ():
-            if reason not in self._said and len(self._said) < 100:
-                self._said.add(reason)
-                logger.warning("blocks are not saved: %s", reason)
 
     def _wait_idle(self) -> None:
         """Let the thread that moves bytes have the interpreter, until one is done."""

@@ -151,8 +151,8 @@ class GetOperation(Operation):
         memory, nbytes = self.tiers.memory, request.namespace.image_bytes
         named = request.namespace.tenant
         tenant = self.tiers.tenants.number(named) if named else 0
-        if not memory.index.fits(nbytes, tenant):
-            self.lost(request, positions, f"a block of {nbytes} bytes has no room here")
+        if why := memory.too_large(nbytes, tenant):
+            self.lost(request, positions, why)
             return positions[:0], positions
         taken = await memory.take(nbytes, positions.size, tenant)
         keys = request.keys[positions]

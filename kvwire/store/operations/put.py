@@ -77,8 +77,8 @@ class PutOperation(Operation):
             return done
         named = request.namespace.tenant
         tenant = self.tiers.tenants.number(named) if named else 0
-        if not memory.index.fits(nbytes, tenant):
-            self.lost(request, positions, _too_large(nbytes, tenant))
+        if why := memory.too_large(nbytes, tenant):
+            self.lost(request, positions, why)
             self.settled(positions.size)
             return ~done
         lacking = slots < 0
@@ -171,15 +171,3 @@ class PutOperation(Operation):
             lost = np.fromiter(map(names.__contains__, keys.tolist()), np.bool_)
             error = self.tiers.trouble or UNSAID
             self.lost(request, positions[lost], f"it is in memory only: {error}")
-
-
-def _too_large(nbytes: int, tenant: int) -> str:
-    if tenant:
-        return (
-            f"a block of {nbytes} bytes is more than half of what its tenant may have "
-            f"in memory, or has no room in a slab"
-        )
-    return (
-        f"a block of {nbytes} bytes has no room in a slab of the memory tier; give it "
-        f"memory:SIZE?slab= of several blocks"
-    )

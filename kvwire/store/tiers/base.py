@@ -293,6 +293,10 @@ class Tier(ABC):
         """Tell whether it takes blocks at the moment."""
         return True
 
+    def too_large(self, namespace: Namespace) -> str:
+        """Return why no block of a namespace has room here; "" where one may have."""
+        return ""
+
     @abstractmethod
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.

@@ -171,20 +171,31 @@ class DiskTier(CodedTier):
         slots = self._index.find(keys)
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
+    def too_large(self, namespace: Namespace) -> str:
+        # What a codec makes of a block shows when it is there.
+        if self._codec is not None:
+            return ""
+        return self._too_large(namespace, namespace.image_bytes)
+
+    def _too_large(self, namespace: Namespace, nbytes: int) -> str:
+        if self._index.fits(nbytes, self._tenants.number(namespace.tenant)):
+            return ""
+        if self._slabs.capacity(nbytes):
+            return (
+                f"a block of {nbytes} bytes is more than half of what tenant "
+                f"{namespace.tenant} may have on this disk"
+            )
+        return (
+            f"a block of {nbytes} bytes has no room in a slab of "
+            f"{self._slabs.slab_bytes}; open an empty directory with ?slab= of "
+            f"several blocks"
+        )
+
     async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         nbytes = int(batch.images.lengths[0])
         tenant = self._tenants.number(namespace.tenant)
-        if not self._index.fits(nbytes, tenant):
-            self.error = (
-                f"a block of {nbytes} bytes has no room in a slab of "
-                f"{self._slabs.slab_bytes}; open an empty directory with ?slab= of "
-                f"several blocks"
-            )
-            if self._slabs.capacity(nbytes):
-                self.error = (
-                    f"a block of {nbytes} bytes is more than half of what tenant "
-                    f"{namespace.tenant} may have on this disk"
-                )
+        if error := self._too_large(namespace, nbytes):
+            self.error = error
             return np.full(batch.keys.size, REFUSED, np.uint8)
         for _ in range(_ROUNDS):
             results, users = await self._write_some(namespace, batch, nbytes, tenant)

@@ -101,6 +101,21 @@ class MemoryTier:
             return self._bytes[begin : begin + nbytes].data
         return line_of(self.images(slots, nbytes))
 
+    def too_large(self, nbytes: int, tenant: int = 0) -> str:
+        """Return why a block of so many bytes has no room here; "" where it may."""
+        if self.index.fits(nbytes, tenant):
+            return ""
+        slab_bytes = self.index.slabs.slab_bytes
+        if nbytes <= slab_bytes:
+            return (
+                f"a block of {nbytes} bytes is more than half of what its tenant may "
+                f"have in memory"
+            )
+        return (
+            f"a block of {nbytes} bytes has no room in a slab of {slab_bytes} bytes of "
+            f"the memory tier; give it memory:SIZE?slab= of several blocks"
+        )
+
     async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
 

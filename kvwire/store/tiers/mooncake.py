@@ -133,15 +133,27 @@ class MooncakeTier(ValueTier):
     async def _get(self, batch: Batch) -> BlockResults:
         return await self._in_parts(batch, self._get_part)
 
+    def too_large(self, namespace: Namespace) -> str:
+        nbytes = namespace.image_bytes
+        return (
+            self._too_large(nbytes) if HEAD_BYTES + nbytes > self._buffer_bytes else ""
+        )
+
+    def _too_large(self, nbytes: int) -> str:
+        return (
+            f"a block of {nbytes} bytes, with its head of {HEAD_BYTES}, is larger than "
+            f"?buffer={self._buffer_bytes}"
+        )
+
     async def _in_parts(
         self, batch: Batch, move: Callable[[Batch], Any]
     ) -> BlockResults:
         """Move as many blocks at once as a stage holds."""
         results = np.full(batch.keys.size, FAILED, np.uint8)
-        nbytes = HEAD_BYTES + int(batch.images.lengths[0])
-        step = self._buffer_bytes // nbytes
+        nbytes = int(batch.images.lengths[0])
+        step = self._buffer_bytes // (HEAD_BYTES + nbytes)
         if not step:
-            self._note(f"a block of {nbytes} bytes is larger than ?buffer=")
+            self._note(self._too_large(nbytes))
             results.fill(REFUSED)
             return results
         for first in range(0, batch.keys.size, step):

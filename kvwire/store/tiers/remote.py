@@ -234,6 +234,16 @@ class RemoteTier(Tier):
         alike = np.zeros(batch.keys.size, np.uint8)
         return self._move(namespace, batch, alike, self._get)
 
+    def too_large(self, namespace: Namespace) -> str:
+        active = self._client.active
+        if active is None or namespace.image_bytes <= active.welcome.berth_bytes:
+            return ""
+        return (
+            f"a block of {namespace.image_bytes} bytes is more than the "
+            f"{active.welcome.berth_bytes} that this server moves at once; "
+            f"start it with a larger --berth"
+        )
+
     async def _move(
         self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step
     ) -> BlockResults:
@@ -243,12 +253,8 @@ class RemoteTier(Tier):
         try:
             active = self._client.active or self._client.now()
             most = active.welcome.berth_bytes // namespace.image_bytes
-            if not most:
-                self.error = (
-                    f"a block of {namespace.image_bytes} bytes is more than the "
-                    f"{active.welcome.berth_bytes} that this server moves at once; "
-                    f"start it with a larger --berth"
-                )
+            if error := self.too_large(namespace):
+                self.error = error
                 return np.full(batch.keys.size, REFUSED, np.uint8)
             if self._touches.used:
                 await self._tell_touches(active)

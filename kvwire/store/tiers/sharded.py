@@ -199,6 +199,10 @@ class ShardedTier(Tier):
         shards = ((n.tier, np.flatnonzero(where == at)) for at, n in enumerate(nodes))
         return [(tier, which) for tier, which in shards if which.size]
 
+    def too_large(self, namespace: Namespace) -> str:
+        told = (node.tier.too_large(namespace) for node in self._nodes.values())
+        return next(filter(None, told), "")
+
     async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         async def write(tier: RemoteTier, part: Batch) -> BlockResults:
             if not tier.taking:

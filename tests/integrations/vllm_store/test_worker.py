@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,22 @@ def test_a_fence_waits_for_a_request_that_is_over_as_well(tmp_path: Path) -> Non
         assert waits
         made.side.begin_step(step)
         assert made.side.finished()[0] == {"p"}
+
+
+def test_a_tier_without_room_for_a_block_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    tiers = ("memory:64KiB?slab=4KiB",)
+    shape = replace(SHAPE, head_dim=2 * DIM)
+    side = StoreWorker(StoreSettings(tiers=tiers), shape, tmp_path / "a")
+    memory = np.zeros((LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, 4 * DIM), np.float32)
+    layers = dict(zip(NAMES, memory, strict=True))
+    try:
+        said = r"'memory:64KiB\?slab=4KiB': a block of 6144 bytes .* slab of 4096 bytes"
+        with pytest.raises(UsageError, match=said):
+            side.register(layers)
+    finally:
+        side.close()
 
 
 def test_a_second_end_is_none(tmp_path: Path) -> None:
