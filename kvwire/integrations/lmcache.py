@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.pages import PageStore
+from kvwire.integrations.weights import weights_name
 from kvwire.kv.paged import PagedCache
 
 with needed_by("KvwireL2Adapter", command="pip install lmcache"):
@@ -34,12 +37,16 @@ with needed_by("KvwireL2Adapter", command="pip install lmcache"):
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
     from lmcache.v1.platform import create_event_notifier
 
+logger: logging.Logger = logging.getLogger("kvwire.store")
+
 
 class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not typed
     """Keeps LMCache's objects in a store; see LMCache for each method."""
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
+        params = dict(params)
+        self._weights = _Weights(params.pop("fingerprint", ""))
         self._store = PageStore(**params)
         self._stored, self._found, self._loaded = (
             create_event_notifier() for _ in range(3)
@@ -62,8 +69,8 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         number = next(self._numbers)
         sizes = [int(one.get_size()) for one in objects]
         puts = [
-            self._store.put([_name(key)], self._page(one), [0])
-            for key, one in zip(keys, objects, strict=True)
+            self._store.put([name], self._page(one), [0]) if name else _not_there()
+            for name, one in zip(map(self._name, keys), objects, strict=True)
         ]
 
         def stored(kept: list[bool]) -> None:
@@ -98,7 +105,8 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
                 for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
             )
             page = self._store.pages(np.empty((1, nbytes), np.uint8))
-            asked.append(self._store.present([_name(key)], page))
+            name = self._name(key)
+            asked.append(self._store.present([name], page) if name else _not_there())
         _when_all(asked, lambda here: self._tell(number, here, self._found))
         return number
 
@@ -112,8 +120,8 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         number = next(self._numbers)
         gets = [
-            self._store.get([_name(key)], self._page(one), [0])
-            for key, one in zip(keys, objects, strict=True)
+            self._store.get([name], self._page(one), [0]) if name else _not_there()
+            for name, one in zip(map(self._name, keys), objects, strict=True)
         ]
 
         def loaded(here: list[bool]) -> None:
@@ -137,6 +145,13 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
     def report_status(self) -> dict[str, Any]:
         return {"is_healthy": True, "type": type(self).__name__, "store": repr(self)}
 
+    def _name(self, key: Any) -> bytes:
+        """Return the hash of all that names an object; b"" where weights have none."""
+        weights = self._weights.name(key.model_name)
+        named = (key.model_name, weights, key.kv_rank, key.object_group_id)
+        text = repr((*named, key.cache_salt)).encode()
+        return hashlib.sha256(text + bytes(key.chunk_hash)).digest() if weights else b""
+
     def _page(self, one: Any) -> PagedCache:
         memory = (ctypes.c_char * int(one.get_size())).from_address(int(one.data_ptr))
         return self._store.pages(np.frombuffer(memoryview(memory), np.uint8)[None])
@@ -150,10 +165,37 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         notifier.notify()
 
 
-def _name(key: Any) -> bytes:
-    """Return the hash of all that names an object."""
-    named = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
-    return hashlib.sha256(repr(named).encode() + bytes(key.chunk_hash)).digest()
+class _Weights:
+    """Names the weights of models; LMCache tells a model's name with each object."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+        self._known: dict[str, str] = {}
+
+    def name(self, model: str) -> str:
+        """Return a name, always the same; "" if there is none, which is logged once."""
+        if model not in self._known:
+            # bounded by the models of one server
+            self._known[model] = self._fingerprint or self._of_files(model)
+        return self._known[model]
+
+    def _of_files(self, model: str) -> str:
+        try:
+            return weights_name(model)
+        except UsageError as exc:
+            logger.error(
+                'nothing of this model is kept: adapter_params: %s; set "fingerprint" '
+                "to a text that names the weights, the same on all that share KV",
+                exc,
+            )
+            return ""
+
+
+def _not_there() -> Future[list[bool]]:
+    """Return the end of a call about one object that has no name."""
+    over: Future[list[bool]] = Future()
+    over.set_result([False])
+    return over
 
 
 def _when_all(

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.pages import PageStore
+from kvwire.integrations.weights import weights_name
 
 with needed_by("KvwireHiCacheStorage", command="pip install sglang"):
     import torch
@@ -69,6 +70,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         if "tiers" not in extra:
             raise UsageError("extra_config: write tiers, such as ['memory:1GiB']")
         self._config = storage_config
+        self._weights = extra.get("fingerprint") or _weights(storage_config.model_name)
         self._pools: dict[str, _Pool] = {}
         model = f"sglang {storage_config.model_name}"
         how = {"write": extra["write"]} if "write" in extra else {}
@@ -199,8 +201,11 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
             ranks += ["tp_rank", "tp_size"]
         shard = {rank: getattr(config, rank) for rank in ranks}
         layout = getattr(host, "layout", ""), getattr(host, "page_size", 1), page.dtype
-        named = f"{config.model_name} {name} {shard} {layout}"
-        self._pools[name] = _Pool(host, named, page.numel() * page.element_size())
+        named = f"{config.model_name} {self._weights} {name} {shard} {layout}"
+        pool = _Pool(host, named, page.numel() * page.element_size())
+        assert self._store is not None
+        self._store.require_room(_page(self._store, pool.nbytes))
+        self._pools[name] = pool
 
     def _present(self, name: str, hashes: Sequence[str]) -> list[bool]:
         if not hashes or (store := self._store) is None:
@@ -243,6 +248,17 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         flat = [value.flatten().view(torch.uint8) for value in values]
         pages = store.pages(torch.stack(flat).numpy())
         return store.put(pool.keys(hashes), pages, range(len(hashes))).result()
+
+
+def _weights(model: str) -> str:
+    """Name the weights of SGLang's model, by the name that it is served under."""
+    try:
+        return weights_name(model or "")
+    except UsageError as exc:
+        raise UsageError(
+            f'extra_config: {exc}; set "fingerprint" to a text that names the weights, '
+            f"the same on all engines that share KV"
+        ) from None
 
 
 def _page(store: PageStore, nbytes: int) -> Any:

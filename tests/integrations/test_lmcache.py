@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import select
 import warnings
 from collections.abc import Iterator
@@ -52,14 +53,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def adapter(folder: Path) -> Any:
+def adapter(folder: Path, **more: str) -> Any:
+    more = more or {"fingerprint": "w"}
     tiers = ["memory:1MiB", f"disk:{folder}?size=1MiB"]
     return _create_plugin_adapter(
         PluginL2AdapterConfig.from_dict(
             {
                 "module_path": "kvwire.integrations.lmcache",
                 "class_name": "KvwireL2Adapter",
-                "adapter_params": {"tiers": tiers},
+                "adapter_params": {"tiers": tiers, **more},
             }
         )
     )
@@ -115,6 +117,38 @@ def test_what_names_an_object_sets_it_apart(made: Any) -> None:
         ObjectKey(KEYS[0].chunk_hash, "m", 0, cache_salt="tenant"),
     ]
     assert lookup(made, [KEYS[0], *others]) == [True, False, False, False]
+
+
+def test_weights_set_objects_apart(folder: Path, tmp_path: Path) -> None:
+    """By the files of the model that keys name, or by what an operator calls them."""
+    model = tmp_path / "model"
+    model.mkdir()
+    key = ObjectKey(KEYS[0].chunk_hash, str(model), 0)
+    for weights, found in ((b"one", False), (b"one", True), (b"two", False)):
+        (model / "model.bin").write_bytes(weights)
+        one = adapter(folder, fingerprint="")
+        assert lookup(one, [key]) == [found]
+        store(one, [key], [1.0])
+        one.close()
+    named = adapter(folder, fingerprint="mine")
+    assert lookup(named, [key]) == [False]
+    named.close()
+
+
+def test_nothing_is_kept_of_weights_without_a_name(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = adapter(folder, fingerprint="")
+    with caplog.at_level(logging.ERROR, "kvwire"):
+        for _ in range(2):
+            assert not store(one, KEYS[:1], [1.0]).is_successful()
+            assert lookup(one, KEYS[:1]) == [False]
+    (said,) = caplog.messages
+    assert 'set "fingerprint"' in said
+    number = one.submit_load_task(KEYS[:1], [thing(0)])
+    wait_for(one.get_load_event_fd())
+    assert bits(one.query_load_result(number), 1) == [False]
+    one.close()
 
 
 def test_a_store_that_failed_is_told(made: Any) -> None:

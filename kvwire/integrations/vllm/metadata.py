@@ -21,8 +21,8 @@ from kvwire.types import Address
 _REMOTES_MAX: Final = 1024
 
 Blocks = dict[str, list[int]]
-"""Block ids in token order, by block table; where a worker has translated them, by cache
-group."""
+"""Block ids in token order, by block table; where a worker has translated them, by
+cache group."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class PromptTransfer:
 
     def of_groups(self, tables: Mapping[str, str]) -> Self:
         """Return the same for a worker, whose groups have a block table each."""
-        said = {
+        said: dict[str, Any] = {
             name: {group: one[table] for group, table in tables.items() if table in one}
             for name in self._BY_TABLE
             for one in (getattr(self, name),)

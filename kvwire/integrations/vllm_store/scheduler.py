@@ -200,7 +200,7 @@ class StoreScheduler:
                 tracked.hashes += self._scheme.block_hashes(
                     list(tokens),
                     parent=tracked.hashes[-1] if known else None,
-                    salt=identity_of(tracked.request) + _adapter(tracked.request),
+                    salt=b"" if known else identity_of(tracked.request),
                 )
             except UsageError as exc:
                 # vLLM lets some ids through that are none.
@@ -227,9 +227,3 @@ class StoreScheduler:
         part = slice(tracked.saved, full)
         step.saves.append(NamedBlocks(one.id, hashes[part], tracked.ids[part]))
         tracked.saved, tracked.busy = full, True
-
-
-def _adapter(request: Any) -> bytes:
-    """Return where an adapter's weights lie: its name may be given to others later."""
-    adapter = getattr(request, "lora_request", None)
-    return b"" if adapter is None else ascii(adapter.lora_path).encode()

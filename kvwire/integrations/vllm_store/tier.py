@@ -11,16 +11,21 @@ the store touches vLLM's memory any more.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ClassVar
 
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.pages import PageStore
+from kvwire.integrations.vllm.release import check_release
+from kvwire.integrations.weights import weights_name
 from kvwire.store.store import Write
 
-with needed_by("KvwireTier", command="pip install vllm"):
+with needed_by("KvwireTier", command="pip install 'vllm<0.33'"):
+    import vllm
     from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
@@ -34,8 +39,10 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         tier_type: As vLLM calls it.
         tiers: Of :meth:`kvwire.BlockStore.open`.
         write: Likewise.
-        name: Sets models and layouts apart; engines that share say the same.
+        name: Sets models and layouts apart; engines that share say the same. Without
+            it weights, layout and ranks make a name.
         backpressure_detector: vLLM's.
+        untested_vllm: Start with a release of vLLM that kvwire was not tested with.
     """
 
     medium: ClassVar[Any] = Medium.STORAGE
@@ -49,12 +56,20 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         write: Write = "through",
         name: str = "",
         backpressure_detector: Any = None,
+        untested_vllm: bool = False,
     ) -> None:
+        check_release(vllm.__version__, untested=untested_vllm)
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, backpressure_detector
         )
+        name = name or _name(offloading_spec.config)
         self._store = PageStore(tiers, write=write, name=name)
         self._pages = self._store.pages(primary_kv_view)
+        try:
+            self._store.require_room(self._pages)
+        except BaseException:
+            self._store.close()
+            raise
         self._jobs: dict[int, tuple[Any, Future[list[bool]]]] = {}
         # What requests wait to hear, by request and key.
         self._asked: dict[str, dict[bytes, Future[list[bool]]]] = {}
@@ -97,6 +112,22 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
     def _begin(self, job: Any, move: Any) -> None:
         keys = [bytes(key) for key in job.keys]
         self._jobs[job.job_id] = (job, move(keys, self._pages, job.chunk_ids))
+
+
+def _name(config: Any) -> str:
+    """Name what chunks of vLLM's primary tier hold."""
+    model, ranks = config.model, config.parallel
+    try:
+        weights = weights_name(model.name)
+    except UsageError as exc:
+        raise UsageError(
+            f'secondary_tiers: {exc}; set "name" to a text that names weights and '
+            f"layout, the same on all engines that share KV"
+        ) from None
+    sizes = (ranks.tp_size, ranks.pp_size, ranks.pcp_size, ranks.dcp_size)
+    tokens = [group.tokens_per_block for group in config.groups]
+    layout = (config.kv_cache_layout, model.dtype, tokens, config.cache, sizes)
+    return f"{weights} {hashlib.sha256(repr(layout).encode()).hexdigest()[:32]}"
 
 
 def _result(job: Any, moved: Future[list[bool]], spec: Any) -> Any:

@@ -15,7 +15,9 @@ VOCABULARY = 512
 
 # What differs from a model with grouped queries, "gqa".
 SHAPES: dict[str, dict[str, Any]] = {
-    **{kind: {} for kind in ("gqa", "gemma", "conv", "mamba")},
+    **{kind: {} for kind in ("gqa", "gemma", "by layer", "conv", "mamba")},
+    # Beside "gqa" as its draft model: other heads.
+    "draft": {"num_key_value_heads": 4, "head_dim": 64},
     # A prompt of 1,024 tokens takes long enough to be measured.
     "wide": {
         "num_attention_heads": 8,
@@ -50,14 +52,17 @@ WINDOWS = {"window": 1, "gemma": 2}
 TEMPLATE = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
 
 
-def make_model(kind: str, folder: Path, **sizes: int) -> Path:
-    """Write a model and a tokenizer whose words are ``w0``, ``w1``, ..."""
+def make_model(kind: str, folder: Path, *, seed: int = 5, **sizes: int) -> Path:
+    """Write a model and a tokenizer whose words are ``w0``, ``w1``, ...
+
+    Of another seed it is a tune: its config is the same, and its weights are others.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    path = folder / kind
-    torch.manual_seed(5)
+    path = folder / kind.replace(" ", "-")
+    torch.manual_seed(seed)
     _network(kind, sizes).to(torch.float32).save_pretrained(path)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -99,6 +104,23 @@ def _network(kind: str, sizes: Mapping[str, int]) -> Any:
                 sliding_window=256,
                 layer_types=2 * layers,
                 query_pre_attn_scalar=32,
+            )
+        )
+    # As Gemma 4: layers with a window have fewer and smaller heads than the others.
+    if kind == "by layer":
+        types = ["sliding_attention", "full_attention"] * 2
+        return transformers.Gemma4ForCausalLM(
+            transformers.Gemma4TextConfig(
+                **common,
+                sliding_window=256,
+                layer_types=types,
+                hidden_size_per_layer_input=0,
+                vocab_size_per_layer_input=VOCABULARY,
+                per_layer_config={
+                    layer: {"head_dim": 64, "num_key_value_heads": 4}
+                    for layer, one in enumerate(types)
+                    if one == "full_attention"
+                },
             )
         )
     # As LFM2: short convolutions, whose states are none of tokens, and attention; as

@@ -109,14 +109,16 @@ def engine(
     stages: int = 1,
     beside: Sequence[dict[str, Any]] = (),
     policy: str = "recompute",
+    alone: dict[str, Any] | None = None,
 ) -> Engine:
+    """An engine with KvwireConnector and those beside it, or with another one alone."""
     kv_port = free_port()
     workers = ranks * stages
     listen = [f"127.0.0.1:{kv_port + worker}" for worker in range(workers)]
     log, url = folder / f"{name}.log", f"http://127.0.0.1:{free_port()}"
     if "directory" in transfer:
         transfer = {"http": url, **transfer}
-    config = kvwire_config(listen[0], transfer)
+    config = alone or kvwire_config(listen[0], transfer)
     if beside:
         children = {"connectors": [config, *beside]}
         config = {

@@ -43,7 +43,7 @@ def its_lease_is_over(p: fakes.Worker, d: fakes.Worker) -> None:
 def it_is_another_prompt(p: fakes.Worker, d: fakes.Worker) -> None:
     steps.prefill(p, steps.sending(steps.FROM, 10))
     step = steps.fetching(steps.addresses([p]), cached=1)
-    step.loads[0].hashes = {"kv": steps.HASHES[::-1]}
+    step.loads[0].hashes = {"0": steps.HASHES[::-1]}
     steps.fetch(d, step)
 
 

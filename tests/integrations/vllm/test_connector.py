@@ -24,6 +24,7 @@ if importlib.util.find_spec("vllm") is None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, while it is imported
     import torch
+    import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.utils import get_pp_indices
     from vllm.utils.hashing import sha256_cbor
@@ -37,6 +38,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from kvwire.config import Config
+    from kvwire.errors import UsageError
     from kvwire.integrations.vllm.caches import (
         CacheShape,
         cache_shapes,
@@ -45,6 +47,7 @@ with warnings.catch_warnings():
     )
     from kvwire.integrations.vllm.config import Layout
     from kvwire.integrations.vllm.connector import KvwireConnector, _with_own_gpu
+    from kvwire.integrations.vllm_store.connector import KvwireStoreConnector
     from kvwire.kv.hashing import vllm_block_hashes
     from tests.integrations.vllm.fakes import ORDERS, vllm_configs
     from tests.support.servers import free_port
@@ -74,6 +77,25 @@ def test_the_second_engine_of_a_group_listens_behind_the_first() -> None:
     made = KvwireConnector(said, KVConnectorRole.WORKER, caches)
     assert made.get_handshake_metadata().address == f"tcp://127.0.0.1:{port + 3}"
     made.shutdown()
+
+
+@pytest.mark.parametrize("kind", [KvwireConnector, KvwireStoreConnector])
+def test_what_nothing_was_run_on_is_refused(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, caches = configs(attention())
+    made = partial(kind, said, KVConnectorRole.WORKER, caches)
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    with pytest.raises(
+        UsageError, match=r"^vLLM 0\.33\.0: kvwire was tested with 0\.30"
+    ):
+        made()
+    extra = said.kv_transfer_config.kv_connector_extra_config
+    extra["untested_vllm"] = True
+    made().shutdown()
+    said.model_config.enable_sleep_mode = True
+    with pytest.raises(UsageError, match="without --enable-sleep-mode"):
+        made()
 
 
 def test_the_layout_that_is_asked_for() -> None:

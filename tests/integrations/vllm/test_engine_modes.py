@@ -43,8 +43,8 @@ class Way:
     # vLLM's connector for files is there as well. It breaks with a prompt that is
     # computed in chunks, so none is.
     files: bool = False
-    # Each engine speculates with a draft model, which is the model once more.
-    draft: bool = False
+    # Each engine speculates with this draft model.
+    draft: str = ""
 
 
 WAYS: dict[str, Way] = {
@@ -56,7 +56,9 @@ WAYS: dict[str, Way] = {
     "two stages to one": Way("gqa", prefill=(1, 2)),
     "one stage to two": Way("gqa", decode=(1, 2)),
     "a child of MultiConnector": Way("gqa", files=True),
-    "a draft model": Way("gqa", draft=True),
+    "a draft model": Way("gqa", draft="gqa"),
+    "a draft model of other heads": Way("gqa", draft="draft"),
+    "the same, on two ranks to one": Way("gqa", draft="draft", prefill=(2, 1)),
 }
 
 
@@ -73,7 +75,8 @@ def pair(
     if way.files:
         more = ("--max-num-batched-tokens", "4352")
     if way.draft:
-        said: dict[str, Any] = {"model": str(model), "method": "draft_model"}
+        draft = make_model(way.draft, folder)
+        said: dict[str, Any] = {"model": str(draft), "method": "draft_model"}
         said |= {"num_speculative_tokens": 2}
         more = ("--speculative-config", json.dumps(said))
     with pair_of(
@@ -102,6 +105,21 @@ def test_blocks_of_other_sizes_are_refused_on_cpus(model: Path, tmp_path: Path) 
         pair, ids = Pair(*made), prompt(300, seed=1)
         assert pair.both(ids) == pair.local(ids)
     assert "vllm_blocks" in made[1].log.read_text(errors="replace")
+
+
+def test_other_weights_under_one_name(model: Path, tmp_path: Path) -> None:
+    """A tune with the same config: its engine computes the prompt, and says why."""
+    tuned = make_model("gqa", tmp_path, seed=6)
+    transfer, made = {"require": ["tcp"], "load_timeout_s": 5.0}, []
+    for core, (name, path) in enumerate((("prefill", model), ("decode", tuned))):
+        made.append(engine(path, tmp_path, name, core, transfer))
+    with running(*made):
+        pair, ids = Pair(*made), prompt(300, seed=1)
+        local = tokens_of(pair.decode.generate(ids, cache_salt="local"))
+        assert local != pair.local(ids)
+        assert pair.both(ids) == local
+        assert pair.decode.metric("vllm:kvwire_received_bytes_sum") == 0
+    assert "vllm_weights" in made[1].log.read_text(errors="replace")
 
 
 def test_encoded_rows(model: Path, tmp_path: Path) -> None:
@@ -146,11 +164,25 @@ def test_the_caches_of_a_draft_model_come_as_well(pair: Pair) -> None:
     """It guesses what the model says only if it has the prompt's KV of its own."""
     if "draft_model" not in " ".join(pair.decode.command):
         pytest.skip("these engines do not speculate")
+    if "/draft" in " ".join(pair.decode.command):
+        pytest.skip("this draft model guesses nothing right, with its KV or without")
     before = [pair.decode.metric(f"vllm:spec_decode_num_{n}") for n in GUESSED]
     pair.both(prompt(700, seed=6))
     after = [pair.decode.metric(f"vllm:spec_decode_num_{n}") for n in GUESSED]
     drafted, accepted = (b - a for a, b in zip(before, after, strict=True))
     assert accepted > drafted / 2 > 0
+
+
+def test_bytes_of_all_layers_move(pair: Pair) -> None:
+    if "/draft" not in " ".join(pair.decode.command):
+        pytest.skip("all layers of these engines are of one shape")
+    name = "vllm:kvwire_received_bytes_sum"
+    before = pair.decode.metric(name)
+    pair.both(prompt(700, seed=7))
+    # Six blocks of 128 tokens in float32: 4 layers of 2 heads of 32, and the draft
+    # model's of 4 of 64; keys and values.
+    row = 4 * 4 * 2 * (2 * 32 + 4 * 64)
+    assert pair.decode.metric(name) - before == 6 * 128 * row
 
 
 def test_several_at_once(pair: Pair) -> None:

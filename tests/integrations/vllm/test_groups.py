@@ -200,6 +200,9 @@ class FullAttention:
     block_size: int = 4
 
 
+HEADS = {"model.0": (4, 8), "model.1": (4, 8), "draft.2": (2, 16)}
+
+
 class Engine:
     """Both sides, of the configs that vLLM gives to its scheduler and to a worker.
 
@@ -207,12 +210,10 @@ class Engine:
     knows one of them.
     """
 
-    HEADS = {"model.0": (4, 8), "model.1": (4, 8), "draft.2": (2, 16)}
-
     def __init__(self) -> None:
         specs = {
             name: FullAttention(num_kv_heads=heads, head_size=size)
-            for name, (heads, size) in self.HEADS.items()
+            for name, (heads, size) in HEADS.items()
         }
         said, caches = vllm_configs(next(iter(specs.values())))
         _, of_worker = vllm_configs(SimpleNamespace(kv_cache_specs=specs))
@@ -225,7 +226,7 @@ class Engine:
         self.worker = WorkerSide(VllmSettings(), kvwire.Config.load(), shapes)
         self.memory = {
             name: np.zeros((BLOCKS, heads, 4, 2 * size), np.float32)
-            for name, (heads, size) in self.HEADS.items()
+            for name, (heads, size) in HEADS.items()
         }
         self.worker.register(self.memory)
         self.scheduler.hear_addresses({(0, 0): self.worker.address})

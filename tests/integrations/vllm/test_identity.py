@@ -1,15 +1,25 @@
-"""What an engine says of its draft model, and of its attention kernels."""
+"""What an engine says of its weights, its draft model and its attention kernels."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvwire.integrations.vllm.identity import block_order, draft_name
+from kvwire.errors import UsageError
+from kvwire.integrations.vllm.identity import (
+    block_order,
+    draft_name,
+    identity_of,
+    model_weights,
+)
+from kvwire.integrations.weights import weights_name
 
-TARGET, EAGLE = SimpleNamespace(), SimpleNamespace(architectures=["Eagle"])
+TARGET = SimpleNamespace()
+EAGLE = SimpleNamespace(architectures=["Eagle"], seed=3)
+DUMMY = SimpleNamespace(load_format="dummy")
 
 
 @pytest.mark.parametrize(
@@ -19,14 +29,60 @@ TARGET, EAGLE = SimpleNamespace(), SimpleNamespace(architectures=["Eagle"])
         # Prompts that are looked up in themselves.
         ({"draft_model_config": TARGET, "target_model_config": TARGET}, "none"),
         ({"draft_model_config": None}, "none"),
-        ({"draft_model_config": EAGLE, "method": "eagle"}, "eagle of Eagle"),
+        (
+            {"draft_model_config": EAGLE, "method": "eagle"},
+            "eagle of Eagle, dummy weights of seed 3",
+        ),
     ],
 )
 def test_the_draft_model_has_a_name(
     speculative: dict[str, Any] | None, name: str
 ) -> None:
     said = SimpleNamespace(**speculative) if speculative else None
-    assert draft_name(SimpleNamespace(speculative_config=said)) == name
+    config = SimpleNamespace(speculative_config=said, load_config=DUMMY)
+    assert draft_name(config, "") == name
+    assert draft_name(config, "mine") == name.partition(",")[0]
+
+
+def weights(seed: int = 0, **said: Any) -> SimpleNamespace:
+    model = SimpleNamespace(**{"seed": seed, "revision": None, "model": ""} | said)
+    load = SimpleNamespace(load_format=said.get("load", "dummy"), download_dir=None)
+    return SimpleNamespace(model_config=model, load_config=load)
+
+
+def test_of_random_weights_the_seed_counts() -> None:
+    named = [model_weights(weights(seed), "") for seed in (0, 0, 1)]
+    assert named[0] == named[1] != named[2]
+    assert model_weights(weights(1), "mine") == model_weights(weights(0), "mine")
+
+
+def test_weights_are_named_by_their_files(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    said = weights(load="auto", model=str(tmp_path))
+    assert model_weights(said, "") == weights_name(str(tmp_path))
+    # Where they are streamed from elsewhere only the config is here.
+    said.model_config.model_weights = "s3://bucket/model"
+    with pytest.raises(UsageError, match=r's3://bucket/model.*: set "fingerprint"'):
+        model_weights(said, "")
+    assert model_weights(said, "mine") == "mine"
+
+
+def test_an_adapter_is_what_is_in_its_files(tmp_path: Path) -> None:
+    def identity(path: Path, name: str = "a") -> bytes:
+        adapter = SimpleNamespace(lora_name=name, lora_path=str(path))
+        return identity_of(SimpleNamespace(lora_request=adapter))
+
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, content in zip(folders, (b"one", b"one", b"two"), strict=True):
+        folder.mkdir()
+        (folder / "adapter_model.bin").write_bytes(content)
+    one, copy, tuned = map(identity, folders)
+    assert one == copy != tuned
+    assert identity(folders[0], "another") != one
+    assert identity(tmp_path / "gone") != identity(tmp_path / "went")
+    # It is loaded again from the same place.
+    (folders[0] / "adapter_model.bin").write_bytes(b"three")
+    assert identity(folders[0]) != one
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,25 @@ def test_engines_share_prefixes_that_outlive_them(
         url = f"{first.url}/reset_prefix_cache?reset_external=true"
         httpx.post(url, timeout=ANSWERS_WITHIN_S).raise_for_status()
         assert [loaded(first, ids) for ids in prompts] == cold
+
+
+def test_engines_of_other_weights_share_nothing(
+    server: StoreServer, model: Path, tmp_path: Path
+) -> None:
+    """A tune with the same config, under the same name in the same store."""
+    tuned = make_model("gqa", tmp_path, seed=6)
+    made = [
+        engine(path, tmp_path, path.parent.name, core, {}, alone=store(server))
+        for core, path in enumerate((model, tuned))
+    ]
+    ids = prompt(1000, seed=21)
+    with running(*made):
+        before = server.blocks()
+        answers = [loaded(one, ids) for one in made[:1]]
+        assert eventually(lambda: server.blocks() - before == 1000 // BLOCK_TOKENS)
+        answers += [loaded(one, ids) for one in made[1:]]
+        assert [hits for _, hits in answers] == [0, 0]
+        assert answers[0] != answers[1]
+        # Without the store of the other, the tune says the same.
+        again = tokens_of(made[1].generate(ids, cache_salt="alone"))
+        assert answers[1][0] == again

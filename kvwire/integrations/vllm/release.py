@@ -1,0 +1,49 @@
+"""Which releases of vLLM the connectors are for.
+
+vLLM's interface for connectors changes with each release, and has defaults: what a
+connector says nothing of, such as sleep mode, it is taken to support.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Final
+
+from kvwire.errors import UsageError
+
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
+
+OLDEST: Final = (0, 30)
+NEWEST: Final = (0, 32)
+UNTESTED: Final = "untested_vllm"
+"""The key that lets other releases through."""
+
+
+def check_release(version: str, *, untested: bool) -> None:
+    """Refuse a release of vLLM on which nothing was run, unless somebody wants it."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        return
+    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    if untested:
+        logger.warning(
+            "vLLM %s: kvwire was tested with %s; %s is set", version, tested, UNTESTED
+        )
+        return
+    above = f"{NEWEST[0]}.{NEWEST[1] + 1}"
+    raise UsageError(
+        f"vLLM {version}: kvwire was tested with {tested}, and with others it "
+        f"may move wrong KV unnoticed: pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},"
+        f"<{above}', or try this one with \"{UNTESTED}\": true beside kvwire's keys"
+    )
+
+
+def check_sleep(model_config: object) -> None:
+    """Refuse sleep mode, which frees caches while kvwire may read or write them."""
+    if getattr(model_config, "enable_sleep_mode", False):
+        raise UsageError(
+            "enable_sleep_mode: an engine that sleeps frees the memory of its KV "
+            "caches, which kvwire may be reading or writing: start it without "
+            "--enable-sleep-mode"
+        )
