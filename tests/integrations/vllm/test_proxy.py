@@ -55,17 +55,23 @@ class Engines(EngineClient):
         self.handlers = handlers
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.headers: dict[str, Mapping[str, str]] = {}
+        self.sent: list[tuple[str, str, Any]] = []
 
     @asynccontextmanager
     async def _request(
-        self, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | bytes | None,
     ) -> AsyncIterator[Said]:
         host = urlsplit(url).hostname or ""
-        generates = url.endswith("completions")
-        assert (body is not None) is generates, url
-        self.asked.append((host, dict(body or {})))
+        fields = dict(body) if isinstance(body, Mapping) else {}
+        assert bool(fields) is url.endswith("completions"), url
+        self.asked.append((host, fields))
+        self.sent.append((method, url, body))
         self.headers[host] = headers
-        yield await self.handlers.get(host, fine)(dict(body or {}))
+        yield await self.handlers.get(host, fine)(fields)
 
     def hosts(self) -> list[str]:
         return [host for host, _ in self.asked]

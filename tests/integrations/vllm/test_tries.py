@@ -145,11 +145,16 @@ class Pairs(Engines):
 
     @asynccontextmanager
     async def _request(
-        self, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | bytes | None,
     ) -> AsyncIterator[Said]:
-        params = (body or {}).get("kv_transfer_params") or {}
+        fields = body if isinstance(body, Mapping) else {}
+        params = fields.get("kv_transfer_params") or {}
         ready = self._ready.setdefault(params.get("transfer_id", ""), asyncio.Event())
-        async with super()._request(url, headers, body) as said:
+        async with super()._request(method, url, headers, body) as said:
             if params.get("do_remote_decode") and said[0] == 200:
                 ready.set()
             if params.get("do_remote_prefill") and said[0] == 200:

@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import logging
 import math
-import re
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -47,6 +46,13 @@ from kvwire.integrations.vllm.proxy.exchange import (
 )
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.moving import STAYED, Moves
+from kvwire.integrations.vllm.proxy.passing import (
+    body_of,
+    for_client,
+    for_engine,
+    methods_of,
+    query_of,
+)
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
@@ -61,11 +67,13 @@ with needed_by("the proxy", extra="vllm"):
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # Of a request's headers; the others are about one hop of it, or the client's own.
-_PASSED_HEADERS: Final = ("authorization", "x-request-id", "traceparent", "tracestate")
-# Of an answer's, likewise.
-_KEPT_HEADERS: Final = ("content-type", "x-request-id")
-# A server or a client of HTTP takes them in a header, and another does not send them.
-_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_PASSED_HEADERS: Final = (
+    *("authorization", "x-request-id", "traceparent", "tracestate"),
+    "origin",  # of the page that asks: engines say whether it may have the answer
+)
+# Of an answer's, likewise, and what an engine says of pages.
+_KEPT_HEADERS: Final = ("content-type", "x-request-id", "vary")
+_OF_PAGES: Final = "access-control-"
 _EVENTS: Final = "text/event-stream"
 _DRAIN_WAIT_S_MAX: Final = 3600.0
 
@@ -131,7 +139,6 @@ class ProxyApp:
         self._routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
             "/v1/completions": (write, front.generate),
             "/v1/chat/completions": (write, front.generate),
-            "/v1/models": (read, front.models),
             "/health": (read, front.health),
             "/metrics": (read, front.metrics),
             "/fleet": (read, front.fleet),
@@ -163,9 +170,13 @@ class ProxyApp:
             yield answer
 
     def _handler(self, asked: HttpRequest) -> _Handler:
-        methods, handler = self._routes.get(asked.path, ((), None))
-        if handler is None:
+        passed = methods_of(asked.path), self._front.passed
+        methods, handler = self._routes.get(asked.path, passed)
+        if not methods:
             raise Refused(HTTPStatus.NOT_FOUND, f"there is no {asked.path}")
+        # So browsers ask what a page may ask of engines, which engines know.
+        if asked.method == "OPTIONS" and handler in (passed[1], self._front.generate):
+            return self._front.passed
         if asked.method not in methods:
             why = f"{asked.path} takes {methods[0]}, not {asked.method}"
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, why)
@@ -196,9 +207,17 @@ class _Front:
     ending: Ending
 
     async def generate(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        return await self._counted(self._generated(asked, stack))
+
+    async def passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        """Have an engine answer alone what needs no other one."""
+        answering = self._passed(asked, stack)
+        return await (self._counted(answering) if _works(asked) else answering)
+
+    async def _counted(self, answering: Coroutine[Any, Any, HttpAnswer]) -> HttpAnswer:
         status = CLIENT_CLOSED
         try:
-            answer = await self._generated(asked, stack)
+            answer = await answering
             status = answer.status
         except (Refused, QueueFull, EngineFailed) as exc:
             status = _refused(exc).status
@@ -216,10 +235,22 @@ class _Front:
         async with self.ending.limits():
             return self._relayed(await self._asked(request, stack), stack)
 
-    async def models(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        request = ClientRequest(asked.path, {}, _passed_on(asked), method="GET")
+    async def _passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        request = ClientRequest(
+            asked.path,
+            {},
+            for_engine(asked.headers),
+            self.state.fleet.clock(),
+            method="GET" if asked.method == "HEAD" else asked.method,
+            content=body_of(await _content(asked), asked.headers),
+            query=query_of(asked.query),
+        )
         async with self.ending.limits():
-            return self._relayed(await self.dispatcher.ask(request, stack), stack)
+            if _works(asked):
+                answer = await self._asked(request, stack)
+            else:
+                answer = await self.dispatcher.ask(request, stack)
+            return self._relayed(answer, stack, passed=True)
 
     async def health(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
         if self.state.fleet.lives():
@@ -293,20 +324,29 @@ class _Front:
         requests[asked] = None  # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
         stack.callback(requests.pop, asked)
         await stack.enter_async_context(self.state.admission.turn())
-        if self.moves is not None:
+        if self.moves is not None and asked.content is None:
             return await self.moves.ask(asked, stack)
         return await self.dispatcher.ask(asked, stack)
 
-    def _relayed(self, answer: EngineResponse, stack: AsyncExitStack) -> HttpAnswer:
+    def _relayed(
+        self, answer: EngineResponse, stack: AsyncExitStack, *, passed: bool = False
+    ) -> HttpAnswer:
         """Return an engine's answer, as far as it is for a client."""
-        kept = {
-            name: answer.headers[name]
-            for name in _KEPT_HEADERS
-            if name in answer.headers and not _CONTROLS.search(answer.headers[name])
-        }
-        parts = _relay(answer, self.ending)
+        kept = for_client(answer.headers)
+        if not passed:
+            kept = {
+                name: value
+                for name, value in kept.items()
+                if name in _KEPT_HEADERS or name.startswith(_OF_PAGES)
+            }
+        parts = _relay(answer, self.ending, passed=passed)
         stack.push_async_callback(parts.aclose)
         return HttpAnswer(answer.status, kept, parts)
+
+
+def _works(asked: HttpRequest) -> bool:
+    """Tell whether a request is work for an engine, and has to wait for its turn."""
+    return asked.method == "POST"
 
 
 _Handler: TypeAlias = Callable[[HttpRequest, AsyncExitStack], Awaitable[HttpAnswer]]
@@ -329,12 +369,7 @@ T = TypeVar("T")
 
 
 async def _read(asked: HttpRequest, kind: type[T]) -> T:
-    content = bytearray()
-    async for part in asked.parts:
-        content += part
-        if len(content) > PROXY_BODY_BYTES_MAX:
-            why = f"the body has more than {in_bytes(PROXY_BODY_BYTES_MAX)}"
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+    content = await _content(asked)
     try:
         # Takes no NaN and no half of a surrogate pair, which Python's own would read
         # and the engines' requests could not be written with.
@@ -344,16 +379,24 @@ async def _read(asked: HttpRequest, kind: type[T]) -> T:
         raise Refused(HTTPStatus.BAD_REQUEST, why) from None
 
 
+async def _content(asked: HttpRequest) -> bytes:
+    content = bytearray()
+    async for part in asked.parts:
+        content += part
+        if len(content) > PROXY_BODY_BYTES_MAX:
+            why = f"the body has more than {in_bytes(PROXY_BODY_BYTES_MAX)}"
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+    return bytes(content)
+
+
 def _passed_on(asked: HttpRequest) -> dict[str, str]:
-    passed = {h: asked.headers[h] for h in _PASSED_HEADERS if h in asked.headers}
-    for name, value in passed.items():
-        if _CONTROLS.search(value):
-            why = f"the header {name} has a control character"
-            raise Refused(HTTPStatus.BAD_REQUEST, why)
-    return passed
+    passed = for_engine(asked.headers)
+    return {name: passed[name] for name in _PASSED_HEADERS if name in passed}
 
 
-async def _relay(answer: EngineResponse, ending: Ending) -> AsyncGenerator[bytes]:
+async def _relay(
+    answer: EngineResponse, ending: Ending, *, passed: bool
+) -> AsyncGenerator[bytes]:
     try:
         while True:
             async with ending.limits():
@@ -363,7 +406,9 @@ async def _relay(answer: EngineResponse, ending: Ending) -> AsyncGenerator[bytes
             yield part
     except EngineFailed as exc:
         logger.warning("an answer broke off: %s", exc)
-        if not answer.headers.get("content-type", "").startswith(_EVENTS):
+        # Only of its own streams the proxy knows how an error looks in them.
+        kind = answer.headers.get("content-type", "")
+        if passed or not kind.startswith(_EVENTS):
             raise
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
         said = _openai_error(HTTPStatus.BAD_GATEWAY, why)

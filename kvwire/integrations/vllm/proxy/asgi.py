@@ -64,10 +64,9 @@ class _Exchange:
     ) -> None:
         headers = {name.decode("latin-1"): text_of(v) for name, v in scope["headers"]}
         client = scope.get("client") or ("",)
-        parts = self._parts()
-        self._asked = HttpRequest(
-            scope["method"], scope["path"], headers, client[0], parts
-        )
+        where = scope["method"], scope["path"]
+        query = scope.get("query_string", b"").decode("latin-1")
+        self._asked = HttpRequest(*where, headers, client[0], self._parts(), query)
         self._app = app
         self._receive = receive
         self._send = send

@@ -32,6 +32,7 @@ from kvwire.limits import PROXY_HEALTH_BYTES_MAX
 
 with needed_by("the proxy", extra="vllm"):
     import aiohttp
+    from yarl import URL
 
 if TYPE_CHECKING:
     from kvwire.integrations.vllm.proxy.engines import VllmEngine
@@ -133,15 +134,20 @@ class EngineClient:
         engine: VllmEngine,
         path: str,
         headers: Mapping[str, str] = _NO_HEADERS,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | bytes | None = None,
+        method: str = "",
     ) -> AsyncIterator[EngineResponse]:
         """Send a GET, or a POST if there is a body; the response while this is open.
+
+        A body of bytes is sent as it is, with the headers that there are, and needs the
+        `method`. The path may have a query.
 
         Cancel safety: safe, the engine is told by the end of the connection.
         """
         async with AsyncExitStack() as stack:
             async with _answering(engine):
-                sent = self._request(engine.url + path, headers, body)
+                method = method or ("GET" if body is None else "POST")
+                sent = self._request(method, engine.url + path, headers, body)
                 status, said, parts = await stack.enter_async_context(sent)
             if status not in _STATUSES:
                 raise EngineFailed(engine, f"what it says is no HTTP: status {status}")
@@ -157,16 +163,27 @@ class EngineClient:
 
     @asynccontextmanager
     async def _request(
-        self, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | bytes | None,
     ) -> AsyncIterator[tuple[int, Mapping[str, str], AsyncIterator[bytes]]]:
         if self._session is None:
             self._session = _session()
-        method, data = "GET", None
-        if body is not None:
-            method, data = "POST", msgspec.json.encode(body)
+        if isinstance(body, Mapping):
+            body = msgspec.json.encode(body)
             headers = {**headers, "content-type": "application/json"}
+        where, mark, query = url.partition("?")
+        # Of a query, what was sent: no character is written otherwise.
+        target = URL(f"{URL(where)}?{query}", encoded=True) if mark else URL(where)
         said = await self._session.request(
-            method, url, data=data, headers=headers, allow_redirects=False
+            method,
+            target,
+            data=body or None,
+            headers=headers,
+            allow_redirects=False,
+            skip_auto_headers=("content-type",),
         )
         # One that was read to its end has given its connection back already.
         with closing(said):

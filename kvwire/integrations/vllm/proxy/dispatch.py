@@ -81,6 +81,9 @@ class ClientRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     since: float = 0.0  # when it came, by the fleet's clock
     method: str = "POST"  # of HTTP
+    # The body of a request that is passed to one engine as it came; None of any other.
+    content: bytes | None = None
+    query: str = ""  # of its URL, with the question mark
     waits_for: str = "its turn"  # what has to happen next
     engines: tuple[str, ...] = ()  # where it is
     decode: VllmEngine | None = None  # the engine that answers
@@ -154,7 +157,7 @@ class Dispatcher:
         self, asked: ClientRequest, decode: VllmEngine, tried: set[VllmEngine]
     ) -> VllmEngine | None:
         """Return an engine to compute the prompt, if the one that answers shall not."""
-        if not (decode.does(DECODE) and asked.method == "POST"):
+        if asked.content is not None or not decode.does(DECODE):
             return None
         if not is_for_two(asked.body):
             return None
@@ -249,15 +252,16 @@ class Dispatcher:
     ) -> EngineResponse:
         asked.waits_for = "the first token"
         attempt.enter_context(engine.at_work())
-        sent = body if asked.method == "POST" else None
+        path = asked.path + asked.query
+        sent = body if asked.content is None else asked.content
         said = await attempt.enter_async_context(
-            self._client.ask(engine, asked.path, asked.headers, sent)
+            self._client.ask(engine, path, asked.headers, sent, asked.method)
         )
         if said.is_failure:
             why = await said.body(PROXY_EVENT_BYTES_MAX)
             raise EngineFailed(engine, _quoted(why), said.status)
         # Headers come before there is a token, so they are no answer yet.
-        first = await _begun(said)
+        first = await _begun(said, passed=asked.content is not None)
         said.parts = _Chained(first, said.parts)
         return said
 
@@ -272,15 +276,17 @@ class _Chained(AsyncIterator[bytes]):
         return await anext(self.rest) if first is None else first
 
 
-async def _begun(said: EngineResponse) -> bytes:
+async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
     """Return the first part of an answer, and see to it that what is cut has no end.
 
     HTTP says where an answer ends by its length or by chunks; where it does by neither,
-    an engine that dies looks like one that has said all.
+    an engine that dies looks like one that has said all. Of what is passed only JSON is
+    known well enough.
     """
-    if said.is_error:
+    kind = said.headers.get("content-type", "")
+    if said.is_error or (passed and not kind.startswith("application/json")):
         return await anext(said.parts, b"")
-    if said.headers.get("content-type", "").startswith(EVENTS):
+    if kind.startswith(EVENTS):
         said.parts = _Stream(said.engine, said.parts)
     elif not FRAMES & {name.lower() for name in said.headers}:
         content = await said.body(PROXY_BODY_BYTES_MAX)

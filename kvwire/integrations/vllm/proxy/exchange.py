@@ -38,6 +38,7 @@ class HttpRequest:
     client: str  # the numeric address of who asks; "" if it is not known
     # The body. It raises :exc:`Refused` where that cannot be read to its end.
     parts: AsyncIterator[bytes]
+    query: str = ""  # as it was sent, without its question mark
 
 
 @dataclass(slots=True)

@@ -470,6 +470,9 @@ class Moves:
 
         async def one(asked: ClientRequest) -> dict[str, str]:
             stream = self.streams.get(asked)
+            if stream is None and asked.content is not None:
+                name = asked.headers.get("x-request-id", "")
+                return {"request": name, STAYED: f"{asked.path} does not move"}
             if stream is None:
                 field = immovable_field(asked.path, asked.body)
                 name = asked.headers.get("x-request-id", "")

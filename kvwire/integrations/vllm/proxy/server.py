@@ -155,10 +155,10 @@ class ProxyServer:
             name = raw.decode("latin-1").lower()
             text = text_of(value)
             headers[name] = f"{headers[name]}, {text}" if name in headers else text
-        parts = _parts(request)
-        asked = HttpRequest(
-            request.method, request.path, headers, request.remote or "", parts
-        )
+        where = request.method, request.path
+        query = request.raw_path.partition("?")[2]
+        client = request.remote or ""
+        asked = HttpRequest(*where, headers, client, _parts(request), query)
         try:
             async with self._app.answered(asked) as answer:
                 return await _send(request, answer)

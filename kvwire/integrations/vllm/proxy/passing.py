@@ -1,0 +1,120 @@
+"""What is passed to one engine as it comes, since two have nothing to share of it.
+
+An engine has more than it should answer clients: it sleeps, loads adapters, forgets its
+caches and runs code for whoever may ask it. So what is passed is on a list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Final
+
+import msgspec
+
+from kvwire.integrations.vllm.proxy.exchange import Refused
+from kvwire.wire.control import DECODE_ERRORS
+
+_READ: Final = ("GET", "HEAD")
+_WRITE: Final = ("POST",)
+PASSED: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("/v1/models", "/version", "/tokenizer_info"), _READ),
+    **dict.fromkeys(
+        (
+            *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+            *("/v1/chat/completions/batch", "/cohere/v2/chat", "/generative_scoring"),
+            *("/tokenize", "/detokenize", "/v1/embeddings", "/v2/embed", "/pooling"),
+            *("/classify", "/score", "/v1/score"),
+            *("/rerank", "/v1/rerank", "/v2/rerank"),
+            *("/v1/audio/transcriptions", "/v1/audio/translations"),
+        ),
+        _WRITE,
+    ),
+}
+"""Paths, and how they are asked."""
+
+# An answer that an engine keeps. No id has what a URL would read as something else.
+_KEPT_ANSWER: Final = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,128}(/cancel)?")
+
+# They are about one connection, or written anew for the next one; a cookie is of the
+# host that it was set by.
+_OF_A_HOP: Final = frozenset(
+    (
+        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "upgrade"),
+        *("transfer-encoding", "proxy-authenticate", "proxy-authorization"),
+        *("cookie", "set-cookie"),
+    )
+)
+_OF_A_REQUEST: Final = _OF_A_HOP | {
+    *("host", "content-length", "expect", "accept-encoding", "http2-settings"),
+}
+_OF_AN_ANSWER: Final = _OF_A_HOP | {"date", "server"}
+# A server or a client of HTTP takes them in a header, and another does not send them.
+CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_QUERY: Final = re.compile(r"[!-~]*")
+
+
+def methods_of(path: str) -> tuple[str, ...]:
+    """Return how a path is asked that is passed; none if it is not."""
+    if (kept := _KEPT_ANSWER.fullmatch(path)) is not None:
+        return _WRITE if kept[1] else _READ
+    return PASSED.get(path, ())
+
+
+def for_engine(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return a client's headers as its engine gets them."""
+    passed = _passed(headers.items(), _OF_A_REQUEST, headers.get("connection", ""))
+    for name, value in passed.items():
+        if CONTROLS.search(value):
+            why = f"the header {name} has a control character"
+            raise Refused(HTTPStatus.BAD_REQUEST, why)
+    return passed
+
+
+def for_client(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return an engine's headers as its client gets them."""
+    named = headers.get("connection", "")
+    passed = _passed(headers.items(), _OF_AN_ANSWER, named)
+    return {n: value for n, value in passed.items() if not CONTROLS.search(value)}
+
+
+def query_of(query: str) -> str:
+    """Return a query as it stands in a URL, with its question mark."""
+    if not _QUERY.fullmatch(query):
+        raise Refused(HTTPStatus.BAD_REQUEST, "the query has what no URL has")
+    return f"?{query}" if query else ""
+
+
+def is_form(headers: Mapping[str, str]) -> bool:
+    """Tell whether a body is a form, such as one with a file of sound."""
+    kind = headers.get("content-type", "").lower()
+    return kind.startswith("multipart/form-data")
+
+
+def body_of(content: bytes, headers: Mapping[str, str]) -> bytes:
+    """Return a body as its engine gets it: engines hear of each other from us alone."""
+    if not content or is_form(headers):
+        return content
+    # Engines would read UTF-16 and NaN as well. What is not read here is not passed.
+    try:
+        fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    except DECODE_ERRORS as exc:
+        why = f"the body is not JSON as it is wanted: {exc}"
+        raise Refused(HTTPStatus.BAD_REQUEST, why) from None
+    if "kv_transfer_params" not in fields:
+        return content
+    del fields["kv_transfer_params"]
+    return msgspec.json.encode(fields)
+
+
+def _passed(
+    headers: Iterable[tuple[str, str]], dropped: frozenset[str], connection: str
+) -> dict[str, str]:
+    out = dropped | {name.strip().lower() for name in connection.split(",")}
+    passed: dict[str, str] = {}
+    for name, value in headers:
+        key = name.lower()
+        if key not in out:
+            passed[key] = f"{passed[key]}, {value}" if key in passed else value
+    return passed
