@@ -242,6 +242,8 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     if isinstance(error, aiohttp.ClientResponseError):
         why = f"what it says is no HTTP: {error.message[:_QUOTED_CHARS]}"
         return EngineFailed(engine, why)
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return EngineFailed(engine, "its answer has no end")
     # What is no URL will never be answered, and its engine is not known to have died.
     why = str(error)[:_QUOTED_CHARS] or type(error).__name__
     return EngineFailed(engine, why, silent=isinstance(error, ValueError))

@@ -381,7 +381,7 @@ class MovableStream:
                         source, to, asked, attempt
                     )
                 if answer.is_error:
-                    return f"{to.url} answers {answer.status}"
+                    return f"{answer.engine.url} answers {answer.status}"
             except (EngineFailed, TimeoutError) as exc:
                 return str(exc) or f"no token within {PROXY_MOVE_S:g} s"
             await self._gives_up.aclose()
