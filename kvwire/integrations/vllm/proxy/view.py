@@ -81,7 +81,7 @@ class ProxyCollector(Collector):
 
 _COUNTER: Final[type[Any]] = CounterMetricFamily
 _GAUGE: Final[type[Any]] = GaugeMetricFamily
-_REFUSED: Final = "Tries that the budget had no room for"
+_REFUSED: Final = "Tries beyond the budget: at one engine that is well, or none"
 _IGNORED: Final = "Entries of the directory that could not be used"
 _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
     "up": (_GAUGE, "Whether an engine takes requests"),
