@@ -38,6 +38,8 @@ from kvwire.types import plain, read_bytes
 logger: logging.Logger = logging.getLogger("kvwire.config")
 
 ENVIRONMENT_PREFIX = "KVWIRE_"
+LOG_LEVEL_VARIABLE = "KVWIRE_LOG_LEVEL"
+"""Of the command, whose option ``--log-level`` it stands for; it is no key."""
 # In `tls_peers`: everybody whom a CA of `tls_ca_file` has signed.
 ANYBODY = "*"
 _ARGUMENTS = "arguments"
@@ -350,6 +352,8 @@ def _from_environment(
         _log_services(of_services)
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in of_services:
+            continue
+        if variable == LOG_LEVEL_VARIABLE:
             continue
         origin = f"environment variable {variable}"
         key = variable.removeprefix(ENVIRONMENT_PREFIX).lower()

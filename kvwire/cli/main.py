@@ -15,6 +15,7 @@ from typing import Any, Final
 from cyclopts import App, CycloptsError, Parameter
 
 import kvwire
+from kvwire.cli import logs
 from kvwire.cli.keygen import keygen
 
 FAILED: Final = 1
@@ -31,7 +32,7 @@ def _default(value: Any) -> str | None:
 
 app: App = App(
     name="kvwire",
-    help="Awaitable transport for LLM KV cache.",
+    help=f"Awaitable transport for LLM KV cache.\n\n{logs.HELP}",
     version=kvwire.__version__,
     version_flags=["--version", "-V"],
     # Ours to turn into an exit status.
@@ -101,10 +102,12 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
     if tokens[:1] == ["help"]:  # as git and others have it
         tokens = [*tokens[1:], "--help"]
     try:
-        # A command that has an exit status of its own returns it.
-        status = (command or app)(
-            tokens, exit_on_error=False, result_action="return_value"
-        )
+        tokens, level = logs.take_level(tokens)
+        with logs.logging_from(level):
+            # A command that has an exit status of its own returns it.
+            status = (command or app)(
+                tokens, exit_on_error=False, result_action="return_value"
+            )
         print(end="", flush=True)  # what cannot be written is an error, too
     except CycloptsError:
         return CALLED_WRONG  # it has been printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
+from kvwire.cli import logs
 from kvwire.cli import main as command
 from kvwire.cli.main import CALLED_WRONG, FAILED, INTERRUPTED, app, main
 
@@ -67,6 +69,79 @@ def test_help_loads_no_numpy() -> None:
         [sys.executable, "-c", code], capture_output=True, check=False
     )
     assert done.returncode == 0
+
+
+def _logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a command of the tests log a line of each level, and one of another."""
+
+    def call(*_: object, **__: object) -> None:
+        for number, name in enumerate(logs.LEVELS, 1):
+            logging.getLogger("kvwire.store").log(10 * number, "at %s", name)
+        logging.getLogger("elsewhere").info("not ours")
+
+    monkeypatch.setattr(command, "app", call)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "said"),
+    [
+        ([], "", ["warning", "error"]),
+        (["store", "stats"], "debug", ["debug", "info", "warning", "error"]),
+        (["--log-level", "info", "top"], "debug", ["info", "warning", "error"]),
+        (["top", "--log-level=ERROR"], "", ["error"]),
+    ],
+)
+def test_a_level_of_the_log_for_every_command(
+    arguments: list[str],
+    variable: str,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Wherever it stands; each line has the time, the level and the logger."""
+    _logs(monkeypatch)
+    monkeypatch.setenv("KVWIRE_LOG_LEVEL", variable)
+    before = logging.getLogger("kvwire").level, list(logging.getLogger().handlers)
+    assert main(arguments) == 0
+    lines = capsys.readouterr().err.splitlines()
+    ours = [line for line in lines if "kvwire.store" in line]
+    assert ours == lines
+    assert [line.rpartition(" ")[2] for line in ours] == said
+    assert re.match(r"\d{4}-\d\d-\d\d .* ERROR kvwire.store: at error", ours[-1])
+    assert (logging.getLogger("kvwire").level, logging.getLogger().handlers) == before
+
+
+def test_the_level_is_no_option_behind_a_double_dash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = ["x", "--", "--log-level", "debug"]
+    assert logs.take_level(given) == (given, "warning")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "said"),
+    [
+        (["--log-level", "inof"], "", "--log-level=inof: did you mean 'info'?"),
+        (["config", "show", "--log-level"], "", "--log-level=: known are debug"),
+        ([], "loud", "KVWIRE_LOG_LEVEL=loud: known are debug, error, info, warning"),
+    ],
+)
+def test_a_level_that_is_none_is_called_wrong(
+    arguments: list[str],
+    variable: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("KVWIRE_LOG_LEVEL", variable)
+    assert main(arguments) == CALLED_WRONG
+    assert said in capsys.readouterr().err
+
+
+def test_the_variable_of_the_level_is_no_key() -> None:
+    assert kvwire.Config.load(environment={"KVWIRE_LOG_LEVEL": "debug"}) == (
+        kvwire.Config.load(environment={})
+    )
 
 
 def test_an_unknown_command_is_called_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,61 @@
+"""``--log-level``: what every command writes to the standard error of what it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvwire.config import LOG_LEVEL_VARIABLE
+from kvwire.errors import UsageError, nearest
+
+OPTION: Final = "--log-level"
+LEVELS: Final = ("debug", "info", "warning", "error")
+HELP: Final = (
+    f"Every command takes {OPTION} {'|'.join(LEVELS)}, or the variable "
+    f"{LOG_LEVEL_VARIABLE}: what it logs to the standard error, from that level on. "
+    f"The default is warning."
+)
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def take_level(tokens: list[str]) -> tuple[list[str], str]:
+    """Return a command line without the option, and the level that is asked for.
+
+    The option stands anywhere in front of ``--``. The last one counts.
+    """
+    level = os.environ.get(LOG_LEVEL_VARIABLE) or "warning"
+    source = LOG_LEVEL_VARIABLE
+    left: list[str] = []
+    rest = iter(tokens)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if word == "--":
+            left += [word, *rest]
+        elif name == OPTION:
+            source = OPTION
+            level = value if equals else next(rest, "")
+        else:
+            left.append(word)
+    if level.lower() not in LEVELS:
+        raise UsageError(f"{source}={level}: {nearest(level, LEVELS)}")
+    return left, level.lower()
+
+
+@contextmanager
+def logging_from(level: str) -> Iterator[None]:
+    """Write what kvwire logs from a level on, and warnings of everybody else."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    # What nobody else's logger lets through has no level of its own here.
+    everybody, own = logging.getLogger(), logging.getLogger("kvwire")
+    before = own.level
+    everybody.addHandler(handler)
+    own.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        own.setLevel(before)
+        everybody.removeHandler(handler)
