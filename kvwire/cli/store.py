@@ -8,10 +8,10 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.console import Console
 
 import kvwire
@@ -118,20 +118,36 @@ def delete(
     /,
     *,
     tenant: str = "",
+    every: Annotated[bool, Parameter(name="--all")] = False,
     psk_file: Path | None = None,
     config: Path | None = None,
 ) -> None:
-    """Have a served store forget all blocks of a tenant.
+    """Have a served store forget all blocks of a tenant, and say how many there were.
+
+    Without --tenant and --all it asks first; where nobody can answer, it is an error.
 
     Args:
         address: Where it listens.
-        tenant: Which one, with the key of the operator. Without it the tenant whose key
-            is given; or, with the operator's key, all that is no tenant's.
+        tenant: Which one, with the key of the operator.
+        every: All blocks of the tenant whose key is given; or, with the operator's key
+            or none, all that is no tenant's.
         psk_file: The key that it asks for.
         config: A kvwire.toml; KVWIRE_* environment variables count in any case.
     """
     wanted = _wanted(psk_file, config)
-    _run(delete_all(address.removeprefix("kvwire://"), wanted, tenant), address)
+    if not (tenant or every or _agreed(f"forget all blocks at {address}?")):
+        raise UsageError("nothing is deleted: say --all, or --tenant NAME")
+    where = address.removeprefix("kvwire://")
+    deleted = _run(delete_all(where, wanted, tenant), address)
+    print(f"forgot {deleted:,} block{'' if deleted == 1 else 's'}")
+
+
+def _agreed(question: str) -> bool:
+    """Ask on the terminal, if there is one."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return False
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _berth_bytes(text: str) -> int:

@@ -80,7 +80,7 @@ class PageStore:
         get = self._store.get
         return self._engine.start(lambda _: self._landed(get, keys, pages, ids))
 
-    def delete_all(self, pages: PagedCache) -> Future[None]:
+    def delete_all(self, pages: PagedCache) -> Future[int]:
         """Forget every page of the length of these, in all tiers."""
         return self._engine.start(lambda _: self._store.delete_all(pages))
 

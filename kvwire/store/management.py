@@ -71,7 +71,7 @@ class StoreManagement(AsyncWith):
         *,
         hash_tokens: HashTokens = None,
         tenant: str = "",
-    ) -> None:
+    ) -> int:
         """Forget all blocks of a tenant, as :meth:`delete` does.
 
         Args:
@@ -79,6 +79,10 @@ class StoreManagement(AsyncWith):
                 what it had when it was opened, and was put or got since.
             hash_tokens: See :meth:`put`.
             tenant: Whose they are.
+
+        Returns:
+            How many there were in memory and on disks. Tiers elsewhere forget theirs
+            and count none.
 
         Raises:
             UsageError: There is no such tenant.
@@ -93,9 +97,12 @@ class StoreManagement(AsyncWith):
         known = [s for s in self._tiers.namespaces.values() if s.tenant == tenant]
         if cache is not None:
             known = list(self._namespaces(cache, hash_tokens, tenant).values())
+        deleted = 0
         with self._under_way():
             for namespace in known:
-                await run_to_completion(self._tiers.delete_namespace(namespace.digest))
+                deleting = self._tiers.delete_namespace(namespace.digest)
+                deleted += await run_to_completion(deleting)
+        return deleted
 
     @yields_before_raising
     async def pin(

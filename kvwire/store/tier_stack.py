@@ -220,16 +220,23 @@ class TierStack:
             if not self.memory.has_any(keys):
                 return
 
-    async def delete_namespace(self, digest: bytes) -> None:
+    async def delete_namespace(self, digest: bytes) -> int:
         """Forget every block of a namespace in all tiers.
+
+        Returns:
+            How many there were in the tiers that have an index here.
 
         Cancel safety: safe, it may be called again.
         """
+        known = set(self.memory.of_namespace(digest).tolist())
+        for tier in self.below:
+            known.update(tier.known(digest).tolist())
         for _ in range(_ROUNDS if self.below else 1):
             await self.memory.delete_namespace(digest)
             await gather_all(*(tier.delete_namespace(digest) for tier in self.below))
             if not self.memory.of_namespace(digest).size:
-                return
+                break
+        return len(known)
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
         """Keep blocks from being evicted, or no more, in each tier that has them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from kvwire import BlockStore
 from kvwire.cli import store as command
-from kvwire.cli.main import main
+from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.messages import ClientRow, StatsReport, TierRow
 from kvwire.store.tiers.base import TierStats
@@ -56,10 +57,37 @@ async def test_tenants_are_shown_and_deleted(tmp_path: Path, run: Run) -> None:
         status, _, said = await run("delete", server.where, *keys, "--tenant", "x")
         assert status
         assert "there is acme" in said
-        status, _, _ = await run("delete", server.where, *keys, "--tenant", "acme")
-        assert status == 0
+        status, out, _ = await run("delete", server.where, *keys, "--tenant", "acme")
+        assert (status, out) == (0, "forgot 3 blocks\n")
         async with BlockStore.open([where]) as store:
             assert await store.match(chain(3), cache) == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+async def test_all_is_deleted_where_somebody_says_so(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an option or at a terminal; a pipe does not answer for anybody."""
+    async with serving("--tier", "memory:1MiB") as server:
+        cache = Filled(seed=1).cache
+        async with BlockStore.open([server.where]) as store:
+            assert (await store.put(chain(1), cache, [0])).complete
+            for stdin in (io.StringIO("y\n"), Terminal("\n"), Terminal("no\n"), None):
+                monkeypatch.setattr("sys.stdin", stdin)
+                status, _, said = await run("delete", server.where)
+                assert status == CALLED_WRONG
+                assert "say --all, or --tenant NAME" in said
+            assert await store.match(chain(1), cache) == 1
+            monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+            status, out, said = await run("delete", server.where)
+            assert (status, out) == (0, "forgot 1 block\n")
+            assert f"forget all blocks at {server.where}?" in said
+            status, out, _ = await run("delete", server.where, "--all")
+            assert (status, out) == (0, "forgot 0 blocks\n")
 
 
 async def test_what_is_served_is_shown(tmp_path: Path, run: Run) -> None:

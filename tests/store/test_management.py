@@ -44,7 +44,8 @@ async def test_what_is_deleted_is_in_no_tier(tiers: list[str]) -> None:
         here = await store.present(A[::-1], cache, tenant="t", hash_tokens=4)
         assert here == [False, False, True, True]
         assert await store.match(A, cache) == 4
-        await store.delete_all(tenant="t")
+        assert await store.delete_all(tenant="t") == 6, "each once, of two tiers too"
+        assert await store.delete_all(tenant="t") == 0
         assert await store.match(B, cache, tenant="t") == 0
         got = await store.get(A, Filled().cache, range(4), tenant="t")
         assert set(got.missing.reasons) == {"it is not in the store"}
@@ -54,7 +55,7 @@ async def test_what_is_deleted_is_in_no_tier(tiers: list[str]) -> None:
     async with BlockStore.open(tiers, tenants=["t"]) as store:
         assert await store.match(A + B, cache) == 8
         assert await store.match(A, cache, tenant="t") == 1
-        await store.delete_all(cache)
+        assert await store.delete_all(cache) == 8
         assert await store.match(B, cache) == 0
         assert await store.match(A, cache, tenant="t") == 1
 

@@ -64,8 +64,8 @@ async def ask_report(address: str, config: Config) -> StatsReport:
         return await active.call(Stats(1), StatsReport)
 
 
-async def delete_all(address: str, config: Config, tenant: str) -> None:
-    """Have a server forget all blocks of a tenant.
+async def delete_all(address: str, config: Config, tenant: str) -> int:
+    """Have a server forget all blocks of a tenant; return how many there were.
 
     Cancel safety: safe, it may be called again.
     """
@@ -75,6 +75,7 @@ async def delete_all(address: str, config: Config, tenant: str) -> None:
         done = await active.call(Delete(1, None, tenant=tenant), StoreDone)
         if done.reason:
             raise KVWireError(f"{address}: {done.reason}")
+        return done.deleted
 
 
 @asynccontextmanager

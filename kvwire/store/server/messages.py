@@ -311,6 +311,8 @@ class StoreDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=3):
     orders: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     # Of a get of few bytes, those of the blocks that landed.
     images: _Images = _NO_IMAGES
+    # Of a delete of all that is a tenant's, how many there were.
+    deleted: _Number = 0
 
     def __post_init__(self) -> None:
         if self.results and max(self.results) > _RESULT_MAX:

@@ -415,7 +415,8 @@ class ClientSession:
                 case Flush():
                     await self._store.flush()
                 case Delete():
-                    await self._delete(request)
+                    deleted = await self._delete(request)
+                    return StoreDone(request.number, deleted=deleted)
                 case Pin():
                     keys = request.names.keys_of(self._tenant)
                     pinned = await self._tiers.pin(keys, pinned=request.pinned)
@@ -425,15 +426,16 @@ class ClientSession:
             return StoreDone(request.number, reason=sayable(error_text(exc)))
         return StoreDone(request.number)
 
-    async def _delete(self, request: Delete) -> None:
+    async def _delete(self, request: Delete) -> int:
+        """Delete what is asked; how many there were, unless they were named."""
         if request.names is not None:
             await self._tiers.delete(request.names.keys_of(self._tenant))
-        elif request.digest:
+            return 0
+        if request.digest:
             digest = of_tenant(request.digest, self._tenant)
-            await self._tiers.delete_namespace(digest)
-        else:
-            # A tenant's name for itself is taken; its own goes before another's.
-            await self._store.delete_all(tenant=self._tenant or request.tenant)
+            return await self._tiers.delete_namespace(digest)
+        # A tenant's name for itself is taken; its own goes before another's.
+        return await self._store.delete_all(tenant=self._tenant or request.tenant)
 
     def _namespace(self, request: TransferMessage, count: int) -> tuple[Namespace, str]:
         """Return the namespace of a request's blocks in this store.

@@ -361,6 +361,10 @@ class Tier(ABC):
         Cancel safety: safe, it may be called again.
         """
 
+    def known(self, digest: bytes) -> Keys:
+        """Return the blocks of a namespace that it has, where an index here says so."""
+        return as_keys(())
+
     @abstractmethod
     async def delete_namespace(self, digest: bytes) -> None:
         """Forget every block of a namespace, as ``delete`` does.

@@ -275,9 +275,12 @@ class DiskTier(CodedTier):
                 f"{self.name}: deleted until it is opened again: {self.error}"
             )
 
+    def known(self, digest: bytes) -> Keys:
+        return self._index.of_namespace(digest)
+
     async def delete_namespace(self, digest: bytes) -> None:
         coming = self._in_flight.of_namespace(digest)
-        await self.delete(np.concatenate((coming, self._index.of_namespace(digest))))
+        await self.delete(np.concatenate((coming, self.known(digest))))
 
     async def pin(self, keys: Keys, *, pinned: bool) -> Bits:
         """Pin blocks, on the disk as well: what that refuses is not pinned."""
