@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Final, Self, TypeVar, Unpack
 
 from kvwire.communicator import Communicator
 from kvwire.communicator import open as open_communicator
@@ -34,6 +34,8 @@ from kvwire.transfers.ready_log import Which
 from kvwire.types import Address, PeerInfo, TransportReport
 
 T = TypeVar("T")
+# What directories and transports may take beyond the connections of a communicator.
+_CLOSE_SLACK_S: Final = 30.0
 
 
 class Engine:
@@ -54,20 +56,21 @@ class Engine:
     ) -> None:
         self._thread = IOThread("kvwire-engine")
         try:
-            self._communicator = self._thread.call(_opened(config, arguments))
+            self._thread.begin()
+            self._communicator = self._thread.call(
+                _opened(self._thread, config, arguments)
+            )
         except BaseException:
             self._thread.close()
             raise
-        self._thread.at_end(self._communicator.close)
 
     def __repr__(self) -> str:
         state = "closed" if self._thread.ended else self._communicator
         return f"<Engine {state}>"
 
     def __del__(self) -> None:
-        # Not there if the constructor has failed.
-        thread = getattr(self, "_thread", None)
-        if thread is not None and thread.begin_close():
+        # Where the constructor has failed, it has closed what there was.
+        if hasattr(self, "_communicator") and self._thread.begin_close():
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
 
     def listen(self, address: str | Address) -> Address:
@@ -378,11 +381,17 @@ class EngineIncoming(_EngineTransfer):
 
 
 async def _opened(
-    config: Config | str | os.PathLike[str] | None, arguments: ConfigOptions
+    thread: IOThread,
+    config: Config | str | os.PathLike[str] | None,
+    arguments: ConfigOptions,
 ) -> Communicator:
     opening = open_communicator(config, **arguments)
     bind_thread(opening.config.io_cpus)
-    return await opening
+    communicator = await opening
+    # Before anybody has it: an interrupt may keep it from its caller.
+    within_s = 2 * opening.config.close_timeout_s + _CLOSE_SLACK_S
+    thread.at_end(communicator.close, within_s)
+    return communicator
 
 
 async def _accepted(communicator: Communicator, timeout: float | None) -> Connection:

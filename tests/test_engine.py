@@ -298,7 +298,7 @@ def _open_and_forget(ended: queue.Queue[bool]) -> None:
         await communicator.close()
         ended.put(True)
 
-    engine._thread.at_end(end)
+    engine._thread.at_end(end, 10)
     del engine
     gc.collect()
 

@@ -23,52 +23,86 @@ import atexit
 import concurrent.futures
 import concurrent.futures.thread
 import contextlib
+import logging
 import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, Generic, TypeVar, cast
 
+from kvwire.clock import start_task
 from kvwire.errors import ClosedOK, UsageError, wrong_type
-from kvwire.limits import CLOSE_TIMEOUT_S
+from kvwire.limits import CLOSE_SLACK_S, CLOSE_TIMEOUT_S
 
+logger: logging.Logger = logging.getLogger("kvwire.engine")
 T = TypeVar("T")
 _running: set[IOThread] = set()
 
 
 class IOThread:
-    """Runs an event loop on a daemon thread, until it is closed.
+    """Runs an event loop on a daemon thread, from :meth:`begin` until it is closed.
 
-    Raises:
-        RuntimeError: The system has no more threads.
+    Ctrl-C reaches the main thread only, at any line. So what an interrupt could orphan
+    is made on the thread itself, and :meth:`close` ends all that ``begin`` has made::
+
+        thread = IOThread(name)
+        try:
+            thread.begin()
+            ...
+        except BaseException:
+            thread.close()
+            raise
     """
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._forked = False
-        self._loop = _new_loop()
-        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop  # once it is made
         self._stopping = asyncio.Event()
         self._at_end: Callable[[], Awaitable[None]] | None = None
+        self._end_within_s = CLOSE_TIMEOUT_S
+        # Without a lock, which an interrupt could leave locked: a call is noted before
+        # the loop gets it, and the thread looks for those without a result once the
+        # loop takes none any more.
+        self._calls: set[_Call[Any]] = set()
+        self._begun = False
         self._closing = False
         self._ended = False
+        self._failure: BaseException | None = None
+        # The loop is made, or could not be.
+        self._made = threading.Event()
+        # Nothing of it is left, as far as anybody waits for that.
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread, once.
+
+        Raises:
+            RuntimeError: The system has no more threads.
+            OSError: It has no more descriptors.
+        """
+        self._begun = True
+        _running.add(self)
         try:
             self._thread.start()
         except RuntimeError:
-            self._loop.close()
+            self._made.set()
+            self._forget()
             raise
-        _running.add(self)
+        self._made.wait()
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def ended(self) -> bool:
         """Tell whether no call is taken any more."""
         return self._ended
 
-    def at_end(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Name what to run on the loop when the thread is closed."""
-        self._at_end = end
+    def at_end(self, end: Callable[[], Awaitable[None]], within_s: float) -> None:
+        """Name what to run on the loop when the thread is closed, and for how long."""
+        self._at_end, self._end_within_s = end, within_s
 
     def call(
         self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None
@@ -80,18 +114,19 @@ class IOThread:
             ClosedOK: The thread has ended.
             TimeoutError: It took longer than ``timeout`` seconds; it was cancelled.
         """
-        waiting = self.start(coroutine)
+        call = _Call(coroutine, self._calls)
         try:
-            return waiting.result(timeout)
+            self._hand_over(call)
+            return call.result.result(timeout)
         except concurrent.futures.CancelledError:
             raise ClosedOK("the Engine is closed") from None
         except TimeoutError:
             # The coroutine's own, such as ETIMEDOUT, or that of waiting.
-            if waiting.cancel():
+            if call.result.cancel():
                 raise TimeoutError(f"not within {timeout:g} s") from None
-            return waiting.result()
+            return call.result.result()
         except BaseException:
-            waiting.cancel()
+            call.abandon()
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -100,13 +135,13 @@ class IOThread:
             raise wrong_type(
                 "start", coroutine, "a coroutine, as of an async function,"
             )
+        call = _Call(coroutine, self._calls)
         try:
-            self.check_process()
-            self._check_other_thread()
-            return self._begin(coroutine)
+            self._hand_over(call)
         except BaseException:
-            coroutine.close()
+            call.abandon()
             raise
+        return call.result
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a function on the loop and wait for its result."""
@@ -119,8 +154,8 @@ class IOThread:
     def post(self, function: Callable[[], None]) -> None:
         """Run a function on the loop soon; nothing happens if the thread has ended."""
         self.check_process()
-        with self._lock:
-            if not self._ended:
+        if not self._ended:
+            with contextlib.suppress(RuntimeError):  # it has ended at this moment
                 self._loop.call_soon_threadsafe(function)
 
     def check_process(self) -> None:
@@ -132,12 +167,28 @@ class IOThread:
             )
 
     def close(self) -> None:
-        """End what runs on the loop and wait for the thread. Any number of times."""
+        """End what runs on the loop and wait for the thread. Any number of times.
+
+        It waits for a bounded time. What does not end is named in the log and left.
+        """
         if self._forked:
             return  # a fork has no such thread to end
         self._check_other_thread()
         self.begin_close()
-        self._thread.join()
+        if not self._begun or not self._made.wait(CLOSE_SLACK_S):
+            # Interrupted before there was a thread. If one comes, it ends at once.
+            _running.discard(self)
+            return
+        while not self._over.wait(CLOSE_SLACK_S):
+            if not self._turns():
+                logger.error(
+                    "thread %s does not end: its event loop stands still%s",
+                    self._thread.name,
+                    _where(self._thread),
+                )
+                self._forget()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_SLACK_S)  # it is on its last lines, or stuck
 
     def begin_close(self) -> bool:
         """Begin to close, from any thread, without waiting. Never raises.
@@ -147,12 +198,14 @@ class IOThread:
         Returns:
             Whether it is this call that began it.
         """
-        if self._closing or self._forked:
+        if self._forked:
             return False
-        self._closing = True
-        with contextlib.suppress(RuntimeError):  # the thread has ended by itself
+        first, self._closing = not self._closing, True
+        # Without a loop: the thread looks when it has made one, or there is none.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            # Each time: an interrupt may have come between the line above and this.
             self._loop.call_soon_threadsafe(self._stopping.set)
-        return True
+        return first
 
     # --- inside -----------------------------------------------------------------------
 
@@ -163,34 +216,168 @@ class IOThread:
                 "work; its callbacks use kvwire's coroutines"
             )
 
-    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        with self._lock:
-            if self._ended:
-                raise ClosedOK("the Engine is closed")
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _hand_over(self, call: _Call[Any]) -> None:
+        self.check_process()
+        self._check_other_thread()
+        if self._ended:
+            raise ClosedOK("the Engine is closed")
+        self._calls.add(call)  # bounded: calls of the program's own threads
+        try:
+            self._loop.call_soon_threadsafe(call.begin)
+        except RuntimeError:  # it has ended at this moment
+            raise ClosedOK("the Engine is closed") from None
+
+    def _turns(self) -> bool:
+        """Tell whether the loop takes a turn within the time that a close may take."""
+        turned = threading.Event()
+        try:
+            self._loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:  # it is closed: the thread is on its last lines
+            return self._over.wait(CLOSE_TIMEOUT_S)
+        return turned.wait(CLOSE_TIMEOUT_S) or self._over.is_set()
+
+    def _forget(self) -> None:
+        _running.discard(self)
+        self._over.set()
 
     def _run(self) -> None:
         _name_in_kernel(self._thread.name)
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._live())
+            self._loop = _new_loop()
+        except BaseException as exc:  # noqa: BLE001 - whoever began it raises it
+            self._failure = exc
+            self._made.set()
+            self._forget()
+            return
+        if self._closing:
+            self._stopping.set()
+        self._made.set()
+        executor = concurrent.futures.ThreadPoolExecutor(
+            thread_name_prefix=self._thread.name
+        )
+        self._loop.set_default_executor(executor)
+        try:
+            self._loop.run_until_complete(self._live())
         finally:
-            _running.discard(self)
+            _end_threads(executor)
+            self._loop.close()
+            for call in list(self._calls):
+                call.abandon()
+            self._forget()
 
     async def _live(self) -> None:
         try:
             await self._stopping.wait()
-            if self._at_end is not None:
-                await self._at_end()
+            await self._end()
         finally:
-            with self._lock:
-                self._ended = True
+            self._ended = True
             # Calls that were taken are in the loop's queue; this is behind them.
             await asyncio.sleep(0)
-            # They end by themselves with what they wait for. Whatever does not is
-            # cancelled when the loop is closed.
-            if left := asyncio.all_tasks() - {asyncio.current_task()}:
-                await asyncio.wait(left, timeout=CLOSE_TIMEOUT_S)
+            # They end by themselves with what they wait for.
+            await _ended(CLOSE_TIMEOUT_S)
+            for _ in range(_CANCELLATIONS):
+                for task in _others():
+                    task.cancel()
+                await _ended(CLOSE_SLACK_S / _CANCELLATIONS)
+            await self._end()  # of what was made meanwhile
+            if left := _others():
+                logger.error(
+                    "tasks that do not end, though they were cancelled: %s",
+                    "; ".join(map(repr, left)),
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_SLACK_S):
+                    await self._loop.shutdown_asyncgens()
+
+    async def _end(self) -> None:
+        end, self._at_end = self._at_end, None
+        if end is None:
+            return
+        ending = asyncio.ensure_future(end())
+        done, _ = await asyncio.wait({ending}, timeout=self._end_within_s)
+        for each in done:
+            each.result()
+
+
+class _Call(Generic[T]):
+    """Hands a coroutine over to the loop, or takes it back: never both.
+
+    Attributes:
+        result: What waits for it, on any thread.
+    """
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, T], open_calls: set[_Call[Any]]
+    ) -> None:
+        self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
+        # Who pops it runs it, or closes it. Two threads cannot pop the same.
+        self._coroutine = [coroutine]
+        self._open_calls = open_calls
+
+    def begin(self) -> None:
+        """Run it, on the loop, unless it was taken back."""
+        with contextlib.suppress(IndexError):
+            task = start_task(self._coroutine.pop())
+            task.add_done_callback(self._settle)
+            loop = task.get_loop()
+
+            def cancelled(result: concurrent.futures.Future[T]) -> None:
+                if result.cancelled() and not task.done():
+                    # The loop may have ended, and the task with it.
+                    with contextlib.suppress(RuntimeError):
+                        loop.call_soon_threadsafe(task.cancel)
+
+            self.result.add_done_callback(cancelled)
+
+    def abandon(self) -> None:
+        """Let nobody wait for it any more, wherever it has got to."""
+        self._open_calls.discard(self)
+        self.result.cancel()
+        with contextlib.suppress(IndexError):
+            self._coroutine.pop().close()
+
+    def _settle(self, task: asyncio.Task[T]) -> None:
+        self._open_calls.discard(self)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled():
+            self.result.cancel()
+        if not self.result.set_running_or_notify_cancel():
+            return  # nobody waits
+        if error is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(task.result())
+
+
+# A library may swallow a cancellation; one that swallows two does so for ever.
+_CANCELLATIONS: Final = 2
+
+
+def _others() -> set[asyncio.Task[Any]]:
+    return asyncio.all_tasks() - {cast("asyncio.Task[Any]", asyncio.current_task())}
+
+
+async def _ended(within_s: float) -> None:
+    if others := _others():
+        await asyncio.wait(others, timeout=within_s)
+
+
+def _end_threads(executor: concurrent.futures.ThreadPoolExecutor) -> None:
+    """Wait a while for what runs in threads of the loop's."""
+    waiting = threading.Thread(
+        target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True
+    )
+    waiting.start()
+    waiting.join(CLOSE_TIMEOUT_S)
+
+
+def _where(thread: threading.Thread) -> str:
+    """Say which line a thread is at."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - for the log
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f", at {code.co_qualname} ({code.co_filename}:{frame.f_lineno})"
 
 
 def bind_thread(cpus: Collection[int]) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,15 @@ from kvwire.driver.io_thread import IOThread
 
 @pytest.fixture
 def thread() -> Iterator[IOThread]:
-    made = IOThread("test-io")
+    made = begun()
     yield made
     made.close()
+
+
+def begun() -> IOThread:
+    made = IOThread("test-io")
+    made.begin()
+    return made
 
 
 async def _three() -> int:
@@ -82,7 +89,7 @@ def test_its_own_thread_cannot_wait_for_it(thread: IOThread) -> None:
 
 def test_what_ends_it_runs_first_and_can_be_called_meanwhile() -> None:
     """Those who wait while it ends still learn how it ended."""
-    thread = IOThread("test-io")
+    thread = begun()
     steps: list[str] = []
     ending, go_on = threading.Event(), asyncio.Event()
 
@@ -91,7 +98,7 @@ def test_what_ends_it_runs_first_and_can_be_called_meanwhile() -> None:
         await go_on.wait()
         steps.append("end")
 
-    thread.at_end(end)
+    thread.at_end(end, 10)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(thread.close)
         assert ending.wait(10)
@@ -105,7 +112,7 @@ def test_a_call_that_never_ends_is_told_of_the_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(io_thread, "CLOSE_TIMEOUT_S", 0.01)
-    thread = IOThread("test-io")
+    thread = begun()
     began = threading.Event()
 
     async def wait() -> None:
@@ -120,10 +127,97 @@ def test_a_call_that_never_ends_is_told_of_the_close(
             waiting.result(10)
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_thread, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(io_thread, "CLOSE_SLACK_S", 0.1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_task_that_swallows_its_cancellation_is_named_and_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody waits for it for ever, neither the close nor whoever wants its result."""
+    thread = begun()
+    began = threading.Event()
+    let_go = False
+
+    async def stubborn() -> None:
+        began.set()
+        while not let_go:
+            with suppress(asyncio.CancelledError):
+                await _for_ever()
+
+    result = thread.start(stubborn())
+    assert began.wait(10)
+    thread.close()
+    assert result.cancelled()
+    assert "tasks that do not end, though they were cancelled" in caplog.text
+    assert "stubborn" in caplog.text
+    let_go = True
+    gc.collect()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_task_that_swallows_one_cancellation_ends_by_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    thread = begun()
+
+    async def once() -> int:
+        with suppress(asyncio.CancelledError):
+            await _for_ever()
+        await _for_ever()
+        return 1
+
+    result = thread.start(once())
+    thread.close()
+    assert result.cancelled()
+    assert not caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_end_that_does_not_end_is_cancelled() -> None:
+    thread = begun()
+    thread.at_end(_for_ever, 0.1)
+    thread.close()
+    assert thread.ended
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_loop_that_stands_still_is_named_and_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as one whose program blocks it; the thread ends once it may."""
+    thread = begun()
+    go_on = threading.Event()
+
+    def block() -> None:
+        go_on.wait(30)
+
+    thread.post(block)
+    thread.close()
+    assert "test-io does not end: its event loop stands still, at" in caplog.text
+    assert not thread.ended
+    go_on.set()
+    thread._thread.join(10)
+    assert thread.ended
+
+
+@pytest.mark.usefixtures("quick")
+def test_work_in_a_thread_of_the_loops_is_waited_for_and_then_left() -> None:
+    go_on = threading.Event()
+    thread = begun()
+    result = thread.start(asyncio.to_thread(go_on.wait, 30))
+    thread.close()
+    assert result.cancelled()
+    go_on.set()
+
+
 def test_calls_that_race_with_the_close_end_one_way_or_the_other() -> None:
     """Each has its result or ClosedOK; none is lost in the queue of the loop."""
     for _ in range(20):
-        thread = IOThread("test-io")
+        thread = begun()
         with ThreadPoolExecutor(4) as pool:
             calls = [pool.submit(_call_until_closed, thread) for _ in range(3)]
             pool.submit(thread.close)
@@ -143,34 +237,43 @@ def test_an_end_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> 
     """The error is the thread's own, which Python reports as any thread's."""
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
-    thread = IOThread("test-io")
+    thread = begun()
 
     async def end() -> None:
         raise RuntimeError("planted")
 
-    thread.at_end(end)
+    thread.at_end(end, 10)
     thread.close()
     assert thread.ended
     assert "planted" in str(reported[0].exc_value)
 
 
 def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop that was made for it is closed again."""
-    made: list[asyncio.AbstractEventLoop] = []
-    new_loop: Callable[[], asyncio.AbstractEventLoop] = io_thread._new_loop
-
-    def remember() -> asyncio.AbstractEventLoop:
-        made.append(new_loop())
-        return made[-1]
+    """Then no loop is made for it either."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(io_thread, "_new_loop", remember)
+    made: list[object] = []
+    monkeypatch.setattr(io_thread, "_new_loop", lambda: made.append(None))
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    thread = IOThread("test-io")
     with pytest.raises(RuntimeError, match="new thread"):
-        IOThread("test-io")
-    assert made[0].is_closed()
+        thread.begin()
+    thread.close()
+    assert not made
+
+
+def test_no_loop_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever begins the thread learns why, and nothing is left of it."""
+
+    def refuse() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(io_thread, "_new_loop", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        kvwire.Engine()
+    assert "kvwire-engine" not in {each.name for each in threading.enumerate()}
 
 
 def test_it_can_begin_to_close_from_anywhere(thread: IOThread) -> None:
