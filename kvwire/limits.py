@@ -335,6 +335,27 @@ PROXY_RETRY_MAX: Final = 200.0
 PROXY_FAILED_ON_MAX: Final = 2
 # Of a client's request: a prompt of a million tokens has 7 MB, pictures are some more.
 PROXY_BODY_BYTES_MAX: Final = 64 * MIB
+# Of the bodies of all requests under way: each is kept until its answer ends, as bytes
+# and decoded, and encoded for two engines while it is sent.
+PROXY_BODIES_BYTES_MAX: Final = 512 * MIB
+# Of what is in a body: a number counts once, an object or a list 8 times, since each
+# costs 64 bytes and more. A prompt of a million tokens has 1/4 of it.
+PROXY_BODY_VALUES_MAX: Final = 4_194_304
+# A body has so long to come, and a second more for each 64 KiB that are here.
+PROXY_BODY_S: Final = 20.0
+PROXY_BODY_BYTES_PER_S: Final = 64 * KIB
+# Of what an operator asks: a name or two.
+PROXY_ORDER_BYTES_MAX: Final = 64 * KIB
+# A request's line, each of its headers, and how many of them: as much as nginx takes.
+PROXY_HEADER_BYTES_MAX: Final = 8 * KIB
+PROXY_HEADERS_MAX: Final = 100
+# A connection that has no request under way is closed after so long, also one that has
+# sent half a head. Balancers keep them for 60 s.
+PROXY_IDLE_S: Final = 75.0
+# Beside those that have a request; of more, the oldest is closed for a new one.
+PROXY_IDLE_MAX: Final = 1024
+# A client that takes nothing of its answer for so long is cut.
+PROXY_UNREAD_S: Final = 60.0
 # Ranks of one engine, as records of a directory say.
 PROXY_RANKS_MAX: Final = 64
 # What an engine may say at /health: vLLM says nothing but the status.

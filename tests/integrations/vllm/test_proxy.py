@@ -173,8 +173,9 @@ async def turns_until(condition: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-def app(engines: Engines, order: str = policy.AT_ONCE) -> ProxyApp:
-    return make_app(fleet_in_turns([P1, P2], [D1, D2]), order=order, client=engines)
+def app(engines: Engines, order: str = policy.AT_ONCE, **options: Any) -> ProxyApp:
+    fleet = fleet_in_turns([P1, P2], [D1, D2])
+    return make_app(fleet, order=order, client=engines, **options)
 
 
 async def post(

@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from kvwire.integrations.vllm.proxy.server import ProxyServer
 from kvwire.integrations.vllm.proxy.stopping import Ending
@@ -22,10 +23,12 @@ WEBSOCKET = b"connection: upgrade\r\nupgrade: websocket\r\n"
 
 
 @asynccontextmanager
-async def proxy(engines: Engines) -> AsyncIterator[int]:
+async def proxy(serves: Engines | ProxyApp, **options: Any) -> AsyncIterator[int]:
     """Its port."""
-    app = make_app(fleet_in_turns([], [D1]), order=AT_ONCE, client=engines)
-    server = ProxyServer(app, "127.0.0.1", 0, Ending(), 1.0)
+    app = serves
+    if not isinstance(app, ProxyApp):
+        app = make_app(fleet_in_turns([], [D1]), order=AT_ONCE, client=app)
+    server = ProxyServer(app, "127.0.0.1", 0, Ending(), 1.0, **options)
     async with server.serving() as port:
         yield port
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from kvwire.limits import (
+    PROXY_BODIES_BYTES_MAX,
     PROXY_RETRY_AFTER_S_MAX,
     PROXY_RETRY_MAX,
     PROXY_RETRY_RESERVE,
@@ -16,13 +17,14 @@ from kvwire.limits import (
     PROXY_RUNNING_MAX,
     PROXY_WAITING_MAX,
 )
+from kvwire.types import in_bytes
 
 
 class QueueFull(Exception):
-    """Reports that too many requests wait."""
+    """Reports that there is no room for a request."""
 
-    def __init__(self, waiting: int, retry_after_s: int) -> None:
-        super().__init__(f"{waiting} requests wait; try again in {retry_after_s} s")
+    def __init__(self, why: str, retry_after_s: int) -> None:
+        super().__init__(f"{why}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s  # when there may be room, in whole seconds
 
 
@@ -39,10 +41,39 @@ class Admission:
         self._waiting_max = waiting_max
         self._clock = clock
         self._turns = asyncio.Semaphore(running_max)
+        self._here = 0
+        self._held = 0
         self._mean_s = 1.0
         self.running: int = 0  # how many run
         self.waiting: int = 0  # how many wait
         self.rejected: int = 0  # how many were sent away
+
+    @contextmanager
+    def place(self) -> Iterator[Callable[[int], None]]:
+        """Have a place among those that run, wait or are still read.
+
+        Within, what is returned takes so many bytes more for the request.
+
+        Raises:
+            QueueFull: There is no place, or no room for so many bytes.
+        """
+        if self._here >= self._running_max + self._waiting_max:
+            raise self._full(f"{self.waiting} requests wait")
+        held = 0
+
+        def take(nbytes: int) -> None:
+            nonlocal held
+            if self._held + nbytes > PROXY_BODIES_BYTES_MAX:
+                raise self._full(f"requests of {in_bytes(self._held)} are under way")
+            self._held += nbytes
+            held += nbytes
+
+        self._here += 1
+        try:
+            yield take
+        finally:
+            self._here -= 1
+            self._held -= held
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -51,8 +82,7 @@ class Admission:
         Cancel safety: safe, whoever does not wait any more has no turn.
         """
         if self._turns.locked() and self.waiting >= self._waiting_max:
-            self.rejected += 1
-            raise QueueFull(self.waiting, self._room_in_s())
+            raise self._full(f"{self.waiting} requests wait")
         self.waiting += 1
         try:
             await self._turns.acquire()
@@ -66,6 +96,10 @@ class Admission:
             self.running -= 1
             self._mean_s += (self._clock() - began - self._mean_s) / 8
             self._turns.release()
+
+    def _full(self, why: str) -> QueueFull:
+        self.rejected += 1
+        return QueueFull(why, self._room_in_s())
 
     def _room_in_s(self) -> int:
         """Return when those that wait may have had their turns."""

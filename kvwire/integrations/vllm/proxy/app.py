@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 import math
 from collections.abc import (
@@ -13,11 +14,13 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
+    Iterator,
 )
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -50,13 +53,21 @@ from kvwire.integrations.vllm.proxy.passing import (
     body_of,
     for_client,
     for_engine,
+    is_form,
     methods_of,
     query_of,
 )
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
-from kvwire.limits import PROXY_BODY_BYTES_MAX
+from kvwire.limits import (
+    KIB,
+    PROXY_BODY_BYTES_MAX,
+    PROXY_BODY_BYTES_PER_S,
+    PROXY_BODY_S,
+    PROXY_BODY_VALUES_MAX,
+    PROXY_ORDER_BYTES_MAX,
+)
 from kvwire.types import in_bytes, is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -72,8 +83,16 @@ _PASSED_HEADERS: Final = (
     "origin",  # of the page that asks: engines say whether it may have the answer
 )
 # Of an answer's, likewise, and what an engine says of pages.
-_KEPT_HEADERS: Final = ("content-type", "x-request-id", "vary")
+_KEPT_HEADERS: Final = (
+    *("content-type", "content-encoding", "content-length", "x-request-id"),
+    *("retry-after", "www-authenticate", "vary"),
+)
 _OF_PAGES: Final = "access-control-"
+# What the body of one field is sent to engines as it came from, and not encoded anew.
+_LARGE_BYTES: Final = 64 * KIB
+# Of PROXY_BODY_VALUES_MAX, what each object and each list counts.
+_CONTAINER_VALUES: Final = 8
+_LENGTH_DIGITS: Final = 18
 _EVENTS: Final = "text/event-stream"
 _DRAIN_WAIT_S_MAX: Final = 3600.0
 
@@ -227,22 +246,28 @@ class _Front:
         return answer
 
     async def _generated(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        body = await _read(asked, dict[str, Any])
+        # Before it is read: bodies that come slowly, or never, are not without limit.
+        take = stack.enter_context(self.state.admission.place())
+        body, large = _decoded(await _read(asked, PROXY_BODY_BYTES_MAX, take))
         # Engines hear of each other from us alone.
         body.pop("kv_transfer_params", None)
         headers, since = _passed_on(asked), self.state.fleet.clock()
-        request = ClientRequest(asked.path, body, headers, since)
+        request = ClientRequest(asked.path, body, headers, since, large=large)
         async with self.ending.limits():
             return self._relayed(await self._asked(request, stack), stack)
 
     async def _passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
+        content = b""
+        if _works(asked):
+            take = stack.enter_context(self.state.admission.place())
+            content = await _read(asked, PROXY_BODY_BYTES_MAX, take)
         request = ClientRequest(
             asked.path,
             {},
             for_engine(asked.headers),
             self.state.fleet.clock(),
             method="GET" if asked.method == "HEAD" else asked.method,
-            content=body_of(await _content(asked), asked.headers),
+            content=body_of(content, asked.headers),
             query=query_of(asked.query),
         )
         async with self.ending.limits():
@@ -271,7 +296,7 @@ class _Front:
         The answer comes when it has none, or in ``wait_s``.
         """
         self._check_operator(asked)
-        wanted = await _read(asked, _Drain)
+        wanted = await _order(asked, _Drain)
         engine = self.state.fleet.drain(wanted.engine, draining=wanted.drain)
         if self.moves is not None and wanted.drain and wanted.move:
             async with self.ending.limits():
@@ -289,7 +314,7 @@ class _Front:
         if self.moves is None:
             why = "the proxy was started without --migrate"
             raise Refused(HTTPStatus.CONFLICT, why)
-        wanted = await _read(asked, _Migrate)
+        wanted = await _order(asked, _Migrate)
         to = self.state.fleet.at(wanted.to) if wanted.to else None
         if not wanted.request:
             moving = self._at(self.state.fleet.at(wanted.engine))
@@ -312,6 +337,8 @@ class _Front:
             allowed = hmac.compare_digest(right, shown)
         else:
             allowed = is_loopback(asked.client)
+            if allowed:
+                _check_no_page(asked)
         if not allowed:
             why = "ask from this host, or with the operator's key"
             raise Refused(HTTPStatus.FORBIDDEN, why)
@@ -325,7 +352,13 @@ class _Front:
         stack.callback(requests.pop, asked)
         await stack.enter_async_context(self.state.admission.turn())
         if self.moves is not None and asked.content is None:
-            return await self.moves.ask(asked, stack)
+            answer = await self.moves.ask(asked, stack)
+            if asked in self.moves.streams:  # it is written anew
+                length = "content-length"
+                answer.headers = {
+                    k: v for k, v in answer.headers.items() if k.lower() != length
+                }
+            return answer
         return await self.dispatcher.ask(asked, stack)
 
     def _relayed(
@@ -339,6 +372,11 @@ class _Front:
                 for name, value in kept.items()
                 if name in _KEPT_HEADERS or name.startswith(_OF_PAGES)
             }
+        # Without a length, servers send chunks, which a client of HTTP/1.0 does not
+        # know. But an error may be added to events.
+        added = not passed and _is_events(answer)
+        if added or not kept.get("content-length", "").isdecimal():
+            kept.pop("content-length", None)
         parts = _relay(answer, self.ending, passed=passed)
         stack.push_async_callback(parts.aclose)
         return HttpAnswer(answer.status, kept, parts)
@@ -368,30 +406,112 @@ class _Migrate(msgspec.Struct):
 T = TypeVar("T")
 
 
-async def _read(asked: HttpRequest, kind: type[T]) -> T:
-    content = await _content(asked)
+def _check_no_page(asked: HttpRequest) -> None:
+    """Refuse a page: a browser on this host asks for it, whoever has written it."""
+    host, origin = asked.headers.get("host", ""), asked.headers.get("origin")
     try:
-        # Takes no NaN and no half of a surrogate pair, which Python's own would read
-        # and the engines' requests could not be written with.
+        of_this_proxy = origin is None or urlsplit(origin).netloc == host
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        of_this_proxy, name = False, ""
+    if not of_this_proxy:
+        why = f"origin {origin}: no page of another host may ask for this"
+        raise Refused(HTTPStatus.FORBIDDEN, why)
+    # Whoever has a public name can have it stand for 127.0.0.1, and each of these has a
+    # dot.
+    if "." in name and not (name.endswith(".localhost") or _is_address(name)):
+        why = f"host {host}: ask 127.0.0.1, or start the proxy with --operator-key-file"
+        raise Refused(HTTPStatus.FORBIDDEN, why)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _order(asked: HttpRequest, kind: type[T]) -> T:
+    """Return what an operator wants."""
+    content = await _read(asked, PROXY_ORDER_BYTES_MAX)
+    with _as_wanted():
         return msgspec.json.decode(content, type=kind)
+
+
+def _decoded(content: bytes) -> tuple[dict[str, Any], dict[str, msgspec.Raw]]:
+    """Return a request's fields, and of the large ones what the client has sent.
+
+    Takes no NaN and no half of a surrogate pair, which Python's own would read and the
+    engines' requests could not be written with.
+    """
+    with _as_wanted():
+        if len(content) < _LARGE_BYTES:
+            return msgspec.json.decode(content, type=dict[str, Any]), {}
+        fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+        body = {name: msgspec.json.decode(raw) for name, raw in fields.items()}
+        sizes = {name: memoryview(raw).nbytes for name, raw in fields.items()}
+    large = {name: raw for name, raw in fields.items() if sizes[name] > _LARGE_BYTES}
+    return body, large
+
+
+@contextlib.contextmanager
+def _as_wanted() -> Iterator[None]:
+    try:
+        yield
     except DECODE_ERRORS as exc:
         why = f"the body is not JSON as it is wanted: {exc}"
         raise Refused(HTTPStatus.BAD_REQUEST, why) from None
 
 
-async def _content(asked: HttpRequest) -> bytes:
-    content = bytearray()
-    async for part in asked.parts:
-        content += part
-        if len(content) > PROXY_BODY_BYTES_MAX:
-            why = f"the body has more than {in_bytes(PROXY_BODY_BYTES_MAX)}"
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+async def _read(
+    asked: HttpRequest, bytes_max: int, take: Callable[[int], None] | None = None
+) -> bytes:
+    """Return a request's body, if it comes in time and is not too much of anything."""
+    for name in ("content-encoding", "transfer-encoding"):
+        coding = asked.headers.get(name, "identity")
+        if coding.lower() not in ("identity", "chunked"):
+            why = f"{name} {coding}: send the body as it is"
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
+    length = asked.headers.get("content-length", "")
+    too_large = Refused(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"the body has more than {in_bytes(bytes_max)}",
+    )
+    if length.isdecimal() and (len(length) > _LENGTH_DIGITS or int(length) > bytes_max):
+        raise too_large
+    content, values = bytearray(), 0
+    counted = not is_form(asked.headers)
+    began = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(PROXY_BODY_S) as wait:
+            async for part in asked.parts:
+                content += part
+                if len(content) > bytes_max:
+                    raise too_large
+                if take is not None:
+                    take(len(part))
+                values += part.count(b",")
+                values += _CONTAINER_VALUES * (part.count(b"[") + part.count(b"{"))
+                if counted and values > PROXY_BODY_VALUES_MAX:
+                    why = f"the body has more than {PROXY_BODY_VALUES_MAX} values"
+                    raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+                here_s = len(content) / PROXY_BODY_BYTES_PER_S
+                wait.reschedule(began + PROXY_BODY_S + here_s)
+    except TimeoutError:
+        in_s = asyncio.get_running_loop().time() - began
+        why = f"of the body {in_bytes(len(content))} have come in {in_s:.0f} s"
+        raise Refused(HTTPStatus.REQUEST_TIMEOUT, why) from None
     return bytes(content)
 
 
 def _passed_on(asked: HttpRequest) -> dict[str, str]:
     passed = for_engine(asked.headers)
     return {name: passed[name] for name in _PASSED_HEADERS if name in passed}
+
+
+def _is_events(answer: EngineResponse) -> bool:
+    return answer.headers.get("content-type", "").startswith(_EVENTS)
 
 
 async def _relay(
@@ -407,8 +527,7 @@ async def _relay(
     except EngineFailed as exc:
         logger.warning("an answer broke off: %s", exc)
         # Only of its own streams the proxy knows how an error looks in them.
-        kind = answer.headers.get("content-type", "")
-        if passed or not kind.startswith(_EVENTS):
+        if passed or not _is_events(answer):
             raise
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
         said = _openai_error(HTTPStatus.BAD_GATEWAY, why)

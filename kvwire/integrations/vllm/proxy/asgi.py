@@ -97,7 +97,7 @@ class _Exchange:
             body = answer.body
             if self._whole and not isinstance(body, bytes):
                 body = b"".join([part async for part in body])
-            await self._start(answer)
+            await self._start(HttpAnswer(answer.status, answer.headers, body))
             if isinstance(body, bytes):
                 await self._part(body, more=False)
                 return

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import os
 import ssl
 from collections.abc import AsyncIterator, Mapping
@@ -180,7 +181,8 @@ class EngineClient:
         said = await self._session.request(
             method,
             target,
-            data=body or None,
+            # A transport that is given all of it at once copies it again and again.
+            data=io.BytesIO(body) if body else None,
             headers=headers,
             allow_redirects=False,
             skip_auto_headers=("content-type",),

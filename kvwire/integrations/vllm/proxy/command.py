@@ -16,6 +16,7 @@ from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LO
 from kvwire.integrations.vllm.references import References
 from kvwire.limits import (
     MEMBERS_MAX,
+    PROXY_IDLE_MAX,
     PROXY_RUNNING_MAX,
     PROXY_STOP_S,
     PROXY_STOP_S_MAX,
@@ -63,8 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
-    # A request has its client's connection and two of engines; a client that waits one.
-    _have_descriptors(3 * options.running + options.queue + MEMBERS_MAX)
+    connections = options.running + options.queue + PROXY_IDLE_MAX
+    # A request has its client's connection and two of engines; each engine is probed.
+    there = _have_descriptors(connections + 2 * options.running + MEMBERS_MAX)
     ending = Ending()
     app = make_app(
         fleet,
@@ -76,19 +78,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         migrate=options.migrate,
         ending=ending,
     )
-    return ProxyServer(app, options.host, options.port, ending, options.stop_s).run()
+    where = options.host, options.port
+    connections = min(connections, there // 2)
+    return ProxyServer(app, *where, ending, options.stop_s, connections).run()
 
 
-def _have_descriptors(count: int) -> None:
-    """Allow this process so many open files, as far as it may: shells give it 1024."""
+def _have_descriptors(count: int) -> int:
+    """Allow this process so many open files, as far as it may: shells give it 1024.
+
+    Return how many it has.
+    """
     if sys.platform == "win32":
-        return
+        return count
     import resource  # noqa: PLC0415 - Windows has none
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -84,9 +84,20 @@ class ClientRequest:
     # The body of a request that is passed to one engine as it came; None of any other.
     content: bytes | None = None
     query: str = ""  # of its URL, with the question mark
+    # Of large fields, what the client has sent, which engines are sent as it is.
+    large: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     waits_for: str = "its turn"  # what has to happen next
     engines: tuple[str, ...] = ()  # where it is
     decode: VllmEngine | None = None  # the engine that answers
+
+    def sent(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body for an engine, with its large fields as they came."""
+        kept = {
+            name: raw
+            for name, raw in self.large.items()
+            if name in body and body[name] is self.body.get(name)
+        }
+        return body | kept
 
 
 class Dispatcher:
@@ -231,12 +242,12 @@ class Dispatcher:
         """
         with engine.at_work():
             async with self._client.ask(
-                engine, asked.path, asked.headers, body
+                engine, asked.path, asked.headers, asked.sent(body)
             ) as said:
                 content = await said.body(PROXY_EVENT_BYTES_MAX)
         if said.is_failure:
             raise EngineFailed(engine, _quoted(content), said.status)
-        said.parts = _Chained(content, said.parts)
+        said.parts = _Chained(content)  # its connection is given back
         # Python's own would read half of a surrogate pair, which decode cannot be sent.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             params = msgspec.json.decode(content).get("kv_transfer_params")
@@ -253,7 +264,7 @@ class Dispatcher:
         asked.waits_for = "the first token"
         attempt.enter_context(engine.at_work())
         path = asked.path + asked.query
-        sent = body if asked.content is None else asked.content
+        sent = asked.sent(body) if asked.content is None else asked.content
         said = await attempt.enter_async_context(
             self._client.ask(engine, path, asked.headers, sent, asked.method)
         )
@@ -269,11 +280,15 @@ class Dispatcher:
 @dataclass(slots=True)
 class _Chained(AsyncIterator[bytes]):
     first: bytes | None
-    rest: AsyncIterator[bytes]
+    rest: AsyncIterator[bytes] | None = None
 
     async def __anext__(self) -> bytes:
         first, self.first = self.first, None
-        return await anext(self.rest) if first is None else first
+        if first is not None:
+            return first
+        if self.rest is None:
+            raise StopAsyncIteration
+        return await anext(self.rest)
 
 
 async def _begun(said: EngineResponse, *, passed: bool) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import xxhash
@@ -105,8 +105,25 @@ def _heaviest(engines: Sequence[VllmEngine], body: Mapping[str, Any]) -> VllmEng
 
 def _prefix(body: Mapping[str, Any]) -> str:
     prompt = body.get("prompt", body.get("messages", ""))
-    if isinstance(prompt, str):
-        return prompt[:_PREFIX_CHARS]
     if isinstance(prompt, list):
         prompt = prompt[:_PREFIX_TOKENS]
-    return repr(prompt)[:_PREFIX_CHARS]  # what is no prompt an engine will refuse
+    parts: list[str] = []
+    chars = 0
+    for value in _values(prompt):
+        parts.append(value if isinstance(value, str) else repr(value))
+        chars += 1 + len(parts[-1])
+        if chars > _PREFIX_CHARS:
+            break
+    return ",".join(parts)[:_PREFIX_CHARS]
+
+
+def _values(tree: Any) -> Iterator[Any]:
+    """Yield what is in JSON from its beginning on; of a text, what may count of it."""
+    if isinstance(tree, str):
+        yield tree[:_PREFIX_CHARS]
+    elif isinstance(tree, (list, dict)):
+        yield ""  # so that those without a value in them come to an end as well
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _values(part)
+    else:
+        yield tree

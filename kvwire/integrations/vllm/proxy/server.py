@@ -30,6 +30,15 @@ from kvwire.integrations.vllm.proxy.exchange import (
     text_of,
 )
 from kvwire.integrations.vllm.proxy.stopping import Ending
+from kvwire.limits import (
+    PROXY_HEADER_BYTES_MAX,
+    PROXY_HEADERS_MAX,
+    PROXY_IDLE_MAX,
+    PROXY_IDLE_S,
+    PROXY_RUNNING_MAX,
+    PROXY_UNREAD_S,
+    PROXY_WAITING_MAX,
+)
 
 with needed_by("the proxy", extra="vllm"):
     import aiohttp
@@ -49,6 +58,7 @@ _quiet: logging.Logger = logging.getLogger("kvwire.vllm.http")
 _quiet.setLevel(logging.CRITICAL)
 
 _UNREAD_S: Final = 2.0
+_BACKLOG: Final = 1024
 # As uvicorn, for scripts that know it.
 _NO_PORT: Final = 3
 # aiohttp writes which versions of what it is, and Python, otherwise.
@@ -59,14 +69,23 @@ class ProxyServer:
     """Serves the proxy until a signal, and for so many seconds what is under way."""
 
     def __init__(
-        self, app: Application, host: str, port: int, ending: Ending, stop_s: float
+        self,
+        app: Application,
+        host: str,
+        port: int,
+        ending: Ending,
+        stop_s: float,
+        connections_max: int = PROXY_RUNNING_MAX + PROXY_WAITING_MAX + PROXY_IDLE_MAX,
     ) -> None:
         self._app = app
         self._host = host
         self._port = port
         self._ending = ending
         self._stop_s = stop_s
+        self._connections_max = connections_max
         self._server: web.Server | None = None
+        # Connections with a request. bounded: connections_max
+        self._busy: set[web.RequestHandler] = set()
 
     def run(self) -> int:
         """Serve until a signal, which then ends the process; else the status."""
@@ -114,6 +133,12 @@ class ProxyServer:
         self._server = web.Server(
             self._handle,
             handler_cancellation=True,
+            max_line_size=PROXY_HEADER_BYTES_MAX,
+            max_field_size=PROXY_HEADER_BYTES_MAX,
+            max_headers=PROXY_HEADERS_MAX,
+            keepalive_timeout=PROXY_IDLE_S,
+            lingering_time=_UNREAD_S,
+            auto_decompress=False,  # a client could send little that becomes much
             access_log=None,
             logger=_quiet,
         )
@@ -122,12 +147,26 @@ class ProxyServer:
         )
         async with self._app.running():
             await runner.setup()
-            site = web.TCPSite(runner, self._host, self._port)
+            loop = asyncio.get_running_loop()
+            listening = await loop.create_server(
+                self._connected, self._host, self._port, backlog=_BACKLOG
+            )
             try:
-                await site.start()
-                yield site.port
+                yield listening.sockets[0].getsockname()[1]
             finally:
+                listening.close()
                 await self._stop(runner)
+
+    def _connected(self) -> asyncio.Protocol:
+        """Take a connection; the oldest without a request gives way if it has to."""
+        assert self._server is not None
+        connections = self._server.connections
+        if len(connections) >= self._connections_max:
+            idle = next((one for one in connections if one not in self._busy), None)
+            if idle is None:
+                return _Refusing()
+            idle.force_close()
+        return self._server()
 
     async def _stop(self, runner: web.ServerRunner) -> None:
         loop = asyncio.get_running_loop()
@@ -159,6 +198,7 @@ class ProxyServer:
         query = request.raw_path.partition("?")[2]
         client = request.remote or ""
         asked = HttpRequest(*where, headers, client, _parts(request), query)
+        self._busy.add(request.protocol)
         try:
             async with self._app.answered(asked) as answer:
                 return await _send(request, answer)
@@ -167,6 +207,8 @@ class ProxyServer:
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             raise
+        finally:
+            self._busy.discard(request.protocol)
 
 
 async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamResponse:
@@ -179,14 +221,21 @@ async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamRespo
         return web.Response(body=answer.body, status=answer.status, headers=headers)
     response = web.StreamResponse(status=answer.status, headers=headers)
     await response.prepare(request)
+    if request.method == "HEAD":
+        return response
     try:
         async for part in answer.body:
-            await response.write(part)
+            async with asyncio.timeout(PROXY_UNREAD_S):
+                await response.write(part)
         await response.write_eof()
     except EngineFailed:
         # It was logged. The client knows by an answer without an end.
         if request.transport is not None:
             request.transport.close()
+    except TimeoutError:
+        logger.warning("a client took nothing for %g s, and was cut", PROXY_UNREAD_S)
+        if request.transport is not None:
+            request.transport.abort()
     return response
 
 
@@ -198,6 +247,14 @@ async def _parts(request: web.BaseRequest) -> AsyncIterator[bytes]:
             yield part
     except web.RequestPayloadError as exc:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body has no end: {exc}") from None
+
+
+class _Refusing(asyncio.Protocol):
+    """Ends a connection that there is no room for."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """End it."""
+        transport.close()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
