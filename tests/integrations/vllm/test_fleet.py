@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,32 @@ def test_equal_beginnings_go_to_one_engine() -> None:
     after = {i: taken(f"{i}", made[:3]) for i in before}
     assert {before[i] for i in before if before[i] != after[i]} == {made[3].url}
     assert policy.choose(made, {"messages": [{"role": "user"}]}) in made
+
+
+class Unread(list[Any]):
+    """Fails whoever looks at all of it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, value in enumerate(super().__iter__()):
+            assert number < 2000, "more than the beginning was looked at"
+            yield value
+
+
+def test_the_beginning_of_a_chat_is_all_that_is_looked_at() -> None:
+    """A picture of 20 MB behind it costs nothing, and neither do a million values."""
+    policy, made = make_policy(LEAST_LOADED), engines(4)
+
+    def taken(*parts: Any) -> str:
+        body = {"messages": [{"role": "user", "content": list(parts)}]}
+        return policy.choose(made, body).url
+
+    for index in range(9):
+        system = {"type": "text", "text": f"{index}" + "a" * 2000}
+        pictures = [{"url": "data:" + name * 100_000} for name in "xyz"]
+        assert len({taken(system, picture) for picture in pictures}) == 1
+    for values in (Unread([[]] * 9000), Unread([{}] * 9000), Unread([0] * 9000)):
+        assert taken(values) in {one.url for one in made}
+        assert policy.choose(made, {"prompt": {"a": values}}) in made
 
 
 @pytest.mark.parametrize("prompt", [None, 7, {"a": 1}, True])
