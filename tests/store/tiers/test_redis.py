@@ -18,7 +18,7 @@ from tests.support.servers import free_port, redis_server
 
 
 def name_of(one: bytes, prefix: str = "kvwire") -> str:
-    return f"{prefix}/{path_of(NAMESPACE.digest + one)}"
+    return f"{prefix}:{path_of(NAMESPACE.digest + one)}"
 
 
 async def test_what_one_store_puts_another_one_gets() -> None:

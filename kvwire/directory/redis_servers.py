@@ -1,0 +1,464 @@
+"""The servers of Redis or Valkey that a URL names, for a directory and a tier alike.
+
+Only a server that takes writes is used. One that fails, or refuses to serve (it became
+a replica, loads its data, lost its replicas or its disk), is let go of with all its
+connections: a connection that exists leads to the same server for ever, also when the
+name leads to another one by now. Then all addresses of all hosts are tried, each 250 ms
+after the one before it (RFC 8305), until one of them has taken a write. So a name that
+moves, a list of hosts and a name with the addresses of all servers need no Sentinel.
+
+Nothing is tried again here: a directory and a tier have their own pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from kvwire.clock import run_to_completion
+from kvwire.directory.base import ended
+from kvwire.errors import UsageError, printable
+from kvwire.extras import needed_by
+from kvwire.limits import DIAL_DELAY_S
+
+with needed_by("Redis", extra="redis"):
+    from redis import exceptions
+    from redis.asyncio import (
+        Connection,
+        ConnectionPool,
+        Redis,
+        RedisCluster,
+        SSLConnection,
+    )
+    from redis.asyncio.connection import parse_url
+    from redis.asyncio.retry import Retry
+    from redis.backoff import NoBackoff
+
+logger: logging.Logger = logging.getLogger("kvwire.directory")
+
+FAULTS: Final = (Exception,)
+"""What its client raises: an answer that is no RESP may break its parser anywhere."""
+
+TLS_OPTIONS: Final[Mapping[str, str]] = {
+    "tls_ca_file": "ssl_ca_certs",
+    "tls_cert_file": "ssl_certfile",
+    "tls_key_file": "ssl_keyfile",
+}
+"""Options of a URL, and what the client calls them."""
+
+_SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
+# Errors of one command or one key. All others with a code (NOREPLICAS, MISCONF, BUSY,
+# ...) are about the server.
+_OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
+_CODE: Final = re.compile(r"[A-Z]{3,}\b")
+
+
+def of_server(error: BaseException) -> bool:
+    """Tell whether an error is about a server, and not about one command or key."""
+    if not isinstance(error, exceptions.ResponseError):
+        return True
+    if isinstance(
+        error,
+        (
+            exceptions.ReadOnlyError,
+            exceptions.ClusterDownError,
+            exceptions.TryAgainError,
+            exceptions.AskError,
+        ),
+    ):
+        return True
+    # The client has no class for it, and so has left its code where it was.
+    code = _CODE.match(str(error)) if type(error) is exceptions.ResponseError else None
+    return code is not None and code[0] not in _OF_COMMAND
+
+
+def as_pattern(text: str) -> str:
+    """Return a pattern of SCAN that means the characters of a text."""
+    return re.sub(r"([*?\[\]\\^])", r"\\\1", text)
+
+
+class Place(NamedTuple):
+    """Says where one server may be: an address of a host."""
+
+    url: dict[str, Any]
+    host: str
+    port: int
+    address: str
+
+    def __str__(self) -> str:
+        where = f"{self.host}:{self.port}"
+        return where if self.address == self.host else f"{where} ({self.address})"
+
+
+@dataclass(eq=False, slots=True)
+class RedisClient:
+    """Asks a server that takes writes, or the cluster that it is in.
+
+    Attributes:
+        commands: Sends commands.
+        channel: Publishes and subscribes: any server of a cluster passes messages on.
+        users: How many are using it now.
+    """
+
+    commands: Redis | RedisCluster
+    channel: Redis
+    users: int = 0
+
+    def primaries(self) -> list[Any]:
+        """Return the nodes of a cluster that have slots; none of a single server."""
+        if isinstance(self.commands, RedisCluster):
+            return self.commands.get_primaries()
+        return []
+
+    async def close(self) -> None:
+        """Close all connections. Never raises.
+
+        Cancel safety: it is finished first.
+        """
+        clients = {self.commands, self.channel}
+        await run_to_completion(asyncio.gather(*map(_closed, clients)))
+
+
+class RedisServers:
+    """Connects to the one of a URL's servers that takes writes.
+
+    Args:
+        what: Who asks, for errors.
+        url: ``redis://USER:PASSWORD@HOST:PORT,HOST:PORT/DATABASE``; ``rediss`` is TLS,
+            ``valkey`` and ``valkeys`` are the same.
+        options: Those of ``TLS_OPTIONS`` that were given.
+        timeout_s: For a connection, and for each answer.
+        key: Its removal is how a server shows that it takes writes. Nobody writes it.
+
+    Raises:
+        UsageError: The URL or an option cannot be used.
+
+    Attributes:
+        client: Who is asked; None while nobody is known to take writes.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        url: str,
+        options: Mapping[str, str],
+        timeout_s: float,
+        key: str,
+    ) -> None:
+        self.client: RedisClient | None = None
+        self._what = what
+        self._key = key
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._hosts = _hosts_of(what, url)
+        # Nodes of the cluster that was found last: those of the URL may be gone.
+        self._nodes: list[dict[str, Any]] = []
+        files = {name: options[name] for name in TLS_OPTIONS if options.get(name)}
+        for name, file in files.items():
+            if not Path(file).is_file():
+                raise UsageError(f"{what}: {name}={file!r}: there is no such file")
+        self._arguments: dict[str, Any] = {
+            "socket_connect_timeout": timeout_s,
+            "socket_timeout": timeout_s,
+            "socket_keepalive": True,
+            # Who calls tries again.
+            "retry": Retry(NoBackoff(), 0),
+            # With RESP3 the client takes connections that were closed for good ones.
+            "protocol": 2,
+        }
+        self._tls: dict[str, Any] = {
+            TLS_OPTIONS[name]: file for name, file in files.items()
+        }
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[RedisClient]:
+        """Use the client; it stays open meanwhile, also if another takes its place.
+
+        Raises:
+            ConnectionError: Nobody takes writes.
+
+        Cancel safety: safe; the client is closed by whoever uses it last.
+        """
+        client = self.client
+        if client is None:
+            raise ConnectionError("it is not connected")
+        client.users += 1
+        try:
+            yield client
+        finally:
+            client.users -= 1
+            if client is not self.client and not client.users:
+                await client.close()
+
+    def drop(self, client: RedisClient) -> None:
+        """Let go of a client that is being used: its users close it."""
+        if self.client is client:
+            self.client = None
+
+    async def connect(self) -> None:
+        """Connect, if that is not done.
+
+        Raises:
+            Exception: Nobody takes writes, and why.
+
+        Cancel safety: nothing stays open.
+        """
+        async with self._lock:
+            if self.client is None:
+                self.client = await self._found()
+
+    async def renew(self, doubtful: Collection[str]) -> set[str]:
+        """Connect anew; a cluster says where its slots are by now.
+
+        Returns:
+            Which of the doubtful nodes of a cluster do not answer.
+
+        Raises:
+            Exception: Nobody takes writes, and why.
+
+        Cancel safety: nothing stays open.
+        """
+        client = await self._found()
+        old, self.client = self.client, client
+        if old is not None and not old.users:
+            await old.close()
+        nodes = [node for node in client.primaries() if node.name in doubtful]
+        answers = await asyncio.gather(*map(self._ping, nodes), return_exceptions=True)
+        return {
+            node.name
+            for node, answer in zip(nodes, answers, strict=True)
+            if isinstance(answer, BaseException) and of_server(answer)
+        }
+
+    async def close(self) -> None:
+        """Close all connections; nothing is under way. Never raises.
+
+        Cancel safety: what is held is let go of in any case.
+        """
+        client, self.client = self.client, None
+        if client is not None:
+            await client.close()
+
+    # --- who takes writes -------------------------------------------------------------
+
+    async def _found(self) -> RedisClient:
+        """Return a client of the first place that takes writes."""
+        places, faults = await self._places()
+        trying: dict[asyncio.Task[RedisClient], Place] = {}
+        found: RedisClient | None = None
+        try:
+            while found is None and (places or trying):
+                if places:
+                    place = places.pop(0)
+                    trying[asyncio.create_task(self._probe(place))] = place
+                done, _ = await asyncio.wait(
+                    trying,
+                    timeout=DIAL_DELAY_S if places else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done:
+                    if (fault := task.exception()) is not None:
+                        faults[str(trying.pop(task))] = fault
+                    elif found is None:
+                        found = task.result()
+                        del trying[task]
+        finally:
+            await run_to_completion(_given_up(trying))
+        if found is None:
+            raise _worst(faults)
+        return found
+
+    async def _places(self) -> tuple[list[Place], dict[str, BaseException]]:
+        """Return all addresses of all hosts in their order, and hosts without any."""
+        loop = asyncio.get_running_loop()
+        places: list[Place] = []
+        faults: dict[str, BaseException] = {}
+
+        async def resolve(url: dict[str, Any]) -> list[tuple[Any, ...]]:
+            async with asyncio.timeout(self._timeout_s):
+                host, port = url["host"], url.get("port", 6379)
+                return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+        hosts = [*self._hosts, *self._nodes]
+        answers = await asyncio.gather(*map(resolve, hosts), return_exceptions=True)
+        for url, answer in zip(hosts, answers, strict=True):
+            host, port = url["host"], url.get("port", 6379)
+            if isinstance(answer, BaseException):
+                faults[f"{host}:{port}"] = answer
+                continue
+            addresses = dict.fromkeys(str(one[4][0]) for one in answer)
+            places += [Place(url, host, port, address) for address in addresses]
+        return places, faults
+
+    async def _probe(self, place: Place) -> RedisClient:
+        """Return a client of a place, once it has taken a write."""
+        secure = "connection_class" in place.url
+        pool = ConnectionPool(
+            **{
+                **place.url,
+                **self._arguments,
+                **(self._tls if secure else {}),
+                "connection_class": _DialledTLS if secure else _Dialled,
+                "dialled": place.address,
+            }
+        )
+        plain = Redis.from_pool(pool)
+        client = RedisClient(plain, plain)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                mode = await _mode(plain)
+                if mode == "sentinel":
+                    raise UsageError(
+                        f"{place} is a Sentinel: name the servers that it watches, "
+                        f"redis://HOST:6379,HOST:6379; the one that takes writes is "
+                        f"found"
+                    )
+                if mode == "cluster":
+                    client.commands = await self._cluster(place)
+                else:
+                    await _write(plain, self._key)
+        except exceptions.ResponseError as exc:
+            await client.close()
+            text = printable(str(exc))
+            if "db" in place.url and re.search("DB index|SELECT", text):
+                raise UsageError(f"{place}: {text}") from None
+            raise
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def _cluster(self, place: Place) -> RedisCluster:
+        """Return the client of a cluster, with the slots that a node has."""
+        secure = "connection_class" in place.url
+        cluster: RedisCluster = RedisCluster(
+            # A certificate names the host.
+            host=place.host if secure else place.address,
+            port=place.port,
+            ssl=secure,
+            require_full_coverage=False,
+            # It would close what others wait for.
+            reinitialize_steps=0,
+            username=place.url.get("username"),
+            password=place.url.get("password"),
+            **self._arguments,
+            **(self._tls if secure else {}),
+        )
+        try:
+            await cluster.initialize()
+        except BaseException:
+            await run_to_completion(_closed(cluster))
+            raise
+        self._nodes = [
+            {**place.url, "host": node.host, "port": int(node.port)}
+            for node in cluster.get_nodes()
+        ]
+        return cluster
+
+    async def _ping(self, node: Any) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            await node.execute_command("PING")
+
+
+class _Dialled(Connection):
+    """Dials one address of a host; the host is what a certificate has to name."""
+
+    def __init__(self, *, dialled: str, **arguments: Any) -> None:
+        self._dialled = dialled
+        super().__init__(**arguments)
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        arguments = {**super()._connection_arguments(), "host": self._dialled}
+        if "ssl" in arguments:
+            arguments["server_hostname"] = self.host
+        return arguments
+
+
+class _DialledTLS(_Dialled, SSLConnection):
+    """Does so with TLS."""
+
+
+async def _mode(client: Redis) -> str:
+    """Return how a server runs: standalone, cluster or sentinel; empty if unknown.
+
+    Every user may ask for it. What does not know the question is taken for a single
+    server if it answers otherwise.
+    """
+    try:
+        ask: Any = client.execute_command  # it is untyped
+        answer = await ask("HELLO")
+    except (exceptions.ResponseError, exceptions.InvalidResponse):
+        await client.ping()
+        return ""
+    if isinstance(answer, list):
+        answer = dict(zip(answer[::2], answer[1::2], strict=False))
+    mode = answer.get(b"mode") if isinstance(answer, dict) else None
+    return mode.decode() if isinstance(mode, bytes) else ""
+
+
+async def _write(client: Redis, key: str) -> None:
+    """Remove a key that nobody writes; raise what is about the server.
+
+    A user who may not write, as one that only watches, need not.
+    """
+    try:
+        await client.unlink(key)
+    except exceptions.ResponseError as exc:
+        if of_server(exc):
+            raise
+
+
+async def _given_up(trying: Iterable[asyncio.Task[RedisClient]]) -> None:
+    """End what is tried still, and close what has come up meanwhile."""
+    for task in trying:
+        await ended(task)
+        if not task.cancelled() and task.exception() is None:
+            await task.result().close()
+
+
+async def _closed(client: Redis | RedisCluster) -> None:
+    try:
+        await client.aclose()
+    except FAULTS as exc:
+        logger.debug("closing a connection to Redis: %s", exc)
+
+
+def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:
+    """Return a URL's hosts, each with what the client is to know of it."""
+    given, _, rest = url.partition("://")
+    place, slash, path = rest.partition("?")[0].partition("/")
+    who, at, hosts = place.rpartition("@")
+    scheme = _SCHEMES.get(given, given)
+    found: list[dict[str, Any]] = []
+    for host in hosts.split(","):
+        if not host:
+            raise UsageError(f"{what}: write {given}://HOST:PORT,HOST:PORT")
+        try:
+            parsed: Any = parse_url(f"{scheme}://{who}{at}{host}{slash}{path}")
+        except ValueError as exc:
+            raise UsageError(f"{what}: {exc}") from None
+        if path and "db" not in parsed:
+            raise UsageError(f"{what}: /{path} is no number of a database")
+        found.append(dict(parsed))
+    return found
+
+
+def _worst(faults: Mapping[str, BaseException]) -> BaseException:
+    """Return one error for all places: the refusal, if there is one, names a remedy."""
+    for fault in faults.values():
+        if isinstance(fault, (UsageError, exceptions.AuthenticationError)):
+            return fault
+    if len(faults) == 1:
+        return next(iter(faults.values()))
+    texts = (
+        f"{place}: {printable(str(fault) or type(fault).__name__)}"
+        for place, fault in faults.items()
+    )
+    return ConnectionError("; ".join(texts))

@@ -1,0 +1,532 @@
+"""Redis and Valkey in the forms they have in the field, for a directory and a tier."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+pytest.importorskip("redis", reason="redis is not installed: pip install redis")
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from kvwire import BlockStore, ConnectError, UsageError
+from kvwire.directory import ChangeKind, open_directory, redis
+from kvwire.directory.redis_servers import of_server
+from kvwire.store.tiers.redis import RedisTier
+from tests.directory.records import record
+from tests.directory.redis_forms import (
+    KINDS,
+    address_of,
+    answering,
+    behind_tls,
+    until_refused,
+    until_taken,
+    used,
+    with_replica,
+)
+from tests.store.caches import LARGE, Filled, chain
+from tests.store.contract import tier_of
+from tests.support.certificates import Authority
+from tests.support.pairs import until
+from tests.support.proxy import Cut, Direction, Ending, Latency, Proxy
+from tests.support.servers import (
+    Server,
+    free_port,
+    redis_cluster,
+    redis_sentinel,
+    redis_server,
+)
+
+# Rights that the pages name.
+RIGHTS: Final = {
+    "tier": "~kvwire:* +set +getrange +touch +unlink +scan",
+    "directory": "~kvwire:* &kvwire:* +set +getrange +unlink +scan +publish +subscribe",
+}
+CLUSTER_RIGHTS: Final = "+cluster|slots +command +ping"
+
+
+def url_of(*servers: Server, more: str = "") -> str:
+    return f"redis://{','.join(f'127.0.0.1:{one.port}' for one in servers)}{more}"
+
+
+# --- a server that takes no writes ----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_became_a_replica_is_let_go_of(kind: str) -> None:
+    """Its name leads to another one for new connections; old ones stay as they are."""
+    with with_replica() as (first, second, one, two):
+        async with (
+            Proxy(address_of(first)) as name,
+            used(kind, f"redis://127.0.0.1:{name.address.port}") as write,
+        ):
+            assert await write() == ""
+            two.replicaof("NO", "ONE")
+            two.flushall()
+            name.server = address_of(second)
+            one.replicaof("127.0.0.1", second.port)
+            await until_taken(write)
+            assert two.dbsize() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_host_of_a_list_that_takes_writes(kind: str) -> None:
+    """The first is a replica; then the primary dies and the replica takes over."""
+    with with_replica() as (first, second, _, two):
+        async with used(kind, url_of(second, first)) as write:
+            assert await write() == ""
+            first.kill()
+            await until_refused(write, "read only replica")
+            two.replicaof("NO", "ONE")
+            await until_taken(write)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_without_enough_replicas(kind: str) -> None:
+    with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
+        async with used(kind, url_of(server)) as write:
+            assert await write() == ""
+            plain.config_set("min-replicas-to-write", "1")
+            await until_refused(write, "NOREPLICAS")
+            plain.config_set("min-replicas-to-write", "0")
+            await until_taken(write)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_cannot_save(kind: str) -> None:
+    with (
+        redis_server("--save", "3600 1000000", "--dir", "/proc") as server,
+        Redis("127.0.0.1", server.port) as plain,
+    ):
+        async with used(kind, url_of(server)) as write:
+            assert await write() == ""
+            plain.bgsave()
+            await until_refused(write, "MISCONF")
+            plain.config_set("stop-writes-on-bgsave-error", "no")
+            await until_taken(write)
+
+
+@pytest.mark.parametrize(
+    ("text", "about_the_server"),
+    [
+        *((code, True) for code in ("READONLY", "LOADING", "MASTERDOWN", "MISCONF")),
+        *((code, True) for code in ("CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")),
+        *((code, True) for code in ("NOAUTH", "DENIED", "ANOTHER")),
+        *((code, False) for code in ("OOM", "WRONGTYPE", "NOPERM", "ERR")),
+        ("ERR SELECT is not allowed", False),
+        ("ERR max number of clients reached", True),
+    ],
+)
+def test_what_an_error_is_about(text: str, about_the_server: bool) -> None:
+    text = text if " " in text else f"{text} a reason"
+    with (
+        redis_server() as server,
+        Redis("127.0.0.1", server.port) as plain,
+        pytest.raises(RedisError) as caught,
+    ):
+        plain.eval("return redis.error_reply(ARGV[1])", 0, text)
+    assert of_server(caught.value) is about_the_server
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_that_is_full(kind: str) -> None:
+    with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
+        async with used(kind, url_of(server)) as write:
+            plain.config_set("maxmemory", "1")
+            await until_refused(write, "maxmemory")
+            plain.config_set("maxmemory", "0")
+            # That was one command's failure: it is not passed over.
+            assert await write() == ""
+
+
+async def test_blocks_that_were_acknowledged_and_evicted() -> None:
+    source, target = Filled(512, LARGE, seed=1), Filled(512, LARGE)
+    with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
+        plain.config_set("maxmemory-policy", "allkeys-lru")
+        plain.config_set("maxmemory", plain.info("memory")["used_memory"] + (16 << 20))
+        async with BlockStore.open([url_of(server)]) as store:
+            put = await store.put(chain(512), source.cache, range(512))
+            assert put.complete, put.missing.reasons
+            await store._tiers.memory.empty()
+            outcome = await store.get(chain(512), target.cache, range(512))
+            landed = outcome.landed.ids().tolist()
+            assert 0 < len(landed) < 512
+            evicted = f"it was evicted from {url_of(server)} before it was read"
+            known = {"it is not in the store", evicted}
+            assert set(outcome.missing.reasons) <= known
+            assert np.array_equal(source.tokens(landed), target.tokens(landed))
+
+
+# --- connections ----------------------------------------------------------------------
+
+
+async def test_a_restart_costs_no_put_for_each_connection() -> None:
+    source = Filled(seed=1)
+    with redis_server() as server:
+        async with BlockStore.open([url_of(server)]) as store:
+
+            async def put(name: str) -> bool:
+                return (
+                    await store.put(chain(4, name), source.cache, range(4))
+                ).complete
+
+            assert all(await asyncio.gather(*(put(f"a{n}") for n in range(8))))
+            server.kill()
+            server.start()
+            assert [await put(f"b{n}") for n in range(4)] == [True] * 4
+            assert all(await asyncio.gather(*(put(f"c{n}") for n in range(8))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("answers", [False, True])
+async def test_a_name_whose_first_address_is_of_no_use(
+    kind: str, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses, or accepts and never answers."""
+    real = socket.getaddrinfo
+
+    def resolve(host: str, *more: Any, **named: Any) -> list[Any]:
+        hosts = ["127.0.0.2", "127.0.0.1"] if host == "redis.test" else [host]
+        return [one for host in hosts for one in real(host, *more, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with redis_server() as server, contextlib.ExitStack() as stack:
+        if answers:
+            stack.enter_context(socket.create_server(("127.0.0.2", server.port)))
+        more = "?timeout=30" if kind == "tier" else ""
+        async with (
+            asyncio.timeout(20),
+            used(kind, f"redis://redis.test:{server.port}{more}") as write,
+        ):
+            assert await write() == ""
+        server.kill()
+        async with used(kind, f"redis://redis.test:{server.port}") as write:
+            why = await write()
+            named = ("127.0.0.2", "127.0.0.1")
+            assert all(address in why for address in named), why
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ending", Ending)
+async def test_a_proxy_that_cuts(kind: str, ending: Ending) -> None:
+    with redis_server() as server:
+        async with Proxy(address_of(server)) as proxy:
+            more = "?timeout=0.5" if kind == "tier" else ""
+            url = f"redis://127.0.0.1:{proxy.address.port}{more}"
+            async with used(kind, url) as write:
+                await until_taken(write)
+                proxy.toxics = (Cut(Direction.TO_CLIENT, 20, ending),)
+                await until_refused(write, "127.0.0.1")
+                proxy.toxics = ()
+                await until_taken(write)
+                assert await write() == ""
+
+
+async def test_a_server_that_is_slower_than_the_timeout() -> None:
+    with redis_server() as server:
+        async with Proxy(address_of(server)) as proxy:
+            url = f"redis://127.0.0.1:{proxy.address.port}?timeout=0.5"
+            async with used("tier", url) as write:
+                await until_taken(write)
+                proxy.toxics = (Latency(Direction.TO_CLIENT, 2.0),)
+                await until_refused(write, "127.0.0.1")
+                proxy.toxics = ()
+                await until_taken(write)
+                assert await write() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tls_and_a_password(kind: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    ca_file = str(authority.root.cert_file)
+    mine, client = authority.issue("localhost"), authority.issue("client")
+    files = (
+        f"tls_ca_file={ca_file}&tls_cert_file={client.cert_file}"
+        f"&tls_key_file={client.key_file}"
+    )
+    with redis_server("--requirepass", "secret") as server:
+        async with behind_tls(server, mine, ca_file) as port:
+            at = f"rediss://:secret@localhost:{port}"
+            async with used(kind, f"{at}?{files}") as write:
+                assert await write() == ""
+            # The name that was dialled is what counts, and not its address.
+            other = at.replace("localhost", "127.0.0.1")
+            async with used(kind, f"{other}?{files}") as write:
+                assert "certificate is not valid for '127.0.0.1'" in await write()
+            with pytest.raises(UsageError, match="tls_ca_file='/none': there is no"):
+                async with used(kind, f"{at}?tls_ca_file=/none") as write:
+                    await write()
+
+
+# --- who may ask ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_user_with_the_rights_that_the_page_names(kind: str) -> None:
+    with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
+        rights = RIGHTS[kind].split()
+        plain.execute_command("ACL", "SETUSER", "kv", "on", ">secret", *rights)
+        url = f"redis://kv:secret@127.0.0.1:{server.port}"
+        async with used(kind, url) as write:
+            assert await write() == ""
+        # Without one of them the reason names it.
+        plain.execute_command("ACL", "SETUSER", "kv", "-set")
+        async with used(kind, url) as write:
+            assert "'set' command" in await write()
+
+
+async def test_a_user_who_may_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "_SILENCE_S", 0.05)
+    rights = ["~kvwire:*", "&kvwire:*", "+getrange", "+scan", "+subscribe", "+ping"]
+    with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
+        plain.execute_command("ACL", "SETUSER", "kv", "on", ">secret", *rights)
+        announcing = open_directory(url_of(server))
+        watching = open_directory(f"redis://kv:secret@127.0.0.1:{server.port}")
+        pings = plain.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
+        async with aclosing(watching.watch()) as changes:
+            pending = asyncio.ensure_future(anext(changes))
+
+            def asked() -> bool:
+                stats: dict[str, Any] = plain.info("commandstats")
+                return bool(stats.get("cmdstat_ping", {"calls": 0})["calls"] > pings)
+
+            await until(asked)
+            await announcing.announce(record(1))
+            assert (await pending).record == record(1)
+        await announcing.close()
+        await watching.close()
+
+
+# --- what is refused by name ----------------------------------------------------------
+
+
+async def test_a_sentinel() -> None:
+    with redis_sentinel() as server:
+        with pytest.raises(UsageError, match="is a Sentinel: name the servers"):
+            await BlockStore.open([url_of(server)])
+        directory = open_directory(url_of(server))
+        with pytest.raises(ConnectError, match="is a Sentinel: name the servers"):
+            await directory.members()
+        await directory.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("/99", "DB index is out of range"), ("/abc", "/abc is no number of a database")],
+)
+async def test_a_database_that_there_is_not(path: str, why: str) -> None:
+    with redis_server() as server:
+        with pytest.raises(UsageError, match=why):
+            await BlockStore.open([url_of(server, more=path)])
+        with pytest.raises((UsageError, ConnectError), match=why):
+            await open_directory(url_of(server, more=path)).members()
+
+
+def test_a_list_of_hosts_is_for_kinds_that_have_it() -> None:
+    with pytest.raises(UsageError, match="one host is needed, not 2"):
+        open_directory("dns://a:1,b:2")
+    with pytest.raises(UsageError, match="write redis://HOST:PORT"):
+        open_directory("redis://a:1,")
+
+
+# --- answers that are none ------------------------------------------------------------
+
+GARBAGE: Final = {
+    "a line of 100 KB": b"+" + b"a" * 100_000 + b"\r\n",
+    "bytes": bytes(range(128, 256)) * 600,
+    "nested arrays": b"*1\r\n" * 100_000,
+    "a length that is no number": b"$abc\r\n",
+    "a negative length": b"$-7\r\n",
+    "a number that is none": b":1e3\r\n",
+    "controls": b"-ERR \x1b[2J\r\n",
+    "HTTP": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", GARBAGE)
+async def test_answers_that_are_no_resp(name: str, first: bool, kind: str) -> None:
+    """From the first one on, or once it has shown that it takes writes."""
+
+    def answer(command: bytes) -> bytes:
+        if first or command not in (b"CLIENT", b"HELLO", b"PING", b"UNLINK"):
+            return GARBAGE[name]
+        return b":0\r\n" if command == b"UNLINK" else b"+PONG\r\n"
+
+    async with answering(answer) as port:
+        more = "?timeout=0.3" if kind == "tier" else ""
+        if name == "nothing" and kind == "directory":
+            pytest.skip("it has no timeout of its own to wait for: 5 s")
+        async with used(kind, f"redis://127.0.0.1:{port}{more}") as write:
+            why = await write()
+            assert why
+            assert why.isprintable()
+            assert len(why) < 1000
+
+
+async def test_values_that_are_too_long_are_not_read_whole() -> None:
+    source, huge = Filled(seed=1), 64 << 20
+    with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
+        async with Proxy(address_of(server)) as proxy:
+            url = f"redis://127.0.0.1:{proxy.address.port}"
+            async with BlockStore.open([url]) as store:
+                assert (await store.put(chain(3), source.cache, range(3))).complete
+                first = next(iter(plain.scan_iter("kvwire:*")))
+                plain.setrange(first, huge, b"x")
+                await store._tiers.memory.empty()
+                outcome = await store.get(chain(3), source.cache, range(3))
+                assert len(outcome.landed) == 2
+                # It is gone, so that it is in the way of no put.
+                assert not plain.exists(first)
+                assert tier_of(store, RedisTier).stats().damaged_blocks == 1
+            directory = open_directory(url)
+            await directory.announce(record(1))
+            plain.setrange("kvwire:member:other", huge, b"x")
+            plain.rpush("kvwire:member:list", "a")
+            assert await directory.members() == (record(1),)
+            assert directory.ignored == 1
+            await directory.close()
+        assert proxy.passed[Direction.TO_CLIENT] < huge / 32
+
+
+# --- watchers -------------------------------------------------------------------------
+
+
+async def test_a_watcher_whose_server_others_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It became a replica of nobody it can reach; it answers, and publishes nothing."""
+    monkeypatch.setattr(redis, "_SILENCE_S", 0.2)
+    with with_replica() as (first, second, one, two):
+        async with Proxy(address_of(first)) as name:
+            watching = open_directory(f"redis://127.0.0.1:{name.address.port}")
+            announcing = open_directory(url_of(second))
+            async with aclosing(watching.watch()) as changes:
+                pending = asyncio.ensure_future(anext(changes))
+                await until(lambda: one.pubsub_numsub("kvwire:members")[0][1])
+                two.replicaof("NO", "ONE")
+                name.server = address_of(second)
+                one.replicaof("127.0.0.1", free_port())
+                await announcing.announce(record(1))
+                async with asyncio.timeout(20):
+                    assert (await pending).record == record(1)
+            await announcing.close()
+            await watching.close()
+
+
+# --- clusters -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[Server]]:
+    with redis_cluster() as servers:
+        yield servers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cluster_and_a_restricted_user(
+    kind: str, cluster: list[Server]
+) -> None:
+    rights = f"{RIGHTS[kind]} {CLUSTER_RIGHTS}".split()
+    for server in cluster:
+        with Redis("127.0.0.1", server.port) as plain:
+            plain.execute_command("ACL", "SETUSER", "kv", "on", ">secret", *rights)
+    async with used(kind, f"redis://kv:secret@127.0.0.1:{cluster[0].port}") as write:
+        for _ in range(8):
+            assert await write() == ""
+
+
+async def test_members_in_a_cluster(cluster: list[Server]) -> None:
+    """Their keys are at all servers, and messages arrive at all."""
+    records = [record(number) for number in range(1, 33)]
+    announcing = open_directory(url_of(cluster[0]))
+    watching = open_directory(url_of(cluster[4]))
+    async with aclosing(watching.watch()) as changes:
+        for one in records:
+            await announcing.announce(one)
+            change = await anext(changes)
+            assert (change.kind, change.record) == (ChangeKind.JOINED, one)
+        assert {one.name for one in await watching.members()} == {
+            one.name for one in records
+        }
+        await announcing.close()
+        left = {(await anext(changes)).record.name for _ in records}
+        assert left == {one.name for one in records}
+    await watching.close()
+
+
+@pytest.mark.parametrize("half", [True, False])
+async def test_slots_that_move(cluster: list[Server], half: bool) -> None:
+    """While a slot moves (ASK), and when it has moved (MOVED)."""
+    source, target = Filled(16, seed=1), Filled(16)
+    hashes = chain(16, f"{half}")
+    async with BlockStore.open([url_of(cluster[0])]) as store:
+        assert (await store.put(hashes, source.cache, range(16))).complete
+        with contextlib.ExitStack() as stack:
+            masters = [
+                stack.enter_context(Redis("127.0.0.1", server.port))
+                for server in cluster[:3]
+            ]
+            moved = _move_a_slot(masters, cluster, half=half)
+            await store._tiers.memory.empty()
+            async with asyncio.timeout(20):
+                while not (await store.get(hashes, target.cache, range(16))).complete:
+                    await store._tiers.memory.empty()
+            blocks = list(range(16))
+            assert np.array_equal(source.tokens(blocks), target.tokens(blocks))
+            # Nothing new is refused either.
+            async with asyncio.timeout(20):
+                while not (
+                    await store.put(chain(16, f"more {half}"), source.cache, range(16))
+                ).complete:
+                    pass
+            if half:
+                _settle_slot(masters, *moved)
+
+
+def _move_a_slot(
+    masters: list[Any], servers: list[Server], *, half: bool
+) -> tuple[int, str]:
+    """Move a slot that has keys to another master, or leave it on its way."""
+    ids = [one.cluster("myid").decode() for one in masters]
+    name = next(iter(masters[0].scan_iter("kvwire:*")))
+    slot = masters[0].cluster("keyslot", name)
+    masters[1].cluster("setslot", slot, "importing", ids[0])
+    masters[0].cluster("setslot", slot, "migrating", ids[1])
+    for key in masters[0].cluster("getkeysinslot", slot, 100):
+        masters[0].migrate("127.0.0.1", servers[1].port, key, 0, 5000)
+    if not half:
+        _settle_slot(masters, slot, ids[1])
+    return slot, ids[1]
+
+
+def _settle_slot(masters: list[Any], slot: int, owner: str) -> None:
+    for one in (masters[1], masters[0], masters[2]):
+        one.cluster("setslot", slot, "node", owner)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_master_of_a_cluster_is_lost(kind: str, number: signal.Signals) -> None:
+    """The one that the URL names; its replica takes over."""
+    with redis_cluster() as servers:
+        async with used(kind, url_of(servers[0])) as write:
+            for _ in range(8):
+                assert await write() == ""
+            servers[0].signal(number)
+            for _ in range(8):
+                await until_taken(write)
