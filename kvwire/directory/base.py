@@ -37,7 +37,6 @@ from kvwire.errors import (
     UsageError,
     check_credentials,
     nearest,
-    printable,
     shown,
 )
 from kvwire.limits import (
@@ -148,7 +147,7 @@ class Directory(ABC):
         try:
             yield
         except reported as exc:
-            text = printable(str(exc) or type(exc).__name__)
+            text = str(exc) or type(exc).__name__
             raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
 
     def seconds(self, option: str) -> float:

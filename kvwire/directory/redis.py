@@ -26,6 +26,7 @@ from kvwire.directory.redis_servers import (
     as_pattern,
     of_server,
 )
+from kvwire.errors import ConnectError, printable
 from kvwire.extras import needed_by
 from kvwire.limits import MEMBERS_MAX, RECORD_BYTES_MAX
 
@@ -96,7 +97,7 @@ class RedisDirectory(Directory):
     @asynccontextmanager
     async def _used(self) -> AsyncIterator[RedisClient]:
         """Use a server that takes writes; let go of it when it fails."""
-        with self.failing(*FAULTS):
+        try:
             await self._servers.connect()
             async with self._servers.use() as client:
                 try:
@@ -105,6 +106,9 @@ class RedisDirectory(Directory):
                     if of_server(exc):
                         self._servers.drop(client)
                     raise
+        except FAULTS as exc:
+            text = printable(str(exc) or type(exc).__name__)
+            raise ConnectError(f"directory {self}: {text}", address=str(self)) from exc
 
     async def _next(self, client: RedisClient, channel: PubSub) -> dict[str, Any]:
         """Wait for what arrives; while nothing does, see whether anything would."""

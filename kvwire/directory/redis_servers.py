@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvwire.clock import run_to_completion
+from kvwire.clock import run_to_completion, start_task
 from kvwire.directory.base import ended
 from kvwire.errors import UsageError, printable
 from kvwire.extras import needed_by
@@ -57,6 +57,7 @@ _SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
 # Errors of one command or one key. All others with a code (NOREPLICAS, MISCONF, BUSY,
 # ...) are about the server.
 _OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
+_CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
 _CODE: Final = re.compile(r"[A-Z]{3,}\b")
 
 
@@ -257,7 +258,7 @@ class RedisServers:
             while found is None and (places or trying):
                 if places:
                     place = places.pop(0)
-                    trying[asyncio.create_task(self._probe(place))] = place
+                    trying[start_task(self._probe(place))] = place
                 done, _ = await asyncio.wait(
                     trying,
                     timeout=DIAL_DELAY_S if places else None,
@@ -457,8 +458,9 @@ def _worst(faults: Mapping[str, BaseException]) -> BaseException:
             return fault
     if len(faults) == 1:
         return next(iter(faults.values()))
-    texts = (
-        f"{place}: {printable(str(fault) or type(fault).__name__)}"
+    texts = [
+        # The place is said already.
+        f"{place}: {re.sub(_CONNECTING, '', str(fault)) or type(fault).__name__}"
         for place, fault in faults.items()
-    )
-    return ConnectionError("; ".join(texts))
+    ]
+    return ConnectionError("; ".join(map(printable, texts)))
