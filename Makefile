@@ -145,7 +145,8 @@ store-torture: $(STAMP) $(S3_VENV)/.installed
 	S3_SERVER=$(S3_VENV)/bin/moto_server $(BIN)/python -m tests.store.torture $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
-VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store
+VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store \
+  tests/integrations/test_weights.py
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 

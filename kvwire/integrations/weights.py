@@ -95,15 +95,17 @@ def weights_name(model: str, *, revision: str = "", cache: str = "") -> str:
 
 def _place(model: str, revision: str, cache: str) -> Path:
     path = Path(model).expanduser()
-    if path.exists():
+    if model and path.exists():
         return path
     try:
         import huggingface_hub as hub  # noqa: PLC0415 - engines bring it
+        from huggingface_hub import constants  # noqa: PLC0415
 
         if not revision:
-            folder = cache or hub.constants.HF_HUB_CACHE
-            known = hub.file_download.repo_folder_name(repo_id=model, repo_type="model")
-            snapshots: list[Path] = [*(Path(folder) / known / "snapshots").iterdir()]
+            known = "--".join(("models", *model.split("/")))
+            snapshots = [
+                *(Path(cache or constants.HF_HUB_CACHE) / known / "snapshots").iterdir()
+            ]
             if len(snapshots) != 1:
                 raise UsageError(
                     f"model={shown(model)}: {len(snapshots)} revisions of it are on "

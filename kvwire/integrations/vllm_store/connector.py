@@ -34,11 +34,11 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         transfer = vllm_config.kv_transfer_config
         shapes = cache_shapes(vllm_config, kv_cache_config)
         settings = read_keys(transfer.kv_connector_extra_config, StoreSettings)
-        if len(shapes) > 1 or shapes[0].partial:
+        if any(shape.table or shape.partial for shape in shapes):
             kinds = "; ".join(shape.profile for shape in shapes)
             raise UsageError(
-                f"KvwireStoreConnector keeps layers of one shape that attend to "
-                f"everything; this engine has others ({kinds})"
+                f"KvwireStoreConnector keeps layers that attend to everything and have "
+                f"one block table; this engine has others ({kinds})"
             )
         if shapes[0].stage[1] > 1:
             raise UsageError(
@@ -46,7 +46,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
                 f"supports 1 only"
             )
         self._lookup: Lookup | None = None
-        (shape,) = shapes
+        shape = shapes[0]
         if role == base.KVConnectorRole.SCHEDULER:
             files = [address_file(transfer.engine_id, r) for r in range(shape.ranks)]
             self._lookup = Lookup(files, settings.lookup_timeout_s)
@@ -59,7 +59,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         rank = vllm_config.parallel_config.rank % shape.ranks
         self._worker = StoreWorker(
             msgspec.structs.replace(settings, fingerprint=fingerprint),
-            dataclasses.replace(shape, rank=rank),
+            [dataclasses.replace(one, rank=rank) for one in shapes],
             address_file(transfer.engine_id, rank),
         )
 

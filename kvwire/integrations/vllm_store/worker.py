@@ -7,11 +7,11 @@ scheduled. Nothing is reported as free before the store has let go of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvwire import Communicator, PagedCache
 from kvwire.errors import KVWireError
@@ -24,15 +24,21 @@ from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
 from kvwire.store.cleanup import error_text
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
+T = TypeVar("T")
 
 
 class StoreWorker:
     """Does the connector's work in a worker's process."""
 
-    def __init__(self, settings: StoreSettings, shape: CacheShape, file: Path) -> None:
-        self._shape = replace(shape, fingerprint=settings.fingerprint)
+    def __init__(
+        self, settings: StoreSettings, shapes: Sequence[CacheShape], file: Path
+    ) -> None:
+        named = settings.fingerprint
+        # All of one block table, so each has the blocks that a request names.
+        self._shapes = tuple(replace(shape, fingerprint=named) for shape in shapes)
+        self._rank = shapes[0].rank
         self._file = file
-        tiers = settings.tiers_of(shape.rank, shape.ranks)
+        tiers = settings.tiers_of(self._rank, shapes[0].ranks)
         self._engine, self._store = open_store("vllm-store", tiers, settings.write)
         address = self._engine.listen("127.0.0.1:0")
         file.unlink(missing_ok=True)
@@ -52,10 +58,10 @@ class StoreWorker:
 
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Take the caches of this worker."""
-        self._cache = layer_caches(tensors, [self._shape]).cache
+        self._cache = layer_caches(tensors, self._shapes).cache
         require_room(self._engine, self._store, self._cache)
         self._recorded()  # before vLLM captures graphs: then none may allocate
-        logger.info("rank %d: %r in %s", self._shape.rank, self._store, self._cache)
+        logger.info("rank %d: %r in %s", self._rank, self._store, self._cache)
 
     def fence(self, step: StoreStep) -> None:
         """Return when the store does not touch blocks that a step may overwrite."""
@@ -112,7 +118,10 @@ class StoreWorker:
 
     async def _match(self, hashes: list[bytes]) -> int:
         """Return how many leading blocks of a chain are here."""
-        return await self._store.match(hashes, self._cache) if self._cache else 0
+        if self._cache is None:
+            return 0
+        found = await self._store.match(self._of_groups(hashes), self._cache)
+        return min(found.values())
 
     async def _forget(self) -> bool:
         """Forget all blocks for such a cache, whoever has put them; whether it did."""
@@ -123,6 +132,10 @@ class StoreWorker:
             logger.warning("the store has not forgotten its blocks: %s", exc)
             return False
         return True
+
+    def _of_groups(self, listed: list[T]) -> dict[str, list[T]]:
+        """Return a list of each cache group, which all have the same blocks."""
+        return dict.fromkeys((shape.name for shape in self._shapes), listed)
 
     def _recorded(self) -> object:
         """Return an event behind this thread's queued work, if a GPU's."""
@@ -141,9 +154,12 @@ class StoreWorker:
             request = None
             lost, why = list(wanted.ids), ""
             try:
-                request = self._store.get(wanted.hashes, cache, wanted.ids, after=after)
+                ids = self._of_groups(wanted.ids)
+                hashes = self._of_groups(wanted.hashes)
+                request = self._store.get(hashes, cache, ids, after=after)
                 missing = (await request).missing
-                lost, why = missing.ids().tolist(), "; ".join(missing.reasons)
+                each = [set(missing.ids(name).tolist()) for name in cache.groups]
+                lost, why = sorted(set().union(*each)), "; ".join(missing.reasons)
             except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
                 why = error_text(exc)
             if request is not None:
@@ -167,7 +183,9 @@ class StoreWorker:
         assert cache is not None, "vLLM registers its caches first"
 
         async def run(_: Communicator) -> None:
-            request = self._store.put(named.hashes, cache, named.ids, after=after)
+            ids = self._of_groups(named.ids)
+            hashes = self._of_groups(named.hashes)
+            request = self._store.put(hashes, cache, ids, after=after)
             await request.drained()
             self._unsaved.note(request)
 

@@ -153,6 +153,43 @@ def test_layers_of_several_kinds_in_one_group() -> None:
     assert cache_shapes(said, caches) == ()
 
 
+@pytest.mark.parametrize(
+    ("heads", "draft", "on_a_rank", "ranks", "total"),
+    [
+        (8, None, 8, 1, 8),
+        (8, None, 2, 4, 8),
+        (2, None, 1, 4, 2),  # two ranks have a copy each
+        (8, 2, 2, 1, 2),
+        (8, 2, 1, 4, 2),
+        (2, 2, 1, 4, 2),
+        # Of the model or of its draft model: a rank counts as a head of its own.
+        (4, 2, 1, 4, 4),
+        (4, 2, 1, 8, 8),
+        (8, None, 3, 4, 12),  # some layers have more
+    ],
+)
+def test_how_many_heads_all_ranks_have(
+    heads: int, draft: int | None, on_a_rank: int, ranks: int, total: int
+) -> None:
+    said, caches = config(
+        spec(num_kv_heads=on_a_rank), kv_heads=heads, tensor_parallel_size=ranks
+    )
+    if draft is not None:
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: draft)
+        said.speculative_config = SimpleNamespace(draft_model_config=model)
+    (shape,) = cache_shapes(said, caches)
+    assert (shape.kv_heads, shape.total_kv_heads) == (on_a_rank, total)
+    assert shape.profile == f"full, {total} x 64"
+
+
+def test_a_table_whose_layers_read_other_blocks() -> None:
+    said, caches = config(spec())
+    (group,) = caches.kv_cache_groups
+    group.kv_cache_spec = SimpleNamespace(kv_cache_specs={"a": spec(), "b": windowed()})
+    with pytest.raises(UsageError, match=r"table 0 .*\(full; window of 100, by 16\)"):
+        cache_shapes(said, caches)
+
+
 def test_decode_reads_no_other_blocks() -> None:
     """Blocks of 16 tokens; test_connector.py has what vLLM keeps of them."""
     window = replace(SHAPE, window=100)
@@ -181,6 +218,7 @@ def test_decode_reads_no_other_blocks() -> None:
             "CrossAttentionSpec: it holds an",
         ),
         (config(state(2)), "states with speculative"),
+        (config(spec(head_size_v=32)), "keys of 64 and values of 32 elements"),
         (
             config(spec(), state(), pipeline_parallel_size=2, rank=4),
             "^pipeline_parallel_size=2 with full; state of 136 bytes on 4 ranks: ",

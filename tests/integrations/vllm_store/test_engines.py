@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,28 @@ def test_engines_share_prefixes_that_outlive_them(
         url = f"{first.url}/reset_prefix_cache?reset_external=true"
         httpx.post(url, timeout=ANSWERS_WITHIN_S).raise_for_status()
         assert [loaded(first, ids) for ids in prompts] == cold
+
+
+def test_a_draft_model_of_other_heads(
+    server: StoreServer, model: Path, tmp_path: Path
+) -> None:
+    """What one engine has computed of both models, another one loads."""
+    draft = make_model("draft", tmp_path)
+    said = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 2}
+    more = ("--speculative-config", json.dumps(said))
+    made = [
+        engine(model, tmp_path, name, core, {}, *more, alone=store(server))
+        for core, name in enumerate(("first", "second"))
+    ]
+    ids, before = prompt(1000, seed=31), server.blocks()
+    with running(*made):
+        cold = loaded(made[0], ids)
+        # A block of each of two cache groups.
+        kept = 2 * (1000 // BLOCK_TOKENS)
+        assert eventually(lambda: server.blocks() - before == kept)
+        warm = loaded(made[1], ids)
+        assert (cold[1], warm[1]) == (0, 999 // BLOCK_TOKENS * BLOCK_TOKENS)
+        assert warm[0] == cold[0]
 
 
 def test_engines_of_other_weights_share_nothing(

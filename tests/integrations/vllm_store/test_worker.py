@@ -41,7 +41,7 @@ class Worker:
     """A worker and its memory."""
 
     def __init__(self, file: Path, **settings: Any) -> None:
-        self.side = StoreWorker(StoreSettings(**settings), SHAPE, file)
+        self.side = StoreWorker(StoreSettings(**settings), [SHAPE], file)
         self.memory = np.zeros(
             (LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, 2 * DIM), np.float32
         )
@@ -146,12 +146,61 @@ def test_a_fence_waits_for_a_request_that_is_over_as_well(tmp_path: Path) -> Non
         assert made.side.finished()[0] == {"p"}
 
 
+def test_layers_of_several_shapes_in_one_table(tmp_path: Path) -> None:
+    """As those of a model and its draft model: each has the same blocks."""
+    shapes = [
+        replace(SHAPE, name="0 full", layers=NAMES),
+        replace(
+            SHAPE,
+            name="1 full",
+            layers=("draft.9",),
+            kv_heads=2,
+            total_kv_heads=2,
+            head_dim=16,
+        ),
+    ]
+    sides, memories = [], []
+    for name in "ab":
+        side = StoreWorker(
+            StoreSettings(tiers=("memory:1MiB", f"disk:{tmp_path}/kv?size=1MiB")),
+            shapes,
+            tmp_path / name,
+        )
+        memory = {
+            name: np.zeros((BLOCKS, HEADS, BLOCK_TOKENS, 2 * DIM), np.float32)
+            for name in NAMES
+        } | {"draft.9": np.zeros((BLOCKS, 2, BLOCK_TOKENS, 32), np.float32)}
+        side.register(memory)
+        sides.append(side)
+        memories.append(memory)
+        if name == "a":
+            for layer in memory.values():
+                layer[:] = np.random.default_rng(layer.size).random(layer.shape)
+            side.begin_step(StoreStep(saves=[NamedBlocks("p", HASHES, FROM)]))
+            side.step_written()
+            side.begin_step(StoreStep(leaving={"p"}))
+            assert eventually(lambda: sides[0].finished()[0] == {"p"})
+            side.close()
+    with closing(sides[1]) as side, closing(Lookup([tmp_path / "b"], 60.0)) as lookup:
+        assert lookup.begin([*HASHES, bytes(32)]).result() == 3
+        side.begin_step(StoreStep(loads=[NamedBlocks("d", HASHES, INTO)]))
+        side.start_loads()
+        assert eventually(lambda: side.finished()[1] == {"d"})
+        assert not side.take_errors()
+        for name, layer in memories[1].items():
+            assert np.array_equal(layer[INTO], memories[0][name][FROM])
+        side.begin_step(StoreStep(loads=[NamedBlocks("d", [bytes(32)], [5])]))
+        side.start_loads()
+        assert eventually(lambda: side.finished()[1] == {"d"})
+        assert side.take_errors() == {5}
+
+
 def test_a_tier_without_room_for_a_block_is_refused_at_the_start(
     tmp_path: Path,
 ) -> None:
     tiers = ("memory:64KiB?slab=4KiB",)
     shape = replace(SHAPE, head_dim=2 * DIM)
-    side = StoreWorker(StoreSettings(tiers=tiers), shape, tmp_path / "a")
+    side = StoreWorker(StoreSettings(tiers=tiers), [shape], tmp_path / "a")
     memory = np.zeros((LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, 4 * DIM), np.float32)
     layers = dict(zip(NAMES, memory, strict=True))
     try:
@@ -229,7 +278,7 @@ def test_the_address_is_in_a_directory_of_this_user_alone(
 def test_caches_on_a_gpu(tmp_path: Path) -> None:
     """Saved once the kernels before have run, loaded before the ones behind."""
     with closing(SimulatedDevice()) as device:
-        side = StoreWorker(StoreSettings(), SHAPE, tmp_path / "a")
+        side = StoreWorker(StoreSettings(), [SHAPE], tmp_path / "a")
         shape = (BLOCKS, HEADS, BLOCK_TOKENS, 2 * DIM)
         arrays = [device.array(np.zeros(shape, np.float32)) for _ in NAMES]
         side.register(dict(zip(NAMES, arrays, strict=True)))
