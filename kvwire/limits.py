@@ -412,6 +412,9 @@ LEASE_S: Final = 30.0
 RESTART_GRACE_S: Final = 1.0
 # A transfer that is open for so long is named in the log, once, with what it waits for.
 WAITING_LOG_S: Final = 10.0
+# A host that is refused for its key is a warning so often; what comes between is INFO.
+REFUSED_LOG_S: Final = 60.0
+REFUSED_HOSTS_MAX: Final = 256
 # Connections and transfers in a snapshot: a megabyte of JSON at most.
 SNAPSHOT_ROWS_MAX: Final = 1000
 # Events that `kvwire trace` sees of a process: 400 transfers of 32 layers, 4 MB.

@@ -57,6 +57,8 @@ _RECORD_BYTES: Final = 16 * KIB
 _HANDSHAKE, _ALERT = 0x16, 0x15
 # A fatal alert, "protocol_version", for whoever speaks no TLS (RFC 8446 6).
 _NO_TLS_HERE: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 70))
+# The same, "access_denied": a certificate is valid, and its owner is not wanted.
+_NOT_YOU: Final = bytes((_ALERT, 3, 3, 0, 2, 2, 49))
 
 
 class Buffers:
@@ -153,12 +155,15 @@ class TlsWire:
         """Find out who the peer is.
 
         A client that does not accept its server leaves before it has shown its own
-        certificate. A server goes on, so that the protocol above can say why not.
+        certificate, with an alert that may be in the clear until then (RFC 8446 6.2).
+        A server goes on, so that the protocol above can say why not.
         """
         try:
             self._peer_identity = self._credentials.proven(self._tls, self._role)
         except AuthenticationFailed as exc:
             if self._role is Role.CLIENT:
+                with contextlib.suppress(OSError):
+                    self.sock.send(_NOT_YOU)
                 raise
             # Its traceback would keep this very object alive.
             self._refused = exc.with_traceback(None)
@@ -269,7 +274,7 @@ class TlsWire:
         """Tell the peer, whom the alert may reach, and whoever has called."""
         with contextlib.suppress(OSError):
             self.flush()
-        raise explained(error, opened=self.opened)
+        raise explained(error, self._role, opened=self.opened)
 
     def _read_ahead(self) -> None:
         """Decrypt all that we hold, which is not more than a piece and a record."""

@@ -196,7 +196,10 @@ async def _serve(
             if metrics:
                 from kvwire.observe.http import MetricsServer  # noqa: PLC0415 - an extra
 
-                monitored = stack.enter_context(MetricsServer(store, metrics))
+                communicator = server._communicator  # noqa: SLF001 - the library's own
+                monitored = stack.enter_context(
+                    MetricsServer(store, metrics, communicator)
+                )
                 also = f"; metrics at {monitored.url}"
             shown = map(without_password, tiers)
             served = f"{', '.join(shown)} on {server.address}"

@@ -15,11 +15,15 @@ from kvwire.backend import Backend, Link
 from kvwire.clock import start_task
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.accept_queue import AcceptQueue
-from kvwire.errors import KVWireError
-from kvwire.limits import PENDING_HANDSHAKES_MAX
+from kvwire.errors import AuthenticationFailed, KVWireError
+from kvwire.limits import (
+    PENDING_HANDSHAKES_MAX,
+    REFUSED_HOSTS_MAX,
+    REFUSED_LOG_S,
+)
 from kvwire.proto.handshake import ServerHandshake
 from kvwire.security.keys import crosses_hosts
-from kvwire.types import TrustMode, is_loopback
+from kvwire.types import Address, TrustMode, is_loopback
 from kvwire.wire.handshake_messages import NONCE_BYTES
 
 if TYPE_CHECKING:
@@ -43,6 +47,8 @@ class Acceptor:
         # Oldest first.
         self._pending: dict[HandshakeDriver[ConnectionState], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # Hosts whose refusal was a warning lately, and until when the next is none.
+        self._quiet_until: dict[str, float] = {}
 
     def accept(self, link: Link, backend: Backend) -> None:
         """Shake hands with a link that came in, in a task of its own."""
@@ -91,7 +97,7 @@ class Acceptor:
         try:
             connection = opening.done.result()
         except KVWireError as exc:
-            logger.info("%s: refused: %s", remote, exc)
+            logger.log(self._level(exc, remote), "%s: refused: %s", remote, exc)
             return
         try:
             async with asyncio.timeout(timeout_s):
@@ -106,6 +112,21 @@ class Acceptor:
             communicator.registry.reattach(connection)
             if not communicator.closed:
                 self.inbound.put(connection.public)
+
+    def _level(self, error: KVWireError, remote: Address | None) -> int:
+        """Return how loudly to log a refusal: a wrong key is an operator's business.
+
+        A host that tries again and again is a warning once in a while.
+        """
+        if not isinstance(error, AuthenticationFailed):
+            return logging.INFO
+        now, host = self._communicator.loop.time(), remote.host if remote else ""
+        if now < self._quiet_until.get(host, now):
+            return logging.INFO
+        if len(self._quiet_until) >= REFUSED_HOSTS_MAX:
+            self._quiet_until.clear()
+        self._quiet_until[host] = now + REFUSED_LOG_S  # bounded: REFUSED_HOSTS_MAX
+        return logging.WARNING
 
     def _why_not(self, link: Link, backend: Backend) -> str:
         """Say why a link is not even asked who it is; "" if it is."""

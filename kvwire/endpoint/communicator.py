@@ -71,6 +71,7 @@ from kvwire.proto.handshake import (
 from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import CredentialFiles
+from kvwire.security.validity import Validity
 from kvwire.transfers.event_wait import wait_event
 from kvwire.transfers.incoming import IncomingState
 from kvwire.transfers.matching import TransferRegistry
@@ -181,6 +182,11 @@ class CommunicatorState:
         return self.config.name
 
     @property
+    def certificate(self) -> Validity | None:
+        """Return when the certificate of ``mtls`` mode is valid. From any thread."""
+        return None if self._tls is None else self._tls.current().own.validity
+
+    @property
     def closed(self) -> bool:
         """Tell whether it is closing, or closed."""
         return self._closed
@@ -198,6 +204,8 @@ class CommunicatorState:
         self.check_open()
         where = Address.parse(address)
         backend = self._backend(where.scheme, self.config)
+        if self._tls is not None:
+            self._tls.check_may_listen()
         # Loads their libraries now, and not while a peer waits in its handshake.
         offered(self.config, where.scheme)
 

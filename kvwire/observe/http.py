@@ -18,9 +18,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Self, TypeVar
 
-from kvwire import BlockStore, ListenError
+from kvwire import BlockStore, Communicator, ListenError
 from kvwire.extras import needed_by
-from kvwire.observe.prometheus import StoreCollector
+from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.types import Address
 
 with needed_by("kvwire.observe.http", extra="metrics"):
@@ -44,6 +44,7 @@ class MetricsServer:
 
     Args:
         store: What is asked about.
+        communicator: That of the store's server, if its numbers are to be there too.
         address: Where to listen; ``"host:0"`` takes any free port. Whoever can reach it
             can read it: names and addresses of tiers and clients, and numbers.
 
@@ -59,12 +60,15 @@ class MetricsServer:
         self,
         store: BlockStore,
         address: str | Address,
+        communicator: Communicator | None = None,
     ) -> None:
         where = Address.parse(address)
         self._store = store
         self._loop = asyncio.get_running_loop()
         self._registry = CollectorRegistry()
         self._registry.register(StoreCollector(store))
+        if communicator is not None:
+            self._registry.register(CommunicatorCollector(communicator))
         try:
             self._server = _Server((where.host, where.port), _Request, self)
         except OSError as exc:

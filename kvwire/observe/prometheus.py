@@ -12,6 +12,7 @@ for what only grows.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -115,12 +116,26 @@ class CommunicatorCollector(Collector):
         )
         unreceived.add_metric([name], sum(sum(c.unreceived.values()) for c in live))
         yield unreceived
+        yield from self._certificate(name)
         yield from self._by_peer(name)
         for metric, text, field in _DISTRIBUTIONS:
             histogram = HistogramMetricFamily(metric, text, labels=labels)
             found: Distribution = getattr(self._distributions, field)
             histogram.add_metric([name], found.buckets, found.total)
             yield histogram
+
+    def _certificate(self, name: str) -> Iterator[Metric]:
+        """Yield when the certificate begins and ends; nothing but in ``mtls`` mode."""
+        found = self._communicator._state.certificate  # noqa: SLF001 - the library's own
+        for field, verb in (("not_before", "begins"), ("not_after", "ends")):
+            family = GaugeMetricFamily(
+                f"kvwire_certificate_{field}_timestamp_seconds",
+                f"When the certificate's validity {verb}; only with trust mtls",
+                labels=["communicator"],
+            )
+            if found is not None and math.isfinite(getattr(found, field)):
+                family.add_metric([name], getattr(found, field))
+            yield family
 
     def _by_peer(self, name: str) -> Iterator[Metric]:
         """Yield what has ended, by peer as far as that is bounded."""

@@ -29,6 +29,12 @@ from typing import Any, Final
 from kvwire.config import ANYBODY, Config
 from kvwire.errors import AuthenticationFailed, UsageError, shown
 from kvwire.security.keys import read_file
+from kvwire.security.validity import (
+    OwnCertificate,
+    State,
+    own_certificate,
+    trouble_of,
+)
 from kvwire.types import PeerIdentity, Role
 
 # Names of one certificate that an error message lists.
@@ -46,11 +52,14 @@ class Credentials:
 
     Raises:
         UsageError: A file cannot be used; the message names it and says why.
+
+    Attributes:
+        own: What peers read in our certificate.
     """
 
     def __init__(self, config: Config) -> None:
         self._peers = frozenset(_folded(name) for name in config.tls_peers)
-        self._ca_file = config.tls_ca_file
+        self._config = config
         certificate = read_file("tls_cert_file", config.tls_cert_file, _FILE_BYTES_MAX)
         authorities = read_file("tls_ca_file", config.tls_ca_file, _FILE_BYTES_MAX)
         key = read_file(
@@ -64,8 +73,26 @@ class Credentials:
         with _as_file(certificate) as certificate_file, _as_file(key) as key_file:
             for context in self._contexts.values():
                 _load_own(context, config, certificate_file, key_file)
-        anchors = self._contexts[Role.CLIENT].get_ca_certs()
-        self._anchors = [ca["subject"] for ca in anchors]
+            self.own: OwnCertificate = own_certificate(
+                certificate.decode("ascii", "ignore"),
+                lambda one: _load_own(one, config, certificate_file, key_file),
+            )
+        if not self.own.roles:
+            raise UsageError(
+                f"tls_cert_file {config.tls_cert_file}: its extended key usage has "
+                f"neither serverAuth nor clientAuth, so that no peer accepts it"
+            )
+        self._authorities = self._contexts[Role.CLIENT].get_ca_certs()
+        self._anchors = [ca["subject"] for ca in self._authorities]
+
+    def trouble(self) -> tuple[State, str]:
+        """Say what of it has run out, or soon will; in words also where nothing has."""
+        return trouble_of(self.own, self._authorities, self._config)
+
+    @property
+    def is_signed_by_ours(self) -> bool:
+        """Tell whether a CA of ``tls_ca_file`` has signed our own certificate."""
+        return self.own.issuer in (None, *self._anchors)
 
     def wrap(
         self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
@@ -88,8 +115,8 @@ class Credentials:
         if certificate["issuer"] not in self._anchors:
             raise AuthenticationFailed(
                 f"the peer's certificate was signed by a CA that it brought along; "
-                f"only those in tls_ca_file {self._ca_file} count: add that one, if "
-                f"you trust it to name anybody",
+                f"only those in tls_ca_file {self._config.tls_ca_file} count: add that "
+                f"one, if you trust it to name anybody",
                 fields=("tls_ca_file",),
             )
         theirs = hashlib.sha256(binary).digest()
@@ -123,6 +150,22 @@ class CredentialFiles:
         self._credentials = Credentials(config)
         # Why files that have changed are not used, as the log says it.
         self._refusal = ""
+        # What has run out, or soon will, as the log said it last.
+        self._said: State = ""
+        self._warn()
+
+    def check_may_listen(self) -> None:
+        """Refuse to listen with a certificate that no client accepts.
+
+        Raises:
+            UsageError: It is for clients alone.
+        """
+        if Role.SERVER not in self.current().own.roles:
+            raise UsageError(
+                f"tls_cert_file {self._config.tls_cert_file}: its extended key usage "
+                f"has clientAuth alone, so that no peer would connect; to listen it "
+                f"needs serverAuth as well, or no extended key usage"
+            )
 
     def current(self) -> Credentials:
         """Return what the files say, or last said when usable."""
@@ -142,7 +185,19 @@ class CredentialFiles:
             else:
                 self._refusal = ""
                 logger.info("certificates have changed; new connections use them")
+        self._warn()
         return self._credentials
+
+    def _warn(self) -> None:
+        """Log what has run out, or soon will, once each time that it gets worse."""
+        state, said = self._credentials.trouble()
+        if state and state != self._said:
+            logger.warning(
+                "%s; no peer accepts what is not valid, and new files are used without "
+                "a restart",
+                said,
+            )
+        self._said = state
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:
         config = self._config

@@ -7,19 +7,29 @@ import ssl
 from typing import Final
 
 from kvwire.errors import AuthenticationFailed
+from kvwire.types import Role
 
 
-def explained(error: ssl.SSLError, *, opened: bool) -> OSError | AuthenticationFailed:
-    """Explain an error of OpenSSL to whoever has to do something about it."""
+def explained(
+    error: ssl.SSLError, role: Role, *, opened: bool
+) -> OSError | AuthenticationFailed:
+    """Explain an error of OpenSSL to whoever has to do something about it.
+
+    Args:
+        error: What it reports.
+        role: Of this side.
+        opened: The handshake was over.
+    """
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         said = error.verify_message.removesuffix(".")
+        hint = _VERIFY_HINTS.get(error.verify_code, "").format(_USAGES[role.other])
         return AuthenticationFailed(
-            f"the peer's certificate is not accepted: {said}"
-            f"{_VERIFY_HINTS.get(error.verify_code, '')}",
+            f"the peer's certificate is not accepted: {said}{hint}",
             fields=("tls_ca_file",),
         )
     for part, text, name in _REASONS:
+        text = text.format(_USAGES[role])  # noqa: PLW2901 - the same, filled in
         # Afterwards only the peer can still refuse, a client's certificate.
         if part in reason and (not opened or "ALERT" in reason):
             return AuthenticationFailed(f"{text} ({reason})", fields=(name,))
@@ -32,19 +42,32 @@ _ANCHOR_HINT = (
     ": no CA in tls_ca_file has signed it; both sides need a CA that has signed the "
     "other's tls_cert_file"
 )
+_WEAK: Final = ": make it anew, with a key of P-256 or RSA of 2,048 bits, and SHA-256"
+# What a side's certificate is for (RFC 5280 4.2.1.12).
+_USAGES: Final = {
+    Role.CLIENT: "clientAuth, since it connects",
+    Role.SERVER: "serverAuth, since it listens",
+}
 # Of X509_verify_cert; OpenSSL's words alone do not say what to do.
 _VERIFY_HINTS: Final = {
     7: _ANCHOR_HINT,  # one of the same name, with another key
-    9: ": or a clock is wrong",
-    10: ": renew its tls_cert_file, or a clock is wrong",
+    9: ": its tls_cert_file is not, or its CA in tls_ca_file, or a clock is wrong",
+    10: ": renew its tls_cert_file, or its CA in tls_ca_file, or a clock is wrong",
     18: _ANCHOR_HINT,
     19: _ANCHOR_HINT,
     20: _ANCHOR_HINT,
     21: _ANCHOR_HINT,
-    26: ": its extended key usage must have clientAuth and serverAuth, or be absent",
+    26: ": its extended key usage must have {}, or be absent",
+    66: _WEAK,
+    67: _WEAK,
+    68: _WEAK,
 }
 _OURS = "the peer does not accept our tls_cert_file: "
 _LOG = f"{_OURS}its log says why"
+_NOT_LISTED = (
+    f"{_OURS}its tls_peers does not name us, or its tls_ca_file lacks the very CA that "
+    f"signed it; its log says which"
+)
 _IS_IT_MTLS = "is its trust mtls?"
 # What is in the reason, what it means, and which key of the configuration it is about.
 # The alerts are those of RFC 8446 6.2; OpenSSL has several prefixes for them.
@@ -56,9 +79,14 @@ _REASONS: Final = (
         "tls_ca_file",
     ),
     ("CERTIFICATE_EXPIRED", f"{_OURS}expired, or a clock is wrong", "tls_cert_file"),
+    (
+        "ALERT_UNSUPPORTED_CERTIFICATE",
+        f"{_OURS}its extended key usage must have {{}}, or be absent",
+        "tls_cert_file",
+    ),
+    ("ALERT_ACCESS_DENIED", _NOT_LISTED, "tls_cert_file"),
     ("ALERT_CERTIFICATE", _LOG, "tls_cert_file"),
-    ("ALERT_BAD_CERTIFICATE", _LOG, "tls_cert_file"),
-    ("ALERT_UNSUPPORTED_CERTIFICATE", _LOG, "tls_cert_file"),
+    ("ALERT_BAD_CERTIFICATE", f"{_OURS}not valid yet, or damaged", "tls_cert_file"),
     (
         "NOT_RETURN_A_CERTIFICATE",
         f"the peer shows no certificate: {_IS_IT_MTLS}",

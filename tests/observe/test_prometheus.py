@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -11,6 +12,7 @@ import kvwire
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.testing.harness import loopback
 from tests.scenarios.world import SPEC, Memory
+from tests.support.certificates import NEAR, Authority
 
 
 class Scrape:
@@ -43,6 +45,28 @@ async def test_a_scrape_shows_what_has_happened() -> None:
         assert pair.b.counters.sent_bytes == outcome.nbytes
         await inc.drained()
         assert value("kvwire_quarantined_bytes") == 0
+
+
+async def test_a_scrape_shows_when_a_certificate_expires(tmp_path: Path) -> None:
+    """Of the files as they are now, though nobody has connected since."""
+    authority = Authority(tmp_path)
+    config = authority.config(NEAR, days=(-10, 80))
+    async with kvwire.open(name="one", **config) as comm, kvwire.open() as other:
+        value = Scrape(CommunicatorCollector(comm), communicator="one")
+        metric = "kvwire_certificate_{}_timestamp_seconds"
+
+        def days(field: str) -> float:
+            seconds = value(metric.format(field))
+            assert seconds is not None
+            return round((seconds - time.time()) / 86_400, 2)
+
+        assert (days("not_before"), days("not_after")) == (-10, 80)
+        new = authority.issue(NEAR, days=(-1, 300))
+        new.key_file.replace(config["tls_key_file"])
+        new.cert_file.replace(config["tls_cert_file"])
+        assert days("not_after") == 300
+        plain = Scrape(CommunicatorCollector(other), communicator=other.name)
+        assert plain(metric.format("not_after")) is None
 
 
 async def test_failed_transfers_and_lost_connections_are_counted() -> None:

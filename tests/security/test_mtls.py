@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 import kvwire
-from kvwire import AuthenticationFailed, HandshakeError
+from kvwire import AuthenticationFailed, HandshakeError, UsageError
 from kvwire.limits import KIB, MIB
 from kvwire.security.keys import write_key_file
 from kvwire.types import PeerInfo, TrustMode
@@ -25,6 +26,7 @@ from kvwire_tcp.wire import PlainWire, Wire
 from tests.scenarios.world import Memory, same
 from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.lanes import expect_moves
+from tests.support.logs import warned
 from tests.support.pairs import Pair, until
 from tests.support.proxy import Cut, Direction, Ending, Flip, Proxy, Toxic
 
@@ -272,7 +274,8 @@ async def test_who_may_not(
         ),
         (
             *(authority.config(NEAR, OTHER), far),
-            *(f"the peer is '{FAR}', and tls_peers does not list that", ""),
+            f"the peer is '{FAR}', and tls_peers does not list that",
+            "does not accept our tls_cert_file: its tls_peers does not name us",
         ),
         (stranger, far, refused, untrusted),
         (near, far | issue(tmp_path, FAR).config, untrusted, refused),
@@ -280,6 +283,45 @@ async def test_who_may_not(
         client, server = await refusals.of(mine, theirs, AuthenticationFailed)
         assert here in client
         assert there in server
+
+
+async def test_a_certificate_for_clients_alone_is_not_listened_with(
+    authority: Authority,
+) -> None:
+    usages = (ExtendedKeyUsageOID.CLIENT_AUTH,)
+    async with (
+        kvwire.open(**authority.config(NEAR, usages=usages)) as near,
+        kvwire.open(**authority.config(FAR)) as far,
+    ):
+        with pytest.raises(UsageError, match="clientAuth alone"):
+            await near.listen("127.0.0.1:0")
+        await near.connect(await far.listen("127.0.0.1:0"))
+
+
+async def test_an_expired_certificate_is_said_at_start_and_refused_by_peers(
+    authority: Authority, refusals: Refusals, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = authority.config(NEAR), authority.config(FAR, days=(-9, -3))
+    client, server = await refusals.of(near, far, AuthenticationFailed)
+    assert "certificate has expired" in client
+    assert "does not accept our tls_cert_file: expired" in server
+    starts, refused = warned(caplog)
+    assert f"tls_cert_file {far['tls_cert_file']} expired on" in starts
+    assert "refused: " in refused
+
+
+async def test_a_host_that_is_refused_again_and_again_is_one_warning(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    near, far = authority.config(NEAR), authority.config(FAR, OTHER)
+    caplog.set_level(logging.INFO, "kvwire")
+    async with kvwire.open(**near) as a, kvwire.open(**far) as b:
+        address = await b.listen("127.0.0.1:0")
+        for _ in range(3):
+            with pytest.raises(AuthenticationFailed):
+                await a.connect(address)
+        await until(lambda: caplog.text.count("refused: ") == 3)
+    assert len(warned(caplog)) == 1
 
 
 @pytest.mark.parametrize("mode", ["loopback", "psk"])

@@ -6,7 +6,9 @@ import builtins
 import errno
 import logging
 import os
+import re
 import ssl
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +31,7 @@ from tests.support.certificates import (
     issue,
     locked,
 )
+from tests.support.logs import warned
 
 
 @pytest.fixture(scope="module")
@@ -150,23 +153,34 @@ def test_the_common_name_is_nobodys_identity(authority: Authority) -> None:
 def judged(client: dict[str, Any], server: dict[str, Any]) -> dict[Role, str]:
     """What each side says about a handshake that fails."""
     errors = Ends(credentials(**client), credentials(**server)).shake()
-    said = {role: explained(exc, opened=False) for role, exc in errors.items()}
+    said = {role: explained(exc, role, opened=False) for role, exc in errors.items()}
     assert all(isinstance(exc, AuthenticationFailed) for exc in said.values())
     return {role: str(exc) for role, exc in said.items()}
+
+
+_USAGES = {
+    Role.CLIENT: ExtendedKeyUsageOID.CLIENT_AUTH,
+    Role.SERVER: ExtendedKeyUsageOID.SERVER_AUTH,
+}
 
 
 @pytest.mark.parametrize("role", Role)
 def test_what_a_side_may_not_show(
     authority: Authority, folder: Path, role: Role
 ) -> None:
-    """Out of its time, signed by itself, or meant for something else."""
+    """Out of its time, signed by itself, or meant for the other role alone."""
     refused = "the peer does not accept our tls_cert_file"
-    code = (ExtendedKeyUsageOID.CODE_SIGNING,)
+    other = (_USAGES[role.other],)
+    name = "clientAuth" if role is Role.CLIENT else "serverAuth"
     for shown, here, there in (
         (authority.config(NEAR, days=(-3, -1)), f"{refused}: expired", "a clock is"),
-        (authority.config(NEAR, days=(1, 3)), refused, "or a clock is wrong"),
+        (
+            authority.config(NEAR, days=(1, 3)),
+            f"{refused}: not valid yet",
+            "a clock is",
+        ),
         (issue(folder, NEAR).config, refused, "no CA in tls_ca_file has signed it"),
-        (authority.config(NEAR, usages=code), "", "clientAuth and serverAuth"),
+        (authority.config(NEAR, usages=other), f"must have {name}", f"have {name}"),
     ):
         sides = [authority.config(NEAR), authority.config(FAR)]
         sides[role] |= shown
@@ -175,10 +189,12 @@ def test_what_a_side_may_not_show(
         assert there in said[role.other]
 
 
-def test_meant_for_both_ways(authority: Authority) -> None:
-    usages = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
-    configs = (authority.config(name, usages=usages) for name in (NEAR, FAR))
-    assert shaken(*configs).proven(Role.SERVER).identity == NEAR
+def test_a_usage_for_each_role_is_enough(authority: Authority) -> None:
+    both = tuple(_USAGES.values())
+    client, server = ((one,) for one in both)
+    for near, far in ((both, both), (client, server)):
+        configs = authority.config(NEAR, usages=near), authority.config(FAR, usages=far)
+        assert shaken(*configs).proven(Role.SERVER).identity == NEAR
 
 
 def test_who_may_sign_makes_nobody_else(authority: Authority, folder: Path) -> None:
@@ -218,7 +234,7 @@ def test_a_client_of_somebody_else(
     context.check_hostname = False
     context.load_verify_locations(authority.root.cert_file)
     ends.tls[Role.CLIENT] = context.wrap_bio(*ends._bios[Role.CLIENT])
-    assert said in str(explained(ends.shake()[Role.SERVER], opened=False))
+    assert said in str(explained(ends.shake()[Role.SERVER], Role.SERVER, opened=False))
 
 
 def test_no_tickets_are_given(authority: Authority) -> None:
@@ -395,6 +411,79 @@ def test_without_a_descriptor_for_a_moment(
     assert files.current() is not before
 
 
+# --- what has run out -----------------------------------------------------------------
+
+
+def test_what_peers_will_not_accept_is_said_at_start_and_once(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    for days, words in [
+        (
+            (-30, -3),
+            "expired on .* 3 days ago: renew it, or this host's clock is wrong",
+        ),
+        ((3, 30), "is not valid before .* in 3 days: wait, or this host's clock"),
+        ((-87, 3), "expires on .* in 3 days: renew it"),
+        ((-0.9, 0.1), "expires on .* in 2.4 hours: renew it"),
+    ]:
+        config = authority.config(FAR, days=days)
+        caplog.clear()
+        files = CredentialFiles(Config(**config))
+        files.current()
+        (line,) = warned(caplog)
+        assert re.search(f"tls_cert_file {config['tls_cert_file']} {words}", line)
+    caplog.clear()
+    for fine in ((-1, 80), (-0.5, 0.5)):
+        CredentialFiles(Config(**authority.config(FAR, days=fine)))
+    assert not warned(caplog)
+
+
+def test_a_certificate_that_expires_while_it_is_in_use(
+    authority: Authority,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = authority.config(FAR, days=(-0.5, 0.5))
+    files, now = CredentialFiles(Config(**config)), time.time()
+    for days, lines in ((0.2, 0), (0.35, 1), (0.45, 1), (0.55, 2), (0.9, 2)):
+        monkeypatch.setattr(time, "time", lambda: now + days * 86_400)  # noqa: B023
+        files.current()
+        assert len(warned(caplog)) == lines
+    new = authority.issue(FAR, days=(-1, 4))
+    replaced(config["tls_key_file"], new.key_file.read_bytes())
+    replaced(config["tls_cert_file"], new.cert_file.read_bytes())
+    assert files.current().trouble()[0] == ""
+    assert len(warned(caplog)) == 2
+
+
+def test_a_ca_that_has_expired_is_named(tmp_path: Path, authority: Authority) -> None:
+    old = issue(tmp_path, "an old CA", ca=True, days=(-30, -3))
+    config = authority.config(FAR)
+    both = tmp_path / "both.pem"
+    new = Path(config["tls_ca_file"]).read_bytes()
+    for content, state in ((old.cert_file.read_bytes(), "expired"), (new, "soon")):
+        both.write_bytes(old.cert_file.read_bytes() + content)
+        found, said = credentials(**config | {"tls_ca_file": str(both)}).trouble()
+        assert found == state
+        assert "the CA 'an old CA' expired on" in said
+
+
+def test_what_is_for_neither_role_is_refused(authority: Authority) -> None:
+    code = (ExtendedKeyUsageOID.CODE_SIGNING,)
+    expect_refused(
+        authority.config(FAR, usages=code), "neither serverAuth nor clientAuth"
+    )
+
+
+def test_who_has_signed_our_own_certificate_is_known(
+    authority: Authority, tmp_path: Path
+) -> None:
+    config = authority.config(FAR)
+    assert credentials(**config).is_signed_by_ours
+    stranger = Authority(tmp_path, "another CA").issue(FAR).config
+    assert not credentials(**config | stranger).is_signed_by_ours
+
+
 # --- OpenSSL's words ------------------------------------------------------------------
 
 
@@ -406,7 +495,7 @@ def error(reason: str | None) -> ssl.SSLError:
 
 def test_what_is_not_known_is_passed_on() -> None:
     for reason in ["SOMETHING_NEW", None]:
-        said = explained(error(reason), opened=False)
+        said = explained(error(reason), Role.CLIENT, opened=False)
         assert isinstance(said, AuthenticationFailed)
         assert (reason or "said so") in str(said)
 
@@ -419,6 +508,7 @@ def test_a_refusal_names_the_key_to_look_at() -> None:
         ("SSLV3_ALERT_CERTIFICATE_UNKNOWN", "tls_cert_file"),
         ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "tls_cert_file"),
         ("SSLV3_ALERT_BAD_CERTIFICATE", "tls_cert_file"),
+        ("TLSV1_ALERT_ACCESS_DENIED", "tls_cert_file"),
         ("SSLV3_ALERT_UNSUPPORTED_CERTIFICATE", "tls_cert_file"),
         ("PEER_DID_NOT_RETURN_A_CERTIFICATE", "trust"),
         ("WRONG_VERSION_NUMBER", "trust"),
@@ -426,6 +516,6 @@ def test_a_refusal_names_the_key_to_look_at() -> None:
     ]:
         # The client hears of its certificate after its own handshake is over.
         for opened in (False, True) if "ALERT" in reason else (False,):
-            said = explained(error(reason), opened=opened)
+            said = explained(error(reason), Role.CLIENT, opened=opened)
             assert isinstance(said, AuthenticationFailed)
             assert said.fields == (field,)

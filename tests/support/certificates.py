@@ -63,7 +63,7 @@ def issue(
     *names: str,
     by: Issued | None = None,
     ca: bool = False,
-    days: tuple[int, int] = (-1, 1),
+    days: tuple[float, float] = (-1, 1),
     usages: tuple[ObjectIdentifier, ...] = (),
 ) -> Issued:
     """Make a key and a certificate for it."""

@@ -24,6 +24,7 @@ from kvwire.config import Config
 from kvwire.errors import BackendUnavailable, KVWireError, UsageError
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import Credentials
+from kvwire.types import Role
 
 _SHOWN: Final = ("uvloop", "msgspec", "numpy")
 
@@ -164,17 +165,37 @@ def _settings(config: Config) -> Finding:
 
 
 def _trust(config: Config) -> Finding:
+    made: Credentials | None = None
     try:
         load_keys(config)
         if config.trust == "mtls":
-            Credentials(config)
+            made = Credentials(config)
     except UsageError as exc:
         return Finding(name="trust", state="missing", text=str(exc))
-    found = {
-        "loopback": "this host only",
-        "psk": "the key can be read",
-        "mtls": "the certificate, its key and the CAs can be used",
-    }
+    if made is not None:
+        return _certificates(made)
+    found = {"loopback": "this host only", "psk": "the key can be read"}
     return Finding(
         name="trust", state="ok", text=f"{config.trust}: {found[config.trust]}"
+    )
+
+
+def _certificates(made: Credentials) -> Finding:
+    """Judge files that can be used: whether peers accept what is in them."""
+    state, text = made.trouble()
+    notes = [text]
+    if len(made.own.roles) < len(Role):
+        (role,) = made.own.roles
+        verb = "connects" if role is Role.CLIENT else "listens"
+        notes.append(f"by its extended key usage it is for a side that {verb} alone")
+    if not made.is_signed_by_ours:
+        notes.append("no CA of tls_ca_file has signed it, so peers need another one")
+    remedy = ""
+    if state:
+        remedy = "write new files beside the old ones and rename them into place"
+    return Finding(
+        name="trust",
+        state="missing" if state in ("expired", "early") else "warn" if state else "ok",
+        text=f"mtls: {'; '.join(notes)}",
+        remedy=remedy,
     )

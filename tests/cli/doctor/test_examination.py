@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 import kvwire
 from kvwire.backend import Availability, Finding, registry
@@ -73,6 +75,30 @@ def test_certificates(tmp_path: Path) -> None:
     one = asked_of(config, TCP)["trust"]
     assert one.state == "missing"
     assert config.tls_key_file in one.text
+
+
+def test_certificates_that_peers_do_not_accept(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "another CA")
+    for config, state, words in [
+        (authority.config(FAR, days=(-9, -3)), "missing", "expired on .* 3 days ago"),
+        (authority.config(FAR, days=(3, 9)), "missing", "not valid before"),
+        (authority.config(FAR, days=(-87, 3)), "warn", "in 3 days: renew it"),
+        (authority.config(FAR, days=(-10, 80)), "ok", "expires on .* in 80 days$"),
+        (
+            authority.config(
+                FAR, days=(-10, 80), usages=(ExtendedKeyUsageOID.CLIENT_AUTH,)
+            ),
+            *("ok", "for a side that connects alone"),
+        ),
+        (
+            authority.config(FAR) | other.issue(FAR, days=(-10, 80)).config,
+            *("ok", "no CA of tls_ca_file has signed it"),
+        ),
+    ]:
+        one = asked_of(kvwire.Config(**config), TCP)["trust"]
+        assert one.state == state
+        assert re.search(words, one.text)
+        assert bool(one.remedy) is (state != "ok")
 
 
 SLOW = Finding(name="buffers", state="warn", text="small", remedy="sysctl")

@@ -1,0 +1,181 @@
+"""This side's own certificate as a peer sees it: until when, and for which role.
+
+OpenSSL says nothing of a certificate that it only loads. So it is shown once, within
+this process, to a peer that accepts it and nothing else, and looks at no clock: what
+that peer reads is what all will read. What has expired is logged and no reason not to
+start: a new file is used without a restart, and another host's clock may be right.
+"""
+
+from __future__ import annotations
+
+import math
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from kvwire.config import Config
+from kvwire.types import Role
+
+State = Literal["", "soon", "early", "expired"]
+_INVALID: Final[tuple[State, ...]] = ("expired", "early")
+Load = Callable[[ssl.SSLContext], None]
+_DAY_S: Final = 86_400.0
+# As long as somebody who has to be asked takes. Certificates that are renewed by a
+# program live for hours, and have a fifth of their life left when it has failed.
+_SOON_S: Final = 14 * _DAY_S
+_SOON_SHARE: Final = 0.2
+# X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name.
+_NO_CHECK_TIME: Final = 0x20_0000
+# X509_V_ERR_INVALID_PURPOSE.
+_OTHER_PURPOSE: Final = 26
+# Flights of a TLS handshake; one more each than it takes.
+_TURNS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """Holds when a certificate is valid, in seconds of the clock on the wall."""
+
+    not_before: float = -math.inf
+    not_after: float = math.inf
+
+    @classmethod
+    def of(cls, certificate: Mapping[str, Any]) -> Validity:
+        """Read it from a certificate, as :mod:`ssl` shows it."""
+        return cls(
+            ssl.cert_time_to_seconds(certificate["notBefore"]),
+            ssl.cert_time_to_seconds(certificate["notAfter"]),
+        )
+
+    def state(self, now: float) -> State:
+        """Say whether it is time to do something about it; "" if not."""
+        left_s, life_s = self.not_after - now, self.not_after - self.not_before
+        if left_s <= 0:
+            return "expired"
+        if now < self.not_before:
+            return "early"
+        return "soon" if left_s < min(_SOON_S, _SOON_SHARE * life_s) else ""
+
+    def said(self, now: float) -> str:
+        """Say the same in words, with what there is to do."""
+        match self.state(now):
+            case "expired":
+                return (
+                    f"expired on {_day(self.not_after)}, {_time(now - self.not_after)} "
+                    f"ago: renew it, or this host's clock is wrong"
+                )
+            case "early":
+                return (
+                    f"is not valid before {_day(self.not_before)}, in "
+                    f"{_time(self.not_before - now)}: wait, or this host's clock is "
+                    f"wrong"
+                )
+        if self.not_after == math.inf:
+            return "is valid"
+        left = f"{_day(self.not_after)}, in {_time(self.not_after - now)}"
+        return f"expires on {left}" + (": renew it" if self.state(now) else "")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCertificate:
+    """Holds what peers read in this side's certificate.
+
+    Attributes:
+        validity: When they accept it.
+        roles: In which of them its extended key usage lets it be shown.
+        issuer: Who has signed it.
+    """
+
+    validity: Validity
+    roles: frozenset[Role]
+    issuer: object = None
+
+
+def own_certificate(pem: str, load: Load) -> OwnCertificate:
+    """Look at the certificate that ``load`` gives to a context.
+
+    Args:
+        pem: The same certificate.
+        load: Loads certificate and key.
+    """
+    seen = {role: _seen(role, pem, load) for role in Role}
+    roles = frozenset(role for role, found in seen.items() if found is not None)
+    certificate = next((found for found in seen.values() if found), None)
+    if certificate is None:
+        return OwnCertificate(Validity(), roles)
+    return OwnCertificate(Validity.of(certificate), roles, certificate["issuer"])
+
+
+def trouble_of(
+    own: OwnCertificate, authorities: Sequence[Mapping[str, Any]], config: Config
+) -> tuple[State, str]:
+    """Return the worst state now of a certificate and the CAs, and the words for it."""
+    now = time.time()
+    state = own.validity.state(now)
+    text = f"tls_cert_file {config.tls_cert_file} {own.validity.said(now)}"
+    if state in _INVALID:
+        return state, text
+    stale = [ca for ca in authorities if Validity.of(ca).state(now) in _INVALID]
+    if stale:
+        said = Validity.of(stale[0]).said(now)
+        text = f"tls_ca_file {config.tls_ca_file}: the CA {_name(stale[0])} {said}"
+        return ("expired" if len(stale) == len(authorities) else "soon"), text
+    return state, text
+
+
+def _seen(role: Role, pem: str, load: Load) -> dict[str, Any] | None:
+    """Return what a peer reads that is shown the certificate by a side of this role.
+
+    None: its extended key usage forbids that. Empty: the peer cannot read it.
+    """
+    contexts = {
+        Role.CLIENT: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        Role.SERVER: ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+    }
+    for context in contexts.values():
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        load(context)
+    peer = contexts[role.other]
+    peer.verify_mode = ssl.CERT_REQUIRED
+    peer.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    peer.load_verify_locations(cadata=pem)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = {
+        Role.CLIENT: contexts[Role.CLIENT].wrap_bio(back, there),
+        Role.SERVER: contexts[Role.SERVER].wrap_bio(there, back, server_side=True),
+    }
+    try:
+        for _ in range(_TURNS):
+            for end in ends.values():
+                _go_on(end)
+    except ssl.SSLCertVerificationError as exc:
+        return None if exc.verify_code == _OTHER_PURPOSE else {}
+    except ssl.SSLError:
+        return {}
+    return ends[role.other].getpeercert() or {}
+
+
+def _go_on(end: ssl.SSLObject) -> None:
+    try:
+        end.do_handshake()
+    except ssl.SSLWantReadError:
+        return
+
+
+def _name(certificate: Mapping[str, Any]) -> str:
+    """Return the common name of a CA, or all that there is."""
+    parts = [part for group in certificate.get("subject", ()) for part in group]
+    return repr(dict(parts).get("commonName", parts))
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 2 * _DAY_S:
+        return f"{seconds / _DAY_S:.0f} days"
+    return f"{seconds / 3600:.1f} hours"
