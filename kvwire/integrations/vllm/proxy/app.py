@@ -352,13 +352,7 @@ class _Front:
         stack.callback(requests.pop, asked)
         await stack.enter_async_context(self.state.admission.turn())
         if self.moves is not None and asked.content is None:
-            answer = await self.moves.ask(asked, stack)
-            if asked in self.moves.streams:  # it is written anew
-                length = "content-length"
-                answer.headers = {
-                    k: v for k, v in answer.headers.items() if k.lower() != length
-                }
-            return answer
+            return await self.moves.ask(asked, stack)
         return await self.dispatcher.ask(asked, stack)
 
     def _relayed(
