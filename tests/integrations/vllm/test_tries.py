@@ -221,6 +221,23 @@ async def test_a_spent_budget_costs_no_answer(
 
 
 @ORDERS
+async def test_engines_without_room_are_no_reason_to_refuse(order: str) -> None:
+    """Three say so; it is not the request that they fail of."""
+
+    async def full(_: dict[str, Any]) -> Said:
+        return answer(503, {"error": {"message": "no room"}})
+
+    engines = Pairs(p0=full, p1=full, d0=full)
+    asking = dispatcher(engines, 2, 2, order)
+    assert (await ask(asking))[0] == 200
+    assert asking.budget.spent == 0
+    engines.handlers |= {"d0": full, "d1": full}
+    with pytest.raises(EngineFailed, match="no room") as caught:
+        await ask(asking)
+    assert caught.value.status == 503
+
+
+@ORDERS
 @FAILURES
 async def test_without_decode_prefill_answers_alone(fails: Handler, order: str) -> None:
     engines = Pairs(d0=fails)

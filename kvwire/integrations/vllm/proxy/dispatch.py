@@ -246,7 +246,7 @@ class Dispatcher:
             ) as said:
                 content = await said.body(PROXY_EVENT_BYTES_MAX)
         if said.is_failure:
-            raise EngineFailed(engine, _quoted(content), said.status)
+            raise _failure(said, content)
         said.parts = _Chained(content)  # its connection is given back
         # Python's own would read half of a surrogate pair, which decode cannot be sent.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
@@ -269,8 +269,7 @@ class Dispatcher:
             self._client.ask(engine, path, asked.headers, sent, asked.method)
         )
         if said.is_failure:
-            why = await said.body(PROXY_EVENT_BYTES_MAX)
-            raise EngineFailed(engine, _quoted(why), said.status)
+            raise _failure(said, await said.body(PROXY_EVENT_BYTES_MAX))
         # Headers come before there is a token, so they are no answer yet.
         first = await _begun(said, passed=asked.content is not None)
         said.parts = _Chained(first, said.parts)
@@ -351,6 +350,15 @@ async def _first_of(
             return None
         await asyncio.wait((answer,))
     return answer.result()
+
+
+def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
+    """Return what an engine's answer of 500 and above says.
+
+    One that has no room, or is about to end, has not failed of the request.
+    """
+    reached = said.status != HTTPStatus.SERVICE_UNAVAILABLE
+    return EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
 
 
 def _quoted(body: bytes) -> str:
