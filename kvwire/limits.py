@@ -167,6 +167,12 @@ LANDED_MAX: Final = 1024
 SETTLED_MAX: Final = 8192
 # Transfers a peer has opened that nobody has matched, with their descriptions.
 TRANSFERS_WAITING_MAX: Final = 1024
+# What these descriptions and their records may take, of one connection and of all: as
+# many as may wait, at 8 KiB, are some hundred groups or a partial redial each.
+WAITING_BYTES_MAX: Final = 8 * MIB
+WAITING_BYTES_ALL_MAX: Final = 64 * MIB
+# What one takes beside its description.
+WAITING_RECORD_BYTES: Final = 2 * KIB
 TRANSFER_ID_BYTES_MAX: Final = 256
 DESCRIPTION_BYTES_MAX: Final = 48 * KIB
 # A producer's last word waits so long for a frame that it can ride on, with so many

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -26,7 +26,13 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import TOMBSTONES_MAX, WAITING_LOG_S
+from kvwire.limits import (
+    TOMBSTONES_MAX,
+    WAITING_BYTES_ALL_MAX,
+    WAITING_BYTES_MAX,
+    WAITING_LOG_S,
+    WAITING_RECORD_BYTES,
+)
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.state import RequestKind
 from kvwire.transfers.base import Answer, Attempt, UnnotifiedPeers, transfer_key
@@ -82,6 +88,8 @@ class TransferRegistry:
         self._asked: dict[Key, dict[RequestRecord, Question]] = {}
         # Under which name each of these questions waits.
         self._stashed: dict[RequestRecord, Key] = {}
+        # What they take, by connection.
+        self._stashed_bytes: Counter[ConnectionPort] = Counter()
         # Settled here on links that we take for alive; by key and end.
         self._settling: dict[tuple[bytes, bytes], None] = {}
         self._settle_retries: dict[tuple[bytes, bytes], SettleAttempt] = {}
@@ -231,17 +239,37 @@ class TransferRegistry:
     def _stash(
         self, key: Key, connection: ConnectionPort, event: TransferOpened
     ) -> None:
-        """Let a peer wait for an answer."""
+        """Let a peer wait for an answer, if there is room for its description."""
+        nbytes = _stash_bytes(event)
+        ours = self._stashed_bytes[connection] + nbytes
+        if ours > WAITING_BYTES_MAX or (
+            self._stashed_bytes.total() + nbytes > WAITING_BYTES_ALL_MAX
+        ):
+            which = "of this connection" if ours > WAITING_BYTES_MAX else "of all peers"
+            error = PeerError(
+                f"the descriptions {which} that wait for an answer take as much memory "
+                f"as they may; ask again when some have met their transfer"
+            )
+            _refuse(connection, event.request, error, WireCode.OTHER)
+            return
         # bounded: TRANSFERS_WAITING_MAX per connection, by the core
         self._stashed[event.request] = key
+        self._stashed_bytes[connection] = ours
         self._asked.setdefault(key, {})[event.request] = (connection, event)
+
+    def _unstash(self, connection: ConnectionPort, event: TransferOpened) -> None:
+        """Let go of a question that waits no more."""
+        del self._stashed[event.request]
+        self._stashed_bytes[connection] -= _stash_bytes(event)
+        if not self._stashed_bytes[connection]:
+            del self._stashed_bytes[connection]
 
     def request_over(self, request: RequestRecord, connection: ConnectionPort) -> None:
         """Remove a question that was refused, or whose peer gave up or is gone."""
-        key = self._stashed.pop(request, None)
+        key = self._stashed.get(request)
         if key is not None:
             asked = self._asked[key]
-            del asked[request]
+            self._unstash(*asked.pop(request))
             if not asked:
                 del self._asked[key]
         connection.transfers.forget(request)
@@ -310,7 +338,7 @@ class TransferRegistry:
     def _ask_again(self, key: Key) -> None:
         """Look again at the peers that wait for a transfer of this name."""
         for connection, event in self._asked.pop(key, {}).values():
-            del self._stashed[event.request]
+            self._unstash(connection, event)
             self.opened(connection, event)
 
     # --- connections ------------------------------------------------------------------
@@ -446,6 +474,10 @@ class TransferRegistry:
             if same and retry.end.role_key == key and not retry.asks:
                 return retry
         return None
+
+
+def _stash_bytes(event: TransferOpened) -> int:
+    return len(event.description) + WAITING_RECORD_BYTES
 
 
 def _code_of(cause: KVWireError) -> WireCode:

@@ -120,6 +120,47 @@ async def test_a_question_that_is_taken_back_is_forgotten(w: World) -> None:
     assert not w.p._state.registry._asked
 
 
+@pytest.mark.parametrize("all_peers", [True, False])
+@scenario("inproc")
+async def test_what_waits_for_an_answer_is_bounded_in_bytes(
+    w: World, monkeypatch: pytest.MonkeyPatch, *, all_peers: bool
+) -> None:
+    """Of one connection and of all; what is refused is one transfer, and says why."""
+    limit = "WAITING_BYTES_ALL_MAX" if all_peers else "WAITING_BYTES_MAX"
+    monkeypatch.setattr(module, limit, 10 * 1024)
+    other = await w.d.connect(w.address)
+    ends = [w.pull_side, other][: 1 + all_peers]
+
+    def ask(number: int) -> kvwire.Incoming:
+        by = ends[number % len(ends)]
+        return by.pull(f"t{number}", w.target.cache, [10 + number])
+
+    asked = [ask(number) for number in range(8)]
+    await virtual_time.pass_time(0.1)
+    waiting = [inc for inc in asked if not inc.done()]
+    assert 0 < len(waiting) < 6
+    assert w.pull_side.closed is other.closed is False
+    for inc in asked:
+        if inc in waiting:
+            continue
+        assert "take as much memory as they may" in str((await inc).missing)
+    # What has been answered, or was given up, makes room.
+    waiting[0].abort("not wanted")
+    out = w.p.publish(waiting[1].id, w.source.cache, [3])
+    out.ready()
+    out.finish()
+    assert (await waiting[1]).complete
+    again = [ask(number) for number in (10, 11)]
+    await virtual_time.pass_time(0.1)
+    assert not any(inc.done() for inc in again)
+    for inc in (*waiting, *again):
+        inc.abort("not wanted")
+    await virtual_time.pass_time(0.1)
+    registry = w.p._state.registry
+    assert not registry._stashed
+    assert not registry._stashed_bytes
+
+
 @scenario("inproc", resume=False)
 async def test_questions_of_a_lost_connection_are_forgotten(w: World) -> None:
     asked = [w.pull_side.pull(n, w.target.cache, DEST) for n in range(50)]
@@ -129,25 +170,6 @@ async def test_questions_of_a_lost_connection_are_forgotten(w: World) -> None:
         assert not (await inc).landed
     assert not w.p._state.registry._stashed
     assert not w.p._state.registry._asked
-
-
-@pytest.mark.parametrize("first", ["pull", "publish"])
-@scenario("inproc")
-async def test_both_ends_in_one_communicator(w: World, first: str) -> None:
-    """A name is one producer and one consumer, wherever they live."""
-    back = await w.p.connect(await w.p.listen("inproc://"))
-    if first == "pull":
-        inc = back.pull("t", w.target.cache, DEST)
-        out = w.p.publish("t", w.source.cache, LIST)
-    else:
-        out = w.p.publish("t", w.source.cache, LIST)
-        inc = back.pull("t", w.target.cache, DEST)
-    also = w.p.expect("t", w.target.cache, [20])
-    out.ready()
-    out.finish()
-    assert (await inc).complete
-    assert same(w.source, LIST, w.target, DEST)
-    also.abort()
 
 
 @pytest.mark.parametrize("agreed", [True, False], ids=["agreed", "asked only"])
