@@ -7,12 +7,14 @@ back: ``/health`` asks the loop for a turn and says 503 if it gets none.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +34,7 @@ T = TypeVar("T")
 
 # A probe of Kubernetes waits 1 s by default, and is to read why.
 LOOP_TURN_S: Final = 0.5
-# Whoever connects and asks nothing holds a thread for so long.
+# Whoever connects and asks nothing, or takes nothing, holds a thread for so long.
 _SILENT_S: Final = 5.0
 # Answered at once: a few scrapers, probes and people. Others are hung up on, since each
 # has a thread.
@@ -130,6 +132,8 @@ class _Server(ThreadingHTTPServer):
         super().__init__(where, request)
         self.owner = owner
         self._places = threading.BoundedSemaphore(_ASKERS_MAX)
+        # When each connection was taken. bounded: _ASKERS_MAX
+        self._since: dict[socket.socket, float] = {}
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Take a place; without one the connection is closed."""
@@ -137,9 +141,11 @@ class _Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the thread of a connection."""
+        self._since[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:
+            del self._since[request]
             self._places.release()  # the system has no more threads
             raise
 
@@ -149,6 +155,19 @@ class _Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End those that take too long: each piece may come in time, and no end."""
+        now = time.monotonic()
+        for request, since in list(self._since.items()):
+            if now - since > _SILENT_S:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Log what failed; that whoever asked has gone is no news."""

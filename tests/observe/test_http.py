@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvwire import BlockStore, ListenError
+from kvwire.observe import http as observe_http
 from kvwire.observe.http import MetricsServer
 
 
@@ -59,6 +60,32 @@ async def test_those_beyond_the_limit_are_hung_up_on() -> None:
                 one.close()
 
             await asyncio.to_thread(wait_answered, server)
+
+
+@pytest.mark.parametrize("takes", [False, True])
+async def test_whoever_asks_without_an_end_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, *, takes: bool
+) -> None:
+    """However often something of it comes."""
+    monkeypatch.setattr(observe_http, "_SILENT_S", 0.2)
+
+    def trickle(where: tuple[str, int]) -> None:
+        with socket.create_connection(where) as slow:
+            slow.settimeout(0.01)
+            slow.sendall(b"GET /metrics HTTP/1.1\r\n")
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    slow.sendall(b"a: b\r\n"[:takes])
+                    if slow.recv(1) == b"":
+                        return
+
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        with MetricsServer(store, "127.0.0.1:0") as server:
+            where = ("127.0.0.1", urlsplit(server.url).port or 0)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(asyncio.to_thread(trickle, where), 20)
+            status, _ = await asyncio.to_thread(fetched, server, "/health")
+            assert status == HTTPStatus.OK
 
 
 async def test_whoever_asks_and_goes_is_no_news(

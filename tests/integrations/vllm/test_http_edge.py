@@ -461,8 +461,9 @@ async def test_a_head_alone() -> None:
         one = await client(stack, port)
         for path in (b"/v1/models", b"/health", b"/nothing", b"/v1/completions"):
             head = b"HEAD %s HTTP/1.1\r\nhost: x\r\n\r\n" % path
-            status, _ = await one.ask(head)
+            status, headers = await one.ask(head)
             assert status == {b"/nothing": 404, b"/v1/completions": 405}.get(path, 200)
+            assert headers.get("allow") == ("POST" if status == 405 else None)
         assert (await one.ask(HEALTH))[0] == 200
 
 

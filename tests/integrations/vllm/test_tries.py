@@ -81,11 +81,33 @@ async def test_engines_that_nobody_reaches_are_not_counted() -> None:
 
 async def test_engines_that_were_down_before_are_not_counted() -> None:
     """So a fleet whose prefill engines are all broken answers as one without any."""
-    engines = Engines(p0=broken, p1=broken, p2=broken)
-    application = front(engines, prefill=PREFILL[:3], order=IN_SEQUENCE)
-    assert (await post(application)).status_code == 500
-    for _ in range(3):
-        assert (await post(application)).status_code == 200
+    for order in (AT_ONCE, IN_SEQUENCE):
+        engines = Engines(p0=broken, p1=broken, p2=broken)
+        application = front(engines, prefill=PREFILL[:3], order=order)
+        for _ in range(3):
+            assert (await post(application)).status_code == 200
+
+
+async def test_prefill_engines_that_a_request_breaks() -> None:
+    """They were well before it: no other gets it, as it would break as well."""
+
+    async def breaks(body: dict[str, Any]) -> Said:
+        return await (broken if body else fine)(body)
+
+    engines = Engines(**{f"p{i}": breaks for i in range(6)})
+    said = await post(front(engines, prefill=PREFILL, order=IN_SEQUENCE))
+    assert said.status_code == 500
+    computed = [host for host, body in engines.asked if body and host[0] == "p"]
+    assert len(computed) == 2
+
+
+async def test_when_an_engine_that_has_failed_may_be_asked_again() -> None:
+    async def busy(_: dict[str, Any]) -> Said:
+        status, headers, parts = answer(503, {})
+        return status, {**headers, "retry-after": "7"}, parts
+
+    said = await post(front(Engines(**{f"d{i}": busy for i in range(6)})))
+    assert (said.status_code, said.headers["retry-after"]) == (503, "7")
 
 
 async def test_a_stream_that_engines_die_of() -> None:

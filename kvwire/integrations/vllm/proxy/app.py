@@ -198,7 +198,8 @@ class ProxyApp:
             return self._front.passed
         if asked.method not in methods:
             why = f"{asked.path} takes {methods[0]}, not {asked.method}"
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, why)
+            allow = {"allow": ", ".join(methods)}
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, why, allow)
         return handler
 
 
@@ -537,6 +538,7 @@ def _refused(exc: Exception) -> HttpAnswer:
     match exc:
         case Refused():
             status = exc.status
+            headers |= exc.headers
         case QueueFull():
             status = HTTPStatus.TOO_MANY_REQUESTS
             headers["retry-after"] = str(exc.retry_after_s)
@@ -544,7 +546,8 @@ def _refused(exc: Exception) -> HttpAnswer:
             status = HTTPStatus.SERVICE_UNAVAILABLE
             headers["retry-after"] = str(math.ceil(PROBE_S))
         case EngineFailed(status=int(status)):
-            pass
+            if exc.retry_after.isdecimal():
+                headers["retry-after"] = exc.retry_after
     return as_json(_openai_error(status, why), status, headers)
 
 

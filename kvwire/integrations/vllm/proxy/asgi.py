@@ -17,7 +17,7 @@ from kvwire.integrations.vllm.proxy.exchange import (
     HttpAnswer,
     HttpRequest,
     Refused,
-    text_of,
+    headers_of,
 )
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -62,7 +62,7 @@ class _Exchange:
     def __init__(
         self, app: Application, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        headers = {name.decode("latin-1"): text_of(v) for name, v in scope["headers"]}
+        headers = headers_of(scope["headers"])
         client = scope.get("client") or ("",)
         where = scope["method"], scope["path"]
         query = scope.get("query_string", b"").decode("latin-1")

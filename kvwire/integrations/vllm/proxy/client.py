@@ -79,6 +79,7 @@ class EngineFailed(Exception):
         self.silent = silent  # it may be there and says nothing; else it is known to go
         self.reached = reached  # it has had the request, and may have failed of it
         self.ours = ours  # this process has failed, such as for want of descriptors
+        self.retry_after = ""  # when it may be asked again, as it has said in a header
 
     @property
     def down(self) -> bool:

@@ -39,6 +39,7 @@ from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.metadata import answer as kv_params
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
 from kvwire.integrations.vllm.proxy.client import (
+    SLOW_S,
     EngineClient,
     EngineFailed,
     EngineResponse,
@@ -51,6 +52,7 @@ from kvwire.limits import (
     PROXY_BODY_BYTES_MAX,
     PROXY_EVENT_BYTES_MAX,
     PROXY_FAILED_ON_MAX,
+    PROXY_HEALTH_BYTES_MAX,
 )
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -136,7 +138,9 @@ class Dispatcher:
                 alone = not self.budget.spend()
                 if alone and decode.is_down(now):
                     break
-            prefill = None if alone else self._pick_prefill(asked, decode, tried)
+            prefill = None
+            if not alone:
+                prefill = await self._pick_prefill(asked, decode, tried, last)
             asked.engines, asked.decode = (decode.url,), decode
             well = {one for one in (prefill, decode) if one and one.is_up(now)}
             try:
@@ -164,8 +168,12 @@ class Dispatcher:
             last.why = f"no engine has answered: {'; '.join(whys)}"
         raise last
 
-    def _pick_prefill(
-        self, asked: ClientRequest, decode: VllmEngine, tried: set[VllmEngine]
+    async def _pick_prefill(
+        self,
+        asked: ClientRequest,
+        decode: VllmEngine,
+        tried: set[VllmEngine],
+        last: EngineFailed,
     ) -> VllmEngine | None:
         """Return an engine to compute the prompt, if the one that answers shall not."""
         if asked.content is not None or not decode.does(DECODE):
@@ -173,7 +181,32 @@ class Dispatcher:
         if not is_for_two(asked.body):
             return None
         out = {decode, *tried}
-        return self._fleet.pick(PREFILL, asked.body, out, decode.model)
+        while engine := self._fleet.pick(PREFILL, asked.body, out, decode.model):
+            if not await self._broke_with(last, engine):
+                return engine
+            out.add(engine)  # bounded: engines
+        return None
+
+    async def _broke_with(self, last: EngineFailed, engine: VllmEngine) -> bool:
+        """Tell whether an engine was broken before it got a request of one that is.
+
+        Otherwise engines that break at once would look like engines that the request
+        has broken.
+        """
+        if last.engine is None or last.status is None or last.engine.role != PREFILL:
+            return False
+        try:
+            async with (
+                asyncio.timeout(SLOW_S),
+                self._client.ask(engine, "/health") as said,
+            ):
+                await said.body(PROXY_HEALTH_BYTES_MAX)
+        except (EngineFailed, TimeoutError):
+            return False  # it is asked, and says what there is to say
+        if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._fleet.down(engine)
+            return True
+        return False
 
     # --- one try ----------------------------------------------------------------------
 
@@ -358,7 +391,9 @@ def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
     One that has no room, or is about to end, has not failed of the request.
     """
     reached = said.status != HTTPStatus.SERVICE_UNAVAILABLE
-    return EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
+    failed = EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
+    failed.retry_after = said.headers.get("retry-after", "")
+    return failed
 
 
 def _quoted(body: bytes) -> str:

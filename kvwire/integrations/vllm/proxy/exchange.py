@@ -3,12 +3,12 @@
 ::
 
     server.py    the proxy's own server, of aiohttp
-    asgi.py      any server of ASGI, for whom the application is embedded in another one
+    asgi.py      any server of ASGI, for programs that have the proxy within their own
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -22,9 +22,12 @@ CLIENT_CLOSED = 499
 class Refused(Exception):
     """Reports a request that is answered with an error of the client's."""
 
-    def __init__(self, status: int, why: str = "") -> None:
+    def __init__(
+        self, status: int, why: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(why)
         self.status = int(status)  # of HTTP
+        self.headers = dict(headers or {})  # beside those of any error
         self.why = why  # for the client
 
 
@@ -47,7 +50,7 @@ class HttpAnswer:
 
     status: int = HTTPStatus.OK  # of HTTP
     headers: Mapping[str, str] = field(default_factory=dict)
-    # Parts end with :exc:`EngineFailed` if there is no more of an answer that has more.
+    # Its parts end with :exc:`EngineFailed` where the engine has broken off.
     body: bytes | AsyncIterator[bytes] = b""
 
 
@@ -61,9 +64,14 @@ def as_json(
     return HttpAnswer(status, {**kind, **(headers or {})}, msgspec.json.encode(said))
 
 
-def text_of(header: bytes) -> str:
-    """Return a header as text; most is ASCII, and the rest is mostly UTF-8."""
-    try:
-        return header.decode()
-    except UnicodeDecodeError:
-        return header.decode("latin-1")
+def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Return headers as text; of one that was sent twice, both with a comma between."""
+    headers: dict[str, str] = {}
+    for label, value in raw:
+        name = label.decode("latin-1").lower()
+        try:
+            text = value.decode()
+        except UnicodeDecodeError:
+            text = value.decode("latin-1")
+        headers[name] = f"{headers[name]}, {text}" if name in headers else text
+    return headers

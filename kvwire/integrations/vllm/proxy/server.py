@@ -27,7 +27,7 @@ from kvwire.integrations.vllm.proxy.exchange import (
     HttpAnswer,
     HttpRequest,
     Refused,
-    text_of,
+    headers_of,
 )
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from kvwire.limits import (
@@ -165,7 +165,8 @@ class ProxyServer:
             idle = next((one for one in connections if one not in self._busy), None)
             if idle is None:
                 return _Refusing()
-            idle.force_close()
+            if idle.transport is not None:
+                idle.transport.abort()
         return self._server()
 
     async def _stop(self, runner: web.ServerRunner) -> None:
@@ -189,11 +190,7 @@ class ProxyServer:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; it is cancelled when its client goes away."""
-        headers: dict[str, str] = {}
-        for raw, value in request.raw_headers:
-            name = raw.decode("latin-1").lower()
-            text = text_of(value)
-            headers[name] = f"{headers[name]}, {text}" if name in headers else text
+        headers = headers_of(request.raw_headers)
         where = request.method, request.path
         query = request.raw_path.partition("?")[2]
         client = request.remote or ""
@@ -227,7 +224,8 @@ async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamRespo
         async for part in answer.body:
             async with asyncio.timeout(PROXY_UNREAD_S):
                 await response.write(part)
-        await response.write_eof()
+        async with asyncio.timeout(PROXY_UNREAD_S):
+            await response.write_eof()
     except EngineFailed:
         # It was logged. The client knows by an answer without an end.
         if request.transport is not None:
