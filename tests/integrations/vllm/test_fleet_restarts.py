@@ -74,7 +74,9 @@ class FakeFleet:
     async def all_up(self) -> None:
         await self.until(lambda up: up == {engine.url for engine in self.engines})
 
-    async def load(self, work: Callable[[], Awaitable[None]], least: int) -> list[str]:
+    async def load(
+        self, work: Callable[[], Awaitable[object]], least: int
+    ) -> list[str]:
         """Ask one after another, eight at once, while some work is done."""
         over = asyncio.Event()
         answers: list[str] = []
@@ -170,3 +172,25 @@ async def test_engines_restart_one_by_one_and_are_killed(
         assert killed.keys() <= {"right", "broken off"}
         assert "kvwire_proxy_retries_refused_total 0.0" in numbers
         assert max(noticed) < 5  # on a busy machine; 1 s is tested in virtual time
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_all_engines_of_a_role_are_gone_for_good(
+    role: str, tmp_path: Path
+) -> None:
+    """Those of the other role answer alone, and no request is refused."""
+    async with fleet("file", tmp_path) as found:
+        gone = found.engines[0 if role == "prefill" else 1 :: 2]
+
+        async def kill_all() -> None:
+            for engine in gone:
+                engine.kill()
+                await found.until(is_up(engine, up=False))
+
+        killed = counted(await found.load(kill_all, LEAST))
+        assert killed.keys() <= {"right", "broken off"}
+        later = await found.load(found.up, LEAST)
+        assert counted(later) == {"right": len(later)}
+        text = (await found.client.get("/metrics")).text
+        assert "kvwire_proxy_retries_refused_total 0.0" in text
+        assert (await found.client.get("/health")).status_code == 200

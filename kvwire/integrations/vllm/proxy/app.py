@@ -192,7 +192,8 @@ class ProxyApp:
         passed = methods_of(asked.path), self._front.passed
         methods, handler = self._routes.get(asked.path, passed)
         if not methods:
-            raise Refused(HTTPStatus.NOT_FOUND, f"there is no {asked.path}")
+            why = f"{asked.path} is not passed to engines; ask one itself"
+            raise Refused(HTTPStatus.NOT_FOUND, why)
         # So browsers ask what a page may ask of engines, which engines know.
         if asked.method == "OPTIONS" and handler in (passed[1], self._front.generate):
             return self._front.passed
