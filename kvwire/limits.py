@@ -234,6 +234,11 @@ STORE_BERTH_BYTES: Final = STORE_BATCH_BYTES
 STORE_BERTHS: Final = 2
 STORE_BERTHS_MAX: Final = 64
 STORE_CLIENTS_MAX: Final = 256
+# Of the requests of all clients of a server, and the answers that they have not taken:
+# an average of 256 KiB, which is a few small blocks on their way to each.
+STORE_HELD_BYTES: Final = 64 * MIB
+# And of their berths: as many transfers at once as a machine's links can carry.
+STORE_BERTHS_BYTES: Final = 1024 * MIB
 # The share of a server's memory that may be pinned while it is sent: with a quarter,
 # what slow clients do not take costs the others no more than that.
 STORE_LENT_SHARE: Final = 4

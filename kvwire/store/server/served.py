@@ -8,9 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from kvwire.errors import sayable
 from kvwire.limits import (
     NAME_CHARS_MAX,
@@ -19,6 +16,7 @@ from kvwire.limits import (
     STORE_NAMESPACES_TOLD,
     STORE_REQUESTS_MAX,
 )
+from kvwire.store.server.client_memory import Berth, ClientMemory, MemoryHolder
 from kvwire.store.server.messages import (
     VERSION,
     NamespaceText,
@@ -48,6 +46,7 @@ class ServedStore:
         clients: Who is connected, and what serves each.
         dropped: Clients that broke a rule and were let go of.
         lent_bytes: Of slots that are pinned to be sent.
+        memory: What all clients hold beside these.
     """
 
     store: BlockStore
@@ -59,6 +58,10 @@ class ServedStore:
     clients: dict[ClientSession, asyncio.Task[None]] = field(default_factory=dict)
     dropped: int = 0
     lent_bytes: int = 0
+    memory: ClientMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.memory = ClientMemory(self.berth_bytes)
 
     def lend(self, nbytes: int) -> bool:
         """Count slots that are pinned to be sent; False if there were too many."""
@@ -126,31 +129,25 @@ def _name(tier: str) -> str:
     return sayable(tier)[:NAME_CHARS_MAX]
 
 
-Berth = npt.NDArray[np.uint8]
-
-
 class TransferBuffers:
-    """Lends a client's berths: memory that is taken when it is first used.
+    """Lends one client its berths: memory that is taken when it is first used.
 
     What is not received into slots, or sent from there, is copied between the store and
     these. So what a client holds while it is slow, or dead without anybody knowing yet,
-    is memory that only it could use, and never a slot of the store. One event loop.
+    is memory of transfers, and never a slot of the store. One event loop.
     """
 
-    def __init__(self, count: int, nbytes: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, count: int, memory: ClientMemory, client: MemoryHolder) -> None:
+        self.nbytes: int = memory.berth_bytes
         self._room = asyncio.Semaphore(count)
-        self._used: list[Berth] = []
+        self._memory = memory
+        self._client = client
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Berth]:
-        """Lend a buffer; at the end of the block nothing may touch it.
+        """Lend a buffer; see :meth:`ClientMemory.berth`.
 
-        Cancel safety: safe while it waits. A block that is cancelled while something
-        may touch the berth leaves it to that, and there is another one in its place.
+        Cancel safety: as there.
         """
-        async with self._room:
-            berth = self._used.pop() if self._used else np.empty(self.nbytes, np.uint8)
+        async with self._room, self._memory.berth(self._client) as berth:
             yield berth
-            # Not after an exception: nobody has said then that it is free.
-            self._used.append(berth)

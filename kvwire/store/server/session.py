@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import types
 from collections.abc import Awaitable, Coroutine, Generator
 from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -102,8 +104,12 @@ class ClientSession:
         self._state = connection._state  # noqa: SLF001 - the library's own
         # Whose keys it names, and nobody else's.
         self._tenant = served.tenant_of(connection.peer)
-        self._berths = TransferBuffers(served.berths, served.berth_bytes)
+        self._berths = TransferBuffers(served.berths, served.memory, self)
         self._open: set[asyncio.Task[None]] = set()
+        # Answers that it has not taken yet, and since when; the oldest in front.
+        self._unsent: dict[object, float] = {}
+        # Of the answer to the request that is being begun.
+        self._begun_bytes = 0
         # Of those the gets of which only the images are not through yet; each has a
         # berth.
         self._answered = 0
@@ -123,6 +129,11 @@ class ClientSession:
             tenant=self._tenant,
         )
 
+    @property
+    def stalled_since(self) -> float:
+        """Return since when it has not taken its oldest answer; infinite if it has."""
+        return next(iter(self._unsent.values()), math.inf)
+
     async def run(self) -> None:
         """Serve it until its connection ends; then wait for what it had begun.
 
@@ -138,27 +149,30 @@ class ClientSession:
                     f"it speaks version {hello.version} and this side {VERSION}"
                 )
             while True:
+                await self._served.memory.room()
                 said: Any = await self._state.recv(TAG, None, None)
-                self._begin(decode_request(said))
+                self._begin(decode_request(said), len(said))
         except ConnectionClosed:
             pass
         except KVWireError as exc:
-            self._drop(str(exc))
+            self.drop(str(exc))
         except Exception:
             # A bug of ours ends this client's connection, and nobody else's.
             logger.exception("store server: %s cannot be served", self._connection.peer)
-            self._drop("it cannot be served here")
+            self.drop("it cannot be served here")
         finally:
             while self._open:
                 await asyncio.wait(self._open)
+            self._served.memory.forget(self)
 
     # --- requests ---------------------------------------------------------------------
 
-    def _begin(self, request: AnyRequest) -> None:
+    def _begin(self, request: AnyRequest, nbytes: int) -> None:
         self._asked += 1
         full = len(self._open) - self._answered >= STORE_REQUESTS_MAX
         if full and not isinstance(request, Touch):
             raise UsageError(f"it has more than {STORE_REQUESTS_MAX} requests open")
+        self._begun_bytes = 0
         answer = (
             self._get(request) if isinstance(request, Get) else self._answer(request)
         )
@@ -167,6 +181,8 @@ class ClientSession:
         task = start_task(self._finish(answer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
+        self._served.memory.hold(self, nbytes)
+        self._release_after(task, nbytes + self._begun_bytes)
 
     def _answer(self, request: AnyRequest) -> Awaitable[object] | None:
         """Begin to answer a request; None if that is all."""
@@ -202,18 +218,35 @@ class ClientSession:
         except ConnectionClosed as exc:
             self._connection.abort(error_text(exc))
         except KVWireError as exc:
-            self._drop(error_text(exc))
+            self.drop(error_text(exc))
         except Exception:
             logger.exception(
                 "store server: a request of %s failed", self._connection.peer
             )
-            self._drop("its request failed here")
+            self.drop("its request failed here")
 
     def _send(self, reply: ServerMessage) -> RequestState[int]:
         """Answer; a client that takes no answers is ended by the deadline."""
-        return self._state.send(TAG, encode(reply), _PATIENCE)
+        body = encode(reply)
+        sent = self._state.send(TAG, body, _PATIENCE)
+        if not sent.over:
+            self._unsent[sent] = monotonic()  # bounded: STORE_REQUESTS_MAX
+            sent.when_released(lambda: self._unsent.__delitem__(sent))
+            self._served.memory.hold(self, len(body))
+            task = asyncio.current_task()
+            if task in self._open:
+                self._release_after(task, len(body))
+            else:  # the request is being begun
+                self._begun_bytes += len(body)
+        return sent
 
-    def _drop(self, reason: str) -> None:
+    def _release_after(self, task: asyncio.Task[Any], nbytes: int) -> None:
+        """Hold memory for as long as a task, whose frames have it."""
+        memory = self._served.memory
+        task.add_done_callback(lambda _: memory.release(self, nbytes))
+
+    def drop(self, reason: str) -> None:
+        """End its connection, for it broke a rule or holds too much."""
         logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
         self._served.dropped += 1
         self._connection.abort(reason)

@@ -7,17 +7,20 @@ import asyncio
 import pytest
 
 from kvwire.limits import NAME_CHARS_MAX
+from kvwire.store.server.client_memory import Berth, ClientMemory
 from kvwire.store.server.messages import StatsReport, decode_reply, encode
-from kvwire.store.server.served import Berth, ServedStore, TransferBuffers
+from kvwire.store.server.served import ServedStore, TransferBuffers
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import TenantUse
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
+from tests.store.server.test_client_memory import HolderOf
 
 
 async def test_so_many_at_once_and_no_more() -> None:
     """An honest client asks for no more by itself; another one would."""
-    berths, held, most = TransferBuffers(2, 8), 0, 0
+    berths = TransferBuffers(2, ClientMemory(8), HolderOf())
+    held = most = 0
 
     async def use() -> None:
         nonlocal held, most
@@ -36,7 +39,7 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
     error: type[BaseException],
 ) -> None:
     """There is another one in its place, so a client goes on."""
-    berths, left = TransferBuffers(1, 8), []
+    berths, left = TransferBuffers(1, ClientMemory(8), HolderOf()), []
 
     async def fails() -> Berth:
         async with berths.one() as berth:

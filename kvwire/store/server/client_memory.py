@@ -1,0 +1,149 @@
+"""What all clients of a store server hold of its memory at once, and who is let go of.
+
+A client that takes no answers has its requests, the answers and its berths until their
+deadlines. That is little for one, and a machine's memory for a few hundred. So there is
+a bound over all of them. When it is reached, whoever has taken nothing for the longest
+time is let go of, and whoever takes its answers goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire.limits import STORE_BERTHS_BYTES, STORE_HELD_BYTES, STORE_TIMEOUT_S
+from kvwire.types import in_bytes
+
+Berth = npt.NDArray[np.uint8]
+
+
+class MemoryHolder(Protocol):
+    """Holds memory of a server: one of its clients."""
+
+    @property
+    def stalled_since(self) -> float:
+        """Return since when it has not taken its oldest answer; infinite if it has."""
+
+    def drop(self, reason: str) -> None:
+        """End its connection."""
+
+
+class ClientMemory:
+    """Counts the memory of all clients of a server. One event loop.
+
+    Attributes:
+        berth_bytes: How long a berth is.
+        held_bytes: Of requests that are open, and of answers that were not taken.
+    """
+
+    def __init__(self, berth_bytes: int) -> None:
+        self.berth_bytes = berth_bytes
+        self.held_bytes: int = 0
+        self._held: dict[MemoryHolder, int] = {}
+        # Clients that were let go of, and what they still hold of it.
+        self._leaving: set[MemoryHolder] = set()
+        self._leaving_bytes = 0
+        self._has_room = asyncio.Event()
+        self._room = asyncio.Semaphore(max(1, STORE_BERTHS_BYTES // berth_bytes))
+        self._used: list[Berth] = []
+        # Who has a berth and since when, the one that has it for longest in front.
+        self._lent: dict[object, tuple[float, MemoryHolder]] = {}
+
+    def hold(self, client: MemoryHolder, nbytes: int) -> None:
+        """Count memory that a client makes this side hold."""
+        self.held_bytes += nbytes
+        self._held[client] = self._held.get(client, 0) + nbytes
+        if client in self._leaving:
+            self._leaving_bytes += nbytes
+        if self.held_bytes - self._leaving_bytes > STORE_HELD_BYTES:
+            staying = (one for one in self._held if one not in self._leaving)
+            slowest = min(staying, key=lambda one: one.stalled_since, default=client)
+            if slowest.stalled_since < math.inf:
+                self._leaving.add(slowest)
+                self._leaving_bytes += self._held[slowest]
+                most = in_bytes(STORE_HELD_BYTES)
+                slowest.drop(
+                    f"all clients together hold more than {most} of requests and "
+                    f"answers, and it has taken nothing for the longest time"
+                )
+
+    def release(self, client: MemoryHolder, nbytes: int) -> None:
+        """Count memory that is free again."""
+        self.held_bytes -= nbytes
+        self._held[client] -= nbytes
+        if client in self._leaving:
+            self._leaving_bytes -= nbytes
+        if self.held_bytes <= STORE_HELD_BYTES:
+            self._has_room.set()
+
+    def forget(self, client: MemoryHolder) -> None:
+        """Count nothing of a client any more, of which nothing is left."""
+        if client in self._held:
+            self.release(client, self._held[client])
+            del self._held[client]
+        self._leaving.discard(client)
+
+    async def room(self) -> None:
+        """Wait until they hold less than the bound; nothing is taken in meanwhile.
+
+        Cancel safety: safe, it only watches.
+        """
+        while self.held_bytes > STORE_HELD_BYTES:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    @asynccontextmanager
+    async def berth(self, client: MemoryHolder) -> AsyncIterator[Berth]:
+        """Lend a berth; at the end of the block nothing may touch it.
+
+        Cancel safety: safe while it waits. A block that is cancelled while something
+        may touch the berth leaves it to that, and there is another one in its place.
+        """
+        await self._wait_for_room()
+        lent = object()
+        try:
+            self._lent[lent] = asyncio.get_running_loop().time(), client
+            berth = (
+                self._used.pop() if self._used else np.empty(self.berth_bytes, np.uint8)
+            )
+            yield berth
+            # Not after an exception: nobody has said then that it is free.
+            self._used.append(berth)
+        finally:
+            self._lent.pop(lent, None)
+            self._room.release()
+
+    async def _wait_for_room(self) -> None:
+        """Wait for a berth; who has one for too long meanwhile is let go of."""
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> float:
+            """Let go of who has one for too long; when to look again."""
+            for lent, (since, client) in list(self._lent.items()):
+                if since + STORE_TIMEOUT_S > loop.time():
+                    return since + STORE_TIMEOUT_S
+                del self._lent[lent]
+                client.drop(
+                    f"it moves one transfer for more than {STORE_TIMEOUT_S:g} s while "
+                    f"others wait for the memory"
+                )
+            return loop.time() + STORE_TIMEOUT_S
+
+        def again() -> None:
+            nonlocal timer
+            timer = loop.call_at(look(), again)
+
+        if self._room.locked():
+            again()
+        try:
+            await self._room.acquire()
+        finally:
+            if timer is not None:
+                timer.cancel()
