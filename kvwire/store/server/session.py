@@ -231,7 +231,7 @@ class ClientSession:
         sent = self._state.send(TAG, body, _PATIENCE)
         if not sent.over:
             self._unsent[sent] = monotonic()  # bounded: STORE_REQUESTS_MAX
-            sent.when_released(lambda: self._unsent.__delitem__(sent))
+            sent.when_released(lambda: self._taken(sent))
             self._served.memory.hold(self, len(body))
             task = asyncio.current_task()
             if task in self._open:
@@ -239,6 +239,9 @@ class ClientSession:
             else:  # the request is being begun
                 self._begun_bytes += len(body)
         return sent
+
+    def _taken(self, sent: object) -> None:
+        del self._unsent[sent]
 
     def _release_after(self, task: asyncio.Task[Any], nbytes: int) -> None:
         """Hold memory for as long as a task, whose frames have it."""
