@@ -174,6 +174,29 @@ async def test_sigterm_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert "Traceback" not in proxy.tail()
 
 
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    engine = SlowEngine()
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(engine.listening())
+        proxy = front(tmp_path, "--decode", f"{url}=127.0.0.1:9", "--stop-s", "600")
+        stack.callback(proxy.kill)
+        proxy.start()
+        await asyncio.to_thread(proxy.wait)
+        assert proxy.running is not None
+        clients = Clients(proxy.url, stack)
+        stream = await clients.generate("events")
+        await stream.readuntil(b"data: 1\n\n")
+        idle = await clients.ask("/nothing")
+        await idle.readuntil(b"}}")
+        proxy.running.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await idle.read() == b""  # it was let go of at the first
+            proxy.running.send_signal(signal.SIGINT)
+            status = await asyncio.to_thread(proxy.running.wait)
+    assert status == -signal.SIGTERM
+    assert "Traceback" not in proxy.tail()
+
+
 async def test_it_has_descriptors_for_all_requests(tmp_path: Path) -> None:
     """Shells give a process 1024, which 1024 requests at once do not fit in."""
     engine = SlowEngine()

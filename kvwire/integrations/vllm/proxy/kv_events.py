@@ -36,6 +36,9 @@ BlockHash: TypeAlias = int | bytes
 # An engine may have so many requests more than the idlest one for the sake of a hit.
 _BUSIER_MAX: Final = 4
 _OF_GPU: Final = (None, "GPU")
+# So much of a prompt decides where it goes; of more, each request would cost the loop
+# tens of milliseconds.
+_TOKENS_MAX: Final = 262_144
 
 
 class EngineBlocks:
@@ -182,9 +185,10 @@ def _tokens(body: Mapping[str, Any]) -> Sequence[int]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    return ()
+    if not isinstance(prompt, list):
+        return ()
+    prompt = prompt[:_TOKENS_MAX]
+    return prompt if all(type(token) is int for token in prompt) else ()
 
 
 def _after(number: bytes) -> bytes:

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
 from typing import Final
 
+from kvwire.errors import ListenError
 from kvwire.extras import NotInstalledError, install_command, needed_by
 from kvwire.integrations.vllm.proxy.asgi import Application
 from kvwire.integrations.vllm.proxy.client import EngineFailed
@@ -116,17 +117,21 @@ class ProxyServer:
                 came.set_result(number)
 
         for number in signals:
-            loop.add_signal_handler(number, note, number)
+            with contextlib.suppress(NotImplementedError):  # of Windows
+                loop.add_signal_handler(number, note, number)
         try:
             async with self.serving():
                 return await came
-        except OSError as exc:
-            print(f"--host {self._host} --port {self._port}: {exc}", file=sys.stderr)
+        except ListenError as exc:
+            print(exc, file=sys.stderr)
             return None
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
         """Serve while this is open; the port.
+
+        Raises:
+            ListenError: It cannot listen there.
 
         Cancel safety: what is under way is given up.
         """
@@ -148,9 +153,13 @@ class ProxyServer:
         async with self._app.running():
             await runner.setup()
             loop = asyncio.get_running_loop()
-            listening = await loop.create_server(
-                self._connected, self._host, self._port, backlog=_BACKLOG
-            )
+            try:
+                listening = await loop.create_server(
+                    self._connected, self._host, self._port, backlog=_BACKLOG
+                )
+            except OSError as exc:
+                where = f"--host {self._host} --port {self._port}"
+                raise ListenError(f"cannot listen at {where}: {exc}") from exc
             try:
                 yield listening.sockets[0].getsockname()[1]
             finally:
