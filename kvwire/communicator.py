@@ -9,6 +9,7 @@ from typing import Any, Self, Unpack
 from kvwire.clock import yields_before_raising
 from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection, Peer
+from kvwire.directory import Record
 from kvwire.directory.selector import FIELDS
 from kvwire.driver.counters import Counters
 from kvwire.driver.loop_thread import AsyncWith, Opening
@@ -221,13 +222,16 @@ class Communicator(AsyncWith):
 
     # --- fleets -----------------------------------------------------------------------
 
-    def peer(self, where: str) -> Peer:
+    def peer(self, where: str | Record) -> Peer:
         """Name a peer by its address, or by what it says of itself in the directory.
 
-        Nothing is dialled before it is used. The same text names the same peer.
+        Nothing is dialled before it is used. The same text names the same peer, and a
+        peer has one connection: to spread load, name a peer for each of
+        :meth:`members`.
 
         Args:
-            where: ``"host:port"``, or a selector such as ``"role=decode,model=demo"``.
+            where: ``"host:port"``, a selector such as ``"role=decode,model=demo"``, or
+                one of :meth:`members`.
 
         Raises:
             UsageError: The text is neither, the directory of the configuration cannot
@@ -237,6 +241,28 @@ class Communicator(AsyncWith):
         """
         self._state.thread.check("Communicator.peer")
         return Peer(self._state.peer(where))
+
+    @yields_before_raising
+    async def members(self, selector: str = "") -> tuple[Record, ...]:
+        """Return the members of the directory that a selector means, but not this one.
+
+        The directory is watched from the first call on, and later ones return at once
+        with what is known. Those with the least ``load`` come first, equal ones in
+        random order.
+
+        Args:
+            selector: As for :meth:`peer`; everybody by default.
+
+        Raises:
+            ConnectError: Nobody is known yet, and the directory cannot be reached.
+            UsageError: The text is no selector, or the directory cannot be used.
+            BackendUnavailable: The library of the directory is missing.
+            ClosedOK: The communicator is closed.
+
+        Cancel safety: safe, it only looks.
+        """
+        self._state.thread.check("Communicator.members")
+        return await self._state.members(selector)
 
     def announce(
         self,
@@ -261,7 +287,7 @@ class Communicator(AsyncWith):
             model: A fingerprint of its model; by default the cache's.
             cache: Its cache, of whose specs the record has digests.
             labels: Whatever else selectors may ask for.
-            load: How busy it is, from 0 to 1; the least busy is taken first.
+            load: How busy it is, from 0 to 1; the least busy is dialled first.
             address: Where it can be reached; by default where it has listened first.
             lease_s: How long it is believed to be there after its last sign of life.
 

@@ -343,11 +343,11 @@ class Peer(_TransferVerbs):
 
     Made by :meth:`Communicator.peer <kvwire.Communicator.peer>`. It is dialled when it
     is first used, and dialled again, with pauses, when its connection has ended. With a
-    selector it is the least busy member that is meant and answers, and another one once
-    that has left. Verbs return at once. What waits for a connection waits for at most
-    ``handshake_timeout_s``; then a request fails with :exc:`~kvwire.ConnectError`, and
-    a transfer has an outcome that says why. Messages go to whoever is there: a new
-    connection knows nothing of the one before.
+    selector it is the member that was least busy when it was dialled, and another one
+    once that has left: later loads change nothing. Verbs return at once. What waits for
+    a connection waits for at most ``handshake_timeout_s``; then a request fails with
+    :exc:`~kvwire.ConnectError`, and a transfer has an outcome that says why. Messages
+    go to whoever is there: a new connection knows nothing of the one before.
     """
 
     __slots__ = ("__weakref__",)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvwire
+from kvwire.directory import Record
 from kvwire.directory.file import FileDirectory
 from tests.directory.records import record
 from tests.support.pairs import communicators, until
@@ -51,6 +52,12 @@ async def fleet(
         finally:
             for member in members:
                 await member.close()
+
+
+def loads(folder: Path) -> list[float]:
+    """What the records in a folder say."""
+    found = (Record.decode(file.read_bytes()) for file in folder.glob("*.json"))
+    return sorted(one.load for one in found)
 
 
 async def name_of(peer: kvwire.Peer) -> str:
@@ -348,6 +355,63 @@ async def test_the_least_busy_is_taken(tmp_path: Path) -> None:
         peer = seeker.peer("role=decode,told=yes")
         await until(lambda: len(peer._state._candidates()) == 3)
         assert await name_of(peer) == "b"
+
+
+async def test_a_peer_stays_with_the_member_that_it_has_dialled(tmp_path: Path) -> None:
+    async with fleet(tmp_path, "ab") as (seeker, members):
+        members[0].announce(role="decode", load=0.1)
+        members[1].announce(role="decode", load=0.9)
+        await until(lambda: loads(tmp_path) == [0.1, 0.9])
+        peer = seeker.peer("role=decode")
+        assert await name_of(peer) == "a"
+        members[0].announce(role="decode", load=1.0)
+        known = seeker._state.membership.members
+        await until(lambda: min(known.values(), key=lambda one: one.load).name == "b")
+        assert (await seeker.members("role=decode"))[0].name == "b"
+        assert await name_of(peer) == "a"
+
+
+async def test_members_are_listed_and_each_may_be_a_peer(tmp_path: Path) -> None:
+    async with fleet(tmp_path, "abc") as (seeker, members):
+        for number, member in enumerate(members):
+            zone = {"zone": "even" if number % 2 == 0 else "odd"}
+            member.announce(role="decode", load=0.9 - number / 10, labels=zone)
+        await until(lambda: loads(tmp_path) == [0.7, 0.8, 0.9])
+        found = await seeker.members("role=decode")
+        assert [one.name for one in found] == ["c", "b", "a"], "the least busy first"
+        assert [one.name for one in await seeker.members("zone=even")] == ["c", "a"]
+        assert {one.name for one in await seeker.members()} == set("abc")
+        assert {one.name for one in await members[0].members()} == set("bc")
+        assert await seeker.members("role=prefill") == ()
+        peers = [seeker.peer(one) for one in found]
+        assert [await name_of(peer) for peer in peers] == ["c", "b", "a"]
+        assert peers[0].where == seeker.peer(found[0]).where
+        with pytest.raises(kvwire.UsageError, match="is no term"):
+            await seeker.members("decode")
+        # It is one start of a process, and nobody else in its place.
+        await members[2].close()
+        await until(lambda: loads(tmp_path) == [0.8, 0.9])
+        await until(lambda: peers[0].connection is None)
+        with pytest.raises(kvwire.ConnectError):
+            await peers[0].connect()
+
+
+async def test_a_member_without_an_incarnation_is_an_address() -> None:
+    async with communicators() as (near, far):
+        address = await far.listen("127.0.0.1:0")
+        peer = near.peer(record(incarnation="", address=str(address)))
+        assert await name_of(peer) == "far"
+
+
+async def test_members_of_a_directory_that_is_away(tmp_path: Path) -> None:
+    url = f"redis://127.0.0.1:{free_port()}"
+    async with kvwire.open(directory=url) as seeker:
+        with pytest.raises(kvwire.ConnectError, match="directory redis"):
+            await seeker.members("role=decode")
+    async with kvwire.open(directory=f"file:{tmp_path}/nobody") as seeker:
+        assert await seeker.members() == ()
+    with pytest.raises(kvwire.ClosedOK):
+        await seeker.members()
 
 
 async def test_a_record_has_what_others_choose_by(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import random
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -21,7 +22,7 @@ from kvwire.backend.selection import (
 )
 from kvwire.clock import at_most, seconds_of, yields_before_raising
 from kvwire.config import Config
-from kvwire.directory import Record
+from kvwire.directory import Record, Selector
 from kvwire.directory.dialable import check_dialable
 from kvwire.driver.buffers import BufferTable
 from kvwire.driver.codec_threads import CodecThreads
@@ -313,11 +314,26 @@ class CommunicatorState:
         """Wait for the next inbound connection."""
         return await self._reception.inbound.take()
 
-    def peer(self, where: str) -> PeerState:
+    async def members(self, selector: str) -> tuple[Record, ...]:
+        """Return the members that a selector means, the least busy first."""
+        self.check_open()
+        found = await self.membership.meant_by(Selector.parse(selector))
+        mine = self.incarnation.hex()
+        others = [one for one in found if one.key != mine]
+        # Of equals each client takes another one first.
+        random.shuffle(others)
+        return tuple(sorted(others, key=lambda one: one.load))
+
+    def peer(self, where: str | Record) -> PeerState:
         """Name a peer that need not be connected."""
         self.check_open()
+        if isinstance(where, Record):
+            named = f"incarnation={where.incarnation}"
+            where = named if where.incarnation else where.address
         if not isinstance(where, str):
-            raise wrong_type("peer", where, 'a text, "host:port" or "role=prefill",')
+            raise wrong_type(
+                "peer", where, 'a text, "host:port" or "role=prefill", or a member'
+            )
         if where not in self.peers:
             if len(self.peers) >= PEERS_MAX:
                 raise UsageError(

@@ -58,7 +58,14 @@ class Dialling:
         except OSError as exc:
             raise self._error(str(exc.strerror or exc), exc.errno) from exc
         self._addresses = _interleaved(found)
-        return await self._race()
+        if len(found) > 1:
+            return await self._race()
+        (where,) = self._addresses
+        try:
+            return where, await self._backend.connect(where)
+        except OSError as exc:
+            self._failures[where] = exc
+            raise self._refused() from exc
 
     async def _race(self) -> tuple[Address, Link]:
         waiting = list(reversed(self._addresses))

@@ -15,7 +15,14 @@ from hashlib import sha256
 from typing import Final
 
 from kvwire.clock import start_task
-from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
+from kvwire.directory import (
+    Change,
+    ChangeKind,
+    Directory,
+    Record,
+    Selector,
+    open_directory,
+)
 from kvwire.directory.base import ended
 from kvwire.kv.paged import PagedCache
 
@@ -47,11 +54,28 @@ class Membership:
 
     def listen(self, listener: Callable[[Change], None]) -> None:
         """Tell a peer of every change from now on."""
-        directory = self._opened()
+        self._begin_watching()
         self._listeners.append(listener)  # bounded: PEERS_MAX
+
+    async def meant_by(self, selector: Selector) -> list[Record]:
+        """Return the members that a selector means, as far as this side knows.
+
+        Raises:
+            ConnectError: Nothing is known yet, and the directory cannot be reached.
+
+        Cancel safety: safe, it only looks.
+        """
+        directory = self._begin_watching()
+        if not self.members:  # the watch has brought none yet, or there is nobody
+            return list(await directory.members(selector))
+        return [one for one in self.members.values() if selector.matches(one)]
+
+    def _begin_watching(self) -> Directory:
+        directory = self._opened()
         if self._watching is None:
             self._watching = start_task(self._watch(directory))
             self._watching.add_done_callback(_say_why)
+        return directory
 
     @property
     def trouble(self) -> str:

@@ -68,6 +68,14 @@ def test_a_client_gives_up_and_goes_on(tmp_path: Path) -> None:
     ]
 
 
+def test_requests_go_where_there_is_room(tmp_path: Path) -> None:
+    said = run_example("spread_load.py", tmp_path).splitlines()
+    counts = {name: int(count) for name, _, count in map(str.split, said)}
+    assert sum(counts.values()) == 120
+    # It is five times as slow as each of the other two.
+    assert 1 <= counts["slow"] < min(counts["quick-0"], counts["quick-1"])
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "arguments", parameters([["--every", "0.1"], ["--every", "0.2", "--kill"]], every=2)
