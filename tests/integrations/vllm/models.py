@@ -7,6 +7,7 @@ gives another answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,27 @@ def make_model(kind: str, folder: Path, *, seed: int = 5, **sizes: int) -> Path:
         chat_template=TEMPLATE,
     ).save_pretrained(path)
     return path
+
+
+def make_adapter(folder: Path, seed: int) -> Path:
+    """Write an adapter (LoRA) of "gqa", large enough to matter."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    tensors = {}
+    sizes = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    for layer in range(4):
+        for name, size in sizes.items():
+            of = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{of}.lora_A.weight"] = torch.randn(8, 64)
+            tensors[f"{of}.lora_B.weight"] = torch.randn(size, 8)
+    folder.mkdir()
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    said = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"}
+    said |= {"target_modules": [*sizes], "base_model_name_or_path": "m"}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    return folder
 
 
 def _network(kind: str, sizes: Mapping[str, int]) -> Any:

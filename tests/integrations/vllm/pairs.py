@@ -50,7 +50,9 @@ class Pair:
         assert answers == [self.local(ids) for ids in prompts]
         assert eventually(lambda: self.idle)
 
-    def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
+    def both(
+        self, ids: list[int], there: str = "", back: str = "", **more: Any
+    ) -> list[int]:
         name = secrets.token_hex(8)
         sends = {
             "do_remote_decode": True,
@@ -66,9 +68,13 @@ class Pair:
         }
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(
-                self.decode.generate, ids, kv_transfer_params=self._signed(loads)
+                self.decode.generate,
+                ids,
+                kv_transfer_params=self._signed(loads),
+                **more,
             )
-            self.prefill.generate(ids, 1, kv_transfer_params=self._signed(sends))
+            sends = self._signed(sends)
+            self.prefill.generate(ids, 1, kv_transfer_params=sends, **more)
             return tokens_of(answer.result())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvwire import Communicator, Config, Engine
 from kvwire.types import Address
-from tests.integrations.vllm.models import make_model
+from tests.integrations.vllm.models import make_adapter, make_model
 from tests.integrations.vllm.pairs import Pair, pair_of, running
 from tests.integrations.vllm.serving import (
     NEEDS_VLLM,
@@ -30,6 +30,8 @@ from tests.support.waiting import eventually
 
 PROMPTS = "vllm:prompt_tokens_total"
 GUESSED = ("draft_tokens_total", "accepted_tokens_total")
+# By name: those of prefill, then those of decode.
+ADAPTERS = {"one": 1, "two": 2, "copy": 1, "another": 3}
 pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
 
 
@@ -120,6 +122,28 @@ def test_other_weights_under_one_name(model: Path, tmp_path: Path) -> None:
         assert pair.both(ids) == local
         assert pair.decode.metric("vllm:kvwire_received_bytes_sum") == 0
     assert "vllm_weights" in made[1].log.read_text(errors="replace")
+
+
+def test_adapters_by_what_is_in_them(model: Path, tmp_path: Path) -> None:
+    """Of two names one is the same adapter at another path, and the other is not."""
+    paths = [make_adapter(tmp_path / name, seed) for name, seed in ADAPTERS.items()]
+    made = []
+    for core, (name, listed) in enumerate(
+        (("prefill", paths[:2]), ("decode", paths[2:]))
+    ):
+        modules = [f"{one}={path}" for one, path in zip("ab", listed, strict=True)]
+        more = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules)
+        transfer = {"require": ["tcp"], "load_timeout_s": 5.0}
+        made.append(engine(model, tmp_path, name, core, transfer, *more))
+    with running(*made):
+        pair, ids = Pair(*made), prompt(300, seed=1)
+        moved = []
+        for name in "ab":
+            before = pair.decode.metric("vllm:kvwire_received_bytes_sum")
+            alone = pair.decode.generate(ids, model=name, cache_salt="local")
+            assert pair.both(ids, model=name) == tokens_of(alone) != pair.local(ids)
+            moved.append(pair.decode.metric("vllm:kvwire_received_bytes_sum") - before)
+        assert moved[0] > moved[1] == 0
 
 
 def test_encoded_rows(model: Path, tmp_path: Path) -> None:

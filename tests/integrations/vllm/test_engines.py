@@ -47,8 +47,10 @@ class Found(Pair):
     proxy: Process
     events: str
 
-    def both(self, ids: list[int], there: str = "", back: str = "") -> list[int]:
-        return tokens_of(complete(self.proxy.url, ids))
+    def both(
+        self, ids: list[int], there: str = "", back: str = "", **more: Any
+    ) -> list[int]:
+        return tokens_of(complete(self.proxy.url, ids, **more))
 
 
 class Collector(HTTPServer):
