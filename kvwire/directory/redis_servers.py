@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvwire.clock import run_to_completion, start_task
+from kvwire.config import local_path
 from kvwire.directory.base import ended
 from kvwire.errors import UsageError, printable
 from kvwire.extras import needed_by
@@ -161,10 +162,11 @@ class RedisServers:
         self._hosts = _hosts_of(what, url)
         # Nodes of the cluster that was found last: those of the URL may be gone.
         self._nodes: list[dict[str, Any]] = []
-        files = {name: options[name] for name in TLS_OPTIONS if options.get(name)}
-        for name, file in files.items():
-            if not Path(file).is_file():
-                raise UsageError(f"{what}: {name}={file!r}: there is no such file")
+        files = {
+            TLS_OPTIONS[name]: _file(what, name, text)
+            for name, text in options.items()
+            if name in TLS_OPTIONS and text
+        }
         self._arguments: dict[str, Any] = {
             "socket_connect_timeout": timeout_s,
             "socket_timeout": timeout_s,
@@ -174,9 +176,8 @@ class RedisServers:
             # With RESP3 the client takes connections that were closed for good ones.
             "protocol": 2,
         }
-        self._tls: dict[str, Any] = {
-            TLS_OPTIONS[name]: file for name, file in files.items()
-        }
+        # Its earlier releases look at no name in a certificate unless told to.
+        self._tls: dict[str, Any] = {"ssl_check_hostname": True, **files}
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[RedisClient]:
@@ -429,6 +430,14 @@ async def _closed(client: Redis | RedisCluster) -> None:
         await client.aclose()
     except FAULTS as exc:
         logger.debug("closing a connection to Redis: %s", exc)
+
+
+def _file(what: str, option: str, text: str) -> str:
+    """Return the path of a file that an option names."""
+    path = local_path(text)
+    if not Path(path).is_file():
+        raise UsageError(f"{what}: {option}={text!r}: there is no such file")
+    return path
 
 
 def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:

@@ -246,12 +246,16 @@ async def test_a_server_that_is_slower_than_the_timeout() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_tls_and_a_password(kind: str, tmp_path: Path) -> None:
+async def test_tls_and_a_password(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     authority = Authority(tmp_path)
     ca_file = str(authority.root.cert_file)
     mine, client = authority.issue("localhost"), authority.issue("client")
     files = (
-        f"tls_ca_file={ca_file}&tls_cert_file={client.cert_file}"
+        f"tls_ca_file=~/{authority.root.cert_file.name}"
+        f"&tls_cert_file={client.cert_file}"
         f"&tls_key_file={client.key_file}"
     )
     with redis_server("--requirepass", "secret") as server:
