@@ -58,6 +58,8 @@ _SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
 # Errors of one command or one key. All others with a code (NOREPLICAS, MISCONF, BUSY,
 # ...) are about the server.
 _OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
+# Until one is in a slot of a node. Of 16,384 slots a node has many.
+_KEYS_TRIED: Final = 50_000
 _CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
 _CODE: Final = re.compile(r"[A-Z]{3,}\b")
 
@@ -113,11 +115,21 @@ class RedisClient:
     channel: Redis
     users: int = 0
 
-    def primaries(self) -> list[Any]:
-        """Return the nodes of a cluster that have slots; none of a single server."""
-        if isinstance(self.commands, RedisCluster):
-            return self.commands.get_primaries()
-        return []
+    def keys_at(self, names: Collection[str], prefix: str) -> dict[Any, str]:
+        """Return those of some nodes of a cluster that have slots, with a key each."""
+        found: dict[Any, str] = {}
+        if not names or isinstance(self.commands, Redis):
+            return found
+        slots = self.commands.nodes_manager.slots_cache
+        wanted = {nodes[0].name for nodes in slots.values()} & set(names)
+        for number in range(_KEYS_TRIED):
+            if len(found) == len(wanted):
+                break
+            key = f"{prefix}{number}"
+            nodes = slots.get(self.commands.keyslot(key))
+            if nodes and nodes[0].name in wanted:
+                found.setdefault(nodes[0], key)
+        return found
 
     async def close(self) -> None:
         """Close all connections. Never raises.
@@ -220,7 +232,7 @@ class RedisServers:
         """Connect anew; a cluster says where its slots are by now.
 
         Returns:
-            Which of the doubtful nodes of a cluster do not answer.
+            Which of the doubtful nodes of a cluster take no writes.
 
         Raises:
             Exception: Nobody takes writes, and why.
@@ -231,11 +243,14 @@ class RedisServers:
         old, self.client = self.client, client
         if old is not None and not old.users:
             await old.close()
-        nodes = [node for node in client.primaries() if node.name in doubtful]
-        answers = await asyncio.gather(*map(self._ping, nodes), return_exceptions=True)
+        keys = client.keys_at(doubtful, self._key)
+        answers = await asyncio.gather(
+            *(self._ask(node, key) for node, key in keys.items()),
+            return_exceptions=True,
+        )
         return {
             node.name
-            for node, answer in zip(nodes, answers, strict=True)
+            for node, answer in zip(keys, answers, strict=True)
             if isinstance(answer, BaseException) and of_server(answer)
         }
 
@@ -364,9 +379,9 @@ class RedisServers:
         ]
         return cluster
 
-    async def _ping(self, node: Any) -> None:
+    async def _ask(self, node: Any, key: str) -> None:
         async with asyncio.timeout(self._timeout_s):
-            await node.execute_command("PING")
+            await node.execute_command("UNLINK", key)
 
 
 class _Dialled(Connection):
@@ -428,6 +443,10 @@ async def _given_up(trying: Iterable[asyncio.Task[RedisClient]]) -> None:
 async def _closed(client: Redis | RedisCluster) -> None:
     try:
         await client.aclose()
+        if isinstance(client, RedisCluster):
+            # That does nothing once a command has failed.
+            await client.nodes_manager.aclose()
+            await client.nodes_manager.aclose("startup_nodes")
     except FAULTS as exc:
         logger.debug("closing a connection to Redis: %s", exc)
 

@@ -49,10 +49,10 @@ from tests.support.servers import (
 
 # Rights that the pages name.
 RIGHTS: Final = {
-    "tier": "~kvwire:* +set +getrange +touch +unlink +scan",
+    "tier": "~kvwire:* +set +get +getrange +strlen +touch +unlink +scan",
     "directory": "~kvwire:* &kvwire:* +set +getrange +unlink +scan +publish +subscribe",
 }
-CLUSTER_RIGHTS: Final = "+cluster|slots +command +ping"
+CLUSTER_RIGHTS: Final = "+cluster|slots +command"
 
 
 def url_of(*servers: Server, more: str = "") -> str:
@@ -534,3 +534,53 @@ async def test_a_master_of_a_cluster_is_lost(kind: str, number: signal.Signals) 
             servers[0].signal(number)
             for _ in range(8):
                 await until_taken(write)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("back", [True, False])
+async def test_a_watcher_whose_node_is_lost(back: bool) -> None:
+    """The one it subscribed at; it is at another one, or at the same again."""
+    with redis_cluster() as servers:
+        watching, announcing = (
+            open_directory(url_of(servers[at], servers[2])) for at in (0, 1)
+        )
+        async with aclosing(watching.watch()) as changes:
+            await announcing.announce(record(1, lease_s=30))
+            assert (await anext(changes)).record == record(1, lease_s=30)
+            servers[0].kill()
+            if back:
+                servers[0].start()
+            await announcing.announce(record(2, lease_s=30))
+            async with asyncio.timeout(60):
+                assert (await anext(changes)).record == record(2, lease_s=30)
+        await announcing.close()
+        await watching.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_a_node_that_restarts_costs_no_put_for_each_connection() -> None:
+    source = Filled(16, seed=1)
+    with redis_cluster() as servers:
+        async with BlockStore.open([url_of(servers[0])]) as store:
+
+            async def put(name: str) -> set[str]:
+                """Return why something is missing."""
+                put = await store.put(chain(16, name), source.cache, range(16))
+                return set(put.missing.reasons)
+
+            async def put_side_by_side(name: str) -> set[str]:
+                puts = (put(f"{name}{n}") for n in range(8))
+                return set().union(*await asyncio.gather(*puts))
+
+            assert not await put_side_by_side("a")
+            servers[1].kill()
+            servers[1].start()
+            # All dead connections are met at once, and gone with the first of them.
+            assert await put_side_by_side("b")
+            names = (f"c{n}" for n in range(1_000_000))
+            async with asyncio.timeout(60):
+                while await put(next(names)):
+                    pass
+            assert not await put_side_by_side("d")

@@ -38,6 +38,7 @@ from kvwire.store.cleanup import error_text, gather_all
 from kvwire.store.index import Key, Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import (
+    DAMAGED,
     FAILED,
     LANDED,
     MISSING,
@@ -148,15 +149,20 @@ class RedisTier(ValueTier):
 
     async def _get(self, batch: Batch) -> BlockResults:
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
-
-        def command(_: int, name: str) -> Command:
-            # One byte more than a block has: what is longer is seen, and not read.
-            return "GETRANGE", name, 0, nbytes
-
-        done = await self._ask(batch.keys, command, nbytes)
-        results = np.where([one == b"" for one in done], MISSING, FAILED)
-        came = np.flatnonzero([bool(one) and isinstance(one, bytes) for one in done])
-        raws = [memoryview(done[at]) for at in came]
+        # What is too long is not read: a GETRANGE would do in one round trip, and takes
+        # a server three times as long as a GET.
+        answers = await self._ask(batch.keys, lambda _, name: ("STRLEN", name))
+        results = np.full(batch.keys.size, FAILED)
+        results[[one == 0 for one in answers]] = MISSING
+        results[[isinstance(one, int) and one > nbytes for one in answers]] = DAMAGED
+        fit = [isinstance(one, int) and 0 < one <= nbytes for one in answers]
+        which = np.flatnonzero(fit)
+        values = await self._ask(
+            batch.keys[which], lambda _, name: ("GET", name), nbytes
+        )
+        results[which[[one is None for one in values]]] = MISSING
+        came = which[[isinstance(one, bytes) for one in values]]
+        raws = [memoryview(one) for one in values if isinstance(one, bytes)]
         await self._unpack(batch, came, raws, results)
         self._touches.moved(batch.keys[results == LANDED])
         return results
