@@ -36,6 +36,7 @@ class TierDirectory:
         file_type: type[File],
     ) -> None:
         self.synced = synced
+        self._path = path
         path.mkdir(parents=True, exist_ok=True)
         if (path / _FORMER).exists():
             raise UsageError(
@@ -62,8 +63,32 @@ class TierDirectory:
                     f"too little; give it a larger size, or an empty directory"
                 )
             self.whole: bool = self.index.closed
+            self._names = self._named()
             self._resize(self.slabs * slab_bytes)
             opened.pop_all()  # they are this one's now
+
+    def check(self) -> None:
+        """Check that the directory still has the files that are open.
+
+        Raises:
+            OSError: Somebody has removed or replaced it, so nothing of what is written
+                would be found again.
+        """
+        try:
+            there = self._named() == self._names
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise OSError(
+                errno.ESTALE,
+                f"{self._path} was removed or replaced while it was open; open the "
+                f"store again",
+            )
+
+    def _named(self) -> list[tuple[int, int]]:
+        """Return which files its names stand for now."""
+        found = ((self._path / name).stat() for name in (_IMAGES, _INDEX))
+        return [(one.st_dev, one.st_ino) for one in found]
 
     def close(self, *, in_order: bool) -> None:
         """Close everything, whether the disk fails or not; see :class:`DiskIndex`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -146,7 +147,8 @@ class DiskTier(CodedTier):
             # Also when this was cancelled while the thread was opening it.
             for directory in opened:
                 directory.close(in_order=False)
-            if _is_full(exc):
+            # Of an error with a name the system could make no file, large or small.
+            if _is_full(exc) and not getattr(exc, "filename", None):
                 text = f"the disk has no room for {nbytes} bytes; give it less: ?size="
                 raise UsageError(f"tier {address.text!r}: {text}") from exc
             if isinstance(exc, _ERRORS):
@@ -452,6 +454,9 @@ class DiskTier(CodedTier):
         return True
 
     def _failed(self, what: str, error: Exception) -> None:
+        if _is_full(error):
+            # SQLite has no number for it, and words of its own.
+            error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.error = f"{what} failed: {with_remedy(error)}"
 
     # --- on a thread ------------------------------------------------------------------
@@ -515,6 +520,7 @@ class DiskTier(CodedTier):
 
     def _write_slots(self, namespace: Namespace, batch: Batch, slots: Ids) -> None:
         """Write images, and then their rows."""
+        self._directory.check()
         self._rows.dirty()
         nbytes = batch.images.lengths.astype(np.int64)
         size = rounded(int(nbytes[0]))
@@ -541,6 +547,7 @@ class DiskTier(CodedTier):
         self._sums[slots], self._nbytes[slots] = sums, nbytes
 
     def _sync(self) -> None:
+        self._directory.check()
         self._file.sync()
         self._rows.sync()
 

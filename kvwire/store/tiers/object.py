@@ -98,6 +98,8 @@ class ObjectTier(CodedTier):
         self._obstore = obstore
         self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         self._unavailable_until = 0.0
+        # Until when nothing is written: what takes no blocks may have some.
+        self._untaking_until = 0.0
         # The orders of blocks that are there, the ones found last at the end.
         self._present: OrderedDict[Key, int] = OrderedDict()
         # Until when blocks are taken to be absent; damaged ones until they are written.
@@ -118,7 +120,7 @@ class ObjectTier(CodedTier):
     @property
     def taking(self) -> bool:
         """Tell whether it takes blocks: it was not unavailable a moment ago."""
-        return not self._resting()
+        return not self._resting(writes=True)
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.
@@ -324,7 +326,7 @@ class ObjectTier(CodedTier):
     ) -> T | BlockResult:
         """Make one request; MISSING if there is no such object, FAILED otherwise."""
         async with self._room:
-            if self._resting():
+            if self._resting(writes=writes):
                 return BlockResult.FAILED
             try:
                 async with asyncio.timeout(limit_s or self._timeout_s):
@@ -340,9 +342,9 @@ class ObjectTier(CodedTier):
                 self._became_unavailable(exc, writes=writes)
                 return BlockResult.FAILED
         if not self._resting():  # it may be an answer from before a failure
-            self._backoff.reset()
             self.unavailable_reason = ""
             if writes or not self._write_failed:
+                self._backoff.reset()
                 self.error, self._write_failed = "", False
         return found
 
@@ -370,20 +372,26 @@ class ObjectTier(CodedTier):
 
         await gather_all(*(lane() for _ in range(self._requests)))
 
-    def _resting(self) -> bool:
-        return asyncio.get_running_loop().time() < self._unavailable_until
+    def _resting(self, *, writes: bool = False) -> bool:
+        until = self._unavailable_until
+        if writes:
+            until = max(until, self._untaking_until)
+        return asyncio.get_running_loop().time() < until
 
     def _became_unavailable(self, error: BaseException, *, writes: bool) -> None:
-        """Report a failed request, and leave the store alone for a while."""
+        """Report a failed request, and make no others of its kind for a while."""
         words = words_of(error) or f"no answer in {self._timeout_s:g} s"
         # What the store has named is not forgotten for one that it had no name for.
-        if is_named(error) or not self.unavailable_reason:
-            self.error = self.unavailable_reason = words
-        self._write_failed |= writes
+        if is_named(error) or not self.error:
+            self.error = words
         self._unproved = self._url
-        if not self._resting():
-            now = asyncio.get_running_loop().time()
-            self._unavailable_until = now + self._backoff.pause_s()
+        if self._resting(writes=writes):
+            return
+        until = asyncio.get_running_loop().time() + self._backoff.pause_s()
+        if writes:
+            self._write_failed, self._untaking_until = True, until
+        else:
+            self.unavailable_reason, self._unavailable_until = self.error, until
 
     # --- what is remembered -----------------------------------------------------------
 

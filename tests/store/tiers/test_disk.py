@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
@@ -408,7 +409,7 @@ async def test_a_full_disk_does_not_keep_a_new_model_out_for_ever(
         _index_of(store).execute(f"PRAGMA max_page_count={pages}")
         outcome = await store.put(chain(200, "b"), other.cache, list(range(200)))
         assert not outcome.complete
-        assert any("database or disk is full" in r for r in outcome.missing.reasons)
+        assert any("df -h and df -i" in r for r in outcome.missing.reasons)
         assert await landed(store, source, chain(8)) == IDS[:8]
         _index_of(store).execute("PRAGMA max_page_count=1000000")
         assert (await store.put(chain(4, "b"), other.cache, IDS[:4])).complete
@@ -463,7 +464,7 @@ async def test_a_flush_of_a_full_disk_may_be_repeated(
         await store.put(hashes, source.cache, IDS)
         with monkeypatch.context() as patch:
             patch.setattr(DiskIndex, "sync", full)
-            with pytest.raises(OSError, match="disk is full"):
+            with pytest.raises(OSError, match="flushing failed: No space"):
                 await store.flush()
         await store.flush()
         faults.failing["sync"] = errno.ENOSPC
@@ -564,6 +565,32 @@ async def test_a_disk_without_room_is_said_at_once(tmp_path: Path) -> None:
     faults.failing["allocate"] = errno.ENOSPC
     with pytest.raises(UsageError, match="has no room for 1048576 bytes; give"):
         await disk(tmp_path, hook=faults)
+
+
+@pytest.mark.parametrize("what", ["removed", "replaced", "its index removed"])
+async def test_a_directory_that_goes_while_it_is_open_keeps_nothing(
+    tmp_path: Path, what: str
+) -> None:
+    """So nothing is acknowledged; what is there can be read as long as it is open."""
+    folder = tmp_path / "kv"
+    source, hashes = await put_before(*tiers(folder))
+    async with BlockStore.open(tiers(folder)) as store:
+        if what == "removed":
+            shutil.rmtree(folder)
+        elif what == "replaced":
+            folder.rename(tmp_path / "elsewhere")
+            folder.mkdir()
+        else:
+            (folder / "index.sqlite").unlink()
+        put = await store.put(chain(4, "b"), source.cache, IDS[:4])
+        (reason,) = put.missing.reasons
+        assert f"{folder} was removed or replaced while it was open" in reason
+        with pytest.raises(OSError, match=r"4 blocks are in memory only: .* replaced"):
+            await store.flush()
+        assert await landed(store, source, hashes) == IDS
+    async with BlockStore.open(tiers(folder)) as store:
+        assert await store.match(hashes, source.cache) == 0
+        assert (await store.put(hashes, source.cache, IDS)).complete
 
 
 async def test_a_cancelled_open_lets_go_of_the_directory(tmp_path: Path) -> None:

@@ -380,6 +380,31 @@ async def test_a_store_that_fails_is_left_alone_for_a_while(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("long_pauses")
+async def test_what_takes_no_blocks_still_gives_those_it_has(tmp_path: Path) -> None:
+    """A bucket that is full, or whose credentials may read only."""
+    source, hashes = await put_before(f"object:file://{tmp_path}", count=4)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests = Requests(tier)
+
+        async def full(name: str) -> None:
+            if name == "put_async":
+                raise obstore.exceptions.GenericError("it is full")
+
+        requests.before = full
+        put = await store.put(chain(2, "b"), source.cache, [0, 1])
+        assert not put.landed
+        assert not tier.taking
+        assert (await store.get(hashes, Filled().cache, range(4))).complete
+        assert (tier.error, tier.unavailable_reason) == ("it is full", "")
+        with pytest.raises(OSError, match="it is full"):
+            await store.flush()
+        requests.before, tier._untaking_until = None, 0.0
+        await store.flush()
+        assert tier.error == ""
+
+
+@pytest.mark.usefixtures("long_pauses")
 async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> None:
     """While the store is left alone, what is not there is not known not to be there."""
     await put_before(f"object:file://{tmp_path}", count=2)
