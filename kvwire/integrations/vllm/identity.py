@@ -38,17 +38,20 @@ def model_digest(vllm_config: Any) -> str:
     """Return what engines of one model share, wherever its files lie."""
     model = vllm_config.model_config
     facts = {
-        key: value
-        for key, value in model.hf_config.to_dict().items()
-        if key not in _OF_THE_FILES
-    }
-    facts |= {
-        "revision": str(model.revision),
+        **_facts(model.hf_config.to_dict()),
         "quantization": str(model.quantization),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _facts(said: Any) -> Any:
+    """Return a part of a config without what says where it came from."""
+    if isinstance(said, dict):
+        kept = {key: one for key, one in said.items() if key not in _OF_THE_FILES}
+        return {key: _facts(one) for key, one in kept.items()}
+    return [_facts(one) for one in said] if isinstance(said, list) else said
 
 
 def model_weights(vllm_config: Any, fingerprint: str) -> str:

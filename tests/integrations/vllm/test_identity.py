@@ -13,6 +13,7 @@ from kvwire.integrations.vllm.identity import (
     block_order,
     draft_name,
     identity_of,
+    model_digest,
     model_weights,
 )
 from kvwire.integrations.weights import weights_name
@@ -42,6 +43,22 @@ def test_the_draft_model_has_a_name(
     config = SimpleNamespace(speculative_config=said, load_config=DUMMY)
     assert draft_name(config, "") == name
     assert draft_name(config, "mine") == name.partition(",")[0]
+
+
+def test_a_model_is_the_same_wherever_its_files_lie() -> None:
+    def digest(revision: str | None, path: str, layers: int = 2) -> str:
+        text = {"layers": layers, "_name_or_path": path}
+        said = {"_commit_hash": revision, "text_config": text, "parts": [text]}
+        model = SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: said),
+            revision=revision,
+            quantization=None,
+        )
+        cache = SimpleNamespace(cache_dtype="auto")
+        return model_digest(SimpleNamespace(model_config=model, cache_config=cache))
+
+    assert digest(None, "/models/a") == digest("abc", "org/a")
+    assert digest(None, "", layers=3) != digest(None, "")
 
 
 def weights(seed: int = 0, **said: Any) -> SimpleNamespace:
