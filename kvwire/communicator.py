@@ -6,13 +6,13 @@ import os
 from collections.abc import AsyncIterator, Generator, Iterable, Mapping
 from typing import Any, Self, Unpack
 
-from kvwire.clock import yields_before_raising
+from kvwire.clock import run_to_completion, yields_before_raising
 from kvwire.config import Config, ConfigOptions
 from kvwire.connection import Connection, Peer
 from kvwire.directory import Record
 from kvwire.directory.selector import FIELDS
 from kvwire.driver.counters import Counters
-from kvwire.driver.loop_thread import AsyncWith, Opening
+from kvwire.driver.loop_thread import FORKED, AsyncWith, Opening
 from kvwire.endpoint.communicator import CommunicatorState
 from kvwire.endpoint.membership import spec_digests
 from kvwire.endpoint.observers import Observers
@@ -71,9 +71,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Close it, or abort if the block was left by an exception."""
         assert self._communicator is not None
-        if error is not None:
-            self._communicator.abort()
-        await self._communicator.close()
+        await self._communicator.__aexit__(kind, error, trace)
 
     @yields_before_raising
     async def _open(self) -> Communicator:
@@ -83,7 +81,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
             try:
                 await communicator._state.inspector.start()  # noqa: SLF001 - of this file
             except BaseException:
-                await communicator.close()
+                await run_to_completion(communicator.close())
                 raise
         return communicator
 
@@ -473,9 +471,10 @@ class Communicator(AsyncWith):
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Close it, or abort if the block was left by an exception."""
-        if error is not None:
+        thread = self._state.thread
+        if error is not None and thread.ident != FORKED:
             self.abort()
-        await self.close()
+        await thread.leave(self.close)
 
 
 open._opens = Communicator  # noqa: SLF001 - of this file

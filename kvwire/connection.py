@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import get_ident
 from typing import Any, Self, Unpack, overload
 
-from kvwire.driver.loop_thread import AsyncWith, LoopThread
+from kvwire.driver.loop_thread import FORKED, AsyncWith, LoopThread
 from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.peer import PeerState
 from kvwire.endpoint.request import RequestState
@@ -333,9 +333,9 @@ class Connection(_TransferVerbs, AsyncWith):
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Close, or abort if the block was left by an exception."""
-        if error is not None:
+        if error is not None and self._thread.ident != FORKED:
             self.abort(f"aborted by {type(error).__name__}")
-        await self.close()
+        await self._thread.leave(self.close)
 
 
 class Peer(_TransferVerbs):

@@ -207,7 +207,7 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         """Close it, or abort if the block was left by an exception."""
-        if error is not None:
+        if error is not None and not self._thread.forked:
             self._thread.post(self._communicator.abort)
         self.close()
 

@@ -199,6 +199,8 @@ class Outgoing(_Transfer, AsyncWith):
         Raises:
             UsageError: Parts were not marked; the transfer is aborted.
         """
+        if self._state.thread.ident == FORKED:
+            return  # it is its parent's
         if kind is not None:
             self.abort(f"{kind.__name__} in the producer")
         else:

@@ -32,6 +32,7 @@ from typing import Final, Self
 
 import numpy as np
 
+from kvwire.backend import keep_from_children
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.types import Role
@@ -215,7 +216,7 @@ async def _accepted(listener: socket.socket) -> socket.socket:
     loop = asyncio.get_running_loop()
     while True:
         try:
-            return listener.accept()[0]
+            return keep_from_children(listener.accept()[0])
         except BlockingIOError:
             ready = asyncio.Event()
         loop.add_reader(listener, ready.set)
@@ -231,7 +232,7 @@ def _socket() -> socket.socket:
     except OSError as exc:
         raise BackendUnavailable(f"local: no Unix socket: {exc}") from exc
     sock.setblocking(False)
-    return sock
+    return keep_from_children(sock)
 
 
 # --- whether there can be one ---------------------------------------------------------

@@ -18,6 +18,7 @@ from kvwire.backend import (
     Link,
     Listener,
     TlsFiles,
+    keep_from_children,
 )
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import BackendUnavailable
@@ -89,6 +90,7 @@ class TcpBackend(Backend):
 
         with contextlib.ExitStack() as undo:
             sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            keep_from_children(sock)
             sock.setblocking(False)
             # A restart must not wait for the connections of its predecessor to expire.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -143,18 +145,12 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
 
     Cancel safety: safe, a half-made connection is closed.
     """
-    loop = asyncio.get_running_loop()
     family, sockaddr = _numeric(address)
     with contextlib.ExitStack() as undo:
         sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        keep_from_children(sock)
         tune(sock, sockaddr[0])
-        try:
-            await loop.sock_connect(sock, sockaddr)
-        except OSError as exc:
-            # The loop's text repeats the address, and does not say what is wrong.
-            if exc.errno is None:
-                raise
-            raise OSError(exc.errno, os.strerror(exc.errno)) from None
+        await _connect(sock, sockaddr)
         remote = sock.getpeername()
         if remote == sock.getsockname():
             # A port of the ephemeral range where nobody listens can be given to
@@ -164,6 +160,31 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
             raise ConnectionRefusedError(code, os.strerror(code))
         undo.pop_all()
     return sock, address_from(remote)
+
+
+async def _connect(sock: socket.socket, sockaddr: Any) -> None:
+    """Connect a socket that does not block.
+
+    Not by ``loop.sock_connect``: uvloop's asks libuv's threads for the address, which a
+    process that is forked later waits for at its exit, and they are not there.
+
+    Raises:
+        OSError: It cannot be reached.
+
+    Cancel safety: safe, the caller closes the socket.
+    """
+    code = sock.connect_ex(sockaddr)
+    if code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+        loop = asyncio.get_running_loop()
+        writable = asyncio.Event()
+        loop.add_writer(sock, writable.set)
+        try:
+            await writable.wait()
+        finally:
+            loop.remove_writer(sock)
+        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
 
 
 def _numeric(address: Address) -> _Target:

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.backend import Link, Listener
+from kvwire.backend import Link, Listener, keep_from_children
 from kvwire.types import Address
 from kvwire_tcp.lane import PendingLanes
 from kvwire_tcp.link import TcpLink
@@ -86,6 +86,7 @@ class TcpListener(Listener):
                 # That connection broke before it was accepted (accept(2)); the next
                 # may be sound.
                 continue
+            keep_from_children(sock)
             self._exhausted = False
             self._hand_over(sock, sockaddr)
 

@@ -5,6 +5,7 @@ A backend imports from here, from ``kvwire.errors``, ``limits``, ``types`` and
 promises, and :mod:`kvwire.backend.lane` what the lanes of one add.
 """
 
+from kvwire.backend.forks import keep_from_children
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.backend.link import (
     API_VERSION,
@@ -37,4 +38,5 @@ __all__ = [
     "Payload",
     "TlsCredentials",
     "TlsFiles",
+    "keep_from_children",
 ]

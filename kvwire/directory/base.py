@@ -22,12 +22,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, ClassVar, TypeAlias, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from kvwire.clock import Backoff, start_task
+from kvwire.clock import Backoff, run_to_completion, start_task
 from kvwire.directory.members import Change, Members
 from kvwire.directory.record import Record
 from kvwire.directory.selector import Selector
@@ -48,6 +48,7 @@ from kvwire.limits import (
 
 logger: logging.Logger = logging.getLogger("kvwire.directory")
 
+T = TypeVar("T")
 Batch: TypeAlias = Mapping[str, bytes | None]
 """Values by their keys; None where a key is gone."""
 
@@ -238,7 +239,7 @@ class Directory(ABC):
         while True:
             reason = "it has ended"
             try:
-                async with aclosing(self._changes(members, backoff)) as changes:
+                async with _closing(self._changes(members, backoff)) as changes:
                     async for change in changes:
                         yield change
             except OSError as exc:
@@ -258,7 +259,7 @@ class Directory(ABC):
         Cancel safety: safe, it only looks.
         """
         members = Members(Selector.parse(selector))
-        async with aclosing(self.follow()) as batches:
+        async with _closing(self.follow()) as batches:
             async for batch in batches:
                 self._take(members, batch)
                 break
@@ -327,7 +328,7 @@ class Directory(ABC):
     ) -> AsyncGenerator[Change, None]:
         """Yield changes until what is followed ends or fails, and as leases end."""
         loop = asyncio.get_running_loop()
-        async with aclosing(self.follow()) as batches:
+        async with _closing(self.follow()) as batches:
             pending = asyncio.ensure_future(anext(batches, None))
             try:
                 while True:
@@ -344,7 +345,7 @@ class Directory(ABC):
                     for change in changes:
                         yield change
             finally:
-                await ended(pending)
+                await run_to_completion(ended(pending))
 
     def _take(self, members: Members, batch: Batch) -> list[Change]:
         """Apply a batch to a table; count what was no record."""
@@ -362,6 +363,15 @@ class Directory(ABC):
                 "directory %s: an entry was ignored: %s", self, members.reason
             )
         return changes
+
+
+@asynccontextmanager
+async def _closing(changes: AsyncGenerator[T, None]) -> AsyncIterator[AsyncIterator[T]]:
+    """Close an iterator at the end, also in a cancel scope that cancels its closing."""
+    try:
+        yield changes
+    finally:
+        await run_to_completion(changes.aclose())
 
 
 async def ended(task: asyncio.Future[Any]) -> None:

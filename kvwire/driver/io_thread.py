@@ -25,9 +25,11 @@ import concurrent.futures.thread
 import contextlib
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -99,6 +101,11 @@ class IOThread:
     def ended(self) -> bool:
         """Tell whether no call is taken any more."""
         return self._ended
+
+    @property
+    def forked(self) -> bool:
+        """Tell whether this is a child of the process that made the thread."""
+        return self._forked
 
     def at_end(self, end: Callable[[], Awaitable[None]], within_s: float) -> None:
         """Name what to run on the loop when the thread is closed, and for how long."""
@@ -436,4 +443,15 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     import uvloop  # noqa: PLC0415 - not there on Windows
 
-    return uvloop.new_event_loop()
+    class Loop(uvloop.Loop):
+        """Resolves names in threads of Python's, as asyncio's own loop does.
+
+        libuv has threads of its own for that, and a process that is forked later joins
+        them at its exit, where they are not: it crashes.
+        """
+
+        async def getaddrinfo(self, host: Any, port: Any, **options: int) -> Any:
+            call = partial(socket.getaddrinfo, host, port, **options)
+            return await self.run_in_executor(None, call)
+
+    return Loop()

@@ -11,8 +11,10 @@ import asyncio
 import os
 import threading
 import weakref
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
+from kvwire.clock import run_to_completion
 from kvwire.errors import UsageError
 
 # No thread has this number.
@@ -38,6 +40,17 @@ class LoopThread:
         self.ident: int = threading.get_ident()
         self._pid = os.getpid()
         _made.add(self)  # weak: it ends with its communicator
+
+    async def leave(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Close at the end of an ``async with`` block.
+
+        Whole, also in a cancel scope that cancels at each ``await``. A child that was
+        forked in the block, and leaves it, as by ``sys.exit``, closes nothing.
+
+        Cancel safety: it is closed first; then the cancellation is raised.
+        """
+        if self.ident != FORKED:
+            await run_to_completion(close())
 
     def check(self, call: str) -> None:
         """Refuse a call from another thread, loop or process than the object's own."""

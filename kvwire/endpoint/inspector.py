@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from kvwire.backend import keep_from_children
 from kvwire.directory.own_folder import own_folder
 from kvwire.driver.trace_ring import close_ring, open_ring
 from kvwire.endpoint.snapshot import snapshot_of
@@ -68,6 +69,7 @@ class Inspector:
             self._server = await asyncio.start_unix_server(
                 self._serve, path, limit=INSPECT_LINE_BYTES_MAX, start_serving=False
             )
+            keep_from_children(self._server, _descriptors)
             await self._server.start_serving()
         if config.inspect_signal:
             self._watch_signal()
@@ -141,6 +143,10 @@ class Inspector:
             }
             return msgspec.json.encode(document)
         return b'{"error":"ask for snapshot or trace"}'
+
+
+def _descriptors(server: asyncio.Server) -> list[int]:
+    return [sock.fileno() for sock in server.sockets]
 
 
 def _dump_all(loop: asyncio.AbstractEventLoop) -> None:

@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, Self, TypeVar
 
 from kvwire import BlockStore, Communicator, ListenError
+from kvwire.backend import keep_from_children
 from kvwire.extras import needed_by
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 from kvwire.types import Address
@@ -75,6 +76,7 @@ class MetricsServer:
             self._server = _Server((where.host, where.port), _Request, self)
         except OSError as exc:
             raise ListenError(f"cannot listen at {where}: {exc}") from exc
+        keep_from_children(self._server)
         host = f"[{where.host}]" if ":" in where.host else where.host
         self.url: str = f"http://{host}:{self._server.server_port}/metrics"
 

@@ -389,7 +389,7 @@ class BlockStore(StoreManagement):
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Close it, to the end also if the caller is cancelled again and again."""
-        await run_to_completion(self.close())
+        await self._thread.leave(self.close)
 
     # --- inside -----------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ class StoreServer:
 
     async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         """Close it, to the end also if the caller is cancelled again and again."""
-        await run_to_completion(self.close())
+        await self._served.store._thread.leave(self.close)  # noqa: SLF001
 
     async def close(self) -> None:
         """End every connection, and return when nothing of it touches the store.

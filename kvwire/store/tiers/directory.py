@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from kvwire.errors import UsageError
+from kvwire.backend import keep_from_children
+from kvwire.errors import UsageError, shown
 from kvwire.store.tiers.disk_index import DiskIndex
 from kvwire.store.tiers.slabs import stride_of
 
@@ -50,8 +51,8 @@ class TierDirectory:
             # first sync makes the names of both files safe.
             if not self.file.lock():
                 raise UsageError(
-                    f"{path}: another process has this store open; one at a time can, "
-                    f"so give each its own directory"
+                    f"{path}: {self.file.locked_by()} has this store open; one at a "
+                    f"time can, so give each its own directory"
                 )
             self.index: DiskIndex = DiskIndex(path / _INDEX, slab_bytes, synced=synced)
             opened.callback(self.index.close, in_order=False)
@@ -155,11 +156,30 @@ class File:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        keep_from_children(self)
         return True
+
+    def locked_by(self) -> str:
+        """Name who has it locked, as far as this host knows."""
+        found = os.fstat(self._fd)
+        major, minor = os.major(found.st_dev), os.minor(found.st_dev)
+        where = f"{major:02x}:{minor:02x}:{found.st_ino}"
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path("/proc/locks").read_text().splitlines():
+                fields = line.split()
+                if "FLOCK" in fields and "->" not in fields and where in fields:
+                    return _process(int(fields[fields.index(where) - 1]))
+        return "another process"
+
+    def fileno(self) -> int:
+        """Return its descriptor; -1 once it is closed."""
+        return self._fd
 
     def close(self) -> None:
         """Close it; nobody uses it any more."""
-        os.close(self._fd)
+        number, self._fd = self._fd, -1
+        if number >= 0:
+            os.close(number)
 
     # --- the system calls -------------------------------------------------------------
 
@@ -187,6 +207,15 @@ class File:
             os.posix_fallocate(self._fd, offset, nbytes)
         else:
             os.ftruncate(self._fd, offset + nbytes)
+
+
+def _process(number: int) -> str:
+    if number == os.getpid():
+        return "this process"
+    name = ""
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{number}/comm").read_text().strip()
+    return f"process {number} ({shown(name)})" if name else "another process"
 
 
 def _move(

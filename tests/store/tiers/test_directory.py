@@ -84,7 +84,7 @@ def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
 def test_a_directory_is_one_users(tmp_path: Path) -> None:
     with (
         opened(tmp_path),
-        pytest.raises(UsageError, match="another process has this store open"),
+        pytest.raises(UsageError, match="this process has this store open"),
     ):
         TierDirectory(tmp_path, SIZE, SLAB, False, File)
     with opened(tmp_path) as directory:
