@@ -131,6 +131,15 @@ class RedisClient:
                 found.setdefault(nodes[0], key)
         return found
 
+    async def check(self, key: str) -> None:
+        """Raise what keeps it from taking writes; remove a key that nobody writes.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self.commands is self.channel:
+            await _mode(self.channel)
+        await _write(self.commands, key)
+
     async def close(self) -> None:
         """Close all connections. Never raises.
 
@@ -406,7 +415,8 @@ async def _mode(client: Redis) -> str:
     """Return how a server runs: standalone, cluster or sentinel; empty if unknown.
 
     Every user may ask for it. What does not know the question is taken for a single
-    server if it answers otherwise.
+    server if it answers otherwise. A replica is an error: it would be one of the first
+    write, which not every user may try, and some take writes that nobody gets.
     """
     try:
         ask: Any = client.execute_command  # it is untyped
@@ -416,11 +426,14 @@ async def _mode(client: Redis) -> str:
         return ""
     if isinstance(answer, list):
         answer = dict(zip(answer[::2], answer[1::2], strict=False))
-    mode = answer.get(b"mode") if isinstance(answer, dict) else None
+    facts = answer if isinstance(answer, dict) else {}
+    mode = facts.get(b"mode")
+    if facts.get(b"role") in (b"replica", b"slave") and mode != b"cluster":
+        raise exceptions.ReadOnlyError("it is a replica")
     return mode.decode() if isinstance(mode, bytes) else ""
 
 
-async def _write(client: Redis, key: str) -> None:
+async def _write(client: Redis | RedisCluster, key: str) -> None:
     """Remove a key that nobody writes; raise what is about the server.
 
     A user who may not write, as one that only watches, need not.

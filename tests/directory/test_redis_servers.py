@@ -52,6 +52,14 @@ RIGHTS: Final = {
     "tier": "~kvwire:* +set +get +getrange +strlen +touch +unlink +scan",
     "directory": "~kvwire:* &kvwire:* +set +getrange +unlink +scan +publish +subscribe",
 }
+WATCHING: Final = (
+    "~kvwire:*",
+    "&kvwire:*",
+    "+getrange",
+    "+scan",
+    "+subscribe",
+    "+ping",
+)
 CLUSTER_RIGHTS: Final = "+cluster|slots +command"
 
 
@@ -86,7 +94,7 @@ async def test_the_host_of_a_list_that_takes_writes(kind: str) -> None:
         async with used(kind, url_of(second, first)) as write:
             assert await write() == ""
             first.kill()
-            await until_refused(write, "read only replica")
+            await until_refused(write, "it is a replica")
             two.replicaof("NO", "ONE")
             await until_taken(write)
 
@@ -291,9 +299,8 @@ async def test_a_user_with_the_rights_that_the_page_names(kind: str) -> None:
 
 async def test_a_user_who_may_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis, "_SILENCE_S", 0.05)
-    rights = ["~kvwire:*", "&kvwire:*", "+getrange", "+scan", "+subscribe", "+ping"]
     with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
-        plain.execute_command("ACL", "SETUSER", "kv", "on", ">secret", *rights)
+        plain.execute_command("ACL", "SETUSER", "kv", "on", ">secret", *WATCHING)
         announcing = open_directory(url_of(server))
         watching = open_directory(f"redis://kv:secret@127.0.0.1:{server.port}")
         pings = plain.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
@@ -309,6 +316,22 @@ async def test_a_user_who_may_only_watch(monkeypatch: pytest.MonkeyPatch) -> Non
             assert (await pending).record == record(1)
         await announcing.close()
         await watching.close()
+
+
+@pytest.mark.parametrize("writable", ["yes", "no"])
+async def test_a_replica_is_of_no_use_to_those_who_only_watch(writable: str) -> None:
+    """Nor one that takes writes, which no other server gets."""
+    with with_replica() as (first, second, one, two):
+        for client in (one, two):
+            client.execute_command("ACL", "SETUSER", "kv", "on", ">secret", *WATCHING)
+        two.config_set("replica-read-only", writable)
+        hosts = url_of(second, first).removeprefix("redis://")
+        directory = open_directory(f"redis://kv:secret@{hosts}")
+        assert await directory.members() == ()
+        connected = {client: client.info("commandstats") for client in (one, two)}
+        assert "cmdstat_subscribe" in connected[one]
+        assert "cmdstat_subscribe" not in connected[two]
+        await directory.close()
 
 
 # --- what is refused by name ----------------------------------------------------------
