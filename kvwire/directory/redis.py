@@ -41,8 +41,8 @@ _SILENCE_S: Final = 5.0
 _TIMEOUT_S: Final = 5.0
 # Keys that are asked for at once.
 _PAGE: Final = 256
-# Keys that a server looks at in one step. A tier's blocks may be there as well: a million
-# took 2 s, and 6 s in steps of 256.
+# Keys that a server looks at in one step. A tier's blocks may be there as well: 2 s for
+# a million, and 6 s in steps of 256.
 _STEP: Final = 5000
 
 
