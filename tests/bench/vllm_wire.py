@@ -70,7 +70,9 @@ def two_hosts(rate: str, folder: Path) -> Iterator[tuple[Host, Host]]:
         _wire(names, rate)
         yield hosts[0], hosts[1]
     finally:
-        for name in names:
+        for number, name in enumerate(names, 1):
+            # At once: what goes with a namespace is gone some time later.
+            subprocess.run(["ip", "link", "delete", _link(number)], check=False)
             # With it go its ends of the links, and so the links.
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
@@ -90,13 +92,18 @@ def _wire(names: list[str], rate: str) -> None:
 
 def _requests(name: str, number: int) -> None:
     """Join a host to this one."""
-    link, network = f"kvw{os.getpid()}-{number}"[:15], f"10.213.{7 + number}"
+    link, network = _link(number), f"10.213.{7 + number}"
     _ip("-n", name, "link", "add", "ask", "type", "veth", "peer", "name", link)
     _ip("-n", name, "link", "set", link, "netns", str(os.getpid()))
     _ip("-n", name, "address", "add", f"{network}.2/24", "dev", "ask")
     _ip("-n", name, "link", "set", "ask", "up")
     _ip("address", "add", f"{network}.1/24", "dev", link)
     _ip("link", "set", link, "up")
+
+
+def _link(number: int) -> str:
+    """Return the end here of the link to a host."""
+    return f"kvw{os.getpid()}-{number}"[:15]
 
 
 def _ip(*arguments: str) -> None:
