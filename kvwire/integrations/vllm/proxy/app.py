@@ -17,7 +17,7 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -226,6 +226,8 @@ class _Front:
     moves: Moves | None
     registry: CollectorRegistry
     ending: Ending
+    # Held while a large body is decoded.
+    large: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def generate(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
         return await self._counted(self._generated(asked, stack))
@@ -250,7 +252,10 @@ class _Front:
     async def _generated(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
         # Before it is read: bodies that come slowly, or never, are not without limit.
         take = stack.enter_context(self.state.admission.place())
-        body, large = _decoded(await _read(asked, PROXY_BODY_BYTES_MAX, take))
+        content = await _read(asked, PROXY_BODY_BYTES_MAX, take)
+        async with self._alone(content):
+            body, large = _decoded(content)
+        del content  # of what is large, the fields have it
         # Engines hear of each other from us alone.
         body.pop("kv_transfer_params", None)
         headers, since = _passed_on(asked), self.state.fleet.clock()
@@ -258,18 +263,33 @@ class _Front:
         async with self.ending.limits():
             return self._relayed(await self._asked(request, stack), stack)
 
+    @asynccontextmanager
+    async def _alone(self, content: bytes) -> AsyncIterator[None]:
+        """Do what takes long of a large body, and of no other in that turn of the loop.
+
+        Bodies that come at one time are whole at one time as well.
+        """
+        if len(content) < _LARGE_BYTES:
+            yield
+            return
+        async with self.large:
+            yield
+            await asyncio.sleep(0)
+
     async def _passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
         content = b""
         if _works(asked):
             take = stack.enter_context(self.state.admission.place())
             content = await _read(asked, PROXY_BODY_BYTES_MAX, take)
+        async with self._alone(content):
+            content = body_of(content, asked.headers)
         request = ClientRequest(
             asked.path,
             {},
             for_engine(asked.headers),
             self.state.fleet.clock(),
             method="GET" if asked.method == "HEAD" else asked.method,
-            content=body_of(content, asked.headers),
+            content=content,
             query=query_of(asked.query),
         )
         async with self.ending.limits():

@@ -174,20 +174,26 @@ class EngineClient:
         if self._session is None:
             self._session = _session()
         if isinstance(body, Mapping):
-            body = msgspec.json.encode(body)
+            content = msgspec.json.encode(body)
             headers = {**headers, "content-type": "application/json"}
+        else:
+            content = body or b""
+        # A transport that is given all of it at once copies it again and again.
+        data = io.BytesIO(content) if content else None
+        del content  # it is large, and the answer may take long
         where, mark, query = url.partition("?")
         # Of a query, what was sent: no character is written otherwise.
         target = URL(f"{URL(where)}?{query}", encoded=True) if mark else URL(where)
-        said = await self._session.request(
+        sending = self._session.request(
             method,
             target,
-            # A transport that is given all of it at once copies it again and again.
-            data=io.BytesIO(body) if body else None,
+            data=data,
             headers=headers,
             allow_redirects=False,
             skip_auto_headers=("content-type",),
         )
+        del data
+        said = await sending
         # One that was read to its end has given its connection back already.
         with closing(said):
             yield said.status, said.headers, said.content.iter_any()

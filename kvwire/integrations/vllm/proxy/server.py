@@ -169,13 +169,15 @@ class ProxyServer:
     def _connected(self) -> asyncio.Protocol:
         """Take a connection; the oldest without a request gives way if it has to."""
         assert self._server is not None
-        connections = self._server.connections
-        if len(connections) >= self._connections_max:
-            idle = next((one for one in connections if one not in self._busy), None)
-            if idle is None:
-                return _Refusing()
-            if idle.transport is not None:
-                idle.transport.abort()
+        there = self._server.connections
+        if len(there) >= self._connections_max:
+            # Those that were ended in this turn of the loop are still among them.
+            open_ones = [one for one in there if _is_open(one.transport)]
+            if len(open_ones) >= self._connections_max:
+                idle = [one for one in open_ones if one not in self._busy]
+                if not idle:
+                    return _Refusing()
+                _abort(idle[0])
         return self._server()
 
     async def _stop(self, runner: web.ServerRunner) -> None:
@@ -194,8 +196,7 @@ class ProxyServer:
         """Leave no more time, and cut what is still there."""
         self._ending.end()
         for connection in self._server.connections if self._server else ():
-            if connection.transport is not None:
-                connection.transport.abort()
+            _abort(connection)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; it is cancelled when its client goes away."""
@@ -241,8 +242,7 @@ async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamRespo
             request.transport.close()
     except TimeoutError:
         logger.warning("a client took nothing for %g s, and was cut", PROXY_UNREAD_S)
-        if request.transport is not None:
-            request.transport.abort()
+        _abort(request.protocol)
     return response
 
 
@@ -254,6 +254,15 @@ async def _parts(request: web.BaseRequest) -> AsyncIterator[bytes]:
             yield part
     except web.RequestPayloadError as exc:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body has no end: {exc}") from None
+
+
+def _is_open(transport: asyncio.Transport | None) -> bool:
+    return transport is not None and not transport.is_closing()
+
+
+def _abort(connection: web.RequestHandler) -> None:
+    if connection.transport is not None:
+        connection.transport.abort()
 
 
 class _Refusing(asyncio.Protocol):
