@@ -115,9 +115,11 @@ class RedisClient:
     channel: Redis
     users: int = 0
 
-    def keys_at(self, names: Collection[str], prefix: str) -> dict[Any, str]:
+    def keys_at(
+        self, names: Collection[str], prefix: str
+    ) -> dict[str, tuple[Any, str]]:
         """Return those of some nodes of a cluster that have slots, with a key each."""
-        found: dict[Any, str] = {}
+        found: dict[str, tuple[Any, str]] = {}
         if not names or isinstance(self.commands, Redis):
             return found
         slots = self.commands.nodes_manager.slots_cache
@@ -128,7 +130,7 @@ class RedisClient:
             key = f"{prefix}{number}"
             nodes = slots.get(self.commands.keyslot(key))
             if nodes and nodes[0].name in wanted:
-                found.setdefault(nodes[0], key)
+                found.setdefault(nodes[0].name, (nodes[0], key))
         return found
 
     async def check(self, key: str) -> None:
@@ -254,12 +256,11 @@ class RedisServers:
             await old.close()
         keys = client.keys_at(doubtful, self._key)
         answers = await asyncio.gather(
-            *(self._ask(node, key) for node, key in keys.items()),
-            return_exceptions=True,
+            *(self._ask(*one) for one in keys.values()), return_exceptions=True
         )
         return {
-            node.name
-            for node, answer in zip(keys, answers, strict=True)
+            name
+            for name, answer in zip(keys, answers, strict=True)
             if isinstance(answer, BaseException) and of_server(answer)
         }
 
