@@ -129,9 +129,11 @@ class _Server(ThreadingHTTPServer):
         request: type[BaseHTTPRequestHandler],
         owner: MetricsServer,
     ) -> None:
-        if ":" in where[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(where, request)
+        sockaddr: Any
+        (self.address_family, *_, sockaddr), *_ = socket.getaddrinfo(
+            *where, type=socket.SOCK_STREAM
+        )
+        super().__init__(sockaddr, request)
         self.owner = owner
         self._places = threading.BoundedSemaphore(_ASKERS_MAX)
         # When each connection was taken. bounded: _ASKERS_MAX

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvwire import BlockStore, ListenError
+from kvwire import BlockStore, ListenError, StoreServer
 from kvwire.observe import http as observe_http
 from kvwire.observe.http import MetricsServer
 
@@ -46,6 +46,19 @@ async def test_metrics_and_health_are_answered() -> None:
             assert (status, json.loads(body)["status"]) == (HTTPStatus.OK, "ok")
             status, body = await asyncio.to_thread(fetched, server, "/")
             assert (status, "/metrics" in body) == (HTTPStatus.NOT_FOUND, True)
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+async def test_the_numbers_of_a_communicator_may_be_there_too(host: str) -> None:
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0", name="served") as served,
+    ):
+        communicator = served._communicator
+        with MetricsServer(store, f"{host}:0", communicator) as server:
+            _, body = await asyncio.to_thread(fetched, server, "/metrics")
+    assert 'kvwire_connections_total{communicator="served"} 0.0' in body
+    assert "kvwire_store_puts_total" in body
 
 
 async def test_those_beyond_the_limit_are_hung_up_on() -> None:

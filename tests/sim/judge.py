@@ -143,6 +143,12 @@ class Truth:
             self._check_silence(endpoint)
         else:
             demand(isinstance(error, ConnectionLost), "untrue", repr(error))
+            if isinstance(error.__cause__, PeerUnresponsive):
+                peer = endpoint.peer
+                said = peer is not None and isinstance(
+                    peer.core.error, PeerUnresponsive
+                )
+                demand(said, "untrue", f"{error!r}, which it does not say")
 
     def no_silence(self, endpoint: Endpoint) -> None:
         """After a tick nobody has been silent for longer than is borne."""
