@@ -33,7 +33,7 @@ from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.driver.loop_thread import LoopThread
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.endpoint.acceptor import Acceptor
-from kvwire.endpoint.connection import ConnectionState
+from kvwire.endpoint.connection import ConnectionState, Dialled
 from kvwire.endpoint.dialling import Dialling, listen_on_all
 from kvwire.endpoint.inspector import Inspector
 from kvwire.endpoint.membership import Membership
@@ -252,8 +252,17 @@ class CommunicatorState:
         Cancel safety: safe, a half-made connection is aborted.
         """
         assert lost.dialled is not None
-        address, transport = lost.dialled
-        connection = await self._connect(address, transport, None, lost.digest)
+        name, where, transport = lost.dialled
+        try:
+            connection = await self._connect(where, transport, None, lost.digest)
+        except ConnectError as exc:
+            # Refused: the process has ended, and others of that name are others.
+            if name == where or isinstance(exc.__cause__, ConnectionRefusedError):
+                raise
+            connection = await self._connect(name, transport, None, lost.digest)
+        assert connection.dialled is not None
+        # The next redial may go by the name again.
+        connection.dialled = connection.dialled._replace(name=name)
         self.registry.reattach(connection)
         return connection
 
@@ -265,7 +274,7 @@ class CommunicatorState:
         resumes: bytes = b"",
     ) -> ConnectionState:
         config = apply_overrides(self.config, transport)
-        where = Address.parse(address)
+        name = where = Address.parse(address)
         backend = self._backend(where.scheme, config)
         if timeout_s is None:
             timeout_s = config.handshake_timeout_s
@@ -275,7 +284,7 @@ class CommunicatorState:
             secrets.token_bytes(NONCE_BYTES),
             _offer(self.identity, config, where.scheme, resumes),
         )
-        opening, dialling = None, Dialling(where, backend, self.identity.trust)
+        opening, dialling = None, Dialling(name, backend, self.identity.trust)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 where, link = await dialling.link()
@@ -297,7 +306,7 @@ class CommunicatorState:
                     errno=errno.ELOOP,
                 ) from exc
             raise _at(where, exc) from None
-        connection.dialled = (where, transport)
+        connection.dialled = Dialled(name, where, transport)
         return connection
 
     @property

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvwire.backend import Link, Payload
 from kvwire.clock import absolute
@@ -81,6 +81,20 @@ _MESSAGES: Final = {
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
 
 
+class Dialled(NamedTuple):
+    """Says how a connection was made, for the next one in its place.
+
+    Attributes:
+        name: The address that was asked for.
+        where: Which of its numeric addresses has answered.
+        transport: What was asked for.
+    """
+
+    name: Address
+    where: Address
+    transport: str | Iterable[str] | None
+
+
 class ConnectionState:
     """Holds the state of one connection, on the loop it was made on.
 
@@ -118,7 +132,7 @@ class ConnectionState:
         self._check = communicator.config.checksum != "off"
         self._message_bytes = communicator.config.message_bytes
         # Where it went, on the side that had connected.
-        self.dialled: tuple[Address, str | Iterable[str] | None] | None = None
+        self.dialled: Dialled | None = None
         lanes = LaneSet(scheme, report)
         self.driver: ConnectionDriver = ConnectionDriver(
             link, core, communicator, lanes, self._acts()

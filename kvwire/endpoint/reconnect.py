@@ -162,19 +162,28 @@ class Reconnector:
                     )
                     return
             else:
-                if new.peer.origin == origin:
-                    self._note_redial(origin)
-                    self.retire(new)
-                else:
-                    why = "the peer has restarted; its side of it is gone"
-                    registry.peer_gone(origin, why)
-                    await new.close()
-                return
+                if await self._met(new, lost):
+                    return
+                gone_at = None
             pause_s = backoff.pause_s()
             if gone_at is not None:
                 pause_s = min(pause_s, max(0.0, gone_at - loop.time()))
             await asyncio.sleep(pause_s)
             wanted = registry.interrupted(origin)
+
+    async def _met(self, new: ConnectionState, lost: ConnectionState) -> bool:
+        """Look at who has answered a redial; tell whether no other one is needed."""
+        origin = lost.peer.origin
+        if new.peer.origin == origin:
+            self._note_redial(origin)
+            self.retire(new)
+            return True
+        if new.dialled == lost.dialled:
+            why = "the peer has restarted; its side of it is gone"
+            self._communicator.registry.peer_gone(origin, why)
+        await new.close()
+        # Else it is another one, for which the peer's name stands as well.
+        return new.dialled == lost.dialled
 
     def _note_redial(self, origin: bytes) -> None:
         self._redialled.add(origin)

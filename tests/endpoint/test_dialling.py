@@ -22,7 +22,8 @@ from kvwire.limits import DIAL_DELAY_S
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report
 from kvwire.types import TrustMode
-from tests.support.pairs import communicators
+from tests.scenarios.world import Memory
+from tests.support.pairs import communicators, until
 
 LOCAL, LOCAL_6, SILENT = "127.0.0.1", "::1", "127.0.0.2"
 NAME = "decode.test"
@@ -161,6 +162,70 @@ async def test_dialling_that_is_cancelled_leaves_nothing(
         with pytest.raises(asyncio.CancelledError):
             await dialling
         assert not near.live_connections
+
+
+async def half_way(
+    near: kvwire.Communicator, far: kvwire.Communicator, where: str
+) -> tuple[kvwire.Outgoing, kvwire.Incoming]:
+    """A transfer of which one layer of four has landed, on a connection to a name."""
+    connection = await near.connect(where)
+    out = far.publish("t", Memory().cache, [1])
+    inc = connection.pull("t", Memory().cache, [2])
+    out.ready(layers=0)
+    await inc.layer(0)
+    return out, inc
+
+
+async def finished(out: kvwire.Outgoing, inc: kvwire.Incoming) -> bool:
+    """Whether the rest of it arrives."""
+    out.ready(layers=slice(1, 4))
+    out.finish()
+    return (await inc).complete and (await out).complete
+
+
+def cut_off(near: kvwire.Communicator, host: str, times: int) -> None:
+    """Make an address unreachable for so many attempts."""
+    backend = near._state._backends["tcp"]
+    connect, left = backend.connect, [times]
+
+    async def unreachable(address: Address) -> Link:
+        if address.host == host and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        return await connect(address)
+
+    backend.connect = unreachable  # type: ignore[method-assign]
+
+
+async def test_a_peer_that_is_lost_at_one_address_is_found_at_another(
+    resolver: Resolver,
+) -> None:
+    """As where one of the networks of a host is gone; it is the same process."""
+    async with communicators() as (near, far):
+        port = (await far.listen(f"{LOCAL}:0")).port
+        await far.listen(f"[{LOCAL_6}]:{port}")
+        resolver(LOCAL, LOCAL_6)
+        out, inc = await half_way(near, far, f"{NAME}:{port}")
+        cut_off(near, LOCAL, 1000)
+        far.live_connections[0].abort("its network is gone")
+        assert await finished(out, inc)
+        (connection,) = near.live_connections
+        assert connection.peer.address == Address("tcp", LOCAL_6, port)
+
+
+async def test_another_process_behind_the_name_is_not_the_peer(
+    resolver: Resolver,
+) -> None:
+    """One that can be reached again goes on, whoever else has the name."""
+    async with communicators() as (near, far), kvwire.open(name="other") as other:
+        port = (await far.listen(f"{LOCAL}:0")).port
+        await other.listen(f"[{LOCAL_6}]:{port}")
+        resolver(LOCAL, LOCAL_6)
+        out, inc = await half_way(near, far, f"{NAME}:{port}")
+        cut_off(near, LOCAL, 3)
+        far.live_connections[0].abort("cut by the test")
+        await until(lambda: other.counters.connections)  # and it is not the one
+        assert await finished(out, inc)
 
 
 class Slow(Backend):
