@@ -85,7 +85,7 @@ async def at_most(
 
     Cancel safety: all of them are cancelled as well.
     """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    tasks = [start_task(coroutine) for coroutine in coroutines]
     if not tasks:
         return
     try:
@@ -119,7 +119,10 @@ async def run_to_completion(work: Awaitable[T]) -> T:
 
     Cancel safety: it is finished first; then the cancellation is raised.
     """
-    future = asyncio.ensure_future(work)
+    if isinstance(work, Coroutine):
+        future: asyncio.Future[T] = start_task(work)
+    else:
+        future = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvwire.clock import start_task
 from kvwire.limits import STORE_GRACE_S
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
 
     Cancel safety: each is cancelled, and raised is when all have ended.
     """
-    ended = await asyncio.gather(*works, return_exceptions=True)
+    ended = await asyncio.gather(*map(start_task, works), return_exceptions=True)
     errors = [one for one in ended if isinstance(one, BaseException)]
     try:
         if errors:

@@ -155,7 +155,7 @@ async def test_dialling_that_is_cancelled_leaves_nothing(
 ) -> None:
     """What it leaves the check around every test would find."""
     async with kvwire.open() as near:
-        resolver(SILENT, SILENT.replace("2", "3"), SILENT.replace("2", "4"))
+        resolver(SILENT, SILENT.replace(".2", ".3"), SILENT.replace(".2", ".4"))
         dialling = asyncio.create_task(near.connect(f"{NAME}:{silent}"))
         await asyncio.sleep(0)
         dialling.cancel()

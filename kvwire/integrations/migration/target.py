@@ -123,7 +123,9 @@ class MigrationTarget:
                 if not arriving[move].handed_over:
                     run(move, Withdrawal(move))
             while tasks:
-                await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
+                # Not `gather`: of tasks that are done it is done at once, from Python
+                # 3.12 on, and they would never get the turn that forgets them.
+                await asyncio.wait(tasks)
 
     def _expect(
         self,
