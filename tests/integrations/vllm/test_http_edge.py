@@ -150,8 +150,8 @@ async def test_what_two_servers_may_read_differently(sent: bytes, offer: bytes) 
             assert (await one.ask(generate(offer + LENGTH)))[0] == 200
             await one.reader.readuntil(b"\r\n0\r\n\r\n")
         asked = len(engines.asked)
-        status, _ = await one.ask(sent + HEALTH)
-        assert status == 400
+        status, headers = await one.ask(sent + HEALTH)
+        assert (status, headers["connection"]) == (400, "close")
         assert not re.search(rb"HTTP/1\.\d \d", await one.rest())
         assert len(engines.asked) == asked
 
@@ -384,6 +384,32 @@ async def test_more_connections_than_there_may_be() -> None:
         assert await (await client(stack, port)).is_cut()
         may_answer.set()
         assert [(await one)[0] for one in (asking, also_busy)] == [200, 200]
+
+
+async def test_large_bodies_that_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a turn of the loop, and others have theirs between them."""
+    turns: list[int] = []
+    turn = 0
+    decoded = proxy_app._decoded
+
+    def noted(content: bytes) -> Any:
+        turns.append(turn)
+        return decoded(content)
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(proxy_app, "_decoded", noted)
+    counting = asyncio.ensure_future(count())
+    application = app(Engines())
+    body = {**ASK, "prompt": "a" * 100_000}
+    said = await asyncio.gather(*(post(application, body) for _ in range(4)))
+    counting.cancel()
+    assert [one.status_code for one in said] == [200] * 4
+    assert len(set(turns)) == 4
 
 
 # --- what engines say -----------------------------------------------------------------

@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from kvwire.errors import ListenError
 from kvwire.extras import NotInstalledError, install_command, needed_by
@@ -59,6 +59,8 @@ _quiet: logging.Logger = logging.getLogger("kvwire.vllm.http")
 _quiet.setLevel(logging.CRITICAL)
 
 _UNREAD_S: Final = 2.0
+# The method that aiohttp gives to what it could not read.
+_NO_REQUEST: Final = "UNKNOWN"
 _BACKLOG: Final = 1024
 # As uvicorn, for scripts that know it.
 _NO_PORT: Final = 3
@@ -137,6 +139,7 @@ class ProxyServer:
         """
         self._server = web.Server(
             self._handle,
+            request_factory=_request,
             handler_cancellation=True,
             max_line_size=PROXY_HEADER_BYTES_MAX,
             max_field_size=PROXY_HEADER_BYTES_MAX,
@@ -216,6 +219,20 @@ class ProxyServer:
             raise
         finally:
             self._busy.discard(request.protocol)
+
+
+def _request(
+    message: Any,
+    payload: aiohttp.StreamReader,
+    protocol: web.RequestHandler,
+    writer: Any,
+    task: asyncio.Task[None],
+) -> web.BaseRequest:
+    """Return a request; what is none is answered by HTTP/1.1 as well."""
+    if message.method == _NO_REQUEST:
+        message = message._replace(version=aiohttp.HttpVersion11)
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop)
 
 
 async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamResponse:
