@@ -10,6 +10,7 @@ import pytest
 
 from kvwire.testing import Loopback
 from tests.support.depth import parameters
+from tests.support.tree import ROOT
 
 # Each starts an interpreter or two, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(60)
@@ -53,6 +54,14 @@ def test_a_pair_in_both_modes_of_pytest_asyncio(mode: str, tmp_path: Path) -> No
     done = run_pytest(tmp_path, marked, "--asyncio-mode", mode)
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
+
+
+def test_the_block_of_the_page_runs_in_a_fresh_project(tmp_path: Path) -> None:
+    """In the mode that pytest-asyncio has without settings."""
+    page = (ROOT / "docs" / "howto" / "test-your-server.md").read_text()
+    (block,) = (b for b in page.split("```python\n")[1:] if "kvwire_pair" in b)
+    done = run_pytest(tmp_path, block.partition("```")[0])
+    assert "3 passed" in done.stdout, done.stdout
 
 
 @pytest.mark.slow
