@@ -69,6 +69,9 @@ T = TypeVar("T")
 
 # Options of the tier; the others are obstore's.
 _OWN: Final = frozenset({"timeout", "requests", "codec"})
+_SCHEMES: Final = (
+    *("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file", "memory"),
+)
 # They would be in every report and log that names the tier.
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
@@ -427,6 +430,18 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
                 f"tier: {name}= would be shown wherever the tier is named; pass "
                 f"credentials in the environment"
             )
+    scheme = address.place.partition(":")[0].lower()
+    if scheme not in _SCHEMES:
+        raise UsageError(
+            f"tier {address.text!r}: {scheme or 'nothing'} is no object store that is "
+            f"supported; there are {', '.join(_SCHEMES)}"
+        )
+    endpoint = _endpoint(settings)
+    if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
+        raise UsageError(
+            f"tier {address.text!r}: endpoint {endpoint} has no scheme; write "
+            f"http://{endpoint}, or https:// for TLS"
+        )
     if address.place.startswith("file:") and not address.place.startswith("file:///"):
         raise UsageError(f"tier {address.text!r}: write object:file:///DIRECTORY")
     try:
@@ -440,7 +455,7 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
             client_options={
                 "timeout": timedelta(seconds=timeout_s),
                 # Who writes http:// means it: a server of one's own, without TLS.
-                "allow_http": _endpoint(settings).startswith("http://"),
+                "allow_http": endpoint.startswith("http://"),
             },
             # It ends before the tier gives up, and so says what it was told last.
             retry_config={
@@ -485,4 +500,5 @@ def _endpoint(settings: Mapping[str, str]) -> str:
 
 
 def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"
+    # Of obstore itself, and of what it runs in its own threads.
+    return type(error).__name__ in ("PanicException", "RustPanic")

@@ -23,7 +23,13 @@ _MESSAGE: Final = re.compile(r"<Message>\s*(.{1,1000}?)\s*</Message>", re.DOTALL
 _STATUS: Final = re.compile(r"status code: (\d{3}[\w -]*)")
 # What obstore asked, and how often; the tier's name says of whom.
 _REQUEST: Final = re.compile(r"^.*Error performing .{1,2000}? - (?=\w)")
-_CAUSE: Final = re.compile(r'message: "([^"]{1,200})"')
+_CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
+# And names that it has in there for what has no words.
+_CAUSES: Final[Mapping[str, str]] = {
+    "InvalidCertificate(": "its certificate is not trusted here",
+    "InvalidContentType": "it has no TLS there; write endpoint=http://",
+}
+_HOST: Final = re.compile(r"Error performing \w+ (\w+://[^/\s]+)")
 # What obstore writes behind its text for those who debug it.
 _DEBUG: Final = "\n\nDebug source:"
 # Of one object. Every other answer of 404 is about a bucket, a container or a path that
@@ -87,9 +93,12 @@ def words_of(error: BaseException) -> str:
         said = printable(said[:room]) if said[:room].isprintable() else code[1]
         return f"{said.rstrip('.')}; {remedy}" if remedy else said
     if status is not None:
-        return f"it answers {status[1].strip()}, and names no reason"
+        host = _HOST.search(text)
+        who = host[1] if host else "it"
+        return printable(f"{who} answers {status[1].strip()}, and names no reason")
     first = _REQUEST.sub("", text.partition("\n")[0])
-    causes = _CAUSE.findall(str(error))
+    causes = [words for name, words in _CAUSES.items() if name in str(error)]
+    causes = causes or _CAUSE.findall(str(error))
     if causes and causes[-1] not in first:
         first += f": {causes[-1]}"
     return printable(first[:REASON_CHARS_MAX])

@@ -17,7 +17,7 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
 
-from kvwire import BackendUnavailable, BlockStore
+from kvwire import BackendUnavailable, BlockStore, UsageError
 from kvwire.clock import Backoff
 from kvwire.extras import install_command
 from kvwire.store.images import images_in
@@ -439,6 +439,23 @@ async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
         requests.before = hang
         put = await store.put(chain(1), source.cache, [0])
         assert "no answer in 0.1 s" in put.missing["kv", 0]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("http://127.0.0.1/kv", "http is no object store that is supported; there are"),
+        ("ftp://host/kv", "ftp is no object store"),
+        ("", "nothing is no object store"),
+        ("s3://b/p?endpoint=127.0.0.1:9000", "has no scheme; write http://127.0.0.1:9"),
+        ("s3://b/p?endpoint_url=minio", "has no scheme; write http://minio"),
+    ],
+)
+async def test_a_place_that_cannot_work_is_refused_by_name(
+    place: str, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open([f"object:{place}"])
 
 
 async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,14 @@ async def test_no_block_goes_to_another_host(status: int) -> None:
             "source:\n<Code>Other</Code>",
             "No",
         ),
-        (HEAD + "code: 502 Bad Gateway: <html>", "it answers 502 Bad Gateway, and"),
+        (
+            HEAD + "code: 502 Bad Gateway: <html>",
+            "http://h answers 502 Bad Gateway, and",
+        ),
+        (
+            "Error - it fails\n\nDebug source:\nInvalidCertificate(x)",
+            "Error - it fails: its cert",
+        ),
         (
             "Generic S3 error: " + HEAD.partition("Server")[0] + "it hung up",
             "it hung up",

@@ -193,3 +193,52 @@ async def test_a_bucket_that_refuses_everything_is_named(
             assert not outcome.landed
             assert any(said in reason for reason in outcome.missing.reasons)
             assert await store.match(chain(2), Filled(2).cache) == 2
+
+
+async def test_a_bucket_with_versions(server: str) -> None:
+    """What is deleted is not found, though the bucket has its version still."""
+    enabled = (
+        "<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
+    )
+    async with httpx.AsyncClient() as http:
+        done = await http.put(f"{server}/cache?versioning", content=enabled.encode())
+        assert done.status_code == 200
+    await expect_shared(tier(server))
+    cache = Filled(4, seed=1).cache
+    async with BlockStore.open([MEMORY, tier(server)]) as store:
+        for _ in range(2):
+            assert (await store.put(chain(4, "v"), cache, range(4))).complete
+            await store.delete(chain(4, "v"), cache)
+            assert await store.match(chain(4, "v"), cache) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "AccessDenied"), (507, "XMinioStorageFull")]
+)
+async def test_a_bucket_that_takes_nothing_gives_what_it_has(
+    server: str, status: int, code: str
+) -> None:
+    """Of credentials that may read only, and of a bucket that is full."""
+    source, target = Filled(4, seed=1), Filled(4)
+
+    def fault(request: Request) -> Response | None:
+        if not refuses or request.method != "PUT":
+            return None
+        return Response(f"<Error><Code>{code}</Code></Error>", status)
+
+    refuses = False
+    async with proxy(server, fault) as url:
+        address = tier(url, timeout_s=3)
+        async with BlockStore.open([MEMORY, address]) as store:
+            assert (await store.put(chain(4), source.cache, range(4))).complete
+        refuses = True
+        async with BlockStore.open([MEMORY, address]) as store:
+            put = await store.put(chain(2, "new"), source.cache, range(2))
+            assert code in " ".join(put.missing.reasons)
+            assert (await store.get(chain(4), target.cache, range(4))).complete
+            with pytest.raises(OSError, match=f"2 blocks are in memory only.*{code}"):
+                await store.flush()
+            refuses = False
+            await until(lambda: store._tiers.below[0].taking)
+            await store.flush()
+            assert store.report[address] == ""
