@@ -19,7 +19,13 @@ from kvwire.errors import (
 )
 from kvwire.limits import HANDSHAKE_BODY_BYTES
 from kvwire.proto.framing import Framing
-from kvwire.proto.handshake import Handshake, HandshakeState, Identity, accepted_digest
+from kvwire.proto.handshake import (
+    OWN_INCARNATION,
+    Handshake,
+    HandshakeState,
+    Identity,
+    accepted_digest,
+)
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import HandshakeVerdict, TransportChoice, encode_body
 from kvwire.wire.handshake_messages import Accept, ConnectionParameters, Refuse
@@ -159,6 +165,18 @@ def test_versions_that_do_not_overlap(
     for text in texts:
         for number in (*client, *server):
             assert str(number) in text
+
+
+@both_modes
+def test_a_client_that_has_dialled_itself_says_no(trust: TrustMode) -> None:
+    """Before it says who it is: the server has learned nothing, and has an end."""
+    mine = identity("same", trust=trust)
+    errors = both_fail(begin(mine, mine))
+    assert set(errors) == set(Role)
+    own = errors[Role.CLIENT]
+    assert isinstance(own, HandshakeError)
+    assert own.fields == (OWN_INCARNATION,)
+    assert "code 63" in str(errors[Role.SERVER])
 
 
 @pytest.mark.rule("KVW-HS-07", "breaks")
