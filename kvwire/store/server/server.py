@@ -204,6 +204,7 @@ class StoreServer:
 
         Cancel safety: safe, it only watches.
         """
+        self._served.store._thread.check("StoreServer.closed")  # noqa: SLF001
         await self._stopped.wait()
 
     def clients(self) -> tuple[ClientRow, ...]:
