@@ -303,6 +303,55 @@ async def test_a_prompt_that_prefill_computes_and_does_not_send(
         assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
 
 
+async def no_answer(_: dict[str, Any]) -> Said:
+    """What vLLM says in a stream of a request that it fails."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        error = {"message": "Internal server error", "type": "I", "code": 500}
+        yield b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    return 200, EVENTS, parts()
+
+
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+@pytest.mark.parametrize("fails", [broken, no_answer])
+async def test_a_decode_engine_that_fails_for_want_of_kv_is_asked_without(
+    order: str, fails: Handler
+) -> None:
+    """It is as well as ever, and answers alone; nobody is taken for down for it."""
+
+    async def lacks_kv(body: dict[str, Any]) -> Said:
+        return await (fails if "kv_transfer_params" in body else fine)(body)
+
+    engines = Engines(d1=lacks_kv)
+    application = app(engines, order)
+    assert (await post(application)).json() == {"tokens": 9}
+    assert engines.hosts().count("d1") == 2
+    for engine in (await call(application, "GET", "/fleet")).json()["engines"]:
+        assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
+
+
+async def test_a_stream_that_begins_with_a_failure_is_tried_elsewhere() -> None:
+    engines = Engines(d1=no_answer)
+    assert (await post(app(engines))).json() == {"tokens": 9}
+    assert engines.hosts().count("d2") == 1
+
+
+async def test_a_stream_that_begins_with_an_error_of_the_client_is_its_answer() -> None:
+    said = b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+
+    async def refuses(_: dict[str, Any]) -> Said:
+        async def parts() -> AsyncIterator[bytes]:
+            yield said
+
+        return 200, EVENTS, parts()
+
+    engines = Engines(d1=refuses)
+    answered = await post(app(engines))
+    assert (answered.status_code, answered.content) == (200, said)
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"text": "\xff"}'])
 async def test_an_answer_of_prefill_that_cannot_be_read(content: bytes) -> None:
     """It has computed the prompt, and what was agreed before holds."""

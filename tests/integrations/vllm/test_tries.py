@@ -262,11 +262,12 @@ async def test_engines_without_room_are_no_reason_to_refuse(order: str) -> None:
 @ORDERS
 @FAILURES
 async def test_without_decode_prefill_answers_alone(fails: Handler, order: str) -> None:
+    """Where decode says that it has failed, it may have for want of KV: once more."""
     engines = Pairs(d0=fails)
     asking = dispatcher(engines, 1, 1, order)
     for _ in range(MANY):
         assert await ask(asking) == (200, b'{"tokens": 9}')
-    assert engines.hosts().count("d0") == 1
+    assert engines.hosts().count("d0") == 1 + (fails is broken)
     assert engines.params("p0")[-MANY:] == [None] * MANY
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
@@ -64,6 +65,8 @@ _COPIES: Final = ("n", "best_of")
 EVENTS: Final = "text/event-stream"
 # How a stream of events ends; white space may follow.
 _DONE: Final = b"[DONE]"
+_DATA: Final = b"data: "
+_ERROR: Final = b'data: {"error"'
 _END_BYTES: Final = 64
 # Headers that say where an answer ends.
 FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
@@ -242,10 +245,7 @@ class Dispatcher:
         found = None
         if params != _NOT_SENT:
             found = await self._fetched(to, asked, body, computed, attempt)
-        if found is None:
-            logger.warning("%s has sent no KV of a prompt that it computed", source.url)
-            found = await self._answer(to, asked, asked.body, attempt)
-        return found
+        return found or await self._answer(to, asked, asked.body, attempt)
 
     async def _fetched(
         self,
@@ -255,11 +255,22 @@ class Dispatcher:
         computed: asyncio.Future[tuple[EngineResponse, Any]],
         attempt: AsyncExitStack,
     ) -> EngineResponse | None:
-        """Return the answer of an engine that fetches KV; see :func:`_first_of`."""
+        """Return the answer of an engine that fetches KV; see :func:`_first_of`.
+
+        None also if it says that it has failed: vLLM fails a request whose KV is lost,
+        unless it is told to compute it instead, and may be as well as ever.
+        """
         async with AsyncExitStack() as waiting:
             answer = asyncio.ensure_future(self._answer(engine, asked, body, waiting))
             try:
                 found = await _first_of(answer, computed)
+            except EngineFailed as exc:
+                lost = HTTPStatus.INTERNAL_SERVER_ERROR
+                if exc.engine is not engine or exc.status != lost:
+                    raise
+                logger.warning("%s; it is asked without KV", exc)
+                self.budget.spend()  # as any other try of one engine alone
+                return None
             finally:
                 await ended(answer)
             if found is not None and found.engine is engine:
@@ -284,7 +295,11 @@ class Dispatcher:
         # Python's own would read half of a surrogate pair, which decode cannot be sent.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             params = msgspec.json.decode(content).get("kv_transfer_params")
-            return said, params if isinstance(params, dict) else _NOT_SENT
+            if isinstance(params, dict):
+                return said, params
+            if not said.is_error:
+                logger.warning("%s sends no KV of a prompt", engine.url)
+            return said, _NOT_SENT
         return said, None
 
     async def _answer(
@@ -335,7 +350,11 @@ async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
         return await anext(said.parts, b"")
     if kind.startswith(EVENTS):
         said.parts = _Stream(said.engine, said.parts)
-    elif not FRAMES & {name.lower() for name in said.headers}:
+        first = await anext(said.parts, b"")
+        if failed := _failed_at_once(said, first):
+            raise failed
+        return first
+    if not FRAMES & {name.lower() for name in said.headers}:
         content = await said.body(PROXY_BODY_BYTES_MAX)
         try:
             msgspec.json.decode(content)
@@ -394,6 +413,18 @@ def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
     failed = EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
     failed.retry_after = said.headers.get("retry-after", "")
     return failed
+
+
+def _failed_at_once(said: EngineResponse, event: bytes) -> EngineFailed | None:
+    """Return what a stream says that begins with a failure, and so has no answer."""
+    if not event.startswith(_ERROR):
+        return None
+    content = event.removeprefix(_DATA).partition(b"\n")[0]
+    with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError, ValueError):
+        status = HTTPStatus(msgspec.json.decode(content)["error"]["code"])
+        failed = dataclasses.replace(said, status=status)
+        return _failure(failed, content) if failed.is_failure else None
+    return None
 
 
 def _quoted(body: bytes) -> str:
