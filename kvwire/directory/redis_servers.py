@@ -7,7 +7,7 @@ name leads to another one by now. Then all addresses of all hosts are tried, eac
 after the one before it (RFC 8305), until one of them has taken a write. So a name that
 moves, a list of hosts and a name with the addresses of all servers need no Sentinel.
 
-Nothing is tried again here: a directory and a tier have their own pauses.
+This module does not try again: a directory and a tier do so, with pauses of their own.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class RedisClient:
     Attributes:
         commands: Sends commands.
         channel: Publishes and subscribes: any server of a cluster passes messages on.
-        users: How many are using it now.
+        users: How many calls use it now.
     """
 
     commands: Redis | RedisCluster
@@ -134,7 +134,7 @@ class RedisClient:
         return found
 
     async def check(self, key: str) -> None:
-        """Raise what keeps it from taking writes; remove a key that nobody writes.
+        """Raise the reason why it takes no writes; remove a key that is never set.
 
         Cancel safety: safe, it may be called again.
         """
@@ -155,18 +155,18 @@ class RedisServers:
     """Connects to the one of a URL's servers that takes writes.
 
     Args:
-        what: Who asks, for errors.
+        what: Names the tier or directory in errors.
         url: ``redis://USER:PASSWORD@HOST:PORT,HOST:PORT/DATABASE``; ``rediss`` is TLS,
             ``valkey`` and ``valkeys`` are the same.
         options: Those of ``TLS_OPTIONS`` that were given.
         timeout_s: For a connection, and for each answer.
-        key: Its removal is how a server shows that it takes writes. Nobody writes it.
+        key: A server that removes this key takes writes. The key is never set.
 
     Raises:
         UsageError: The URL or an option cannot be used.
 
     Attributes:
-        client: Who is asked; None while nobody is known to take writes.
+        client: The client in use; None while no server is known to take writes.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class RedisServers:
             "socket_connect_timeout": timeout_s,
             "socket_timeout": timeout_s,
             "socket_keepalive": True,
-            # Who calls tries again.
+            # The tier or directory tries again.
             "retry": Retry(NoBackoff(), 0),
-            # With RESP3 the client takes connections that were closed for good ones.
+            # With RESP3 the client does not notice that an idle connection was closed.
             "protocol": 2,
         }
-        # Its earlier releases look at no name in a certificate unless told to.
+        # Releases of the client before 6 check no name in a certificate by default.
         self._tls: dict[str, Any] = {"ssl_check_hostname": True, **files}
 
     @asynccontextmanager
@@ -207,9 +207,9 @@ class RedisServers:
         """Use the client; it stays open meanwhile, also if another takes its place.
 
         Raises:
-            ConnectionError: Nobody takes writes.
+            ConnectionError: No server is known to take writes.
 
-        Cancel safety: safe; the client is closed by whoever uses it last.
+        Cancel safety: safe; the last user of a client that was replaced closes it.
         """
         client = self.client
         if client is None:
@@ -231,7 +231,7 @@ class RedisServers:
         """Connect, if that is not done.
 
         Raises:
-            Exception: Nobody takes writes, and why.
+            Exception: No server takes writes; the error names each one's reason.
 
         Cancel safety: nothing stays open.
         """
@@ -243,10 +243,10 @@ class RedisServers:
         """Connect anew; a cluster says where its slots are by now.
 
         Returns:
-            Which of the doubtful nodes of a cluster take no writes.
+            Those of the doubtful nodes of a cluster that still take no writes.
 
         Raises:
-            Exception: Nobody takes writes, and why.
+            Exception: No server takes writes; the error names each one's reason.
 
         Cancel safety: nothing stays open.
         """
@@ -295,12 +295,16 @@ class RedisServers:
                         faults[str(trying.pop(task))] = fault
                     elif found is None:
                         found = task.result()
-                        del trying[task]
+            if found is None:
+                raise _worst(faults)
+            return found
         finally:
-            await run_to_completion(_given_up(trying))
-        if found is None:
-            raise _worst(faults)
-        return found
+            try:
+                await run_to_completion(_given_up(trying, found))
+            except asyncio.CancelledError:
+                if found is not None:
+                    await found.close()
+                raise
 
     async def _places(self) -> tuple[list[Place], dict[str, BaseException]]:
         """Return all addresses of all hosts in their order, and hosts without any."""
@@ -313,7 +317,8 @@ class RedisServers:
                 host, port = url["host"], url.get("port", 6379)
                 return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
-        hosts = [*self._hosts, *self._nodes]
+        hosts = list(self._hosts)
+        hosts += [node for node in self._nodes if node not in hosts]
         answers = await asyncio.gather(*map(resolve, hosts), return_exceptions=True)
         for url, answer in zip(hosts, answers, strict=True):
             host, port = url["host"], url.get("port", 6379)
@@ -351,6 +356,10 @@ class RedisServers:
                     client.commands = await self._cluster(place)
                 else:
                     await _write(plain, self._key)
+        except TimeoutError:
+            await client.close()
+            late = f"{place}: no answer within {self._timeout_s:g} s"
+            raise TimeoutError(late) from None
         except exceptions.ResponseError as exc:
             await client.close()
             text = printable(str(exc))
@@ -371,7 +380,7 @@ class RedisServers:
             port=place.port,
             ssl=secure,
             require_full_coverage=False,
-            # It would close what others wait for.
+            # It would close connections that other calls use.
             reinitialize_steps=0,
             username=place.url.get("username"),
             password=place.url.get("password"),
@@ -384,7 +393,7 @@ class RedisServers:
             await run_to_completion(_closed(cluster))
             raise
         self._nodes = [
-            {**place.url, "host": node.host, "port": int(node.port)}
+            place.url | {"host": node.host, "port": int(node.port)}
             for node in cluster.get_nodes()
         ]
         return cluster
@@ -415,9 +424,9 @@ class _DialledTLS(_Dialled, SSLConnection):
 async def _mode(client: Redis) -> str:
     """Return how a server runs: standalone, cluster or sentinel; empty if unknown.
 
-    Every user may ask for it. What does not know the question is taken for a single
-    server if it answers otherwise. A replica is an error: it would be one of the first
-    write, which not every user may try, and some take writes that nobody gets.
+    Every user may send HELLO. A server that does not know it, and answers PING, is
+    taken for a single one. A replica is an error here already: not every user may try a
+    write, and some replicas take writes that no other server receives.
     """
     try:
         ask: Any = client.execute_command  # it is untyped
@@ -435,9 +444,9 @@ async def _mode(client: Redis) -> str:
 
 
 async def _write(client: Redis | RedisCluster, key: str) -> None:
-    """Remove a key that nobody writes; raise what is about the server.
+    """Remove a key that is never set; raise errors about the server.
 
-    A user who may not write, as one that only watches, need not.
+    A user without the right to write, who only watches, passes.
     """
     try:
         await client.unlink(key)
@@ -446,19 +455,23 @@ async def _write(client: Redis | RedisCluster, key: str) -> None:
             raise
 
 
-async def _given_up(trying: Iterable[asyncio.Task[RedisClient]]) -> None:
-    """End what is tried still, and close what has come up meanwhile."""
+async def _given_up(
+    trying: Iterable[asyncio.Task[RedisClient]], found: RedisClient | None
+) -> None:
+    """End all attempts, and close the clients that nobody will use."""
     for task in trying:
         await ended(task)
         if not task.cancelled() and task.exception() is None:
-            await task.result().close()
+            client = task.result()
+            if client is not found:
+                await client.close()
 
 
 async def _closed(client: Redis | RedisCluster) -> None:
     try:
         await client.aclose()
         if isinstance(client, RedisCluster):
-            # That does nothing once a command has failed.
+            # aclose() alone does nothing after a command that failed.
             await client.nodes_manager.aclose()
             await client.nodes_manager.aclose("startup_nodes")
     except FAULTS as exc:
@@ -474,7 +487,7 @@ def _file(what: str, option: str, text: str) -> str:
 
 
 def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:
-    """Return a URL's hosts, each with what the client is to know of it."""
+    """Return a URL's hosts, each as arguments of a connection."""
     given, _, rest = url.partition("://")
     place, slash, path = rest.partition("?")[0].partition("/")
     who, at, hosts = place.rpartition("@")
@@ -494,15 +507,15 @@ def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:
 
 
 def _worst(faults: Mapping[str, BaseException]) -> BaseException:
-    """Return one error for all places: the refusal, if there is one, names a remedy."""
+    """Return one error for all places; a refusal, which names a remedy, comes first."""
     for fault in faults.values():
         if isinstance(fault, (UsageError, exceptions.AuthenticationError)):
             return fault
     if len(faults) == 1:
         return next(iter(faults.values()))
-    texts = [
-        # The place is said already.
-        f"{place}: {re.sub(_CONNECTING, '', str(fault)) or type(fault).__name__}"
-        for place, fault in faults.items()
-    ]
+    texts = []
+    for place, fault in faults.items():
+        # The place is named once.
+        text = re.sub(_CONNECTING, "", str(fault)).removeprefix(f"{place}: ")
+        texts.append(f"{place}: {text or type(fault).__name__}")
     return ConnectionError("; ".join(map(printable, texts)))
