@@ -18,9 +18,10 @@ from kvwire.store.tenants import Tenants
 from kvwire.store.tier_stack import UNSAID
 from kvwire.store.tiers.base import Tier
 from kvwire.testing.conformance.rig import open_descriptors
-from tests.store.caches import SPEC, Filled, chain
+from tests.store.caches import LARGE, SPEC, Filled, chain
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
+from tests.support.logs import warned
 from tests.support.pairs import until
 from tests.support.scopes import in_scope
 
@@ -218,6 +219,18 @@ async def test_a_flush_does_not_wait_for_what_is_put_meanwhile() -> None:
         assert not second.done()
         gates[1].set()
         await second
+
+
+async def test_blocks_that_memory_cannot_hold_are_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = Filled(4, LARGE, seed=1)
+    async with BlockStore.open(["memory:256KiB?slab=16KiB"]) as store:
+        for turn in range(3):
+            put = await store.put(chain(2, str(turn)), source.cache, [0, 1])
+            assert not put.landed
+    (line,) = warned(caplog)
+    assert "a block of 65536 bytes has no room in a slab of 16384 bytes" in line
 
 
 @pytest.mark.parametrize("write", ["through", "back"])

@@ -78,6 +78,7 @@ class PutOperation(Operation):
         named = request.namespace.tenant
         tenant = self.tiers.tenants.number(named) if named else 0
         if why := memory.too_large(nbytes, tenant):
+            memory.log_once(why)
             self.lost(request, positions, why)
             self.settled(positions.size)
             return ~done

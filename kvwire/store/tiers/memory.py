@@ -34,7 +34,12 @@ from kvwire.clock import start_task
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import STORE_BATCH_BYTES, STORE_HEADROOM_BYTES, STORE_SLABS
+from kvwire.limits import (
+    STORE_BATCH_BYTES,
+    STORE_HEADROOM_BYTES,
+    STORE_NAMESPACES_TOLD,
+    STORE_SLABS,
+)
 from kvwire.memory.arena import Arena
 from kvwire.store.images import line_of, rows
 from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys, once
@@ -75,6 +80,7 @@ class MemoryTier:
         through = demote is not None and not ahead
         self._more_bytes = self._headroom_bytes // 4 if through else 0
         self._demote = demote
+        self._logged: set[str] = set()
         # Whether the last blocks that went were taken by no tier below.
         self._losing = False
         # Set and gone when room may have become free; made by who waits for that.
@@ -115,6 +121,12 @@ class MemoryTier:
             f"a block of {nbytes} bytes has no room in a slab of {slab_bytes} bytes of "
             f"the memory tier; give it memory:SIZE?slab= of several blocks"
         )
+
+    def log_once(self, why: str) -> None:
+        """Log why blocks are not kept here, not for each put of them."""
+        if why not in self._logged and len(self._logged) < STORE_NAMESPACES_TOLD:
+            self._logged.add(why)  # bounded: STORE_NAMESPACES_TOLD
+            logger.warning("the store keeps none of these blocks: %s", why)
 
     async def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take slots for blocks of so many bytes; the caller holds no pin meanwhile.
