@@ -15,7 +15,9 @@ import pytest
 import kvwire
 from kvwire.directory import Record
 from kvwire.directory.file import FileDirectory
+from kvwire.security.keys import write_key_file
 from tests.directory.records import record
+from tests.support.logs import warned
 from tests.support.pairs import communicators, until
 from tests.support.servers import free_port
 
@@ -346,6 +348,28 @@ async def test_a_member_is_found_by_what_it_says_of_itself(tmp_path: Path) -> No
     async with fleet(tmp_path, "ab") as (seeker, _):
         assert await name_of(seeker.peer("role=decode,zone=b")) == "b"
         assert await name_of(seeker.peer("name=a")) == "a"
+
+
+async def test_a_member_with_another_key_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("mine", "other"):
+        write_key_file(tmp_path / name)
+    options = {"trust": "psk", "handshake_timeout_s": 0.5}
+    async with (
+        fleet(tmp_path / "members", "a", **options, psk_file=str(tmp_path / "other")),
+        kvwire.open(
+            directory=f"file:{tmp_path / 'members'}?interval_s=0.02",
+            trust="psk",
+            psk_file=str(tmp_path / "mine"),
+            handshake_timeout_s=0.5,
+        ) as seeker,
+    ):
+        with pytest.raises(kvwire.ConnectError, match="does not hold the same key"):
+            await seeker.peer("role=decode").connect()
+    said = [line for line in warned(caplog) if "peer 'role=decode'" in line]
+    assert len(said) == 1
+    assert "does not hold the same key" in said[0]
 
 
 async def test_the_least_busy_is_taken(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from kvwire.endpoint.connection import ConnectionState
 from kvwire.endpoint.deferred import DeferredRequest
 from kvwire.endpoint.request import RequestState
 from kvwire.errors import (
+    AuthenticationFailed,
     BackendUnavailable,
     ClosedOK,
     ConnectError,
@@ -199,8 +200,12 @@ class PeerState:
                 try:
                     connection = await self._try(record, len(candidates))
                 except KVWireError as exc:
-                    self._reason = str(exc)
-                    logger.info("peer %r: %s", self.where, exc)
+                    before, self._reason = self._reason, str(exc)
+                    # A wrong key mends itself no more, and is said once.
+                    refused = isinstance(exc, AuthenticationFailed)
+                    loud = refused and self._reason != before
+                    level = logging.WARNING if loud else logging.INFO
+                    logger.log(level, "peer %r: %s", self.where, exc)
                     final = isinstance(exc, _FINAL) or isinstance(exc.__cause__, _FINAL)
                     if record is None and final:
                         found.set_exception(exc)
