@@ -454,4 +454,24 @@ def _new_loop() -> asyncio.AbstractEventLoop:
             call = partial(socket.getaddrinfo, host, port, **options)
             return await self.run_in_executor(None, call)
 
+        async def create_connection(  # type: ignore[override]
+            self, factory: Any, host: Any = None, port: Any = None, **options: Any
+        ) -> Any:
+            connect = partial(super().create_connection, factory)
+            if host is None:
+                return await connect(**options)
+            wanted = {k: options.get(k, 0) for k in ("family", "proto", "flags")}
+            if options.get("ssl") and options.get("server_hostname") is None:
+                options["server_hostname"] = host
+            found = await self.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, **wanted
+            )
+            failures: list[OSError] = []
+            for *_, where in found:
+                try:
+                    return await connect(*where[:2], **options)
+                except OSError as exc:
+                    failures.append(exc)
+            raise failures[0]
+
     return Loop()

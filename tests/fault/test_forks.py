@@ -132,6 +132,14 @@ ENGINES = """
 with kvwire.Engine(name="a") as a, kvwire.Engine(name="b") as b:
     c = b.connect("localhost:%d" % a.listen("127.0.0.1:0").port)
     taken = a.accept()
+
+    async def as_libraries_do(_):
+        _, writer = await asyncio.open_connection("localhost", other.getsockname()[1])
+        writer.close()
+        await writer.wait_closed()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        a.start(as_libraries_do).result(10)
     ends = []
     for _ in range(5):
         child = os.fork()
