@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import msgspec
 import pytest
 
-from kvwire import BlockStore
+from kvwire import BlockStore, UsageError
 from kvwire.cli import store as command
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.security.keys import write_key_file
@@ -21,6 +21,7 @@ from kvwire.store.server.messages import ClientRow, StatsReport, TierRow
 from kvwire.store.tiers.base import TierStats
 from tests.store.caches import Filled, chain
 from tests.store.server_child import serving
+from tests.support.servers import free_port
 
 Run = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 
@@ -61,6 +62,26 @@ async def test_tenants_are_shown_and_deleted(tmp_path: Path, run: Run) -> None:
         assert (status, out) == (0, "forgot 3 blocks\n")
         async with BlockStore.open([where]) as store:
             assert await store.match(chain(3), cache) == 0
+
+
+async def test_a_server_logs_what_its_operator_has_to_know(tmp_path: Path) -> None:
+    """A tier that is away and comes back, and a client that has another key."""
+    for name in ("own", "other"):
+        write_key_file(tmp_path / name)
+    key = ("--psk-file", str(tmp_path / "own"))
+    port = free_port()
+    away = f"kvwire://127.0.0.1:{port}"
+    async with serving("--tier", "memory:1MiB", "--tier", away, *key) as server:
+        (line,) = server.logged
+        assert f"WARNING kvwire.store: tier {away}: cannot connect to" in line
+        with pytest.raises(UsageError):
+            await BlockStore.open([f"{server.where}?psk_file={tmp_path}/other"])
+        line = await server.next_line()
+        assert "WARNING kvwire.connections: " in line
+        assert "refused: " in line
+        async with serving("--tier", "memory:1MiB", port=port):
+            line = await server.next_line()
+            assert f"WARNING kvwire.store: tier {away}: all is well again" in line
 
 
 class Terminal(io.StringIO):

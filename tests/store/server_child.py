@@ -16,8 +16,9 @@ from tests.support.tree import ROOT
 class ServerProcess:
     process: asyncio.subprocess.Process
     port: int
-    # Its first line.
+    # The line with its address, and what it has logged before that.
     said: str
+    logged: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -26,6 +27,11 @@ class ServerProcess:
     @property
     def running(self) -> bool:
         return self.process.returncode is None
+
+    async def next_line(self) -> str:
+        """What it logs next."""
+        assert self.process.stderr is not None
+        return (await self.process.stderr.readline()).decode()
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -42,10 +48,16 @@ async def serving(*arguments: str, port: int = 0) -> AsyncIterator[ServerProcess
     )
     try:
         assert process.stderr is not None
-        said = (await process.stderr.readline()).decode()
-        assert "serving" in said, said + (await process.stderr.read()).decode()
+        logged: list[str] = []
+        while not (said := (await process.stderr.readline()).decode()).startswith(
+            "serving"
+        ):
+            logged.append(said)
+            assert said, logged
         address = said.partition(" on ")[2].partition(";")[0]
-        yield ServerProcess(process, int(address.rpartition(":")[2]), said)
+        yield ServerProcess(
+            process, int(address.rpartition(":")[2]), said, tuple(logged)
+        )
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
