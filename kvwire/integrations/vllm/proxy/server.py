@@ -45,12 +45,14 @@ with needed_by("the proxy", extra="vllm"):
     import aiohttp
     from aiohttp import web
 
-# An older one takes what follows an offer of another protocol for that protocol's.
-_OLDEST: Final = (3, 14, 2)
-if tuple(map(int, re.findall(r"\d+", aiohttp.__version__)[:3])) < _OLDEST:
+# An older one has no time for heads, or takes what follows an offer of another protocol
+# for that protocol's.
+_OLDEST: Final = "3.14.4"
+_THERE: Final = aiohttp.__version__
+if [int(n) for n in re.findall(r"\d+", _THERE)] < [int(n) for n in _OLDEST.split(".")]:
     raise NotInstalledError(
-        f"the proxy needs aiohttp 3.14.2 or newer, and {aiohttp.__version__} is "
-        f"installed: {install_command('vllm')}"
+        f"the proxy needs aiohttp {_OLDEST} or newer, and {_THERE} is installed: "
+        f"{install_command('vllm')}"
     )
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
