@@ -302,6 +302,8 @@ MEMBERS_MAX: Final = 4096
 MEMBER_LEASE_S: Final = 10.0
 MEMBER_LEASE_S_MIN: Final = 0.5
 MEMBER_LEASE_S_MAX: Final = 3600.0
+# A directory that has not listed its members within this time is away.
+DIRECTORY_LIST_S: Final = 10.0
 # A directory that is gone is asked for again after a pause that doubles.
 DIRECTORY_RETRY_S: Final = 0.1
 DIRECTORY_RETRY_S_MAX: Final = 5.0

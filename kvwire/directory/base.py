@@ -41,6 +41,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import (
     CANCEL_AGAIN_S,
+    DIRECTORY_LIST_S,
     DIRECTORY_RETRY_S,
     DIRECTORY_RETRY_S_MAX,
     WITHDRAW_TIMEOUT_S,
@@ -237,11 +238,11 @@ class Directory(ABC):
         members = Members(Selector.parse(selector))
         backoff = Backoff(DIRECTORY_RETRY_S, DIRECTORY_RETRY_S_MAX)
         while True:
-            reason = "it has ended"
             try:
                 async with _closing(self._changes(members, backoff)) as changes:
                     async for change in changes:
                         yield change
+                continue  # somebody's lease is over: all is read anew
             except OSError as exc:
                 reason = shown(str(exc), 200)
             self.trouble = f"the directory cannot be watched: {reason}"
@@ -326,23 +327,38 @@ class Directory(ABC):
     async def _changes(
         self, members: Members, backoff: Backoff
     ) -> AsyncGenerator[Change, None]:
-        """Yield changes until what is followed ends or fails, and as leases end."""
+        """Yield changes until all has to be read anew: a member's lease is over.
+
+        The server may have lost the watch and not the member, and said nothing. So
+        nobody leaves for the silence of one watch: the next one reads all entries
+        first, and only then leases end.
+        """
         loop = asyncio.get_running_loop()
         async with _closing(self.follow()) as batches:
             pending = asyncio.ensure_future(anext(batches, None))
             try:
                 while True:
-                    patience_s = members.expires_in(loop.time())
-                    await asyncio.wait({pending}, timeout=patience_s)
-                    changes = members.expire(loop.time())
+                    if members.doubts:
+                        await asyncio.wait({pending}, timeout=DIRECTORY_LIST_S)
+                        if not pending.done():
+                            raise TimeoutError(f"no list within {DIRECTORY_LIST_S:g} s")
+                    else:
+                        patience_s = members.expires_in(loop.time())
+                        await asyncio.wait({pending}, timeout=patience_s)
+                    changes = []
                     if pending.done():
                         batch = pending.result()
                         if batch is None:
-                            return
+                            raise ConnectionError("the watch has ended")
                         backoff.reset()
-                        changes += self._take(members, batch)
+                        changes = self._take(members, batch)
+                        members.doubts = False  # the first batch has all entries
                         pending = asyncio.ensure_future(anext(batches, None))
                     for change in changes:
+                        yield change
+                    if members.doubt(loop.time()):
+                        return
+                    for change in members.expire(loop.time()):
                         yield change
             finally:
                 await run_to_completion(ended(pending))

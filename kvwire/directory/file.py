@@ -1,8 +1,10 @@
 """A folder as a directory, for the processes of one machine: one file a member.
 
 A file is written beside and renamed, so that nobody reads half of one. Its time of
-change lies in the future: it says when its lease is over. What is over is not read, and
-is removed by whoever sees it first. Files that are no records are left alone: the
+change lies in the future: it says when its lease is over. A file whose lease is over is
+not read, unless this reader has known it since before: then only this reader's own
+count of leases matters, since the wall clock may have stepped. It is removed once it
+has stayed the same for a minute. Files that are no records are left alone: the
 folder may be somebody's by mistake. Nothing tells of a change, so the folder is looked
 at every ``interval_s``.
 """
@@ -47,6 +49,8 @@ class FileDirectory(Directory):
         self.folder: Path = Path(local_path(path)) if path else user_folder()
         self._check()
         self._interval_s = self.seconds("interval_s")
+        # Files whose lease is over: when they were changed, and since when we know.
+        self._over: dict[str, tuple[int, float]] = {}
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
         with self.failing(UsageError):
@@ -63,7 +67,7 @@ class FileDirectory(Directory):
         while True:
             with self.failing(UsageError):
                 self._check()
-                now_there = self._look()
+                now_there = self._look(seen)
             batch: dict[str, bytes | None] = dict.fromkeys(seen.keys() - now_there)
             for key, changed in now_there.items():
                 if seen.get(key) != changed:
@@ -90,10 +94,12 @@ class FileDirectory(Directory):
         if self._is_default:
             own_folder(self.folder, f"the directory's folder {self.folder}")
 
-    def _look(self) -> dict[str, int]:
-        """Return when each file that is not over was changed; remove those that are."""
+    def _look(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Return when each file of a member was changed; remove those of the dead."""
         found: dict[str, int] = {}
+        over: dict[str, tuple[int, float]] = {}
         now = time.time_ns()
+        looked_at = asyncio.get_running_loop().time()
         try:
             with os.scandir(self.folder) as entries:
                 for entry in entries:
@@ -102,16 +108,30 @@ class FileDirectory(Directory):
                         if not stat.S_ISREG(status.st_mode):
                             continue
                         key = unquote(entry.name.removesuffix(_ENDING))
-                        if status.st_mtime_ns < now - _HALF_WRITTEN_NS:
-                            if entry.name.startswith(_BESIDE) or self._is_ours(key):
-                                Path(entry.path).unlink(missing_ok=True)
-                        elif entry.name.endswith(_ENDING) and (
-                            len(found) < MEMBERS_MAX and status.st_mtime_ns >= now
+                        changed = status.st_mtime_ns
+                        lives = changed >= now or known.get(key) == changed
+                        room = len(found) < MEMBERS_MAX
+                        if lives and room and entry.name.endswith(_ENDING):
+                            found[key] = changed
+                        if changed >= now or len(over) >= MEMBERS_MAX:
+                            continue
+                        before = self._over.get(entry.name, (0, 0.0))
+                        same = before[0] == changed
+                        over[entry.name] = before if same else (changed, looked_at)
+                        if (
+                            same
+                            and looked_at - before[1] >= _OVER_S
+                            and self._may_go(entry.name, key)
                         ):
-                            found[key] = status.st_mtime_ns
+                            Path(entry.path).unlink(missing_ok=True)
         except FileNotFoundError:
             pass
+        self._over = over  # bounded: MEMBERS_MAX
         return found
+
+    def _may_go(self, name: str, key: str) -> bool:
+        """Return whether a file was made by kvwire: half a record, or a whole one."""
+        return name.startswith(_BESIDE) or self._is_ours(key)
 
     def _write(self, path: Path, value: bytes, until: float) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -142,5 +162,6 @@ class FileDirectory(Directory):
 
 # How names of files that are being written begin.
 _BESIDE: Final = ".kvwire-"
-# Such a file has the time at which it was made.
-_HALF_WRITTEN_NS: Final = 60 * 10**9
+# A file whose lease is over stays for so long, by a clock that does not step: whoever
+# has written it may be alive, and write it again.
+_OVER_S: Final = 60.0

@@ -18,6 +18,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
+from kvwire.clock import Backoff
 from kvwire.directory.base import Batch
 from kvwire.directory.dns import DnsDirectory
 from kvwire.errors import UsageError
@@ -110,7 +111,10 @@ class KubernetesDirectory(DnsDirectory):
         known: dict[str, bytes] = {}
         with self.failing(httpx.HTTPError, msgspec.MsgspecError, UsageError):
             async with self._client() as client:
+                backoff = Backoff(DIRECTORY_RETRY_S, self._interval_s)
+                loop = asyncio.get_running_loop()
                 while True:
+                    listed_at = loop.time()
                     version, slices = await self._list(client)
                     known, batch = _changed(known, slices, renew=True)
                     yield batch
@@ -122,7 +126,10 @@ class KubernetesDirectory(DnsDirectory):
                                 slices[name] = self._members(event.object)
                             known, batch = _changed(known, slices, renew=False)
                             yield batch
-                    await asyncio.sleep(DIRECTORY_RETRY_S)
+                    # A watch that ends at once, again and again, is a server in need.
+                    if loop.time() - listed_at >= self._interval_s / 2:
+                        backoff.reset()
+                    await asyncio.sleep(backoff.pause_s())
 
     async def _list(
         self, client: httpx.AsyncClient

@@ -3,10 +3,11 @@
 An entry is a key and a record's bytes, or that the key is gone. A member is told by its
 key, which its record has to name as well: an entry that does not is ignored, as is
 anything that is no record. A member whose entry was not written anew within its lease
-has left, by this side's own clock. While the directory cannot be reached nothing of
-that can be seen, so nobody leaves. From its return on, who was written since its last
-return has a whole lease again, and who was not has what was left of the old one: the
-dead leave a directory that comes and goes.
+has left, by this side's own clock. Before that, who is there is read anew: it may be
+the watch that has ended, and not the member. While the directory cannot be reached
+nothing of that can be seen, so nobody leaves. From its return on, who was written since
+its last return has a whole lease again, and who was not has what was left of the old
+one: the dead leave a directory that comes and goes.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class _Member:
     record: Record
     until: float
     written: bool = True  # since the directory's last return
+    doubted: bool = False  # its lease is over, and all entries are read anew
 
 
 class Members:
@@ -69,6 +71,7 @@ class Members:
         # and some of members that have left.
         self._leases: list[tuple[float, str]] = []
         self._suspended_at: float | None = None
+        self.doubts: bool = False
         self.ignored: int = 0
         self.reason: str = ""
 
@@ -82,7 +85,9 @@ class Members:
         """Take an entry that was written at ``now``; return what it changes."""
         known = self._members.get(key)
         if known is not None and known.raw == raw:
-            known.until, known.written = now + known.record.lease_s, True
+            known.until = now + known.record.lease_s
+            known.written = True
+            known.doubted = False
             return None
         try:
             record = Record.decode(raw)
@@ -122,21 +127,25 @@ class Members:
     def expire(self, now: float) -> list[Change]:
         """Remove those whose lease is over; return their changes."""
         changes: list[Change] = []
-        if self._suspended_at is not None:
-            return changes
-        while self._leases and self._leases[0][0] <= now:
-            key = self._leases[0][1]
-            member = self._members.get(key)
-            if member is None:
-                heapq.heappop(self._leases)
-                continue
-            if member.until > now:
-                heapq.heapreplace(self._leases, (member.until, key))
-                continue
-            heapq.heappop(self._leases)
-            del self._members[key]
+        while (member := self._first_over(now)) is not None:
+            del self._members[heapq.heappop(self._leases)[1]]
             changes.append(Change(ChangeKind.LEFT, member.record))
         return changes
+
+    def doubt(self, now: float) -> bool:
+        """Return whether a lease is over for the first time since its last renewal.
+
+        If so, ``doubts`` is set, and all entries have to be read anew before
+        :meth:`expire`: a watch can end without a sign.
+        """
+        first = self._first_over(now)
+        if first is None or first.doubted:
+            return False
+        # All whose leases are over at once cost one list.
+        for member in self._members.values():
+            member.doubted = member.doubted or member.until <= now
+        self.doubts = True
+        return True
 
     def expires_in(self, now: float) -> float | None:
         """Return in how many seconds a lease may be over; None for never."""
@@ -161,7 +170,23 @@ class Members:
             if member.written:
                 member.until = now + member.record.lease_s
             member.written = False
+            member.doubted = False
         self._index_leases()
+
+    def _first_over(self, now: float) -> _Member | None:
+        """Return the member of the first entry of the leases, if its lease is over."""
+        if self._suspended_at is not None:
+            return None
+        while self._leases and self._leases[0][0] <= now:
+            key = self._leases[0][1]
+            member = self._members.get(key)
+            if member is None:
+                heapq.heappop(self._leases)
+            elif member.until > now:
+                heapq.heapreplace(self._leases, (member.until, key))
+            else:
+                return member
+        return None
 
     def _index_leases(self) -> None:
         self._leases = [(member.until, key) for key, member in self._members.items()]

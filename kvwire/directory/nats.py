@@ -1,19 +1,25 @@
 """NATS as a directory: a bucket of JetStream's key-value store, an entry a member.
 
-The bucket forgets an entry that was not written again for ``lease_s`` of the URL, and
-tells nobody; watchers count leases themselves. It is kept in memory. A server that was
-restarted has it again with the next renewal.
+The bucket is the one that is there. Where there is none, the first member makes it: in
+memory, and it forgets an entry that was not written again for ``lease_s`` of the URL.
+It does so without a sign; watchers count leases themselves. A server that was restarted
+has the entries again with the next renewal.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
+import ssl
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import ClassVar, Final
-from urllib.parse import urlunsplit
+from datetime import datetime, timedelta
+from typing import Any, ClassVar, Final
+from urllib.parse import unquote, urlunsplit
 
+import msgspec
+
+from kvwire.clock import run_to_completion
 from kvwire.directory.base import Batch, Directory
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
@@ -27,23 +33,35 @@ with needed_by("a directory in NATS", extra="nats"):
     from nats.aio.msg import Msg
     from nats.js import JetStreamContext
     from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StorageType
+    from nats.js.errors import NotFoundError, ServiceUnavailableError
     from nats.js.kv import KeyValue
 
 _CONNECT_S: Final = 2
+_CLOSE_S: Final = 1.0
 # A server that does not answer two pings is gone.
 _PING_S: Final = 5
+# A watch that is silent for so long is asked for at the server: it may be lost there.
+_SILENCE_S: Final = 5.0
 _LEASE_S: Final = 30.0
+_REPLICAS_MAX: Final = 5
 
 
 class NatsDirectory(Directory):
-    """Keeps records in a bucket: ``nats://host:4222`` or ``tls://``."""
+    """Keeps records in a bucket: ``nats://host:4222``, or ``tls://``, or a cluster.
 
-    # Fleets that share a server have different buckets. Nobody's lease may be longer
-    # than the bucket's.
+    Fleets that share a server have different buckets. Nobody's lease may be longer than
+    a bucket keeps entries.
+    """
+
     options: ClassVar[Mapping[str, str]] = {
         "bucket": "kvwire",
         "lease_s": str(_LEASE_S),
+        "replicas": "1",
+        "tls_ca_file": "",
+        "tls_cert_file": "",
+        "tls_key_file": "",
     }
+    many_hosts = True
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -53,23 +71,37 @@ class NatsDirectory(Directory):
                 f"directory {self}: bucket={self.given['bucket']!r}; letters, digits, "
                 f"- and _ are allowed"
             )
-        self._server = urlunsplit((self.url.scheme, self.url.netloc, "", "", ""))
+        replicas = self.given["replicas"]
+        if not replicas.isdecimal() or not 1 <= int(replicas) <= _REPLICAS_MAX:
+            raise UsageError(
+                f"directory {self}: replicas={replicas!r}; a bucket has 1 to "
+                f"{_REPLICAS_MAX} of them"
+            )
+        credentials, _, hosts = self.url.netloc.rpartition("@")
+        self._servers = [
+            urlunsplit((self.url.scheme, host, "", "", "")) for host in hosts.split(",")
+        ]
+        # The library would send them as they are written in the URL.
+        name, colon, password = map(unquote, credentials.partition(":"))
+        self._user = name if colon else None
+        self._password = password if colon else None
+        self._token = None if colon else name or None
+        self._tls = self._tls_context()
+        self._kept_s = 0.0
         self._client: Client | None = None
         self._bucket: KeyValue | None = None
         self._opening = asyncio.Lock()
 
-    def check(self, record: Record) -> None:
-        """Refuse a lease that is longer than the bucket keeps entries."""
-        super().check(record)
-        if record.lease_s > self._lease_s:
-            raise UsageError(
-                f"a lease of {record.lease_s:g} s, and the bucket keeps entries for "
-                f"{self._lease_s:g} s: add ?lease_s= to the directory's URL"
-            )
-
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
         with self._failing():
-            await (await self._opened()).put(_name(key), value)
+            bucket = await self._opened()
+            if lease_s > self._kept_s:
+                raise UsageError(
+                    f"directory {self}: a lease of {lease_s:g} s, and the bucket "
+                    f"{self.given['bucket']!r} keeps entries for {self._kept_s:g} s: "
+                    f"make the bucket with a longer TTL; kvwire makes it with ?lease_s="
+                )
+            await bucket.put(_name(key), value)
 
     async def erase(self, key: str) -> None:
         with self._failing():
@@ -80,14 +112,22 @@ class NatsDirectory(Directory):
             client = await self._connected()
             try:
                 entries = await self._subscribed(client)
-                info = await entries.consumer_info()
-                assert info.delivered is not None
-                there: dict[str, bytes | None] = {}
-                for _ in range((info.num_pending or 0) + info.delivered.consumer_seq):
-                    there |= _read(await entries.next_msg(_CONNECT_S))
-                yield there
+                delivered, pending = await _progress(entries)
+                received = delivered + pending
+                first = [await entries.next_msg(_CONNECT_S) for _ in range(received)]
+                yield _living(first, await self._now(client))
                 while True:
-                    yield _read(await entries.next_msg(None))
+                    # All that the server has sent until now arrives within the silence.
+                    try:
+                        yield _read(await entries.next_msg(_SILENCE_S))
+                        received += 1
+                    except nats.errors.TimeoutError:
+                        if delivered > received:
+                            raise ConnectionError(
+                                "entries were lost on the way"
+                            ) from None
+                        # It fails where the consumer, or its stream, is no more.
+                        delivered, _ = await _progress(entries)
             finally:
                 await client.close()
 
@@ -102,7 +142,7 @@ class NatsDirectory(Directory):
                 self._client = self._bucket = None
                 self._client = await self._connected()
             if self._bucket is None:
-                self._bucket = await self._bucket_of(self._client)
+                self._bucket, self._kept_s = await self._bucket_of(self._client)
             return self._bucket
 
     async def _subscribed(self, client: Client) -> JetStreamContext.PushSubscription:
@@ -120,36 +160,109 @@ class NatsDirectory(Directory):
             ),
         )
 
+    def _tls_context(self) -> ssl.SSLContext | None:
+        ca, cert, key = (self.given[f"tls_{part}_file"] for part in _TLS_FILES)
+        if not (ca or cert or key):
+            return None
+        try:
+            context = ssl.create_default_context(cafile=ca or None)
+            if cert or key:
+                context.load_cert_chain(cert, key or None)
+        except OSError as exc:  # an SSLError is one
+            raise UsageError(
+                f"directory {self}: tls_ca_file, tls_cert_file or tls_key_file: {exc}"
+            ) from None
+        return context
+
     async def _connected(self) -> Client:
+        """Connect to the first server that answers.
+
+        Raises:
+            ConnectionError: None does; the text has the reason of each.
+        """
+        reasons = []
+        for server in self._servers:
+            try:
+                return await self._connected_to(server)
+            except (nats.errors.Error, OSError) as exc:
+                if len(self._servers) == 1:
+                    raise
+                where = server.rpartition("/")[2]
+                reasons.append(f"{where}: {str(exc) or type(exc).__name__}")
+        raise ConnectionError("; ".join(reasons))
+
+    async def _connected_to(self, server: str) -> Client:
         async def quiet(_: Exception) -> None:
             """Log nothing: what fails is raised where it was asked for."""
 
-        return await nats.connect(
-            self._server,
-            # Who calls tries again, and reads everything anew.
-            allow_reconnect=False,
-            max_reconnect_attempts=1,
-            reconnect_time_wait=0,
-            connect_timeout=_CONNECT_S,
-            ping_interval=_PING_S,
-            error_cb=quiet,
-        )
+        client = Client()
+        try:
+            await client.connect(
+                server,
+                tls=self._tls,
+                user=self._user,
+                password=self._password,
+                token=self._token,
+                # Who calls tries again, and reads everything anew.
+                allow_reconnect=False,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0,
+                connect_timeout=_CONNECT_S,
+                ping_interval=_PING_S,
+                error_cb=quiet,
+            )
+        except BaseException:
+            # The library leaves the socket open that leads to a server that refused it.
+            await run_to_completion(_closed(client))
+            raise
+        return client
 
-    async def _bucket_of(self, client: Client) -> KeyValue:
-        # Made by whoever comes first; the same again does nothing.
-        return await client.jetstream().create_key_value(
-            bucket=self.given["bucket"],
-            ttl=self._lease_s,
-            history=1,
-            storage=StorageType.MEMORY,
-            max_value_size=4 * RECORD_BYTES_MAX,
-        )
+    async def _bucket_of(self, client: Client) -> tuple[KeyValue, float]:
+        """Return the bucket, and how long it keeps entries: for ever, or seconds.
+
+        The one that is there is taken as it is, whoever has made it.
+        """
+        bucket, stream = self.given["bucket"], client.jetstream()
+        try:
+            found = await stream.key_value(bucket)
+        except NotFoundError:
+            # Where others make it meanwhile in another way, this fails, and is tried
+            # again.
+            found = await stream.create_key_value(
+                bucket=bucket,
+                ttl=self._lease_s,
+                history=1,
+                storage=StorageType.MEMORY,
+                max_value_size=4 * RECORD_BYTES_MAX,
+                replicas=int(self.given["replicas"]),
+            )
+        status = await found.status()
+        if status.stream_info.config.mirror is not None:
+            raise UsageError(
+                f"directory {self}: the bucket {bucket!r} mirrors another and takes no "
+                f"entries; name the other"
+            )
+        return found, status.ttl or float("inf")
+
+    async def _now(self, client: Client) -> datetime | None:
+        """Return the time by the server's clock; None before NATS 2.10."""
+        subject = f"$JS.API.STREAM.INFO.KV_{self.given['bucket']}"
+        answer = await client.request(subject, timeout=_CONNECT_S)
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(answer.data, type=_ServerTime).ts
+        return None
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
         with self.failing(nats.errors.Error):
             try:
                 yield
+            except ServiceUnavailableError as exc:
+                self._bucket = None
+                raise ConnectionError(
+                    "the server has no JetStream, or none yet: start nats-server with "
+                    "-js; in a cluster most servers have to be there"
+                ) from exc
             except Exception:
                 # The bucket may be gone with what the server has forgotten.
                 self._bucket = None
@@ -159,6 +272,44 @@ class NatsDirectory(Directory):
 def _name(key: str) -> str:
     """Return a key as the server takes it: letters and digits."""
     return key.encode().hex()
+
+
+_TLS_FILES: Final = ("ca", "cert", "key")
+
+
+class _ServerTime(msgspec.Struct, frozen=True):
+    """Reads the one field of a stream's description that the library leaves out."""
+
+    ts: datetime | None = None
+
+
+async def _closed(client: Client) -> None:
+    """Close a client that never was connected; after a failed TLS it waits for ever."""
+    with suppress(nats.errors.Error, OSError):
+        async with asyncio.timeout(_CLOSE_S):
+            await client.close()
+
+
+async def _progress(entries: Any) -> tuple[int, int]:
+    """Return how many entries the server has sent to a subscription, and has yet to."""
+    info = await entries.consumer_info()
+    return info.delivered.consumer_seq, info.num_pending or 0
+
+
+def _living(entries: Sequence[Msg], now: datetime | None) -> dict[str, bytes | None]:
+    """Return what a bucket holds, without what is older than its own lease.
+
+    A bucket may keep entries far longer than leases. Ages are by the server's clock:
+    that of this machine may be another.
+    """
+    there: dict[str, bytes | None] = {}
+    for entry in entries:
+        with suppress(UsageError):
+            age = now - entry.metadata.timestamp if now else timedelta()
+            if age.total_seconds() > Record.decode(entry.data).lease_s:
+                continue
+        there |= _read(entry)
+    return there
 
 
 def _read(entry: Msg) -> dict[str, bytes | None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 
 from kvwire import ClosedOK, UsageError
 from kvwire.directory import ChangeKind
+from kvwire.directory.base import Batch, ended
 from tests.directory.memory import MemoryDirectory
 from tests.directory.records import a_lease_has_ended, record
 
@@ -146,3 +148,58 @@ async def test_a_library_that_swallows_a_cancellation_does_not_keep_a_close() ->
         await directory.hub.written.wait()
     await directory.close()
     assert not directory.hub.there
+
+
+class _Deaf(MemoryDirectory):
+    """Receives nothing after its first list: the server has lost the watch."""
+
+    lists = 0
+
+    async def follow(self) -> AsyncGenerator[Batch, None]:
+        self.lists += 1
+        async with aclosing(super().follow()) as batches:
+            yield await anext(batches)
+        await asyncio.Event().wait()
+
+
+async def test_nobody_leaves_because_a_watch_receives_nothing() -> None:
+    announcing = MemoryDirectory()
+    deaf = _Deaf(announcing.hub)
+    living, dead = record(1, lease_s=0.5), record(2, lease_s=0.5)
+    await announcing.announce(living)
+    await announcing.write(dead.key, dead.encode(), 0.5)
+    async with aclosing(deaf.watch()) as changes:
+        assert {(await anext(changes)).record.name for _ in range(2)} == {"n1", "n2"}
+        left = await anext(changes)
+        assert (left.kind, left.record) == (ChangeKind.LEFT, dead)
+        pending = asyncio.ensure_future(anext(changes))
+        await a_lease_has_ended(0.5)
+        assert not pending.done(), "it is in each list"
+        # One list for the first leases, one for the next: not one for each look.
+        assert 2 <= deaf.lists <= 4
+        await ended(pending)
+    await announcing.close()
+
+
+async def test_a_list_that_never_comes_lets_nobody_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvwire.directory.base.DIRECTORY_LIST_S", 0.1)
+    here = MemoryDirectory()
+    watching = _Deaf(here.hub)
+    await here.write(record(1).key, record(1, lease_s=0.5).encode(), 0.5)
+    async with aclosing(watching.watch()) as changes:
+        assert (await anext(changes)).kind is ChangeKind.JOINED
+
+        async def nothing(_: object) -> AsyncGenerator[Batch, None]:
+            await asyncio.Event().wait()
+            yield {}
+
+        with monkeypatch.context() as patched:
+            patched.setattr(_Deaf, "follow", nothing)
+            pending = asyncio.ensure_future(anext(changes))
+            await a_lease_has_ended(0.7)
+            assert not pending.done()
+            assert "no list within 0.1 s" in watching.trouble
+        assert (await pending).kind is ChangeKind.LEFT
+    assert watching.trouble == ""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
 
 import kvwire
 from kvwire import UsageError
+from kvwire.directory import ChangeKind
 from kvwire.directory.file import FileDirectory
 from kvwire.limits import RECORD_BYTES_MAX
 from tests.directory.records import record
@@ -34,19 +36,47 @@ async def test_a_folder_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert not names(folder)
 
 
-async def test_files_of_the_dead_are_not_read_and_then_removed(tmp_path: Path) -> None:
+async def test_files_of_the_dead_are_not_read_and_then_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = FileDirectory(f"file:{tmp_path}")
     await directory.write(record(1).key, record(1).encode(), 10.0)
     path = tmp_path / f"{record(1).key}.json"
     half = tmp_path / ".kvwire-half-written"
     half.write_bytes(b"{")
-    for age_s, left in ((1, {path.name, half.name}), (61, {half.name})):
-        os.utime(path, (time.time() - age_s,) * 2)
+    os.utime(path, (time.time() - 1,) * 2)
+    for _ in range(2):
         assert await directory.members() == ()
-        assert names(tmp_path) == left
-    os.utime(half, (time.time() - 61,) * 2)
+        assert names(tmp_path) == {path.name, half.name}
+    # A minute later, by the clock of the loop.
+    monkeypatch.setattr("kvwire.directory.file._OVER_S", 0.0)
+    os.utime(half, (time.time() - 1,) * 2)
+    assert await directory.members() == ()
+    assert names(tmp_path) == {half.name}, "it has been written since"
     assert await directory.members() == ()
     assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("step_s", [30.0, 3600.0, -3600.0])
+async def test_nobody_leaves_when_the_wall_clock_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    """A virtual machine resumes, or NTP corrects the time."""
+    now = time.time
+    url = f"file:{tmp_path}?interval_s=0.02"
+    announcing, watching = FileDirectory(url), FileDirectory(url)
+    await announcing.announce(record(1, lease_s=0.6))
+    async with aclosing(watching.watch()) as changes:
+        assert (await anext(changes)).kind == ChangeKind.JOINED
+        pending = asyncio.ensure_future(anext(changes))
+        monkeypatch.setattr(time, "time", lambda: now() + step_s)
+        monkeypatch.setattr(time, "time_ns", lambda: int((now() + step_s) * 1e9))
+        await asyncio.wait({pending}, timeout=1.5)
+        assert not pending.done()
+        assert watching.trouble == ""
+        await announcing.close()
+        assert (await pending).kind == ChangeKind.LEFT
+    await watching.close()
 
 
 async def test_files_of_others_are_left_alone(tmp_path: Path) -> None:

