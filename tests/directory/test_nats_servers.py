@@ -123,13 +123,14 @@ async def test_a_watch_that_the_server_has_lost_is_begun_anew(
 
 
 async def _consumers_are_there(stream: Any) -> None:
-    while True:
+    async def there() -> bool:
         try:
-            if await stream.consumers_info("KV_kvwire"):
-                return
+            return bool(await stream.consumers_info("KV_kvwire"))
         except nats.js.errors.NotFoundError:
-            pass
-        await asyncio.sleep(0.01)
+            return False
+
+    while not await there():  # each answer of the server is a turn
+        pass
 
 
 async def test_a_cluster_goes_on_without_one_of_its_servers() -> None:
