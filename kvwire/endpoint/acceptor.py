@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.backend import Backend, Link
 from kvwire.clock import start_task
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from kvwire.endpoint.connection import ConnectionState
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
+
+# What a refusal is about where a key or a certificate was shown that is not accepted.
+_KEYS: Final = frozenset({"psk_file", "tls_ca_file", "tls_cert_file", "tls_peers"})
 
 
 class Acceptor:
@@ -116,9 +119,10 @@ class Acceptor:
     def _level(self, error: KVWireError, remote: Address | None) -> int:
         """Return how loudly to log a refusal: a wrong key is an operator's business.
 
-        A host that tries again and again is a warning once in a while.
+        A host that tries again and again is a warning once in a while, and a stranger
+        that speaks another protocol, or nonsense, is none.
         """
-        if not isinstance(error, AuthenticationFailed):
+        if not isinstance(error, AuthenticationFailed) or not _KEYS & {*error.fields}:
             return logging.INFO
         now, host = self._communicator.loop.time(), remote.host if remote else ""
         if now < self._quiet_until.get(host, now):

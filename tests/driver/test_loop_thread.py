@@ -51,6 +51,7 @@ class Things:
             (kvwire.Communicator, "connections"): comm.connections,
             (kvwire.Communicator, "accept"): comm.accept,
             (kvwire.Communicator, "peer"): lambda: comm.peer("127.0.0.1:1"),
+            (kvwire.Communicator, "members"): comm.members,
             (kvwire.Communicator, "announce"): lambda: comm.announce(role="decode"),
             (kvwire.Communicator, "withdraw"): comm.withdraw,
             (kvwire.Communicator, "register"): lambda: comm.register(bytearray(1)),
@@ -204,16 +205,18 @@ async def test_marks_may_come_from_any_thread(things: Things) -> None:
 def test_another_loop_of_the_same_thread_is_refused() -> None:
     loop = asyncio.new_event_loop()
 
-    async def opened() -> tuple[kvwire.Communicator, kvwire.Request[bytearray]]:
-        comm = await kvwire.open()
-        address = await comm.listen("inproc://")
-        conn = await comm.connect(address)
-        return comm, conn.recv(1)
+    async def opened() -> tuple[
+        kvwire.Communicator, kvwire.Communicator, kvwire.Request[bytearray]
+    ]:
+        comm, far = await kvwire.open(), await kvwire.open()
+        conn = await comm.connect(await far.listen("inproc://"))
+        return comm, far, conn.recv(1)
 
-    comm, request = loop.run_until_complete(opened())
+    comm, far, request = loop.run_until_complete(opened())
     for call in (lambda: comm.listen("inproc://"), lambda: request):
         assert "another event loop, which is not running" in _refusal(call)
     loop.run_until_complete(comm.close())
+    loop.run_until_complete(far.close())
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
     with pytest.raises(UsageError, match="is closed: open a communicator in each"):
