@@ -128,13 +128,13 @@ import asyncio, kvwire
 from tests.fault.test_descriptors_short import descriptors
 
 async def main():
-    async with kvwire.open(name="a") as a:
+    async with kvwire.open(name="a") as a, kvwire.open(name="b") as b:
         with descriptors({left}):
             try:
                 await a.connect("127.0.0.1:1")
             except (kvwire.BackendUnavailable, kvwire.ConnectError) as exc:
                 print("refused", flush=True)
-        where = await a.listen("127.0.0.1:0")
+        where = await b.listen("127.0.0.1:0")
         await (await a.connect(where)).close()
         print("connected")
 
