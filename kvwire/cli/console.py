@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 # A line of a table in a file or a pipe: as long as it has to be.
 _PIPED_COLUMNS: Final = 10_000
@@ -20,3 +20,14 @@ def console(*, stderr: bool = False) -> Console:
     if not made.file.isatty() and "COLUMNS" not in os.environ:
         made.width = _PIPED_COLUMNS
     return made
+
+
+def show(renderable: RenderableType, on: Console) -> None:
+    """Print a table or a screen, without blanks at the ends of lines in a pipe."""
+    if on.width != _PIPED_COLUMNS:
+        on.print(renderable)
+        return
+    with on.capture() as shown:
+        on.print(renderable)
+    for line in shown.get().splitlines():
+        on.file.write(f"{line.rstrip()}\n")

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvwire import KVWireError, Snapshot
-from kvwire.cli.console import console
+from kvwire.cli.console import console, show
 from kvwire.errors import printable
 from kvwire.observe.inspect import snapshots, sockets, traces
 from kvwire.observe.trace import document
@@ -54,7 +54,7 @@ def top(
         sys.stdout.flush()
         return
     if once:
-        console().print(screen(found, (), silent))
+        show(screen(found, (), silent), console())
         return
     with Live(screen(found, (), silent), screen=True, auto_refresh=False) as live:
         while True:

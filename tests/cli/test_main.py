@@ -322,7 +322,9 @@ def test_lines_that_are_piped_are_not_wrapped(
             check=True,
             env={**env, "KVWIRE_INSPECT": str(tmp_path / "run")},
         )
-    assert max(map(len, done.stdout.splitlines())) > 100
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) > 100
+    assert all(line == line.rstrip() for line in lines)
 
 
 def test_help_and_version_are_found_where_people_look(

@@ -15,7 +15,7 @@ from cyclopts.validators import Number
 import kvwire
 from kvwire import Address, Config, UsageError
 from kvwire.cli.bench.peer import attend_at
-from kvwire.cli.console import console
+from kvwire.cli.console import console, show
 from kvwire.cli.doctor.checks import HostFiles
 from kvwire.cli.doctor.examination import Examination, examine
 from kvwire.cli.doctor.peer import PROFILE, DoctorSide, PeerReport, examine_peer
@@ -75,9 +75,9 @@ def _show(found: Examination | PeerReport, json: bool) -> None:
     if screen.is_terminal:
         screen.width = min(screen.width, COLUMNS_MAX)
     if isinstance(found, PeerReport):
-        screen.print(written(found))
+        show(written(found), screen)
     else:
-        screen.print(fitting(found, screen))
+        show(fitting(found, screen), screen)
 
 
 def _progress(line: str) -> None:
