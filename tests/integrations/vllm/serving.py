@@ -74,6 +74,9 @@ class Process:
             self.running.wait()
             self.running = None
 
+    def post(self, path: str, **asked: Any) -> Any:
+        return httpx.post(f"{self.url}{path}", json=asked, timeout=ANSWERS_WITHIN_S)
+
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
@@ -191,9 +194,6 @@ def metric_of(text: str, name: str, label: str = "") -> float:
 
 
 class Front(Process):
-    def post(self, path: str, **asked: Any) -> Any:
-        return httpx.post(f"{self.url}{path}", json=asked, timeout=ANSWERS_WITHIN_S)
-
     def engines(self, gauge: str) -> set[str]:
         text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
         return engines_of(text, gauge)

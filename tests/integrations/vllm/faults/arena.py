@@ -39,6 +39,7 @@ from tests.integrations.vllm.serving import (
 )
 from tests.support.servers import free_port
 
+DECODE: Final = "decode"
 LEASE_S: Final = 6
 # Of an answer that has not come, it is said that it never will.
 HANG_S: Final = 60.0
@@ -51,11 +52,13 @@ BLOCKS: Final = 640
 
 LENGTHS: Final = (40, 130, 300, 520, 700)
 _PROMPTS: Final = 30
-# What all prompts begin with; and so many prompts, and so few blocks, that none is in a
-# cache any more when it comes again.
+# What all prompts begin with; and so many prompts, and so few blocks, that prefill has
+# none of them any more when it comes again.
 _SYSTEM_TOKENS: Final = 8 * BLOCK_TOKENS
 _PROMPTS_SHARED: Final = 120
 _BLOCKS_SHARED: Final = BLOCKS // 2
+# Decode has room for all that can wait for prefill, and forgets all before each fault.
+_BLOCKS_WAITING: Final = 8192
 _NORMAL, _SLOW = "1gbit", "32mbit"
 # Tokens of an answer as numbers, since a word of two tokens would be one.
 _NAMED: Final = {"return_tokens_as_token_ids": True}
@@ -86,10 +89,11 @@ class Setting:
     # once; else neither keeps anything, and they are asked in sequence.
     shared: bool = False
 
-    @property
-    def blocks(self) -> int:
-        """Return how many blocks each engine has."""
-        return _BLOCKS_SHARED if self.shared else BLOCKS
+    def blocks(self, name: str) -> int:
+        """Return how many blocks an engine has."""
+        if not self.shared:
+            return BLOCKS
+        return _BLOCKS_WAITING if name == DECODE else _BLOCKS_SHARED
 
 
 SETTINGS: Final = {
@@ -137,6 +141,7 @@ class Arena:
         )
         self.bystanders: list[Reference] = []  # what nothing is done to
         self._known: list[Reference] = []
+        self._long: list[Reference] = []
         self._system = prompt(_SYSTEM_TOKENS, seed=97) if setting.shared else []
         self._rate = 0.0
         self._asked = 0  # so that each fault goes on with other prompts
@@ -158,9 +163,6 @@ class Arena:
         if self._system:
             own = [self._learned(ids, bystanders.TOKENS) for ids in bystanders.PROMPTS]
             self.bystanders = own
-            for known in own:  # so that decode has them
-                self.post(self.decode, known.ids, None, 1)
-        self._computed = self._locally()
 
     def _learned(self, ids: Sequence[int], tokens: int) -> Reference:
         """Have one engine alone answer a prompt, behind what all begin with."""
@@ -171,20 +173,27 @@ class Arena:
     def rate(self) -> float:
         """Return how many long prompts the prefill engines compute in a second."""
         if not self._rate:
-            asked = [self.known_long(number) for number in range(2 * TOGETHER)]
             began = time.monotonic()
 
             def one(number: int) -> None:
                 engine = self.prefills[number % len(self.prefills)]
-                self.post(engine, asked[number].ids, None, 1)
+                ids = [*self._system, *prompt(LENGTHS[-1], seed=2000 + number)]
+                self.post(engine, ids, None, 1)
 
-            self.together(len(asked), one)
-            self._rate = len(asked) / (time.monotonic() - began)
+            self.together(2 * TOGETHER, one)
+            self._rate = 2 * TOGETHER / (time.monotonic() - began)
         return self._rate
 
-    def known_long(self, number: int) -> Reference:
-        """Return one of the longest prompts."""
-        return self._known[(number * len(LENGTHS) - 1) % len(self._known)]
+    def long_ones(self, count: int) -> Sequence[Reference]:
+        """Return so many of the longest prompts, none of which was asked before."""
+        first = 3000 + len(self._long)
+        seeds = range(first, first + count)
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            new = pool.map(
+                lambda seed: self._learned(prompt(LENGTHS[-1], seed), TOKENS), seeds
+            )
+            self._long += new
+        return self._long[-count:]
 
     def known(self, number: int) -> Reference:
         return self._known[(self._asked + number) % len(self._known)]
@@ -328,6 +337,12 @@ class Arena:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Have bystanders, if there are any, and count what became of all."""
+        if self._system:
+            forgotten = self.decode.post("/reset_prefix_cache")
+            forgotten.raise_for_status()
+        for known in self.bystanders:  # so that decode has what all begin with
+            self.post(self.decode, known.ids, None, 1)
+        self._computed = self._locally()
         with bystanders.Bystanders(self) as others:
             yield
         self.tally.harmed += others.harmed
@@ -338,7 +353,6 @@ class Arena:
         self.tally.again += computed - self._computed if new else computed
         self._settle()
         self.tally.rewound += self._log.rewound()
-        self._computed = self._locally()
 
     def await_decode(self) -> None:
         """Return when decode is not being restarted."""
@@ -366,9 +380,17 @@ class Arena:
         end = time.monotonic() + SETTLES_WITHIN_S
         while not all(map(_idle, engines)) and time.monotonic() < end:
             threading.Event().wait(0.2)
-        leaked = round(sum(map(_used, engines)) * self.setting.blocks)
+        leaked = round(sum(map(self._used, engines)))
         self.tally.leaked += max(0, leaked - self._leaked)
         self._leaked = leaked
+
+    def _used(self, engine: Engine) -> float:
+        name = DECODE if engine is self.decode else ""
+        try:
+            used = engine.metric("vllm:kv_cache_usage_perc")
+        except httpx.HTTPError:
+            return 0.0
+        return used * self.setting.blocks(name)
 
     def _well(self, engine: Engine) -> bool:
         assert engine.running is not None
@@ -404,7 +426,7 @@ def arena(contender: Contender, setting: Setting, kind: str) -> Iterator[Arena]:
         places = [(f"prefill-{n}", hosts[0]) for n in range(setting.prefills)]
         engines = [
             _engine(contender, setting, model, folder, name, host)
-            for name, host in (*places, ("decode", hosts[1]))
+            for name, host in (*places, (DECODE, hosts[1]))
         ]
         proxy = _proxy(hosts[0], folder, engines) if setting.shared else None
         stack.enter_context(running(*engines, *filter(None, (proxy,))))
@@ -442,6 +464,7 @@ def _engine(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # it can be told to forget prompts
         **host.engine_environment(kv),
         **contender.environment,
     }
@@ -452,7 +475,7 @@ def _engine(
         contender.config(host, f"{host.kv}:{kv}"),
         *("--max-model-len", "1024", "--dtype", "float32"),
         *("--block-size", str(BLOCK_TOKENS)),
-        *("--num-gpu-blocks-override", str(setting.blocks)),
+        *("--num-gpu-blocks-override", str(setting.blocks(name))),
         f"--{'' if setting.shared else 'no-'}enable-prefix-caching",
         *("--logprobs-mode", "raw_logits", "--distributed-executor-backend", "uni"),
         *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
@@ -468,10 +491,3 @@ def _idle(engine: Engine) -> bool:
         return engine.idle
     except httpx.HTTPError:
         return False
-
-
-def _used(engine: Engine) -> float:
-    try:
-        return engine.metric("vllm:kv_cache_usage_perc")
-    except httpx.HTTPError:
-        return 0.0

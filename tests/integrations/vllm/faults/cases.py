@@ -98,8 +98,8 @@ def crowded(arena: Arena, count: int) -> None:
     For so long that decode waits for more than it does for what was published once.
     """
     rate = 2 * arena.rate()
-    count = max(count, math.ceil(rate * CROWDED_S))
-    arena.arriving(count, lambda number: arena.routed(arena.known_long(number)), rate)
+    asked = arena.long_ones(max(count, math.ceil(rate * CROWDED_S)))
+    arena.arriving(len(asked), lambda number: arena.routed(asked[number]), rate)
 
 
 def forged(forge_of: Callable[[Contender], Forge]) -> Case:
