@@ -18,6 +18,7 @@ import pytest
 
 import kvwire
 from tests.support.tree import ROOT
+from tests.support.waiting import PATIENCE_S
 from tests.support.wrong_uses.steps import STEPS
 from tests.support.wrong_uses.things import NAMES, Things, things
 
@@ -35,15 +36,13 @@ class Row(NamedTuple):
 
 _PAGE = (ROOT / "docs" / "reference" / "wrong-uses.md").read_text()
 ROWS = [Row(*found) for found in _ROW.findall(_PAGE)]
-# No row needs a second; one that hangs is not to end the whole run.
-_PATIENCE_S = 10.0
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.use[:40])
 # Threads of a row have loops of their own.
 @pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_a_wrong_use_is_told(row: Row, tmp_path: Path) -> None:
-    async with things(tmp_path) as there, asyncio.timeout(_PATIENCE_S):
+    async with things(tmp_path) as there, asyncio.timeout(PATIENCE_S):
         try:
             said = _do(row.use, there)
             if inspect.isawaitable(said):

@@ -166,7 +166,7 @@ def _run(site: Path, program: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=15,
+        timeout=300,
     )
     return done.stdout
 

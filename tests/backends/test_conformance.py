@@ -17,7 +17,7 @@ from kvwire.backend import Backend, registry
 from kvwire.config import Config
 from kvwire.security.tls import CredentialFiles
 from kvwire.testing.conformance import CHECKS, Check, run_check
-from kvwire.testing.conformance.runner import LANE_CHECKS, TIMEOUT_S, check_lanes
+from kvwire.testing.conformance.runner import LANE_CHECKS, check_lanes
 from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_local import LocalBackend
@@ -29,6 +29,7 @@ from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx import support as ucx
 from tests.support.certificates import FAR, Authority
 from tests.support.depth import parameters
+from tests.support.waiting import PATIENCE_S
 
 THIRD_PARTY = "unix"
 TCP = Address("tcp", "127.0.0.1")
@@ -52,7 +53,6 @@ class Lanes(NamedTuple):
     every: int = 1
     marks: tuple[Any, ...] = ()
     address: Address | None = None
-    timeout_s: float = TIMEOUT_S
 
 
 LANES = {
@@ -79,9 +79,7 @@ LANES = {
 ONE_LOOP = {
     "local-cma": Lanes(LocalBackend, lambda: {"way": "cma"}, every=0),
     "local-arena": Lanes(LocalBackend, lambda: {"way": "arena"}, every=0),
-    "nixl": Lanes(
-        NixlBackend, every=8, marks=(needs_nixl, pytest.mark.timeout(120)), timeout_s=30
-    ),
+    "nixl": Lanes(NixlBackend, every=8, marks=(needs_nixl,)),
 }
 
 
@@ -138,7 +136,7 @@ async def test_links(scheme: str, check: Check, address: Address) -> None:
             "examples/third_party_backend is not installed; `make test` does it"
         )
     make = TlsBackend if scheme == "tls" else registry.load(scheme)
-    result = await run_check(check, make, address)
+    result = await run_check(check, make, address, PATIENCE_S)
     assert result.passed, result.reason
 
 
@@ -163,5 +161,5 @@ async def check_one(lanes: Lanes, check: Check) -> None:
         settings=lanes.settings(),
         address=lanes.address,
         only=[check.id],
-        timeout_s=lanes.timeout_s,
+        timeout_s=PATIENCE_S,
     )

@@ -14,6 +14,7 @@ from kvwire_nixl import NixlBackend, driver
 from kvwire_ucx import UcxBackend, worker
 from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx.support import TCP, needs_ucx
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ async def test_both_sides_of_a_lane_over_tcp(
         found.append(pacing.unpace(epolls))
 
     monkeypatch.setattr(module, "unpace", unpace)
-    test = LaneRig(backend, settings, 10)
+    test = LaneRig(backend, settings, PATIENCE_S)
     left, right = await test.pair()
     left.send(64 * KIB)
     await test.moved(left, right, 1)

@@ -29,9 +29,6 @@ SLACK_S = 5.0
 HUGE = GRANTED_BYTES
 WORK = ("idle", "sending", "putting", "getting")
 
-# A child takes seconds to start where much else runs.
-patient = pytest.mark.timeout(60)
-
 
 @pytest.fixture(
     params=[
@@ -107,7 +104,6 @@ async def all_end(
     assert len(comm._state.buffers) == 0
 
 
-@patient
 @pytest.mark.parametrize("what", WORK)
 async def test_a_killed_peer_is_known_and_all_memory_is_free(
     comm: Communicator, what: str
@@ -124,7 +120,6 @@ async def test_a_killed_peer_is_known_and_all_memory_is_free(
         await all_end(comm, requests, (ConnectionLost, PeerUnresponsive))
 
 
-@patient
 @pytest.mark.slow
 @pytest.mark.parametrize("what", WORK)
 async def test_a_stopped_peer_is_known_and_all_memory_is_free(
@@ -146,7 +141,6 @@ async def test_a_stopped_peer_is_known_and_all_memory_is_free(
         assert await there.last_words() != ""
 
 
-@patient
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("comm", "what"),
@@ -173,7 +167,6 @@ async def test_memory_in_quarantine_is_free_when_the_stopped_peer_dies(
         await all_end(comm, requests, (PeerUnresponsive,))
 
 
-@patient
 @pytest.mark.slow
 async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> None:
     """One process after the other, killed in the middle of its connection."""
@@ -215,7 +208,7 @@ def run(code: str, tls: str) -> str:
         text=True,
         check=False,
         cwd=_ROOT,
-        timeout=50,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -247,7 +240,6 @@ print("done")
 
 
 @ucx.needs_ucx
-@patient
 @pytest.mark.slow
 @pytest.mark.parametrize("tls", ucx.TRANSPORTS)
 @pytest.mark.parametrize(
@@ -265,7 +257,6 @@ def test_a_process_with_ucx_does_as_others_do(code: str, tls: str) -> None:
 
 
 @needs_nixl
-@patient
 def test_a_process_with_nixl_exits_well() -> None:
     """The wheel and the system have libraries of one name, which end it otherwise."""
     code = """

@@ -11,8 +11,6 @@ from kvwire.cli.main import CALLED_WRONG, main
 from tests.bench import codecs
 from tests.bench.__main__ import app
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.mark.usefixtures("threads")
 def test_what_is_lost_and_what_it_costs(tmp_path: Path) -> None:

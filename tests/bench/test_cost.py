@@ -14,9 +14,6 @@ from tests.bench import cost
 from tests.bench.__main__ import app
 from tests.bench.cost import watched
 
-# Starts processes, on a machine that may be busy with others.
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.slow
 def test_everything_is_measured_and_written(

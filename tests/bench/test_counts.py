@@ -10,9 +10,6 @@ import pytest
 
 from tests.bench.counts import count, works
 
-# Starts processes, on a machine that may be busy with others.
-pytestmark = pytest.mark.timeout(120)
-
 # Python calls and frames of an operation, both sides, over tcp and with Python 3.11:
 # others inline other calls. Without a compiled copy, which takes up to 17 calls less.
 # What makes one dearer is named here, with its reason in the commit; what makes it

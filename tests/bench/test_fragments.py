@@ -40,9 +40,6 @@ from tests.bench.peers.serving import offsets
 from tests.cli.bench.contenders import case, measured, rated
 from tests.cli.bench.test_works import POOL_BYTES, WORKS, does_every_work
 
-# Each starts processes, on a machine that may be busy with others.
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_peers_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fragments", "--peers", "nixl,pigeons"], app) == CALLED_WRONG

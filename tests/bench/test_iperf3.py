@@ -53,7 +53,6 @@ def test_it_stands_beside_rates_or_is_named_with_its_remedy(
 @pytest.mark.skipif(
     shutil.which("iperf3") is None, reason="iperf3 is not installed here"
 )
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("verb", ["send", "get"])
 def test_the_real_one(verb: str) -> None:
     with iperf3.contender().start() as pair:

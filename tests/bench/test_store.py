@@ -31,8 +31,6 @@ from tests.bench.store_pairs import BlockSocketsSide, TransferSide
 from tests.bench.store_peers import FileSide, MemorySide, ObjectSide, PeerSide
 from tests.cli.bench.contenders import does
 
-pytestmark = pytest.mark.timeout(120)
-
 HAS_OBSTORE = find_spec("obstore") is not None
 if HAS_OBSTORE:
     import obstore.store

@@ -302,7 +302,7 @@ def test_a_width_that_has_no_room_is_not_believed(columns: str, command: str) ->
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "COLUMNS": columns},
     )
     assert max(map(len, done.stdout.splitlines())) > 20

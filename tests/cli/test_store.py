@@ -158,7 +158,7 @@ async def test_a_monitor_reads_numbers_and_health() -> None:
         url = server.said.partition("metrics at ")[2].partition(";")[0]
         for path, expected in (("/metrics", "kvwire_store_puts"), ("/health", "ok")):
             wanted = url.removesuffix("/metrics") + path
-            with await asyncio.to_thread(urlopen, wanted, timeout=10) as answer:
+            with await asyncio.to_thread(urlopen, wanted, timeout=60) as answer:
                 assert expected in answer.read().decode()
 
 

@@ -20,7 +20,7 @@ from kvwire.directory import Change, ChangeKind, Directory, Record, open_directo
 from kvwire.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
 
 # How long anything may take: a directory that cannot push is looked at now and then.
-TIMEOUT_S: Final = 15.0
+TIMEOUT_S: Final = 60.0
 _SHORT_S: Final = MEMBER_LEASE_S_MIN
 _MANY: Final = 200
 

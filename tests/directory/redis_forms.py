@@ -17,9 +17,9 @@ from tests.directory.records import record
 from tests.store.caches import Filled, chain
 from tests.support.certificates import Issued
 from tests.support.servers import Server, redis_server
+from tests.support.waiting import PATIENCE_S
 
 KINDS: Final = ("tier", "directory")
-_PATIENCE_S: Final = 20.0
 # Writes something new; returns why that was not taken, or nothing.
 Write: TypeAlias = Callable[[], Awaitable[str]]
 
@@ -65,7 +65,7 @@ async def until_refused(write: Write, reason: str) -> None:
 async def _until(write: Write, right: Callable[[str], bool], wanted: str) -> None:
     why = ""
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 if right(why := await write()):
                     return

@@ -21,8 +21,6 @@ from tests.directory.contract import PROMISES, Promise, check
 from tests.directory.records import record
 
 pytestmark = [
-    # Ray starts within seconds, and within a minute where the machine is busy.
-    pytest.mark.timeout(300),
     # Ray's own.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning"),
 ]

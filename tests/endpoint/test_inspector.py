@@ -134,7 +134,7 @@ async def test_a_signal_dumps_a_snapshot_of_each() -> None:
         ):
             await first.close()
             os.kill(os.getpid(), signal.SIGUSR1)
-            said = await asyncio.wait_for(lines.line, 10)
+            said = await asyncio.wait_for(lines.line, 60)
     finally:
         logger.removeHandler(lines)
     assert '"name":"b"' in said

@@ -17,8 +17,6 @@ pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
 
 import agent_loop  # noqa: E402 - after the skip
 
-pytestmark = pytest.mark.timeout(300)
-
 
 async def conversation(folder: Path, *, stored: bool) -> Any:
     """What comes out of two turns, and two more behind a restart of the store."""

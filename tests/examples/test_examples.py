@@ -16,9 +16,6 @@ import pytest
 from tests.support.depth import parameters
 from tests.support.tree import ROOT
 
-# Each starts an interpreter, on a machine that may be busy with others.
-pytestmark = pytest.mark.timeout(60)
-
 EXAMPLES = ROOT / "examples"
 HELLO = [sys.executable, "-W", "error", str(EXAMPLES / "hello.py")]
 
@@ -76,7 +73,6 @@ def test_requests_go_where_there_is_room(tmp_path: Path) -> None:
     assert 1 <= counts["slow"] < min(counts["quick-0"], counts["quick-1"])
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "arguments", parameters([["--every", "0.1"], ["--every", "0.2", "--kill"]], every=2)
 )
@@ -87,7 +83,7 @@ def test_requests_move_and_their_streams_stay_whole(
     said = run_example(
         *("migrate.py", tmp_path, "--prompt", "100", "--new", "80"),
         *arguments,
-        timeout_s=110,
+        timeout_s=300,
     )
     assert said.startswith("4 streams, each as one process alone says")
     # Busy machines move few before the end, but something happened.
@@ -111,10 +107,10 @@ def test_prefill_writes_what_decode_lends() -> None:
             [*HELLO, "prefill", address],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=300,
             check=False,
         )
-        said, errors = decode.communicate(timeout=30)
+        said, errors = decode.communicate(timeout=300)
     assert (prefill.returncode, prefill.stdout, prefill.stderr) == (0, "", "")
     assert (decode.returncode, errors) == (0, "")
     assert said.splitlines() == [

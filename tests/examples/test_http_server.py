@@ -26,8 +26,6 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
 pytestmark = [
-    # Interpreters are started, on a machine that may be busy with others.
-    pytest.mark.timeout(60),
     pytest.mark.asyncio(loop_factories=["asyncio"]),
 ]
 
@@ -76,7 +74,7 @@ async def both(folder: Path, *options: str) -> AsyncIterator[tuple[Server, Serve
 
 
 def client(decode: Server) -> Any:
-    return httpx.AsyncClient(base_url=f"http://{decode.address}", timeout=50)
+    return httpx.AsyncClient(base_url=f"http://{decode.address}", timeout=300)
 
 
 async def ask(http: Any) -> Any:

@@ -113,7 +113,7 @@ asyncio.run(main())
             capture_output=True,
             text=True,
             cwd=ROOT,
-            timeout=30,
+            timeout=300,
             check=False,
         )
         said.add(done.stdout)
@@ -146,7 +146,7 @@ asyncio.run(main())
             capture_output=True,
             text=True,
             cwd=ROOT,
-            timeout=30,
+            timeout=300,
             check=False,
         )
         assert done.stdout.split() == ["refused", "connected"], (left, done.stderr)

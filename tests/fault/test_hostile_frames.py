@@ -136,7 +136,6 @@ async def test_a_damaged_payload_fails_its_request_only(pair: Pair) -> None:
     await there.wait_closed()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("kept", [1, 31, 32, 33, 40])
 async def test_a_frame_that_is_cut_off(pair: Pair, kept: int) -> None:
     async with dial(pair.address) as stranger:

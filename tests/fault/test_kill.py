@@ -151,7 +151,6 @@ async def run(nursery: Nursery, order: Order) -> Child:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.timeout(300)
 # The loop makes no difference to who dies when, and the matrix is long.
 @pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.parametrize(

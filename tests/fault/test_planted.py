@@ -9,7 +9,6 @@ from tests.fault.planted import PLANTS, SEEDS
 from tests.sim.run import run_seed
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "bug",
     PLANTS.bugs,

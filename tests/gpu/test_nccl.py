@@ -17,7 +17,7 @@ from tests.backends.recorders import LaneRecorder
 from tests.gpu.devices import Gpu, pieces
 from tests.support.pairs import until
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.gpu]
 _SETTINGS = {"start_timeout_s": "8", "move_timeout_s": "8"}
 
 

@@ -18,7 +18,7 @@ from kvwire.backend.registry import availability
 from tests.gpu.devices import Gpu
 from tests.support.tree import ROOT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.gpu]
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,7 @@ from kvwire.observe.http import MetricsServer
 def fetched(server: MetricsServer, path: str) -> tuple[int, str]:
     where = server.url.removesuffix("/metrics") + path
     try:
-        with urllib.request.urlopen(where, timeout=10) as answer:
+        with urllib.request.urlopen(where, timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as exc:
         with exc:

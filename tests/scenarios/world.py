@@ -22,6 +22,7 @@ import uvloop
 
 import kvwire
 from tests.support import virtual_time
+from tests.support.waiting import PATIENCE_S
 
 LAYERS, BLOCKS = 4, 32
 # What most scenarios move, and where to.
@@ -36,8 +37,6 @@ LARGE = kvwire.KVSpec(
 # A head of a layer of SPEC for each of two ranks.
 RANKS = [replace(SPEC, kv_heads=1, shard=(rank, 2)) for rank in range(2)]
 FREE = -1.0
-# Below the timeout of a test, which would end the whole run.
-PATIENCE_S = 10.0
 TURNS_MAX = 100_000
 Tensor = npt.NDArray[np.float32]
 Ends = tuple[kvwire.Outgoing, kvwire.Incoming]

@@ -7,7 +7,6 @@ import pytest
 from tests.soak.fleet import soak
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "redis", "nats"])
 async def test_no_request_is_wrong_or_stuck_while_members_come_and_go(

@@ -16,7 +16,6 @@ from tests.soak.processes import ProcessSoak
 from tests.soak.stamps import POISON, SPEC, StampedCache, Tally
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "taken"),

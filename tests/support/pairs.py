@@ -12,11 +12,10 @@ from typing import Any, Final
 import kvwire
 from kvwire import Address, Communicator, Connection, Region
 from kvwire.types import AccessName
+from tests.support.waiting import PATIENCE_S
 
 SCHEMES: Final = ("tcp", "inproc")
 _NAMES = itertools.count()
-# Below the timeout of a test, which would end the whole run.
-_PATIENCE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,6 @@ def registered(end: Connection, memory: bytearray, access: AccessName) -> Region
 
 async def until(condition: Callable[[], object]) -> None:
     """Give the loop turns until a condition holds that no event announces."""
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0)

@@ -22,9 +22,8 @@ import pytest
 
 from kvwire import BlockStore
 from tests.store.caches import Filled, chain
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually
 
-_PATIENCE_S = 30.0
 # What pip has installed may not be on the path, where a test is started by its python.
 _PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
@@ -61,7 +60,7 @@ class Server:
         """Kill it; what it had is gone."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(_PATIENCE_S)
+            self._process.wait(PATIENCE_S)
             self._process = None
 
 
@@ -238,7 +237,7 @@ def mooncake_segment(
         # Calls that were given up return now, and their client is closed behind them.
         for thread in threading.enumerate():
             if thread.name == "kvwire-mooncake":
-                thread.join(_PATIENCE_S)
+                thread.join(PATIENCE_S)
 
 
 @contextlib.contextmanager

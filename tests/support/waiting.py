@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 
-_PATIENCE_S = 30.0
+PATIENCE_S = 60.0
+"""How long what must happen may take: only a hang takes so long."""
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether something comes true while one may still be patient."""
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > end:
             return False

@@ -11,7 +11,8 @@ import pytest
 import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
-from tests.scenarios.world import PATIENCE_S, World, same, scenario
+from tests.scenarios.world import World, same, scenario
+from tests.support.waiting import PATIENCE_S
 from tests.support import virtual_time
 
 LIST = [3, 1, 4]

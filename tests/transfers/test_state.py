@@ -233,5 +233,5 @@ class Life(RuleBasedStateMachine):
             assert self.link.request.over
 
 
-TestLife = pytest.mark.timeout(300)(Life.TestCase)
+TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=examples(1500), stateful_step_count=30)

@@ -22,11 +22,12 @@ from kvwire_tcp.lane import BOOTSTRAP, PendingLanes, TcpLane
 from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
 from kvwire_tcp.wire import PlainWire
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder
+from tests.support.waiting import PATIENCE_S
 
 
 @contextlib.asynccontextmanager
 async def listening() -> AsyncIterator[LaneRig]:
-    rig = LaneRig(TcpBackend, {}, 10, ANYWHERE)
+    rig = LaneRig(TcpBackend, {}, PATIENCE_S, ANYWHERE)
     await rig.open()
     yield rig
     await rig.aclose()
@@ -74,7 +75,7 @@ async def test_the_listener_may_send_before_the_client_is_there() -> None:
 
 
 async def test_a_lane_is_not_a_connection_and_its_first_link_says_so() -> None:
-    rig, recorder = LaneRig(TcpBackend, {}, 10), Recorder()
+    rig, recorder = LaneRig(TcpBackend, {}, PATIENCE_S), Recorder()
     listener = await rig.far.listen(ANYWHERE, lambda link: link.start(recorder))
     rig.address = listener.address
     await rig.pair()

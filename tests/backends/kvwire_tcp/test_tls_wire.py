@@ -331,7 +331,6 @@ def test_a_peer_that_says_nothing_was_not_cut_off(authority: Authority) -> None:
     assert not wires.server.opened
 
 
-@pytest.mark.timeout(180)
 def test_a_flight_cut_at_every_byte(authority: Authority) -> None:
     for role, flight in flights(authority):
         for cut in sample(range(1, len(flight)), every=31):

@@ -14,12 +14,13 @@ from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import Version
 from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = needs_ucx
 
 
 def rig() -> LaneRig:
-    return LaneRig(UcxBackend, {"TLS": transports_of_this_loop()}, 10)
+    return LaneRig(UcxBackend, {"TLS": transports_of_this_loop()}, PATIENCE_S)
 
 
 async def test_the_description_names_what_moves_the_bytes() -> None:

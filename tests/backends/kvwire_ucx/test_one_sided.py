@@ -27,6 +27,7 @@ from kvwire_ucx.pieces import LentFragment, is_lent, lent_descriptor
 from kvwire_ucx.worker import UcxEndpoint
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 from tests.backends.transfers import pair
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = needs_reading
 
@@ -82,7 +83,7 @@ async def test_what_cannot_be_registered_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit of locked memory, for example."""
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     left, right = await rig.pair()
     right.holding = True
     assert isinstance(left.lane, UcxLane)
@@ -96,14 +97,12 @@ async def test_what_cannot_be_registered_is_sent(
 
 
 @pytest.mark.parametrize("side", ["reader", "lender"])
-@pytest.mark.parametrize(
-    "times", [5, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
-)
+@pytest.mark.parametrize("times", [5, pytest.param(100, marks=[pytest.mark.slow])])
 async def test_nothing_is_written_after_a_lane_has_closed(
     side: str, times: int
 ) -> None:
     """The lane itself is aborted, with reads under way and others not yet begun."""
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     watched: list[Memory] = []
     for turn in range(times):
         left, right = await rig.pair()
@@ -128,7 +127,7 @@ async def test_nothing_is_written_after_a_lane_has_closed(
 
 
 async def test_small_and_many_fragments_are_messages() -> None:
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     left, right = await rig.pair()
     right.holding = True
     left.send(4 * MIB, lambda _: [64 * KIB] * 64)
@@ -146,7 +145,7 @@ async def test_small_and_many_fragments_are_messages() -> None:
 
 async def test_what_ucx_would_read_by_messages_is_sent() -> None:
     """Over TCP, where UCX ends the process that lends if the reader goes away."""
-    rig = LaneRig(UcxBackend, settings(TLS=TCP), 10)
+    rig = LaneRig(UcxBackend, settings(TLS=TCP), PATIENCE_S)
     left, right = await rig.pair()
     right.holding = True
     left.send(MIB)
@@ -164,7 +163,7 @@ async def test_what_ucx_would_read_by_messages_is_sent() -> None:
 
 async def test_lent_memory_is_for_who_has_asked() -> None:
     """A descriptor of lent memory is refused by a side that is not one-sided."""
-    rig = LaneRig(UcxBackend, settings(one_sided="no"), 10)
+    rig = LaneRig(UcxBackend, settings(one_sided="no"), PATIENCE_S)
     _, right = await rig.pair()
     lent = lent_descriptor(FIRST_PAYLOAD, [LentFragment(1 << 20, MIB, b"key")])
     assert lent is not None
@@ -175,7 +174,7 @@ async def test_lent_memory_is_for_who_has_asked() -> None:
 
 async def test_a_range_may_stay_registered() -> None:
     """Sent again, it needs no new registration; it goes with the lane."""
-    rig = LaneRig(UcxBackend, settings(registrations="1"), 10)
+    rig = LaneRig(UcxBackend, settings(registrations="1"), PATIENCE_S)
     left, right = await rig.pair()
     left.send(MIB)
     await rig.moved(left, right, 1)
@@ -198,7 +197,7 @@ async def test_a_stopped_reader_is_waited_for(
     UCX reads messages likewise, so what arrives over such a lane is never stale.
     """
     monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     left, right = await rig.held_pair()
     left.send(nbytes)
     assert left.lane.intact
@@ -220,7 +219,7 @@ async def test_a_reader_that_has_said_bye_is_not_waited_for(
     monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
     both = property(lambda _: ("cma", "tcp/lo"))
     monkeypatch.setattr(UcxEndpoint, "transports", both)
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     left, right = await rig.held_pair()
     left.send(MIB)
     right.abort()
@@ -235,7 +234,7 @@ async def test_memory_is_free_when_the_stopped_reader_has_died(
 ) -> None:
     """Another process stands for the reader's here: it lives, and then it does not."""
     monkeypatch.setattr(lane_module, "LINGER_S", 0.01)
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     left, right = await rig.held_pair()
     left.send(MIB)
     lender, stopped = left.lane, right.lane
@@ -260,7 +259,7 @@ async def test_a_python_that_cannot_watch_a_process_says_so(
 ) -> None:
     """Those of conda are built with the headers of an old kernel."""
     monkeypatch.delattr(os, "pidfd_open")
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     left, _ = await rig.pair()
     assert isinstance(left.lane, UcxLane)
     assert left.lane._one_sided is not None
@@ -277,7 +276,7 @@ async def test_a_process_is_known_by_its_number_where_that_was_counted(
     """In another namespace the number is that of nobody, or of somebody else."""
     async with process() as reader:
         reader.kill()
-    rig = LaneRig(UcxBackend, settings(), 10)
+    rig = LaneRig(UcxBackend, settings(), PATIENCE_S)
     left, _ = await rig.pair()
     assert isinstance(left.lane, UcxLane)
     one_sided, peer = left.lane._one_sided, left.lane._peer

@@ -22,9 +22,6 @@ from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from kvwire_local import LocalBackend
 
-# Starts processes, on a machine that may be busy with others.
-pytestmark = pytest.mark.timeout(180)
-
 Document = dict[str, Any]
 
 

@@ -14,9 +14,6 @@ from kvwire.cli.bench.pair import BenchError, Contender, SideProcess
 from kvwire.limits import KIB, MIB
 from tests.cli.bench.contenders import does
 
-# Each starts processes, on a machine that may be busy with others.
-pytestmark = pytest.mark.timeout(60)
-
 PING = OpsWork(verb="round trip", nbytes=64, count=3)
 BULK = [
     OpsWork(verb=verb, nbytes=nbytes, count=6, in_flight=4)

@@ -35,9 +35,6 @@ from kvwire.limits import (
     MIB,
 )
 
-# Starts processes, on a machine that may be busy with others.
-pytestmark = pytest.mark.timeout(60)
-
 PUSH = OpsWork(verb="push", nbytes=MIB, count=1, layers=4, blocks=16)
 
 

@@ -15,8 +15,6 @@ from demo.run import RoleFailed, run
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.extras import install_command
 
-# Three interpreters, on a machine that may be busy with others; torch takes longer.
-pytestmark = pytest.mark.timeout(240)
 _WHY = "not installed here; `make test-torch` installs torch and transformers"
 
 with_torch = pytest.mark.skipif(

@@ -15,7 +15,6 @@ from tests.support.tree import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_texts_are_whole_while_replicas_come_go_and_are_killed(tmp_path: Path) -> None:
     """The example compares each text with one process alone."""
     for name in ("ray.serve", "torch"):

@@ -32,7 +32,7 @@ PROMPTS = "vllm:prompt_tokens_total"
 GUESSED = ("draft_tokens_total", "accepted_tokens_total")
 # By name: those of prefill, then those of decode.
 ADAPTERS = {"one": 1, "two": 2, "copy": 1, "another": 3}
-pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
+pytestmark = [NEEDS_VLLM]
 
 
 @dataclass(frozen=True, slots=True)

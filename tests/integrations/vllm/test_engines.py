@@ -38,7 +38,7 @@ from tests.integrations.vllm.serving import (
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 
-pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
+pytestmark = [NEEDS_VLLM]
 # Not the default, so that a transfer whose peer was killed is over within a test.
 LEASE_S = 3.0
 

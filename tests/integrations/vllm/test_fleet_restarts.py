@@ -22,7 +22,6 @@ from tests.integrations.vllm.serving import Process, engines_of, front
 from tests.support.servers import Server, free_port, nats_server, redis_server
 
 pytestmark = [
-    pytest.mark.timeout(300),
     # Everything but the load is in processes of its own.
     pytest.mark.asyncio(loop_factories=["asyncio"]),
 ]

@@ -57,7 +57,7 @@ class Client:
     async def ask(self, data: bytes) -> tuple[int, Mapping[str, str]]:
         """The status and the headers of the answer."""
         self.writer.write(data)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             head = await self.reader.readuntil(b"\r\n\r\n")
         line, *fields = head.decode().rstrip().split("\r\n")
         named = (field.partition(": ") for field in fields)
@@ -65,7 +65,7 @@ class Client:
 
     async def rest(self) -> bytes:
         """What comes until the proxy closes."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await self.reader.read()
 
     async def is_cut(self) -> bool:
@@ -347,11 +347,11 @@ async def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         one = await client(stack, port)
         one.writer.transport.pause_reading()
         one.writer.write(generate(LENGTH))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await begun.wait()
         refused = await client(stack, port)
         assert (await refused.ask(generate(LENGTH)))[0] == 429
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await ended.wait()
         engines.handlers.clear()
         other = await client(stack, port)
@@ -375,12 +375,12 @@ async def test_more_connections_than_there_may_be() -> None:
         busy, idle = await client(stack, port), await client(stack, port)
         asking = asyncio.ensure_future(busy.ask(generate(LENGTH)))
         assert (await idle.ask(HEALTH))[0] == 200
-        await asyncio.wait_for(asked.get(), 20)
+        await asyncio.wait_for(asked.get(), 60)
         third = await client(stack, port)
         also_busy = asyncio.ensure_future(third.ask(generate(LENGTH)))
         await idle.reader.readexactly(len(b'{"status":"ok"}'))
         assert await idle.is_cut()
-        await asyncio.wait_for(asked.get(), 20)
+        await asyncio.wait_for(asked.get(), 60)
         assert await (await client(stack, port)).is_cut()
         may_answer.set()
         assert [(await one)[0] for one in (asking, also_busy)] == [200, 200]

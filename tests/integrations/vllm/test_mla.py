@@ -20,7 +20,7 @@ from tests.integrations.vllm.pairs import Pair, pair_of
 
 BLOCK_TOKENS = 16
 LAYERS = 4
-pytestmark = [serving.NEEDS_VLLM, pytest.mark.timeout(600)]
+pytestmark = [serving.NEEDS_VLLM]
 
 
 @pytest.fixture(scope="module")

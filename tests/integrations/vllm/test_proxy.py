@@ -529,7 +529,7 @@ async def test_a_client_that_goes_away_before_the_first_token(
         sent.append(message)
 
     asking = Engines(p1=waits, d1=waits)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await app(asking, order)(scope, receive, send)
     assert stopped == ["one"] * engines
     assert sent[0]["status"] == 499

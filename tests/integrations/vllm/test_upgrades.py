@@ -60,7 +60,7 @@ async def test_an_offer_is_passed_by(
             for part in [sent] if at_once else [bytes((b,)) for b in sent]:
                 writer.write(part)
                 await asyncio.sleep(0)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 answer = await reader.readuntil(b"\r\n0\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 200")
             assert b" 9}" in answer

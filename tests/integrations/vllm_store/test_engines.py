@@ -23,7 +23,7 @@ from tests.integrations.vllm.serving import (
 from tests.integrations.vllm_store.server import StoreServer
 from tests.support.waiting import eventually
 
-pytestmark = [NEEDS_VLLM, pytest.mark.timeout(600)]
+pytestmark = [NEEDS_VLLM]
 
 BLOCK_TOKENS = 128
 PROMPTS = (128, 129, 300, 3000)

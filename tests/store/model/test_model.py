@@ -48,7 +48,6 @@ async def test_slabs_with_as_many_slots_as_there_may_be(
 
 @one_loop
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(100, 140))
 async def test_more_rounds(tmp_path: Path, seed: int) -> None:
     this = Round(seed, tmp_path, events=EVENTS)
@@ -69,7 +68,6 @@ async def script(life: Life) -> None:
 
 @one_loop
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("power", [False, True])
 async def test_every_call_may_be_the_last(tmp_path: Path, power: bool) -> None:
     """Each call that writes, of all that a tier does; or half of it, or the power."""

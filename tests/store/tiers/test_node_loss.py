@@ -81,7 +81,6 @@ def nodes(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_node_is_lost(
     tmp_path: Path, nodes: Any, number: signal.Signals

@@ -31,7 +31,6 @@ from tests.store.contract import expect_shared
 from tests.support.pairs import until
 from tests.support.servers import free_port, s3_server
 
-pytestmark = pytest.mark.timeout(90)
 MEMORY = "memory:64MiB?slab=32MiB"
 
 # Its threads start with the first request of a process, and stay.
