@@ -28,6 +28,10 @@ for _name in [name for name in os.environ if name.startswith("KVWIRE_")]:
 # Those that are about another transport name it, which comes before this.
 os.environ.setdefault("KVWIRE_PREFER", "tcp")
 
+# UCX opens every network device of a machine, and ends the process where one goes away
+# meanwhile, as those do that tests beside this one make.
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+
 # What computes with NumPy shares the cores with the other processes of a run; threads
 # of BLAS that wait for each other there take ten times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

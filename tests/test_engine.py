@@ -20,9 +20,8 @@ import pytest
 import kvwire
 from tests.scenarios.world import BLOCKS, LAYERS, Memory, same
 from tests.support.pairs import SCHEMES, anywhere
+from tests.support.waiting import PATIENCE_S
 
-# Long against everything that is waited for here; only a hang takes as long.
-PATIENCE_S = 10.0
 EVERY = list(range(BLOCKS))
 
 

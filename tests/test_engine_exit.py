@@ -17,7 +17,7 @@ import pytest
 from tests.support.depth import parameters
 
 # Two interpreters start within it, also on a busy machine.
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 BEGIN = """
 import os, sys, threading, warnings
 import numpy as np

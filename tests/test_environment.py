@@ -104,7 +104,7 @@ def test_without_a_network_it_says_so_in_one_line(tree: Path) -> None:
 
 def test_one_at_a_time(tree: Path) -> None:
     """Two at once in one tree: neither breaks what the other makes."""
-    command = [tree / ".ci" / "environment", STAMP, "--no-index", f"./{WHEEL}"]
+    command = [str(tree / ".ci" / "environment"), STAMP, "--no-index", f"./{WHEEL}"]
     both = [subprocess.Popen(command, cwd=tree) for _ in range(2)]
     assert [one.wait() for one in both] == [0, 0]
     assert environment(tree) == (0, "")

@@ -30,7 +30,7 @@ _MARK = "<!-- fragment -->\n"
 # What asyncio's debug mode says of a callback on a busy machine: time, no warning.
 _SLOW_CALLBACK = re.compile(r"^Executing .* took [0-9.]+ seconds\n", re.MULTILINE)
 # Longer than any example, shorter than pytest's own limit.
-_TIMEOUT_S = 45
+_TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

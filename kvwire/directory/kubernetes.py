@@ -14,7 +14,7 @@ import ssl
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -138,9 +138,10 @@ class KubernetesDirectory(DnsDirectory):
         body = bytearray()
         async with client.stream("GET", self._path, params=self._query) as answer:
             await _accepted(answer)
-            async for part in answer.aiter_bytes():
-                body += part
-                _check_size(len(body))
+            async with _parts(answer) as parts:
+                async for part in parts:
+                    body += part
+                    _check_size(len(body))
         found = msgspec.json.decode(body, type=_List)
         slices = {s.metadata.name: self._members(s) for s in found.items or ()}
         return found.metadata.resource_version, slices
@@ -159,16 +160,17 @@ class KubernetesDirectory(DnsDirectory):
             if answer.status_code == _GONE:
                 return
             await _accepted(answer)
-            async for part in answer.aiter_bytes():
-                *lines, last = (rest + part).split(b"\n")
-                rest = bytearray(last)
-                _check_size(len(rest))
-                for line in filter(None, lines):
-                    event = msgspec.json.decode(line, type=_Event)
-                    if event.type == "ERROR":
-                        return  # the version is too old: everything is read anew
-                    if event.type != "BOOKMARK":
-                        yield event
+            async with _parts(answer) as parts:
+                async for part in parts:
+                    *lines, last = (rest + part).split(b"\n")
+                    rest = bytearray(last)
+                    _check_size(len(rest))
+                    for line in filter(None, lines):
+                        event = msgspec.json.decode(line, type=_Event)
+                        if event.type == "ERROR":
+                            return  # the version is too old: everything is read anew
+                        if event.type != "BOOKMARK":
+                            yield event
 
     def _members(self, found: _Slice) -> dict[str, bytes]:
         """Return the records of a slice's endpoints that are ready."""
@@ -213,6 +215,11 @@ def _api_of_pod() -> str:
 async def _accepted(answer: httpx.Response) -> None:
     if answer.status_code != httpx.codes.OK:
         raise OSError(f"the API server says {answer.status_code}")
+
+
+def _parts(answer: Any) -> aclosing[Any]:
+    """Return an answer's parts, of a generator that its client does not close."""
+    return aclosing(answer.aiter_bytes())
 
 
 def _check_size(nbytes: int) -> None:

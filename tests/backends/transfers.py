@@ -65,7 +65,9 @@ async def pair(
 ) -> AsyncIterator[Loopback]:
     """Connected over TCP, with the backend preferred for the data."""
     near, far = (
-        kvwire.Config(prefer=(backend,), backends={backend: own})
+        kvwire.Config(
+            prefer=(backend,), backends={backend: own}, handshake_timeout_s=60
+        )
         for own in (left, left if right is None else right)
     )
     async with kvwire.open(near, name="a") as a, kvwire.open(far, name="b") as b:

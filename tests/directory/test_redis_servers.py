@@ -559,7 +559,6 @@ async def test_a_master_of_a_cluster_is_lost(kind: str, number: signal.Signals) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("back", [True, False])
 async def test_a_watcher_whose_node_is_lost(back: bool) -> None:
     """The one it subscribed at; it is at another one, or at the same again."""
@@ -581,7 +580,6 @@ async def test_a_watcher_whose_node_is_lost(back: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 async def test_a_node_that_restarts_costs_no_put_for_each_connection() -> None:
     source = Filled(16, seed=1)
     with redis_cluster() as servers:

@@ -101,6 +101,7 @@ class Things:
             (kvwire.BlockStore, "pin"): lambda: store.pin(keys, kv),
             (kvwire.BlockStore, "unpin"): lambda: store.unpin(keys, kv),
             (kvwire.BlockStore, "flush"): store.flush,
+            (kvwire.BlockStore, "require_room"): lambda: store.require_room(kv),
             (kvwire.BlockStore, "close"): store.close,
             (kvwire.StoreRequest, "drained"): self.stored.drained,
         }

@@ -112,7 +112,8 @@ async def obey(comm: Communicator, address: str, transports: list[str]) -> None:
 async def main(role: str, address: str, key: str, transports: str) -> None:
     """Be one side until stdin ends, or for ever."""
     # Two hosts share no memory, but two namespaces do, as UCX finds out.
-    config = kvwire.Config(trust="psk", psk_file=key, backends={"ucx": {"TLS": "tcp"}})
+    ucx = {"TLS": "tcp", "NET_DEVICES": "all"}
+    config = kvwire.Config(trust="psk", psk_file=key, backends={"ucx": ucx})
     async with kvwire.open(config, name=role) as comm:
         if role == "listen":
             await serve(comm, address)

@@ -41,9 +41,10 @@ async def communicators(
     **config: Any,
 ) -> AsyncIterator[tuple[Communicator, Communicator]]:
     """Two communicators with the same configuration; both are closed at the end."""
+    patient = {"handshake_timeout_s": PATIENCE_S}
     async with (
-        kvwire.open(**{"name": "near", **config}) as near,
-        kvwire.open(**{"name": "far", **config}) as far,
+        kvwire.open(**{"name": "near", **patient, **config}) as near,
+        kvwire.open(**{"name": "far", **patient, **config}) as far,
     ):
         yield near, far
 

@@ -23,6 +23,7 @@ from kvwire.integrations.vllm.proxy.stopping import Ending
 from tests.integrations.vllm.test_proxy import D1, D2, P1, Engines, call, refused
 from tests.integrations.vllm.turns import fleet_in_turns
 from tests.support.servers import free_port
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # its server has one
 
@@ -75,7 +76,12 @@ async def proxied(
         proxy = ProxyServer(app, "127.0.0.1", 0, ending, 0.0)
         there = await stack.enter_async_context(proxy.serving())
         url = f"http://127.0.0.1:{there}"
-        yield await stack.enter_async_context(httpx.AsyncClient(base_url=url)), engine
+        yield (
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=PATIENCE_S)
+            ),
+            engine,
+        )
 
 
 async def test_what_an_engine_has_is_passed_as_it_is() -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from kvwire.integrations.vllm.proxy.command import main
 from tests.integrations.vllm.serving import Front, front
+from tests.support.waiting import PATIENCE_S
 
 PROXY = "kvwire.integrations.vllm.proxy"
 DECODE = ("--decode", "http://127.0.0.1:9=127.0.0.1:9", "--port", "0")
@@ -222,7 +223,9 @@ async def closed(writer: asyncio.StreamWriter) -> None:
 
 
 def state(proxy: Front) -> Any:
-    return httpx.get(f"{proxy.url}/fleet").json()["engines"][0]["state"]
+    return httpx.get(f"{proxy.url}/fleet", timeout=PATIENCE_S).json()["engines"][0][
+        "state"
+    ]
 
 
 def test_how_long_it_waits(capsys: pytest.CaptureFixture[str]) -> None:

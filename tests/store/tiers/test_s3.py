@@ -30,6 +30,7 @@ from tests.store.caches import Filled, chain
 from tests.store.contract import expect_shared
 from tests.support.pairs import until
 from tests.support.servers import free_port, s3_server
+from tests.support.waiting import PATIENCE_S
 
 MEMORY = "memory:64MiB?slab=32MiB"
 
@@ -41,7 +42,10 @@ obstore.put(obstore.store.MemoryStore(), "first", b"")
 def server() -> Iterator[str]:
     with s3_server() as running:
         url = f"http://127.0.0.1:{running.port}"
-        assert httpx.put(f"{url}/cache", content=b"").status_code == 200
+        assert (
+            httpx.put(f"{url}/cache", content=b"", timeout=PATIENCE_S).status_code
+            == 200
+        )
         yield url
 
 
@@ -61,7 +65,7 @@ Fault = Callable[[Request], Response | None]
 @asynccontextmanager
 async def proxy(server: str, fault: Fault) -> AsyncIterator[str]:
     """A way to the server on which some requests get what ``fault`` says."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
 
         async def forward(request: Request) -> Response:
             if (wrong := fault(request)) is not None:
@@ -130,15 +134,16 @@ async def test_a_large_block_goes_in_parts(
             put = await store.put(chain(2), source.cache, range(2))
         async with BlockStore.open([MEMORY, address]) as store:
             got = await store.get(chain(2), target.cache, range(2))
-    assert set(re.findall(r"partNumber=\d", " ".join(asked))) == {
-        f"partNumber={part}" for part in (1, 2, 3)
-    }
+    parts = set(re.findall(r"partNumber=\d", " ".join(asked)))
+    assert parts <= {f"partNumber={part}" for part in (1, 2, 3)}
+    # Where one is refused it may be before the others were on their way.
+    assert len(parts) == 3 or refused in parts
     assert put.complete == got.complete == lands
     # The head for `find`, and three ranges of each block.
     if lands:
         gets = [one for one in asked if one.startswith("GET ")]
         assert [asked[one] for one in gets] == [5, 5]
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         left = await client.get(f"{server}/cache?uploads")
     assert "<Upload>" not in left.text
     for here, there in zip(source.tensors, target.tensors, strict=True):
@@ -199,7 +204,7 @@ async def test_a_bucket_with_versions(server: str) -> None:
     enabled = (
         "<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
     )
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
         done = await http.put(f"{server}/cache?versioning", content=enabled.encode())
         assert done.status_code == 200
     await expect_shared(tier(server))
