@@ -259,6 +259,8 @@ class NatsDirectory(Directory):
                 yield
             except ServiceUnavailableError as exc:
                 self._bucket = None
+                if exc.description:  # such as a bucket that is full
+                    raise ConnectionError(exc.description) from exc
                 raise ConnectionError(
                     "the server has no JetStream, or none yet: start nats-server with "
                     "-js; in a cluster most servers have to be there"

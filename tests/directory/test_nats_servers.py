@@ -14,6 +14,7 @@ from kvwire import ConnectError, UsageError
 from kvwire.directory import ChangeKind, Directory, open_directory
 from tests.directory.records import record
 from tests.support.certificates import Authority
+from tests.support.pairs import until
 from tests.support.servers import nats_cluster, nats_server
 
 nats: Any = pytest.importorskip("nats", reason="nats is not installed")
@@ -231,3 +232,21 @@ async def test_a_user_with_the_rights_that_the_page_names(tmp_path: Path) -> Non
                 assert (await anext(changes)).record == record(1)
                 await announcing.announce(record(2))
                 assert (await anext(changes)).record == record(2)
+
+
+async def test_a_bucket_that_is_full_takes_a_member_when_there_is_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with nats_server() as server:
+        async with stream_of(server.port) as stream:
+            bucket = await stream.create_key_value(bucket="kvwire", max_bytes=4096)
+            await bucket.put("other", bytes(3900))
+            url = f"nats://127.0.0.1:{server.port}"
+            async with opened(url, url) as (announcing, watching):
+                announced = asyncio.ensure_future(announcing.announce(record(1)))
+                await until(lambda: "maximum bytes exceeded" in caplog.text)
+                assert not announced.done()
+                assert await watching.members() == ()
+                await bucket.purge("other")
+                await announced
+                assert await watching.members() == (record(1),)
