@@ -155,7 +155,7 @@ class VersionMismatch(HandshakeError):
 
 
 class AuthenticationFailed(HandshakeError):
-    """Reports a peer unproved or not accepted, or unequal trust modes."""
+    """Reports a peer that is not proved or not accepted, or has another trust mode."""
 
     code = WireCode.AUTHENTICATION
 

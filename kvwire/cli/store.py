@@ -65,7 +65,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
             can reach it; such as 127.0.0.1:9400. Needs the extra `metrics`.
         tenant: Who shares it, what each may have, and the key that proves it: --tenant
             'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key', several times.
-            Who has the key of --psk-file is the operator.
+            A client with the key of --psk-file is the operator.
         directory: Announce it here as a node of role "store", such as
             redis://host:6379; clients have kvwire://role=store?directory=URL.
         label: What else selectors may ask for: --label pool=a, several times. The label

@@ -154,7 +154,7 @@ class ConnectionState:
 
     @property
     def silent_s(self) -> float:
-        """Serve a transfer, as ConnectionPort says."""
+        """Return the seconds since the peer last sent anything."""
         return max(0.0, self.core.silence_s(self._loop.time()))
 
     @property
@@ -284,7 +284,7 @@ class ConnectionState:
     def refuse(
         self, request: RequestRecord, error: KVWireError, code: WireCode
     ) -> None:
-        """Serve a transfer, as ConnectionPort says."""
+        """Refuse a request of the peer; it gets the error's text and the code."""
         self.core.refuse(request, error, code)
 
     # --- grants -----------------------------------------------------------------------

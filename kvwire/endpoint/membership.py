@@ -83,7 +83,7 @@ class Membership:
         return "" if self._directory is None else self._directory.trouble
 
     def forget(self, listener: Callable[[Change], None]) -> None:
-        """Tell a peer of nothing any more."""
+        """Stop sending updates to a peer."""
         self._listeners.remove(listener)
 
     def announce(self, record: Record) -> None:

@@ -244,8 +244,8 @@ def command(
 
     Compute is simulated by timers, since a GPU does not use the CPU. Exposed is the
     time from the last mark to the outcome: streamed layer by layer, and sent whole at
-    the end, in turns. The efficiency is what was hidden of what any schedule could
-    hide: all but the last layer, and no more than there is compute.
+    the end, in turns. The efficiency is the hidden time divided by the most that could
+    be hidden: all layers but the last, at most the compute time.
 
     Args:
         transport: The transport.

@@ -140,7 +140,7 @@ class GraphReplay(NamedTuple):
 
     @property
     def base(self) -> int:
-        """Return what the graph adds the number of its layers to."""
+        """Return the counter's value at the start; the graph adds one per layer."""
         return self.generation << _LAYER_BITS
 
     def layer(self, layer: int) -> Future[None]:

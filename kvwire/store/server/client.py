@@ -176,7 +176,7 @@ class ActiveConnection:
             self._end(why)
 
     def _end(self, why: str) -> None:
-        """Fail what waits, in a frame that no exception keeps."""
+        """Fail every waiter, from a frame that no traceback references."""
         self.connection.abort(why)
         for waiting in self._answers.values():
             if not waiting.done():

@@ -422,6 +422,6 @@ def _namespaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
 
 
 def _lie(active: ActiveConnection, what: str) -> ConnectionLost:
-    """Return the server breaks the rules; nothing more is asked of it for now."""
+    """Drop the connection: the server broke a rule. Return the error to raise."""
     active.connection.abort(what)
     return ConnectionLost(f"the server's answer has {what}")
