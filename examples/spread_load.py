@@ -2,10 +2,10 @@
 
     python examples/spread_load.py
 
-Each worker announces itself in a directory with its load, and says it anew when that
-changes. The client asks who is there for each request and takes the worker with the
-most room. A load is as old as its record, so the client adds what it has sent itself
-and has no answer to.
+Each worker announces itself in a directory with its load, and again when the load
+changes. For each request the client lists the workers and takes the one with the most
+room. A load is as old as its record, so the client adds what it has sent itself and has
+no answer to.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Client:
             self._sent[member.key] -= 1
 
     def _load(self, member: Record) -> float:
-        """Return what is known of a worker: its own word, or what we have sent it."""
+        """Return a worker's load: as announced, or by the requests that we sent."""
         return max(member.load, self._sent[member.key] / SLOTS)
 
 

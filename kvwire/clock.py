@@ -66,7 +66,7 @@ def seconds_of(name: str, value: object) -> float:
 def _number(value: object) -> float:
     """Return a number of any type as a float; ``float`` itself reads texts and bools.
 
-    What is none is no number, NaN.
+    A value that is not a number becomes NaN.
     """
     if type(value) is float:  # nearly always, and a check of ``Real`` is four calls
         return value

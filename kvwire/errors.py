@@ -86,7 +86,7 @@ class KVWireError(Exception):
     code: ClassVar[WireCode] = WireCode.OTHER
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Cross to other processes, and be copied, whatever ``__init__`` takes."""
+        """Support pickling and copying, whatever arguments ``__init__`` takes."""
         fields = dict(vars(self))
         if isinstance(self, OSError):  # which keeps it outside of its fields
             fields["errno"] = self.errno
@@ -371,7 +371,7 @@ _REMEDIES: Final = {
 
 
 def with_remedy(error: BaseException) -> str:
-    """Return the text of what the system refuses, and what to do about it."""
+    """Return the text of a system error with its remedy."""
     said = (getattr(error, "strerror", None) or str(error)).rstrip(".")
     remedy = _REMEDIES.get(getattr(error, "errno", None) or 0)
     where = getattr(error, "filename", None)

@@ -167,8 +167,8 @@ LANDED_MAX: Final = 1024
 SETTLED_MAX: Final = 8192
 # Transfers a peer has opened that nobody has matched, with their descriptions.
 TRANSFERS_WAITING_MAX: Final = 1024
-# What these descriptions and their records may take, of one connection and of all: as
-# many as may wait, at 8 KiB, are some hundred groups or a partial redial each.
+# Memory for these descriptions and their records, per connection and over all: 8 KiB
+# for each that may wait, enough for some hundred groups or a partial redial.
 WAITING_BYTES_MAX: Final = 8 * MIB
 WAITING_BYTES_ALL_MAX: Final = 64 * MIB
 # What one takes beside its description.
@@ -234,8 +234,8 @@ STORE_BERTH_BYTES: Final = STORE_BATCH_BYTES
 STORE_BERTHS: Final = 2
 STORE_BERTHS_MAX: Final = 64
 STORE_CLIENTS_MAX: Final = 256
-# Of the requests of all clients of a server, and the answers that they have not taken:
-# an average of 256 KiB, which is a few small blocks on their way to each.
+# For the requests of all clients of a server, and the answers that they have not read:
+# 256 KiB per client on average, a few small blocks each.
 STORE_HELD_BYTES: Final = 64 * MIB
 # And of their berths: as many transfers at once as a machine's links can carry.
 STORE_BERTHS_BYTES: Final = 1024 * MIB
@@ -272,7 +272,7 @@ STORE_OBJECTS_KNOWN: Final = 256 * 1024
 # three times whether its blocks are there.
 STORE_OBJECT_ABSENT_S: Final = 2.0
 # Blocks that were used here, of which the server has not heard yet: the rest is lost.
-# A tier that fails again so soon after it was well is no other line of the log.
+# A tier that fails again this soon after it recovered is not logged again.
 STORE_LOG_AGAIN_S: Final = 60.0
 STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 
@@ -351,13 +351,13 @@ PROXY_BODY_BYTES_MAX: Final = 64 * MIB
 # Of the bodies of all requests under way: each is kept until its answer ends, as bytes
 # and decoded, and encoded for two engines while it is sent.
 PROXY_BODIES_BYTES_MAX: Final = 512 * MIB
-# Of what is in a body: a number counts once, an object or a list 8 times, since each
-# costs 64 bytes and more. A prompt of a million tokens has 1/4 of it.
+# Values in a body: a number counts 1, an object or a list 8, since each costs 64 bytes
+# and more. A prompt of a million tokens uses 1/4 of it.
 PROXY_BODY_VALUES_MAX: Final = 4_194_304
-# A body has so long to come, and a second more for each 64 KiB that are here.
+# Time for a body to arrive, and a second more for each 64 KiB received.
 PROXY_BODY_S: Final = 20.0
 PROXY_BODY_BYTES_PER_S: Final = 64 * KIB
-# Of what an operator asks: a name or two.
+# The body of an operator's request: a name or two.
 PROXY_ORDER_BYTES_MAX: Final = 64 * KIB
 # A request's line, each of its headers, and how many of them: as much as nginx takes.
 PROXY_HEADER_BYTES_MAX: Final = 8 * KIB
@@ -365,9 +365,9 @@ PROXY_HEADERS_MAX: Final = 100
 # A connection that has no request under way is closed after so long, also one that has
 # sent half a head. Balancers keep them for 60 s.
 PROXY_IDLE_S: Final = 75.0
-# Beside those that have a request; of more, the oldest is closed for a new one.
+# Connections beyond those with a request; above it, the oldest idle one is closed.
 PROXY_IDLE_MAX: Final = 1024
-# A client that takes nothing of its answer for so long is cut.
+# A client that reads nothing of its answer for this long is cut.
 PROXY_UNREAD_S: Final = 60.0
 # Ranks of one engine, as records of a directory say.
 PROXY_RANKS_MAX: Final = 64
@@ -425,7 +425,7 @@ LEASE_S: Final = 30.0
 RESTART_GRACE_S: Final = 1.0
 # A transfer that is open for so long is named in the log, once, with what it waits for.
 WAITING_LOG_S: Final = 10.0
-# A host that is refused for its key is a warning so often; what comes between is INFO.
+# How often a host refused for its key is a WARNING; refusals in between are INFO.
 REFUSED_LOG_S: Final = 60.0
 REFUSED_HOSTS_MAX: Final = 256
 # Connections and transfers in a snapshot: a megabyte of JSON at most.

@@ -1,12 +1,12 @@
 """Descriptors that a forked child must not keep.
 
-A child that is forked has every descriptor of its parent. While it lives, a port of the
-parent stays taken, its connections stay open and its locks stay locked, also after the
-parent was killed: a restart fails, and peers wait for one that is dead. A program that
-is started by ``exec``, as ``subprocess`` and ``forkserver`` do, has none of them.
+A child that is forked has every descriptor of its parent. While it lives, the parent's
+ports stay taken, its connections open and its locks held, even after the parent was
+killed: a restart fails, and peers wait for a dead process. Programs started by
+``exec``, as ``subprocess`` and ``forkserver`` do, inherit none of them.
 
-In the child another file, which does nothing, takes the place of each. The numbers stay
-taken, since objects of the child still hold them and will close them.
+In the child, each descriptor is replaced by one of ``/dev/null``. The numbers stay
+taken, since the child's objects still hold them and will close them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def keep_from_children(owner: T, descriptors: Callable[[T], Iterable[int]] = _ow
     """Keep the descriptors of an object from children that are forked later.
 
     Args:
-        owner: Such as a socket; it is forgotten when nothing else holds it.
-        descriptors: Returns those that it has now, -1 for one that is closed.
+        owner: The object, such as a socket; held by a weak reference.
+        descriptors: Returns the owner's descriptors at that time, -1 for a closed one.
 
     Returns:
         The owner.

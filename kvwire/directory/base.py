@@ -329,9 +329,9 @@ class Directory(ABC):
     ) -> AsyncGenerator[Change, None]:
         """Yield changes until all has to be read anew: a member's lease is over.
 
-        The server may have lost the watch and not the member, and said nothing. So
-        nobody leaves for the silence of one watch: the next one reads all entries
-        first, and only then leases end.
+        The server may have silently lost the watch while the member lives. So no member
+        leaves because one watch is silent: the next watch reads all entries first, and
+        leases end only then.
         """
         loop = asyncio.get_running_loop()
         async with _closing(self.follow()) as batches:

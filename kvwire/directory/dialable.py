@@ -1,4 +1,4 @@
-"""What others are told to dial: checked where it is told and where it is read.
+"""Addresses that peers are given to dial: checked when sent and when received.
 
 A process listens on all of its interfaces, or behind a translation, and what it tells
 others is then another address. A wrong one shows late and elsewhere: who dials
@@ -21,7 +21,7 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 # Letters of any language, and the underscores of Docker's names.
 _NAME = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
 _PORT_MAX = 65_535
-# A resolver that is well has answered by then; what starts does not wait for another.
+# A healthy resolver has answered by then; a start does not wait longer.
 _LOOK_UP_S = 2.0
 
 
@@ -59,7 +59,7 @@ def read_advertised(text: str) -> Address:
 
 
 async def warn_of_unknown_name(address: Address) -> None:
-    """Log that this host does not know a name that others are told to dial.
+    """Log a warning if this host cannot resolve an advertised name.
 
     It is no error: a name may be known to others alone, or from a little later on.
 

@@ -49,7 +49,7 @@ class FileDirectory(Directory):
         self.folder: Path = Path(local_path(path)) if path else user_folder()
         self._check()
         self._interval_s = self.seconds("interval_s")
-        # Files whose lease is over: when they were changed, and since when we know.
+        # Files whose lease has ended: when they were changed, and when we noticed.
         self._over: dict[str, tuple[int, float]] = {}
 
     async def write(self, key: str, value: bytes, lease_s: float) -> None:
@@ -84,7 +84,7 @@ class FileDirectory(Directory):
             await asyncio.sleep(self._interval_s)
 
     def _check(self) -> None:
-        """Refuse the folder of no name where somebody else has made it, or may enter.
+        """Refuse the default folder if another user made it or may enter it.
 
         Its name is known to everybody, and in ``/tmp`` anybody can make it.
 
@@ -162,6 +162,6 @@ class FileDirectory(Directory):
 
 # How names of files that are being written begin.
 _BESIDE: Final = ".kvwire-"
-# A file whose lease is over stays for so long, by a clock that does not step: whoever
-# has written it may be alive, and write it again.
+# How long a file stays after its lease has ended, by a clock that does not step: its
+# writer may be alive, and write it again.
 _OVER_S: Final = 60.0

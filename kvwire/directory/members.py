@@ -3,11 +3,11 @@
 An entry is a key and a record's bytes, or that the key is gone. A member is told by its
 key, which its record has to name as well: an entry that does not is ignored, as is
 anything that is no record. A member whose entry was not written anew within its lease
-has left, by this side's own clock. Before that, who is there is read anew: it may be
-the watch that has ended, and not the member. While the directory cannot be reached
-nothing of that can be seen, so nobody leaves. From its return on, who was written since
-its last return has a whole lease again, and who was not has what was left of the old
-one: the dead leave a directory that comes and goes.
+has left, by this side's own clock. Before that, all entries are read again, since the
+watch may have ended and not the member. While the directory cannot be reached, no
+member leaves. When it returns, members that were written since its last return get a
+whole lease again, and the others keep the rest of their old one, so that dead members
+leave even a directory that comes and goes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """NATS as a directory: a bucket of JetStream's key-value store, an entry a member.
 
-The bucket is the one that is there. Where there is none, the first member makes it: in
-memory, and it forgets an entry that was not written again for ``lease_s`` of the URL.
-It does so without a sign; watchers count leases themselves. A server that was restarted
-has the entries again with the next renewal.
+An existing bucket is used as it is. If there is none, the first member makes one in
+memory, which drops an entry that was not written again for the URL's ``lease_s``. It
+does not report this; watchers count leases themselves. A server that was restarted has
+the entries again with the next renewal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CONNECT_S: Final = 2
 _CLOSE_S: Final = 1.0
 # A server that does not answer two pings is gone.
 _PING_S: Final = 5
-# A watch that is silent for so long is asked for at the server: it may be lost there.
+# After this silence, the server is asked whether it still has the watch.
 _SILENCE_S: Final = 5.0
 _LEASE_S: Final = 30.0
 _REPLICAS_MAX: Final = 5
@@ -212,7 +212,7 @@ class NatsDirectory(Directory):
                 error_cb=quiet,
             )
         except BaseException:
-            # The library leaves the socket open that leads to a server that refused it.
+            # After a refused login the library leaves its socket open.
             await run_to_completion(_closed(client))
             raise
         return client

@@ -1,7 +1,7 @@
 """Folders that this user alone may enter, for sockets, addresses and records.
 
-Names in ``/tmp`` are everybody's: who makes a folder first decides what is in it. So a
-folder is looked at, without following links, before anything in it is believed.
+Anybody can make a folder in ``/tmp``, and its maker decides what is in it. So a folder
+is checked, without following links, before its content is trusted.
 """
 
 from __future__ import annotations

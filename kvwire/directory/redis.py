@@ -34,8 +34,8 @@ with needed_by("a directory in Redis", extra="redis"):
     from redis.asyncio.client import PubSub
     from redis.exceptions import NoPermissionError
 
-# A channel that is silent for so long is tried with a message of one's own, which has
-# as long to arrive. Renewals of others are signs of life as well.
+# After this silence a channel is tested with a message of our own, which has as long to
+# arrive. Other members' renewals are signs of life as well.
 _SILENCE_S: Final = 5.0
 # For a connection, and for each answer.
 _TIMEOUT_S: Final = 5.0
@@ -125,7 +125,7 @@ class RedisDirectory(Directory):
         raise TimeoutError(f"silent for {2 * _SILENCE_S:g} s")
 
     async def _stir(self, client: RedisClient, channel: PubSub) -> None:
-        """Have something arrive if the channel is that of a server that takes writes.
+        """Publish a message on the channel, after a test that the server takes writes.
 
         The connection may be fine and lead to a server that others have left: one that
         became a replica of nobody they can reach. A user who may only watch learns that

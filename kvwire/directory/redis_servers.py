@@ -1,9 +1,9 @@
 """The servers of Redis or Valkey that a URL names, for a directory and a tier alike.
 
-Only a server that takes writes is used. One that fails, or refuses to serve (it became
-a replica, loads its data, lost its replicas or its disk), is let go of with all its
-connections: a connection that exists leads to the same server for ever, also when the
-name leads to another one by now. Then all addresses of all hosts are tried, each 250 ms
+Only a server that takes writes is used. If it fails, or refuses to serve (it became a
+replica, loads its data, lost its replicas or its disk), it is dropped with all its
+connections, since an open connection leads to the same server for ever, even when the
+name has moved to another one. Then all addresses of all hosts are tried, each 250 ms
 after the one before it (RFC 8305), until one of them has taken a write. So a name that
 moves, a list of hosts and a name with the addresses of all servers need no Sentinel.
 
@@ -45,7 +45,7 @@ with needed_by("Redis", extra="redis"):
 logger: logging.Logger = logging.getLogger("kvwire.directory")
 
 FAULTS: Final = (Exception,)
-"""What its client raises: an answer that is no RESP may break its parser anywhere."""
+"""What the client may raise: its parser can break anywhere on an invalid answer."""
 
 TLS_OPTIONS: Final[Mapping[str, str]] = {
     "tls_ca_file": "ssl_ca_certs",
@@ -58,14 +58,14 @@ _SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
 # Errors of one command or one key. All others with a code (NOREPLICAS, MISCONF, BUSY,
 # ...) are about the server.
 _OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
-# Until one is in a slot of a node. Of 16,384 slots a node has many.
+# Keys that are tried to find one of a node; it has many of the 16,384 slots.
 _KEYS_TRIED: Final = 50_000
 _CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
 _CODE: Final = re.compile(r"[A-Z]{3,}\b")
 
 
 def of_server(error: BaseException) -> bool:
-    """Tell whether an error is about a server, and not about one command or key."""
+    """Tell whether an error concerns the server, not one command or key."""
     if not isinstance(error, exceptions.ResponseError):
         return True
     if isinstance(
@@ -134,7 +134,7 @@ class RedisClient:
         return found
 
     async def check(self, key: str) -> None:
-        """Raise the reason why it takes no writes; remove a key that is never set.
+        """Test that the server takes writes, by removing a key that is never set.
 
         Cancel safety: safe, it may be called again.
         """
@@ -223,7 +223,7 @@ class RedisServers:
                 await client.close()
 
     def drop(self, client: RedisClient) -> None:
-        """Let go of a client that is being used: its users close it."""
+        """Stop using a client; its last user closes it."""
         if self.client is client:
             self.client = None
 

@@ -64,9 +64,9 @@ class IOThread:
         self._stopping = asyncio.Event()
         self._at_end: Callable[[], Awaitable[None]] | None = None
         self._end_within_s = CLOSE_TIMEOUT_S
-        # Without a lock, which an interrupt could leave locked: a call is noted before
-        # the loop gets it, and the thread looks for those without a result once the
-        # loop takes none any more.
+        # No lock is used, since an interrupt could leave it locked: a call is noted
+        # before the loop gets it, and once the loop accepts no more, the thread ends
+        # the calls without a result.
         self._calls: set[_Call[Any]] = set()
         self._begun = False
         self._closing = False
@@ -74,7 +74,7 @@ class IOThread:
         self._failure: BaseException | None = None
         # The loop is made, or could not be.
         self._made = threading.Event()
-        # Nothing of it is left, as far as anybody waits for that.
+        # Set once the thread has cleaned up, for callers that wait for its end.
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -317,7 +317,7 @@ class _Call(Generic[T]):
         self, coroutine: Coroutine[Any, Any, T], open_calls: set[_Call[Any]]
     ) -> None:
         self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
-        # Who pops it runs it, or closes it. Two threads cannot pop the same.
+        # The thread that pops it runs it or closes it; only one thread can pop it.
         self._coroutine = [coroutine]
         self._open_calls = open_calls
 
@@ -337,7 +337,7 @@ class _Call(Generic[T]):
             self.result.add_done_callback(cancelled)
 
     def abandon(self) -> None:
-        """Let nobody wait for it any more, wherever it has got to."""
+        """End the call at any stage: its waiters get a result."""
         self._open_calls.discard(self)
         self.result.cancel()
         with contextlib.suppress(IndexError):
@@ -370,7 +370,7 @@ async def _ended(within_s: float) -> None:
 
 
 def _end_threads(executor: concurrent.futures.ThreadPoolExecutor) -> None:
-    """Wait a while for what runs in threads of the loop's."""
+    """Wait a bounded time for work in the loop's executor threads."""
     waiting = threading.Thread(
         target=executor.shutdown, kwargs={"cancel_futures": True}, daemon=True
     )
@@ -379,7 +379,7 @@ def _end_threads(executor: concurrent.futures.ThreadPoolExecutor) -> None:
 
 
 def _where(thread: threading.Thread) -> str:
-    """Say which line a thread is at."""
+    """Return the line that a thread is executing, for the log."""
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - for the log
     if frame is None:
         return ""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
-# What a refusal is about where a key or a certificate was shown that is not accepted.
+# Fields of an error that is about a key or a certificate.
 _KEYS: Final = frozenset({"psk_file", "tls_ca_file", "tls_cert_file", "tls_peers"})
 
 
@@ -50,7 +50,7 @@ class Acceptor:
         # Oldest first.
         self._pending: dict[HandshakeDriver[ConnectionState], None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # Hosts whose refusal was a warning lately, and until when the next is none.
+        # Hosts with a recent warning, and when their next refusal is one again.
         self._quiet_until: dict[str, float] = {}
 
     def accept(self, link: Link, backend: Backend) -> None:
@@ -119,8 +119,8 @@ class Acceptor:
     def _level(self, error: KVWireError, remote: Address | None) -> int:
         """Return how loudly to log a refusal: a wrong key is an operator's business.
 
-        A host that tries again and again is a warning once in a while, and a stranger
-        that speaks another protocol, or nonsense, is none.
+        A host that keeps trying gives one warning per interval; a stranger that speaks
+        another protocol gives none.
         """
         if not isinstance(error, AuthenticationFailed) or not _KEYS & {*error.fields}:
             return logging.INFO

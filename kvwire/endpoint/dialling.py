@@ -1,7 +1,7 @@
 """A name that stands for several addresses: all are bound, and one of them is dialled.
 
-Which address of a name works is not known before it is tried: a host has IPv4 and IPv6,
-a cable is out, a program listens on one of both. So all are dialled in turn, without
+Only a try shows which address of a name works: a host has IPv4 and IPv6, a cable is
+unplugged, a program listens on one of the two. So all are dialled in turn, without
 waiting for the last one to give up, and the first that answers is taken (RFC 8305,
 "Happy Eyeballs"). To listen on a name is to listen on each of its addresses, with one
 port, since nobody knows which of them a peer will find first.
@@ -114,7 +114,7 @@ class Dialling:
         return error
 
     def _each(self, silent: str) -> str:
-        """Return what became of each address; ``silent`` of those not heard from."""
+        """Return why each address failed; ``silent`` where it did not answer."""
         failures = self._failures
         reasons = [
             str(failures[address].strerror or failures[address])
@@ -209,6 +209,6 @@ def _interleaved(addresses: Sequence[Address]) -> list[Address]:
 
 
 def _abort_link(task: asyncio.Task[Link]) -> None:
-    """End a link that came up when another one had been taken."""
+    """End a link that came up after another one was chosen."""
     if not task.cancelled() and task.exception() is None:
         task.result().abort()

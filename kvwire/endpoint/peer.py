@@ -201,7 +201,7 @@ class PeerState:
                     connection = await self._try(record, len(candidates))
                 except KVWireError as exc:
                     before, self._reason = self._reason, str(exc)
-                    # A wrong key mends itself no more, and is said once.
+                    # Retrying does not mend a wrong key, so it is logged once.
                     refused = isinstance(exc, AuthenticationFailed)
                     loud = refused and self._reason != before
                     level = logging.WARNING if loud else logging.INFO

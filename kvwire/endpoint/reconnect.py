@@ -172,7 +172,7 @@ class Reconnector:
             wanted = registry.interrupted(origin)
 
     async def _met(self, new: ConnectionState, lost: ConnectionState) -> bool:
-        """Look at who has answered a redial; tell whether no other one is needed."""
+        """Check the process that answered a redial; tell whether redialling is over."""
         origin = lost.peer.origin
         if new.peer.origin == origin:
             self._note_redial(origin)

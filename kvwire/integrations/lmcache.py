@@ -166,7 +166,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
 
 
 class _Weights:
-    """Names the weights of models; LMCache tells a model's name with each object."""
+    """Names the weights of models; LMCache passes a model's name with each object."""
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
@@ -192,7 +192,7 @@ class _Weights:
 
 
 def _not_there() -> Future[list[bool]]:
-    """Return the end of a call about one object that has no name."""
+    """Return the result for an object whose weights have no name: not there."""
     over: Future[list[bool]] = Future()
     over.set_result([False])
     return over

@@ -23,7 +23,7 @@ from kvwire.store.store import Write
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
-# What a store has to say of one engine is said by then.
+# How many distinct reasons are logged for one engine.
 _REASONS_MAX: Final = 100
 
 
@@ -112,7 +112,7 @@ class Unsaved:
         self._said: set[str] = set()
 
     def note(self, request: StoreRequest) -> None:
-        """Look at a put that is over."""
+        """Log why blocks of a finished put were not saved."""
         outcome = request.outcome
         for reason in outcome.missing.reasons if outcome else ():
             if reason not in self._said and len(self._said) < _REASONS_MAX:
@@ -137,7 +137,7 @@ def open_store(
 
 
 def require_room(engine: Engine, store: BlockStore, cache: PagedCache) -> None:
-    """Refuse a cache of whose blocks one has no room in some tier of a store."""
+    """Refuse a cache if some tier of a store has no room for one of its blocks."""
 
     async def check(_: Communicator) -> None:
         store.require_room(cache)

@@ -28,7 +28,7 @@ from kvwire.limits import MIB
 _WINDOW_BYTES: Final = 4096
 # Of all tensors together.
 _WINDOWS: Final = 32 * MIB // _WINDOW_BYTES
-# Disks and file servers answer so many questions at once as fast as one.
+# Disks and file servers answer this many reads at once as fast as one.
 _THREADS: Final = 8
 # As the format has it.
 _HEADER_BYTES_MAX: Final = 100_000_000
@@ -46,7 +46,7 @@ _PATTERNS: Final = (
 _OTHERS: Final = frozenset(
     {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 )
-# What an adapter is beside its weights: how much they count.
+# The adapter's configuration: how much its weights count.
 _CONFIG: Final = "adapter_config.json"
 
 
@@ -59,7 +59,7 @@ class _File(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Says where the bytes of a tensor are, or of a file that nobody looks into."""
+    """Says where the bytes of a tensor are, or of a file whose format is not parsed."""
 
     name: str  # of the tensor with its type and shape, or of the file
     path: Path

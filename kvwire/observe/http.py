@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 # A probe of Kubernetes waits 1 s by default, and is to read why.
 LOOP_TURN_S: Final = 0.5
-# Whoever connects and asks nothing, or takes nothing, holds a thread for so long.
+# How long a client that sends or reads nothing holds a thread.
 _SILENT_S: Final = 5.0
 # Answered at once: a few scrapers, probes and people. Others are hung up on, since each
 # has a thread.
@@ -166,7 +166,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End those that take too long: each piece may come in time, and no end."""
+        """End slow connections: each piece may arrive in time, but never the end."""
         now = time.monotonic()
         for request, since in list(self._since.items()):
             if now - since > _SILENT_S:

@@ -82,7 +82,7 @@ def _ask_all(
 
 
 def _answer(path: Path, what: str, kind: type[T]) -> T | str | None:
-    """Return what a process answers, why it does not, or None if it was killed."""
+    """Return a process's answer, why there is none, or None if it was killed."""
     try:
         return _ask(path, what, kind)
     except ConnectionRefusedError:

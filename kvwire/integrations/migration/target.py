@@ -123,8 +123,8 @@ class MigrationTarget:
                 if not arriving[move].handed_over:
                     run(move, Withdrawal(move))
             while tasks:
-                # Not `gather`: of tasks that are done it is done at once, from Python
-                # 3.12 on, and they would never get the turn that forgets them.
+                # Not `gather`: since Python 3.12 it finishes at once if all its tasks
+                # are done, and they would never get the loop turn that forgets them.
                 await asyncio.wait(tasks)
 
     def _expect(

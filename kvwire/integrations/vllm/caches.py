@@ -20,8 +20,8 @@ last window, the last chunk, the last state.
 
 Layers of one table may differ in heads and head size, as those of a draft model do from
 the model's. They are cache groups of their own, each with a :class:`CacheShape`. Only a
-worker sees them: vLLM describes a table to its scheduler by one of its layers. So what
-the scheduler's side says of blocks, it says by table.
+worker sees them: vLLM describes a table to its scheduler by one of its layers. So the
+scheduler's side names blocks by table.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def cache_shapes(vllm_config: Any, kv_cache_config: Any) -> tuple[CacheShape, ..
 
 
 def _check_tables(shapes: Iterable[CacheShape]) -> None:
-    """Refuse a block table of whose blocks some layers read others than the rest."""
+    """Refuse a block table whose layers do not all read the same blocks."""
     tables: dict[int, CacheShape] = {}
     for shape in shapes:
         first = tables.setdefault(shape.table, shape)

@@ -121,8 +121,9 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     sends: bool = msgspec.field(default=False, name="do_remote_decode")
     # Its KV comes from another engine.
     loads: bool = msgspec.field(default=False, name="do_remote_prefill")
-    # That engine has answered, so what it has is published; else it may have others to
-    # do first, and whoever has asked both knows whether it lives.
+    # True once prefill has answered, so the prompt is published. Otherwise prefill may
+    # have other prompts to do first, and only the proxy that asked both knows whether
+    # it lives.
     computed: bool = False
     transfer_id: _Text = ""  # what both engines call the transfer; "" if none was given
     # Addresses of the other engine's ranks, in rank order, stage by stage.

@@ -122,7 +122,7 @@ class PromptReceive(PromptEnd[Incoming]):
         lost: Mapping[str, Sequence[int] | Ids],
         outcomes: Sequence[Outcome] = (),
     ) -> ReceiveResult:
-        """Name what did not arrive, and nothing that was here before.
+        """Return the blocks that did not arrive, without blocks that were here before.
 
         Other requests use those blocks too, and vLLM ends or rewinds each request that
         has a block of a report.

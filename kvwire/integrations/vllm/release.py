@@ -1,7 +1,7 @@
 """Which releases of vLLM the connectors are for.
 
-vLLM's interface for connectors changes with each release, and has defaults: what a
-connector says nothing of, such as sleep mode, it is taken to support.
+vLLM's interface for connectors changes with each release, and has defaults: a connector
+that does not mention a feature, such as sleep mode, is taken to support it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNTESTED: Final = "untested_vllm"
 
 
 def check_release(version: str, *, untested: bool) -> None:
-    """Refuse a release of vLLM on which nothing was run, unless somebody wants it."""
+    """Refuse an untested release of vLLM, unless ``untested_vllm`` is set."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return

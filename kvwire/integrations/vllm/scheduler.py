@@ -52,7 +52,7 @@ logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 # Of requests that ask for none; vLLM's may be below 0.
 _USUAL_PRIORITY: Final = PRIORITY_MAX // 2
-# Of a prompt that has no name: what moves is of no use to one that has.
+# For a prompt without hashes: its blocks are useless to a prompt with hashes.
 _NAMELESS: Final[Mapping[str, Any]] = {"content": b"nameless"}
 # All that version 00 of W3C's Trace Context has.
 _TRACEPARENT_CHARS: Final = 55
@@ -65,7 +65,7 @@ class _Prompt:
     send: SendPrompt  # what the workers are told of it
     # The request's blocks, by vLLM's tables.
     tables: list[list[int]] = field(default_factory=list)
-    # How many of each table the workers have heard of.
+    # How many blocks of each table were sent to the workers.
     named: dict[str, int] = field(default_factory=dict)
     written: int = 0  # tokens computed when the scheduled steps are over
     begun: bool = False  # the workers know of it
@@ -135,7 +135,7 @@ class SchedulerSide:
         # releases before 0.31 do not look at that themselves.
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
-        # Nothing names its blocks, so those that are here would be written to as well.
+        # Its blocks have no hashes, so cached ones would be overwritten as well.
         if num_computed_tokens and not tokens_say_all(request):
             return 0, False
         count = self._fetched_tokens(request) - num_computed_tokens

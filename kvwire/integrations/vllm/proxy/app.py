@@ -233,7 +233,7 @@ class _Front:
         return await self._counted(self._generated(asked, stack))
 
     async def passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        """Have an engine answer alone what needs no other one."""
+        """Pass a request to one engine, which answers it alone."""
         answering = self._passed(asked, stack)
         return await (self._counted(answering) if _works(asked) else answering)
 
@@ -265,7 +265,7 @@ class _Front:
 
     @asynccontextmanager
     async def _alone(self, content: bytes) -> AsyncIterator[None]:
-        """Do what takes long of a large body, and of no other in that turn of the loop.
+        """Decode a large body, one at a time and only one per turn of the loop.
 
         Bodies that come at one time are whole at one time as well.
         """
@@ -423,7 +423,7 @@ T = TypeVar("T")
 
 
 def _check_no_page(asked: HttpRequest) -> None:
-    """Refuse a page: a browser on this host asks for it, whoever has written it."""
+    """Refuse requests of web pages: a browser on this host sends them for any page."""
     host, origin = asked.headers.get("host", ""), asked.headers.get("origin")
     try:
         of_this_proxy = origin is None or urlsplit(origin).netloc == host
@@ -433,8 +433,7 @@ def _check_no_page(asked: HttpRequest) -> None:
     if not of_this_proxy:
         why = f"origin {origin}: no page of another host may ask for this"
         raise Refused(HTTPStatus.FORBIDDEN, why)
-    # Whoever has a public name can have it stand for 127.0.0.1, and each of these has a
-    # dot.
+    # The owner of a public name can point it to 127.0.0.1; each such name has a dot.
     if "." in name and not (name.endswith(".localhost") or _is_address(name)):
         why = f"host {host}: ask 127.0.0.1, or start the proxy with --operator-key-file"
         raise Refused(HTTPStatus.FORBIDDEN, why)
@@ -449,7 +448,7 @@ def _is_address(name: str) -> bool:
 
 
 async def _order(asked: HttpRequest, kind: type[T]) -> T:
-    """Return what an operator wants."""
+    """Return an operator's order from the body."""
     content = await _read(asked, PROXY_ORDER_BYTES_MAX)
     with _as_wanted():
         return msgspec.json.decode(content, type=kind)

@@ -339,7 +339,7 @@ class _Chained(AsyncIterator[bytes]):
 
 
 async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
-    """Return the first part of an answer, and see to it that what is cut has no end.
+    """Return the first part of an answer, and make sure that a cut answer raises.
 
     HTTP says where an answer ends by its length or by chunks; where it does by neither,
     an engine that dies looks like one that has said all. Of what is passed only JSON is
@@ -405,9 +405,9 @@ async def _first_of(
 
 
 def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
-    """Return what an engine's answer of 500 and above says.
+    """Return the error of an answer of 500 or above.
 
-    One that has no room, or is about to end, has not failed of the request.
+    An engine without room, or about to exit, has not failed because of the request.
     """
     reached = said.status != HTTPStatus.SERVICE_UNAVAILABLE
     failed = EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
@@ -416,7 +416,7 @@ def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
 
 
 def _failed_at_once(said: EngineResponse, event: bytes) -> EngineFailed | None:
-    """Return what a stream says that begins with a failure, and so has no answer."""
+    """Return the error of a stream that begins with one, and so has no answer."""
     if not event.startswith(_ERROR):
         return None
     content = event.removeprefix(_DATA).partition(b"\n")[0]

@@ -20,7 +20,7 @@ CLIENT_CLOSED = 499
 
 
 class Refused(Exception):
-    """Reports a request that is answered with an error of the client's."""
+    """Reports a request that gets an error answer, since the client is at fault."""
 
     def __init__(
         self, status: int, why: str = "", headers: Mapping[str, str] | None = None

@@ -92,8 +92,8 @@ class EngineFleet:
     ) -> VllmEngine | None:
         """Return the engine that answers a request, or None.
 
-        A prefill engine can answer alone as well, which is better than no answer. Only
-        if all are down is it one that is: it may be back.
+        A prefill engine can answer alone, which is better than no answer. Only if all
+        are down is it one that is: it may be back.
         """
         for down in (False, True):
             for role in (DECODE, PREFILL):

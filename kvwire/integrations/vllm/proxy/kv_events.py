@@ -36,7 +36,7 @@ BlockHash: TypeAlias = int | bytes
 # An engine may have so many requests more than the idlest one for the sake of a hit.
 _BUSIER_MAX: Final = 4
 _OF_GPU: Final = (None, "GPU")
-# So much of a prompt decides where it goes; of more, each request would cost the loop
+# How much of a prompt decides its route; with more, each request would cost the loop
 # tens of milliseconds.
 _TOKENS_MAX: Final = 262_144
 

@@ -1,7 +1,7 @@
-"""What is passed to one engine as it comes, since two have nothing to share of it.
+"""Requests that are passed to one engine unchanged, since they need no KV transfer.
 
-An engine has more than it should answer clients: it sleeps, loads adapters, forgets its
-caches and runs code for whoever may ask it. So what is passed is on a list.
+An engine has paths that no client should reach: it sleeps, loads adapters, clears its
+caches and runs code on request. So only listed paths are passed.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ if [int(n) for n in re.findall(r"\d+", _THERE)] < [int(n) for n in _OLDEST.split
     )
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
-# What clients send wrongly is answered, and is no news.
+# Clients' malformed requests get an answer; they are not worth a log line.
 _quiet: logging.Logger = logging.getLogger("kvwire.vllm.http")
 _quiet.setLevel(logging.CRITICAL)
 
@@ -198,7 +198,7 @@ class ProxyServer:
                 timer.cancel()
 
     def _end(self) -> None:
-        """Leave no more time, and cut what is still there."""
+        """Cut the connections that are still open, at once."""
         self._ending.end()
         for connection in self._server.connections if self._server else ():
             _abort(connection)
