@@ -31,8 +31,10 @@ CEILINGS: Final = {
     "store put, 1 MiB": (697, 6),
     "store get, 1 MiB": (681, 6),
 }
-# A wake-up more or less; a ping.
+# A ping, and a wake-up more or less.
 _MARGIN: Final = 1.03
+# A busy machine adds wake-ups, and takes none away: the least of some runs counts.
+_RUNS: Final = 6
 
 
 def test_every_operation_has_its_ceiling() -> None:
@@ -44,8 +46,11 @@ def test_every_operation_has_its_ceiling() -> None:
 )
 @pytest.mark.parametrize("name", CEILINGS)
 def test_an_operation_is_no_dearer_than_it_was(name: str) -> None:
-    counts = asyncio.run(count(works()[name], "tcp"))
-    calls, frames = CEILINGS[name]
-    assert counts.calls <= calls * _MARGIN, f"{name}: Python calls"
-    assert sum(counts.frames.values()) <= frames * _MARGIN, f"{name}: frames"
+    calls, frames = (most * _MARGIN for most in CEILINGS[name])
+    for _ in range(_RUNS):
+        counts = asyncio.run(count(works()[name], "tcp"))
+        if counts.calls <= calls and sum(counts.frames.values()) <= frames:
+            break
+    assert counts.calls <= calls, f"{name}: Python calls"
+    assert sum(counts.frames.values()) <= frames, f"{name}: frames"
     assert any("/connection_driver.py ConnectionDriver." in f for f in counts.functions)
