@@ -337,9 +337,9 @@ async def simulate(
 
 
 _DRAWN: Final = (
-    ("steady_s", "s until all proxies are right"),
-    ("imbalance", "fullest decode engine / mean"),
-    ("moved", "share of blocks that moved"),
+    ("steady_s", "until all proxies know who is there", "seconds", 1),
+    ("imbalance", "load of the fullest decode engine", "times the mean", 1),
+    ("moved", "blocks that another engine has now", "% of all blocks", 100),
 )
 
 
@@ -375,15 +375,16 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.8), layout="constrained")
-    for axes, (name, title) in zip(
+    for axes, (name, title, unit, scale) in zip(
         figure.subplots(1, 3, sharey=True), _DRAWN, strict=True
     ):
-        values = [row[name] or 0 for row in reversed(rows)]
+        values = [scale * (row[name] or 0) for row in reversed(rows)]
         bars = axes.barh(
             [row["phase"] for row in reversed(rows)], values, color="#3b6ea5"
         )
-        axes.bar_label(bars, [f"{value:g}" for value in values], padding=3)
+        axes.bar_label(bars, [f"{value:.4g}" for value in values], padding=3)
         axes.set_title(title, fontsize=10)
+        axes.set_xlabel(unit)
         axes.set_xlim(0, max(values) * 1.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
