@@ -23,7 +23,7 @@ from typing import (
 )
 from urllib.parse import urlsplit
 
-from kvwire.errors import UsageError, nearest, wrong_type
+from kvwire.errors import UsageError, nearest, without_password, wrong_type
 from kvwire.limits import GIB, KIB, MIB, REQUEST_BYTES_MAX
 
 _GRANT: Final = struct.Struct("<4sI16sQQ16sQQ")
@@ -189,15 +189,20 @@ class Address:
                 f'address {text!r}: write "host:port", or pass a kvwire.Address'
             )
         full = text if "://" in text else f"tcp://{text}"
+        scheme, _, rest = full.partition("://")
+        if rest.startswith("/") and scheme != "tcp":
+            return cls(scheme, rest)
+        if "@" in rest:
+            raise UsageError(
+                f"address {without_password(full)!r}: only scheme://host:port is "
+                f"understood, without a user name and a password"
+            )
         try:
             parts = urlsplit(full)
             port = parts.port
         except ValueError as exc:
             raise UsageError(f"address {text!r}: {exc}") from None
-        scheme, _, rest = full.partition("://")
-        if rest.startswith("/") and scheme != "tcp":
-            return cls(scheme, rest)
-        if parts.path not in ("", "/") or parts.query or parts.username is not None:
+        if parts.path not in ("", "/") or parts.query:
             raise UsageError(f"address {text!r}: only scheme://host:port is understood")
         if parts.scheme == "inproc":
             return cls("inproc", full.removeprefix("inproc://").rstrip("/"))

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from kvwire import Communicator, Engine
 from kvwire.directory.dialable import check_dialable
-from kvwire.errors import ClosedOK, UsageError, shown
+from kvwire.errors import ClosedOK, UsageError, shown, without_password
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import NAME_CHARS_MAX, PROXY_RANKS_MAX
 from kvwire.types import Address
@@ -114,10 +114,10 @@ def http_url(text: str) -> str:
         parts = urlsplit(text)
         host, port = parts.hostname or "", parts.port
     except ValueError as exc:
-        raise UsageError(f"http={shown(text)}: {exc}") from None
+        raise UsageError(f"http={shown(without_password(text))}: {exc}") from None
     more = (parts.username, parts.password, parts.query, parts.fragment)
     if not host or any(more) or parts.path.strip("/") or parts.scheme not in _PORTS:
-        raise UsageError(f"http={shown(text)} is no http://host:port")
+        raise UsageError(f"http={shown(without_password(text))} is no http://host:port")
     address = Address("http", host, port or _PORTS[parts.scheme])
     check_dialable(address)
     return f"{parts.scheme}://{str(address).removeprefix('http://')}"

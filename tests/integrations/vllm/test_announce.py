@@ -12,6 +12,7 @@ import pytest
 
 import kvwire
 from kvwire.directory import Change, ChangeKind, open_directory
+from kvwire.errors import UsageError
 from kvwire.integrations.vllm.announce import Announcer, http_url
 from kvwire.integrations.vllm.config import VllmSettings
 from kvwire.integrations.vllm.metadata import WorkerStep
@@ -95,3 +96,9 @@ def key(folder: Path) -> str:
 )
 def test_a_url(text: str, read: str) -> None:
     assert http_url(text) == read
+
+
+def test_a_password_in_a_url_is_not_shown() -> None:
+    with pytest.raises(UsageError, match="is no http") as caught:
+        http_url("http://user:secret@host:8000")
+    assert "secret" not in str(caught.value)

@@ -689,8 +689,9 @@ NO_STAGES = [f"http://a=b:1,stages={count}" for count in ("0", "2", "-1", "x", "
 
 @pytest.mark.parametrize("text", NO_ENGINES + NO_STAGES)
 def test_an_engine_that_is_none(text: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         parse_engine(text)
+    assert "word" not in str(caught.value)
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, without_password
 from kvwire.integrations.vllm.announce import BOTH
 from kvwire.types import Address
 
@@ -38,7 +38,7 @@ def parse_engine(text: str) -> VllmServer:
     ports = [Address.parse(address).port for address in remote]
     if not separator or not ports or not all(ports) or not _is_url(url):
         raise UsageError(
-            f"engine {text!r}: write URL=KV[,KV...][,stages=N], such as "
+            f"engine {without_password(text)!r}: write URL=KV[,KV...][,stages=N], such as "
             "http://127.0.0.1:8100=127.0.0.1:7400"
         )
     count = int(stages or 1) if (stages or "1").isdecimal() else 0
