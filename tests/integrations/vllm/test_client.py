@@ -80,10 +80,20 @@ async def test_what_an_engine_answers(said: bytes, answer: tuple[int, bytes]) ->
         assert line in head
 
 
+async def test_names_of_headers_are_in_small_letters() -> None:
+    """Whatever the engine, and aiohttp, make of them; of two, both are there."""
+    said = b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\nVARY: c\r\nvary: d\r\n\r\n"
+    client = EngineClient()
+    async with engine(said) as heard, client.ask(at(heard[0]), "/x") as answer:
+        assert dict(answer.headers) == {"content-type": "a/b", "vary": "c, d"}
+    await client.close()
+
+
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (b"", "Server disconnected"),
+        (b"", "Server disconnected$"),
+        (HEAD, "Server disconnected$"),
         (b"no HTTP\r\n\r\n", "what it says is no HTTP"),
         (HEAD.replace(b"200", b"101") + b"\r\n", "no HTTP: status 101"),
         (HEAD.replace(b"200", b"099") + b"\r\n", "no HTTP: status 99"),

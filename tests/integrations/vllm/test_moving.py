@@ -13,8 +13,10 @@ import pytest
 
 from kvwire.integrations.vllm.proxy import moving
 from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
+from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.moving import immovable_field
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
+from tests.integrations.vllm.test_client import engine
 from tests.integrations.vllm.test_proxy import (
     ASK,
     D1,
@@ -510,3 +512,30 @@ def test_what_keeps_a_request(field: str, value: Any, kept: str) -> None:
 def test_what_keeps_a_chat(field: str, value: Any, kept: str) -> None:
     asked = {"model": "m", "messages": CHAT["messages"], "stream": True}
     assert immovable_field("/v1/chat/completions", {**asked, field: value}) == kept
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+async def test_what_an_engine_says_of_its_answer_over_http(
+    *, ends: bool, stream: bool
+) -> None:
+    """Names of headers come in capitals; the client's answer has one type."""
+    choice = {"index": 0, "text": "hi", "finish_reason": "length" if ends else None}
+    event = f"data: {json.dumps({'id': 'x', 'choices': [choice]})}\n\n"
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Request-Id: r\r\n\r\n"
+    said = head + event.encode() + b"data: [DONE]\n\n" * ends
+    async with engine(said) as heard:
+        there = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ())
+        fleet = fleet_in_turns([], [there])
+        application = make_app(fleet, order=AT_ONCE, migrate=True)
+        async with application.running():
+            answered = await call(
+                application, "POST", "/v1/completions", json=ASK | {"stream": stream}
+            )
+    kind = "text/event-stream" if stream else "application/json"
+    assert answered.headers["content-type"] == kind
+    assert ("broke off" in answered.text) is not ends
+    assert answered.status_code == (200 if stream or ends else 502)
+    assert not stream or answered.text.endswith("data: [DONE]\n\n")
+    if stream or ends:
+        assert answered.headers["x-request-id"] == "r"

@@ -29,6 +29,7 @@ import msgspec
 from kvwire.clock import start_task
 from kvwire.directory.base import ended
 from kvwire.extras import needed_by
+from kvwire.integrations.vllm.proxy.exchange import headers_of
 from kvwire.limits import PROXY_HEALTH_BYTES_MAX
 
 with needed_by("the proxy", extra="vllm"):
@@ -93,7 +94,7 @@ class EngineResponse:
 
     engine: VllmEngine
     status: int  # of HTTP
-    headers: Mapping[str, str]  # likewise
+    headers: Mapping[str, str]  # likewise, their names in small letters
     # The body; it ends with :exc:`EngineFailed` if the engine breaks off.
     parts: AsyncIterator[bytes]
 
@@ -196,7 +197,7 @@ class EngineClient:
         said = await sending
         # One that was read to its end has given its connection back already.
         with closing(said):
-            yield said.status, said.headers, said.content.iter_any()
+            yield said.status, headers_of(said.raw_headers), said.content.iter_any()
 
 
 @asynccontextmanager
@@ -253,6 +254,9 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
         return EngineFailed(engine, why)
     if isinstance(error, aiohttp.ClientPayloadError):
         return EngineFailed(engine, "its answer has no end")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        # Its text may be all that aiohttp knows of an answer that broke off.
+        return EngineFailed(engine, "Server disconnected")
     # What is no URL will never be answered, and its engine is not known to have died.
     why = str(error)[:_QUOTED_CHARS] or type(error).__name__
     return EngineFailed(engine, why, silent=isinstance(error, ValueError))

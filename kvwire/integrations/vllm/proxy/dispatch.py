@@ -354,7 +354,7 @@ async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
         if failed := _failed_at_once(said, first):
             raise failed
         return first
-    if not FRAMES & {name.lower() for name in said.headers}:
+    if not FRAMES & said.headers.keys():
         content = await said.body(PROXY_BODY_BYTES_MAX)
         try:
             msgspec.json.decode(content)

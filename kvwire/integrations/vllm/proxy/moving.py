@@ -179,7 +179,7 @@ class MovableStream:
         answer.headers = {
             name: value
             for name, value in answer.headers.items()
-            if name.lower() not in FRAMES
+            if name not in FRAMES
         }
         if streamed:
             answer.parts = parts = _written(self._relayed())
