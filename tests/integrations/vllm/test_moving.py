@@ -522,7 +522,9 @@ async def test_what_an_engine_says_of_its_answer_over_http(
     """Names of headers come in capitals; the client's answer has one type."""
     choice = {"index": 0, "text": "hi", "finish_reason": "length" if ends else None}
     event = f"data: {json.dumps({'id': 'x', 'choices': [choice]})}\n\n"
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Request-Id: r\r\n\r\n"
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Request-Id: r\r\n\r\n"
+    )
     said = head + event.encode() + b"data: [DONE]\n\n" * ends
     async with engine(said) as heard:
         there = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ())

@@ -177,9 +177,7 @@ class MovableStream:
         self._parts = answer.parts
         # What the client gets is as long as it becomes.
         answer.headers = {
-            name: value
-            for name, value in answer.headers.items()
-            if name not in FRAMES
+            name: value for name, value in answer.headers.items() if name not in FRAMES
         }
         if streamed:
             answer.parts = parts = _written(self._relayed())
