@@ -16,7 +16,7 @@ from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
 from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.moving import immovable_field
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
-from tests.integrations.vllm.test_client import engine
+from tests.integrations.vllm.test_client import engine as server_of
 from tests.integrations.vllm.test_proxy import (
     ASK,
     D1,
@@ -526,7 +526,7 @@ async def test_what_an_engine_says_of_its_answer_over_http(
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nX-Request-Id: r\r\n\r\n"
     )
     said = head + event.encode() + b"data: [DONE]\n\n" * ends
-    async with engine(said) as heard:
+    async with server_of(said) as heard:
         there = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ())
         fleet = fleet_in_turns([], [there])
         application = make_app(fleet, order=AT_ONCE, migrate=True)

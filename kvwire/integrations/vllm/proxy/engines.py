@@ -38,8 +38,8 @@ def parse_engine(text: str) -> VllmServer:
     ports = [Address.parse(address).port for address in remote]
     if not separator or not ports or not all(ports) or not _is_url(url):
         raise UsageError(
-            f"engine {without_password(text)!r}: write URL=KV[,KV...][,stages=N], such as "
-            "http://127.0.0.1:8100=127.0.0.1:7400"
+            f"engine {without_password(text)!r}: write URL=KV[,KV...][,stages=N], such "
+            "as http://127.0.0.1:8100=127.0.0.1:7400"
         )
     count = int(stages or 1) if (stages or "1").isdecimal() else 0
     if not count or len(remote) % count:
