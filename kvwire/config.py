@@ -33,7 +33,7 @@ from msgspec import Meta
 
 from kvwire import limits
 from kvwire.errors import UsageError, nearest, without_password
-from kvwire.types import plain, read_bytes
+from kvwire.types import check_file_name, plain, read_bytes
 
 logger: logging.Logger = logging.getLogger("kvwire.config")
 
@@ -483,8 +483,10 @@ def local_path(text: str) -> str:
     """Return a path as a shell would read it: ``~`` and ``$HOME`` become folders.
 
     Raises:
-        UsageError: There is no such user or environment variable.
+        UsageError: There is no such user or environment variable, or no file can be
+            called so.
     """
+    check_file_name(text)
     for name in filter(None, (n for pair in _VARIABLE.findall(text) for n in pair)):
         if name not in os.environ:
             raise UsageError(

@@ -191,6 +191,7 @@ class Address:
         full = text if "://" in text else f"tcp://{text}"
         scheme, _, rest = full.partition("://")
         if rest.startswith("/") and scheme != "tcp":
+            check_file_name(rest)
             return cls(scheme, rest)
         if "@" in rest:
             raise UsageError(
@@ -212,6 +213,21 @@ class Address:
                 f'"host:0" takes any free one'
             )
         return cls(parts.scheme, parts.hostname or "", port)
+
+
+def check_file_name(text: str) -> None:
+    """Refuse what no file can be called.
+
+    Raises:
+        UsageError: It has a NUL, or half of a surrogate pair.
+    """
+    try:
+        if b"\0" not in text.encode(errors="surrogateescape"):
+            return
+        why = "it has a NUL character"
+    except UnicodeEncodeError as exc:
+        why = f"{exc.encoding} has no {exc.object[exc.start : exc.end]!r}"
+    raise UsageError(f"path {text!r}: {why}; no file is called so")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import kvwire
 from kvwire import Config, UsageError, limits
-from kvwire.config import FIELDS, load_with_origins
+from kvwire.config import FIELDS, load_with_origins, local_path
+from kvwire.types import Address
 
 _NO_ENVIRONMENT: dict[str, str] = {}
 
@@ -313,3 +314,13 @@ def test_paths_are_read_as_a_shell_reads_them(
     assert config.psk_accept_files == (f"{tmp_path}/old", f"{tmp_path}/k")
     with pytest.raises(UsageError, match=r"psk_file=.*KV_NO_SUCH"):
         load(psk_file="$KV_NO_SUCH/key", trust="psk")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_path_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(UsageError, match=r"psk_file=.*no file is called so"):
+        load(psk_file=name, trust="psk")
+    with pytest.raises(UsageError, match="no file is called so"):
+        local_path(name)
+    with pytest.raises(UsageError, match="no file is called so"):
+        Address.parse(f"unix:///run/{name}")

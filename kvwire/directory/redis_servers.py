@@ -488,7 +488,8 @@ def _file(what: str, option: str, text: str) -> str:
 
 def _hosts_of(what: str, url: str) -> list[dict[str, Any]]:
     """Return a URL's hosts, each as arguments of a connection."""
-    given, _, rest = url.partition("://")
+    given, _, rest = url.partition(":")
+    rest = rest.removeprefix("//")
     place, slash, path = rest.partition("?")[0].partition("/")
     who, at, hosts = place.rpartition("@")
     scheme = _SCHEMES.get(given, given)

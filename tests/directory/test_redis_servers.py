@@ -364,6 +364,8 @@ def test_a_list_of_hosts_is_for_kinds_that_have_it() -> None:
         open_directory("dns://a:1,b:2")
     with pytest.raises(UsageError, match="write redis://HOST:PORT"):
         open_directory("redis://a:1,")
+    with pytest.raises(UsageError, match="write redis://HOST:PORT"):
+        open_directory("redis:")
 
 
 # --- answers that are none ------------------------------------------------------------

@@ -439,8 +439,8 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
     endpoint = _endpoint(settings)
     if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
         raise UsageError(
-            f"tier {address.text!r}: endpoint {endpoint} has no scheme; write "
-            f"http://{endpoint}, or https:// for TLS"
+            f"tier {address.text!r}: endpoint {endpoint} is not of HTTP; write "
+            f"http://{endpoint.rpartition('//')[2]}, or https:// for TLS"
         )
     if address.place.startswith("file:") and not address.place.startswith("file:///"):
         raise UsageError(f"tier {address.text!r}: write object:file:///DIRECTORY")

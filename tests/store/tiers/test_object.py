@@ -447,8 +447,9 @@ async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
         ("http://127.0.0.1/kv", "http is no object store that is supported; there are"),
         ("ftp://host/kv", "ftp is no object store"),
         ("", "nothing is no object store"),
-        ("s3://b/p?endpoint=127.0.0.1:9000", "has no scheme; write http://127.0.0.1:9"),
-        ("s3://b/p?endpoint_url=minio", "has no scheme; write http://minio"),
+        ("s3://b/p?endpoint=127.0.0.1:9000", "not of HTTP; write http://127.0.0.1:9"),
+        ("s3://b/p?endpoint_url=minio", "not of HTTP; write http://minio"),
+        ("s3://b/p?endpoint=ftp://minio", "not of HTTP; write http://minio"),
     ],
 )
 async def test_a_place_that_cannot_work_is_refused_by_name(
