@@ -70,6 +70,13 @@ class needed_by:  # noqa: N801 - a statement's word, as in contextlib
                 f"{self._command or install_command(self._extra)}",
                 name=exc.name,
             ) from None
+        # It is installed, and a shared library that it needs is not.
+        if isinstance(exc, ImportError):
+            raise NotInstalledError(
+                f"{self._what} needs {exc.name}, which cannot be imported: {exc}; "
+                f"install the system's package that has this library",
+                name=exc.name,
+            ) from None
 
 
 def _is_source(directory: Path) -> bool:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip(
-    "mooncake", reason="mooncake is not installed: `make test-mooncake`"
+    "mooncake.store",
+    reason="`make test-mooncake`, with libibverbs1, libnuma1 and libcurl4 of Debian",
+    exc_type=ImportError,
 )
 
 from kvwire import BlockStore
