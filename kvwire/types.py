@@ -46,7 +46,7 @@ Tag = NewType("Tag", int)
 class Instant:
     """Names a time of the event loop's clock; a plain number means seconds from now.
 
-    An instant can be handed down through several calls, which then share what is left::
+    Several calls can share one instant, and so the time that is left::
 
         until = kvwire.Instant(loop.time() + 5)
         await conn.send(1, question, deadline=until)

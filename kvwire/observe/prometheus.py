@@ -125,7 +125,7 @@ class CommunicatorCollector(Collector):
             yield histogram
 
     def _certificate(self, name: str) -> Iterator[Metric]:
-        """Yield when the certificate begins and ends; nothing but in ``mtls`` mode."""
+        """Yield the certificate's validity; nothing unless trust is ``mtls``."""
         found = self._communicator._state.certificate  # noqa: SLF001 - the library's own
         for field, verb in (("not_before", "begins"), ("not_after", "ends")):
             family = GaugeMetricFamily(

@@ -187,7 +187,7 @@ class ConnectionCore:
         return self._liveness.silence_s(now)
 
     def hears_us(self, now: float) -> bool:
-        """Tell whether the peer hears this side, as far as its answers show."""
+        """Tell whether the peer receives what we send, judging by its answers."""
         return self._liveness.hears(now)
 
     # --- the link ---------------------------------------------------------------------

@@ -5,9 +5,9 @@ then one more per interval; after ``misses`` intervals without a byte the peer i
 PONG is sent by the loop that runs the application, so it proves that this loop turns.
 Pings are numbered from 1, and each is answered once, in their order.
 
-A peer that hears nothing may be heard all the same: a network can fail in one direction
-alone. A side that takes its peer for dead says so, which may get through. Where it does
-not, a PING that has waited for an interval shows the same.
+A peer that receives nothing may still be able to send: a network can fail in one
+direction alone. A side that takes its peer for dead sends that, which may get through.
+Where it does not, a PING that has waited for an interval shows the same.
 
 Our own stalls are forgiven: if our timer fires late by more than a tolerance, we were
 the ones who did not listen, and the peer's silence is counted from that much later. A
@@ -80,7 +80,7 @@ class Liveness:
         return now - self.heard_at
 
     def hears(self, now: float) -> bool:
-        """Tell whether the peer hears us, as far as its answers show."""
+        """Tell whether the peer receives what we send, judging by its answers."""
         if self._sent == self._answered:
             return True
         return now - self._asked_at < self._interval_s

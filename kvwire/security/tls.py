@@ -86,7 +86,7 @@ class Credentials:
         self._anchors = [ca["subject"] for ca in self._authorities]
 
     def trouble(self) -> tuple[State, str]:
-        """Say what of it has run out, or soon will; in words also where nothing has."""
+        """Return the worst state of the certificates; its text, even if all is well."""
         return trouble_of(self.own, self._authorities, self._config)
 
     @property
@@ -150,7 +150,7 @@ class CredentialFiles:
         self._credentials = Credentials(config)
         # Why files that have changed are not used, as the log says it.
         self._refusal = ""
-        # What has run out, or soon will, as the log said it last.
+        # The state that was logged last.
         self._said: State = ""
         self._warn()
 
@@ -189,7 +189,7 @@ class CredentialFiles:
         return self._credentials
 
     def _warn(self) -> None:
-        """Log what has run out, or soon will, once each time that it gets worse."""
+        """Log certificates that have expired or soon will; again if it gets worse."""
         state, said = self._credentials.trouble()
         if state and state != self._said:
             logger.warning(

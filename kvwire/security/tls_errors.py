@@ -13,7 +13,7 @@ from kvwire.types import Role
 def explained(
     error: ssl.SSLError, role: Role, *, opened: bool
 ) -> OSError | AuthenticationFailed:
-    """Explain an error of OpenSSL to whoever has to do something about it.
+    """Return an OpenSSL error as one that names the side at fault and the remedy.
 
     Args:
         error: What it reports.

@@ -1,9 +1,9 @@
 """This side's own certificate as a peer sees it: until when, and for which role.
 
-OpenSSL says nothing of a certificate that it only loads. So it is shown once, within
-this process, to a peer that accepts it and nothing else, and looks at no clock: what
-that peer reads is what all will read. What has expired is logged and no reason not to
-start: a new file is used without a restart, and another host's clock may be right.
+OpenSSL gives no information about a certificate that it only loads. So a handshake
+within this process shows it to a peer that accepts only it and ignores the clock; all
+peers will read the same. An expired certificate is logged but does not prevent a start:
+a new file is used without a restart, and another host's clock may be right.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ State = Literal["", "soon", "early", "expired"]
 _INVALID: Final[tuple[State, ...]] = ("expired", "early")
 Load = Callable[[ssl.SSLContext], None]
 _DAY_S: Final = 86_400.0
-# As long as somebody who has to be asked takes. Certificates that are renewed by a
-# program live for hours, and have a fifth of their life left when it has failed.
+# Enough time to ask a person for a new one. Certificates that a program renews live for
+# hours; if a fifth of that is left, the program has failed.
 _SOON_S: Final = 14 * _DAY_S
 _SOON_SHARE: Final = 0.2
 # X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python does not name.
@@ -50,7 +50,7 @@ class Validity:
         )
 
     def state(self, now: float) -> State:
-        """Say whether it is time to do something about it; "" if not."""
+        """Return the state that needs action; "" if none does."""
         left_s, life_s = self.not_after - now, self.not_after - self.not_before
         if left_s <= 0:
             return "expired"
@@ -59,7 +59,7 @@ class Validity:
         return "soon" if left_s < min(_SOON_S, _SOON_SHARE * life_s) else ""
 
     def said(self, now: float) -> str:
-        """Say the same in words, with what there is to do."""
+        """Return the state in words, with the remedy."""
         match self.state(now):
             case "expired":
                 return (
@@ -84,8 +84,8 @@ class OwnCertificate:
 
     Attributes:
         validity: When they accept it.
-        roles: In which of them its extended key usage lets it be shown.
-        issuer: Who has signed it.
+        roles: The roles that its extended key usage allows.
+        issuer: The name of the CA that signed it.
     """
 
     validity: Validity

@@ -307,7 +307,7 @@ class BlockStore(StoreManagement):
     def require_room(self, cache: PagedCache, *, tenant: str = "") -> None:
         """Check that each tier has room for a block of a cache, before there is one.
 
-        A put of blocks that are too large keeps none of them, and says so of each put.
+        A put of blocks that are too large keeps none of them, and reports it each time.
         A tier that cannot be reached is taken to have room; with a codec a disk may.
 
         Args:
@@ -403,7 +403,7 @@ class BlockStore(StoreManagement):
         if self._open:
             await self._tiers.memory.empty()
         while self._open:
-            # A tier lets go of what it holds also if its close is cancelled.
+            # A tier releases its resources even if its close is cancelled.
             await self._open.pop(0).close()
         # First: a thread has what it has copied until it is through with it.
         self._threads.close()

@@ -251,10 +251,10 @@ class TierStack:
     async def flush(self) -> None:
         """Return when what was put survives a power cut, where anything does.
 
-        What a tier has not taken when it was put is brought there now.
+        Blocks that a tier refused when they were put are written there now.
 
         Raises:
-            OSError: Blocks are in memory only, and how many, or a tier has failed.
+            OSError: A tier failed, or so many blocks are in memory only.
 
         Cancel safety: safe, it may be called again.
         """

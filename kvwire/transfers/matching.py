@@ -88,7 +88,7 @@ class TransferRegistry:
         self._asked: dict[Key, dict[RequestRecord, Question]] = {}
         # Under which name each of these questions waits.
         self._stashed: dict[RequestRecord, Key] = {}
-        # What they take, by connection.
+        # Bytes of the waiting requests, by connection.
         self._stashed_bytes: Counter[ConnectionPort] = Counter()
         # Settled here on links that we take for alive; by key and end.
         self._settling: dict[tuple[bytes, bytes], None] = {}
@@ -258,7 +258,7 @@ class TransferRegistry:
         self._asked.setdefault(key, {})[event.request] = (connection, event)
 
     def _unstash(self, connection: ConnectionPort, event: TransferOpened) -> None:
-        """Let go of a question that waits no more."""
+        """Forget a request that no longer waits."""
         del self._stashed[event.request]
         self._stashed_bytes[connection] -= _stash_bytes(event)
         if not self._stashed_bytes[connection]:

@@ -1,9 +1,9 @@
-"""What all clients of a store server hold of its memory at once, and who is let go of.
+"""Bounds the memory that all clients of a store server hold together.
 
-A client that takes no answers has its requests, the answers and its berths until their
-deadlines. That is little for one, and a machine's memory for a few hundred. So there is
-a bound over all of them. When it is reached, whoever has taken nothing for the longest
-time is let go of, and whoever takes its answers goes on.
+A client that reads no answers holds its requests, the answers and its berths until
+their deadlines. That is little for one client, and a machine's memory for a few
+hundred. So there is a bound over all of them. When it is reached, the client that has
+read nothing for the longest time is disconnected, and clients that read go on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MemoryHolder(Protocol):
 
     @property
     def stalled_since(self) -> float:
-        """Return since when it has not taken its oldest answer; infinite if it has."""
+        """Return since when its oldest answer is unread; infinity if all are read."""
 
     def drop(self, reason: str) -> None:
         """End its connection."""
@@ -39,20 +39,20 @@ class ClientMemory:
 
     Attributes:
         berth_bytes: How long a berth is.
-        held_bytes: Of requests that are open, and of answers that were not taken.
+        held_bytes: Size of open requests and of answers that clients have not read.
     """
 
     def __init__(self, berth_bytes: int) -> None:
         self.berth_bytes = berth_bytes
         self.held_bytes: int = 0
         self._held: dict[MemoryHolder, int] = {}
-        # Clients that were let go of, and what they still hold of it.
+        # Clients that are being disconnected and still hold memory.
         self._leaving: set[MemoryHolder] = set()
         self._leaving_bytes = 0
         self._has_room = asyncio.Event()
         self._room = asyncio.Semaphore(max(1, STORE_BERTHS_BYTES // berth_bytes))
         self._used: list[Berth] = []
-        # Who has a berth and since when, the one that has it for longest in front.
+        # Holder of each berth and since when, the longest first.
         self._lent: dict[object, tuple[float, MemoryHolder]] = {}
 
     def hold(self, client: MemoryHolder, nbytes: int) -> None:
@@ -83,7 +83,7 @@ class ClientMemory:
             self._has_room.set()
 
     def forget(self, client: MemoryHolder) -> None:
-        """Count nothing of a client any more, of which nothing is left."""
+        """Forget a client that has released all of its memory."""
         if client in self._held:
             self.release(client, self._held[client])
             del self._held[client]
@@ -113,19 +113,19 @@ class ClientMemory:
                 self._used.pop() if self._used else np.empty(self.berth_bytes, np.uint8)
             )
             yield berth
-            # Not after an exception: nobody has said then that it is free.
+            # Not after an exception: something may still touch the berth then.
             self._used.append(berth)
         finally:
             self._lent.pop(lent, None)
             self._room.release()
 
     async def _wait_for_room(self) -> None:
-        """Wait for a berth; who has one for too long meanwhile is let go of."""
+        """Wait for a berth; disconnect clients that hold one for too long meanwhile."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle | None = None
 
         def look() -> float:
-            """Let go of who has one for too long; when to look again."""
+            """Disconnect a client that is too slow; return when to look again."""
             for lent, (since, client) in list(self._lent.items()):
                 if since + STORE_TIMEOUT_S > loop.time():
                     return since + STORE_TIMEOUT_S

@@ -71,8 +71,8 @@ class StoreServer:
             of a client is ``berths * berth_bytes``, as far as it is used.
         labels: Announces it in the directory of the configuration as a member of the
             role "store", with these labels; None for not at all.
-        advertise: By which address others reach it, if it listens on all of them: a
-            host, and a port if it is not the one that it listens on.
+        advertise: The address under which others reach it, if it listens on all
+            interfaces: a host, and a port if that differs from the one it listens on.
         **arguments: Keys of :class:`kvwire.Config`, such as ``psk_file``.
 
     Attributes:

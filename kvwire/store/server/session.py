@@ -106,7 +106,7 @@ class ClientSession:
         self._tenant = served.tenant_of(connection.peer)
         self._berths = TransferBuffers(served.berths, served.memory, self)
         self._open: set[asyncio.Task[None]] = set()
-        # Answers that it has not taken yet, and since when; the oldest in front.
+        # Answers that the client has not read yet, and since when; the oldest first.
         self._unsent: dict[object, float] = {}
         # Of the answer to the request that is being begun.
         self._begun_bytes = 0
@@ -131,7 +131,7 @@ class ClientSession:
 
     @property
     def stalled_since(self) -> float:
-        """Return since when it has not taken its oldest answer; infinite if it has."""
+        """Return since when its oldest answer is unread; infinity if all are read."""
         return next(iter(self._unsent.values()), math.inf)
 
     async def run(self) -> None:
@@ -249,7 +249,7 @@ class ClientSession:
         task.add_done_callback(lambda _: memory.release(self, nbytes))
 
     def drop(self, reason: str) -> None:
-        """End its connection, for it broke a rule or holds too much."""
+        """End the client's connection: it broke a rule or holds too much memory."""
         logger.warning("store server: %s dropped: %s", self._connection.peer, reason)
         self._served.dropped += 1
         self._connection.abort(reason)
@@ -463,7 +463,7 @@ class ClientSession:
         return StoreDone(request.number)
 
     async def _delete(self, request: Delete) -> int:
-        """Delete what is asked; how many there were, unless they were named."""
+        """Delete blocks; return how many there were, or 0 if the request named them."""
         if request.names is not None:
             await self._tiers.delete(request.names.keys_of(self._tenant))
             return 0

@@ -266,7 +266,7 @@ class Tier(ABC):
         self.name = name
         self._counts = TierStats()
         self._error = ""
-        # Whether the log has the beginning of the trouble, and when it had its end.
+        # Whether the trouble's beginning was logged, and when its end was.
         self._logged = False
         self._ended_at = -math.inf
 
@@ -285,7 +285,7 @@ class Tier(ABC):
             logger.warning("tier %s: %s", sayable(self.name), sayable(text))
 
     def _is_news(self) -> bool:
-        """Tell whether it was well for a while: no line for each call of some."""
+        """Tell whether it was well long enough that a new failure is logged again."""
         return monotonic() - self._ended_at > STORE_LOG_AGAIN_S
 
     @property
@@ -362,7 +362,7 @@ class Tier(ABC):
         """
 
     def known(self, digest: bytes) -> Keys:
-        """Return the blocks of a namespace that it has, where an index here says so."""
+        """Return the blocks of a namespace that a local index lists."""
         return as_keys(())
 
     @abstractmethod

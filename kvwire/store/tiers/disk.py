@@ -65,7 +65,7 @@ _ROUNDS: Final = 8
 _AT_ONCE_BYTES: Final = 256 * KIB
 # Python cannot read all that SQLite quotes of a damaged file.
 _ERRORS: Final = (OSError, sqlite3.Error, UnicodeDecodeError)
-# What SQLite says of the disk; all else it says of a file that is damaged.
+# SQLite's errors about the disk; all others are about a damaged file.
 _NOT_DAMAGE: Final = tuple(
     f"SQLITE_{what}" for what in ("BUSY", "CANTOPEN", "IOERR", "PERM", "READONLY")
 )
@@ -174,7 +174,7 @@ class DiskTier(CodedTier):
         self._index.touch(keys[slots >= 0], slots[slots >= 0])
 
     def too_large(self, namespace: Namespace) -> str:
-        # What a codec makes of a block shows when it is there.
+        # The size of an encoded block is known only after encoding.
         if self._codec is not None:
             return ""
         return self._too_large(namespace, namespace.image_bytes)

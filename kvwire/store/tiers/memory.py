@@ -123,7 +123,7 @@ class MemoryTier:
         )
 
     def log_once(self, why: str) -> None:
-        """Log why blocks are not kept here, not for each put of them."""
+        """Log why blocks are not kept here, each reason once."""
         if why not in self._logged and len(self._logged) < STORE_NAMESPACES_TOLD:
             self._logged.add(why)  # bounded: STORE_NAMESPACES_TOLD
             logger.warning("the store keeps none of these blocks: %s", why)
@@ -226,10 +226,10 @@ class MemoryTier:
             await asyncio.wait((self._clearing,))
 
     async def write_down(self, *, every: bool) -> int:
-        """Bring blocks to the tiers below that lack them; they stay here as well.
+        """Write blocks to the tiers below that lack them; they stay here as well.
 
         Args:
-            every: All that are here, and not only those that none of them would take.
+            every: Write all blocks here, not only those that every tier below refused.
 
         Returns:
             How many of them no tier below has taken.

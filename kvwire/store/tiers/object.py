@@ -91,17 +91,17 @@ class ObjectTier(CodedTier):
             "timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX
         )
         self._bucket = bucket_of(address, self._timeout_s)
-        # Who is asked whether it sends its callers elsewhere; empty once it was.
+        # The endpoint to test for redirects; empty once it was tested.
         self._unproved = self._url = url_of(address)
         self._proving = asyncio.Lock()
-        # Whether what failed last was a write, which no read shows to be well again.
+        # Whether the last failure was a write; a successful read does not end it.
         self._write_failed = False
         import obstore  # noqa: PLC0415 - an extra
 
         self._obstore = obstore
         self._backoff = Backoff(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         self._unavailable_until = 0.0
-        # Until when nothing is written: what takes no blocks may have some.
+        # Until when writes pause; a store that refuses writes may still be read.
         self._untaking_until = 0.0
         # The orders of blocks that are there, the ones found last at the end.
         self._present: OrderedDict[Key, int] = OrderedDict()
@@ -352,7 +352,7 @@ class ObjectTier(CodedTier):
         return found
 
     async def _prove(self) -> None:
-        """Check that the store is where it is asked, and not elsewhere."""
+        """Check that the endpoint does not redirect to another host."""
         async with self._proving:
             if self._unproved:
                 look = partial(sent_elsewhere, self._unproved, self._timeout_s)
@@ -384,7 +384,7 @@ class ObjectTier(CodedTier):
     def _became_unavailable(self, error: BaseException, *, writes: bool) -> None:
         """Report a failed request, and make no others of its kind for a while."""
         words = words_of(error) or f"no answer in {self._timeout_s:g} s"
-        # What the store has named is not forgotten for one that it had no name for.
+        # A reason that the store named is not replaced by a nameless one.
         if is_named(error) or not self.error:
             self.error = words
         self._unproved = self._url
@@ -457,7 +457,7 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
                 # Who writes http:// means it: a server of one's own, without TLS.
                 "allow_http": endpoint.startswith("http://"),
             },
-            # It ends before the tier gives up, and so says what it was told last.
+            # It ends before the tier gives up, so its error has the last answer.
             retry_config={
                 "retry_timeout": timedelta(seconds=0.7 * timeout_s),
                 "backoff": {
@@ -476,9 +476,9 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
 
 
 def url_of(address: TierAddress) -> str:
-    """Return where the bucket of a server of one's own is; "" for every other store.
+    """Return the URL of a bucket on the user's own server; "" for other stores.
 
-    Amazon, Google and Microsoft send nobody to another host with a block in hand.
+    Amazon, Google and Microsoft do not redirect uploads to another host.
     """
     where, endpoint = urlsplit(address.place), _endpoint(_settings(address))
     if where.scheme not in ("s3", "s3a") or not endpoint:

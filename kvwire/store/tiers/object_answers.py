@@ -1,4 +1,4 @@
-"""What an object store answers when something is wrong: its name for it, in few words.
+"""Errors of object stores in few words, with the store's own name for each.
 
 obstore puts the whole answer into the text of its error. S3, GCS and Azure name what is
 wrong in a ``<Code>``; a file system has no status and no code.
@@ -21,10 +21,10 @@ from kvwire.limits import REASON_CHARS_MAX
 _CODE: Final = re.compile(r"<Code>\s*(\w{1,64})\s*</Code>")
 _MESSAGE: Final = re.compile(r"<Message>\s*(.{1,1000}?)\s*</Message>", re.DOTALL)
 _STATUS: Final = re.compile(r"status code: (\d{3}[\w -]*)")
-# What obstore asked, and how often; the tier's name says of whom.
+# The request and its retries; the tier's name has the host already.
 _REQUEST: Final = re.compile(r"^.*Error performing .{1,2000}? - (?=\w)")
 _CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
-# And names that it has in there for what has no words.
+# Names in obstore's text for failures without a message.
 _CAUSES: Final[Mapping[str, str]] = {
     "InvalidCertificate(": "its certificate is not trusted here",
     "InvalidContentType": "it has no TLS there; write endpoint=http://",
@@ -59,8 +59,8 @@ _REDIRECTS: Final = (
 def is_no_object(error: BaseException) -> bool:
     """Tell whether an error says that one object is not there, and no more than that.
 
-    Where a bucket is missing, every object of it is; whoever takes that for an empty
-    one goes on for ever without a word.
+    If a bucket is missing, so is each of its objects; a caller that takes it for an
+    empty bucket fails silently for ever.
     """
     if not isinstance(error, FileNotFoundError):
         return False
@@ -105,10 +105,10 @@ def words_of(error: BaseException) -> str:
 
 
 def sent_elsewhere(url: str, timeout_s: float) -> str:
-    """Return the other host that a server sends its callers to; "" if it does not.
+    """Return the other host that a server redirects to; "" if it does not redirect.
 
-    obstore goes wherever it is sent, and takes the blocks along. So a server is asked
-    first, without credentials, by somebody who does not. On a thread.
+    obstore follows every redirect, and sends the blocks along. So this function asks
+    first, without credentials, and does not follow. It runs on a thread.
     """
     here = urlsplit(url)
     kind = HTTPSConnection if here.scheme == "https" else HTTPConnection

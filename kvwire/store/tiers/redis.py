@@ -70,7 +70,7 @@ class RedisTier(ValueTier):
 
     faults: ClassVar[tuple[type[Exception], ...]] = FAULTS
     refusals: ClassVar[tuple[type[Exception], ...]] = (AuthenticationError, UsageError)
-    # As the keys of a directory, so that one pattern of a user's rights has all.
+    # As in a directory's keys, so that one pattern of a user's rights covers all.
     separator: ClassVar[str] = ":"
 
     def __init__(self, address: TierAddress) -> None:
@@ -149,8 +149,8 @@ class RedisTier(ValueTier):
 
     async def _get(self, batch: Batch) -> BlockResults:
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
-        # What is too long is not read: a GETRANGE would do in one round trip, and takes
-        # a server three times as long as a GET.
+        # Values that are too long are not read. A GETRANGE needs one round trip, but
+        # takes a server three times as long as a GET.
         answers = await self._ask(batch.keys, lambda _, name: ("STRLEN", name))
         results = np.full(batch.keys.size, FAILED)
         results[[one == 0 for one in answers]] = MISSING
@@ -240,7 +240,7 @@ class RedisTier(ValueTier):
     # --- who is there -----------------------------------------------------------------
 
     def _lost(self, client: RedisClient, error: BaseException, server: str) -> None:
-        """Pass a server over, unless another client has taken this one's place."""
+        """Stop using a server, unless another client has already replaced this one."""
         if client is self._servers.client:
             self._failed(error, server)
             if isinstance(client.commands, Redis):

@@ -41,7 +41,7 @@ class ValueTier(Tier):
     Attributes:
         faults: What its client raises where the service cannot be reached.
         refusals: Those of them that no other attempt would end.
-        separator: What stands between the prefix and a block's name.
+        separator: The text between the prefix and a block's name.
     """
 
     faults: ClassVar[tuple[type[Exception], ...]] = (OSError,)
