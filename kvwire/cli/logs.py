@@ -15,7 +15,7 @@ OPTION: Final = "--log-level"
 LEVELS: Final = ("debug", "info", "warning", "error")
 HELP: Final = (
     f"Every command takes {OPTION} {'|'.join(LEVELS)}, or the variable "
-    f"{LOG_LEVEL_VARIABLE}: what it logs to the standard error, from that level on. "
+    f"{LOG_LEVEL_VARIABLE}: the lowest level that it logs to standard error. "
     f"The default is warning."
 )
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -70,7 +70,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
             redis://host:6379; clients have kvwire://role=store?directory=URL.
         label: What else selectors may ask for: --label pool=a, several times. The label
             `node` names a node whose address changes.
-        advertise: By which host, or HOST:PORT, others reach it, if it listens on all.
+        advertise: The host, or HOST:PORT, under which others reach it.
     """
     settings: dict[str, Any] = {"config": config, "read_only": read_only}
     if psk_file is not None:
@@ -122,7 +122,7 @@ def delete(
     psk_file: Path | None = None,
     config: Path | None = None,
 ) -> None:
-    """Have a served store forget all blocks of a tenant, and say how many there were.
+    """Delete all blocks of a tenant from a served store; print how many there were.
 
     Without --tenant and --all it asks first; where nobody can answer, it is an error.
 
@@ -136,7 +136,7 @@ def delete(
     """
     wanted = _wanted(psk_file, config)
     if not (tenant or every or _agreed(f"forget all blocks at {address}?")):
-        raise UsageError("nothing is deleted: say --all, or --tenant NAME")
+        raise UsageError("nothing is deleted: pass --all, or --tenant NAME")
     where = address.removeprefix("kvwire://")
     deleted = _run(delete_all(where, wanted, tenant), address)
     print(f"forgot {deleted:,} block{'' if deleted == 1 else 's'}")

@@ -101,7 +101,7 @@ async def test_all_is_deleted_where_somebody_says_so(
                 monkeypatch.setattr("sys.stdin", stdin)
                 status, _, said = await run("delete", server.where)
                 assert status == CALLED_WRONG
-                assert "say --all, or --tenant NAME" in said
+                assert "pass --all, or --tenant NAME" in said
             assert await store.match(chain(1), cache) == 1
             monkeypatch.setattr("sys.stdin", Terminal("y\n"))
             status, out, said = await run("delete", server.where)

@@ -65,7 +65,7 @@ async def ask_report(address: str, config: Config) -> StatsReport:
 
 
 async def delete_all(address: str, config: Config, tenant: str) -> int:
-    """Have a server forget all blocks of a tenant; return how many there were.
+    """Delete all blocks of a tenant from a server; return how many there were.
 
     Cancel safety: safe, it may be called again.
     """

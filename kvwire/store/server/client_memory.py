@@ -70,7 +70,7 @@ class ClientMemory:
                 most = in_bytes(STORE_HELD_BYTES)
                 slowest.drop(
                     f"all clients together hold more than {most} of requests and "
-                    f"answers, and it has taken nothing for the longest time"
+                    f"answers, and it has read nothing for the longest time"
                 )
 
     def release(self, client: MemoryHolder, nbytes: int) -> None:
